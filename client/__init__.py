@@ -1,0 +1,1 @@
+"""The client side: `AutoDistributedModel` and what runs below it."""

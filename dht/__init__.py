@@ -1,0 +1,1 @@
+"""The directory: signed announcements in a Kademlia DHT."""

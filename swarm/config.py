@@ -1,0 +1,61 @@
+"""Settings that commands and the client share: environment variables (SWARM_*), then swarm.toml, then defaults."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import platformdirs
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from swarm.errors import BadConfiguration
+
+PROTOCOL_VERSION = 1  # the major version: peers of different majors do not talk
+CONFIG_DIR = Path(platformdirs.user_config_dir("swarm"))
+CACHE_DIR = Path(platformdirs.user_cache_dir("swarm"))
+DATA_DIR = Path(platformdirs.user_data_dir("swarm"))
+CONFIG_FILES = (CONFIG_DIR / "swarm.toml", Path("swarm.toml"))  # later ones win
+
+
+class Settings(BaseSettings):
+    """What may stand in `swarm.toml` or, as SWARM_<NAME>, in the environment. Command-line options win over both."""
+
+    model_config = SettingsConfigDict(env_prefix="SWARM_", frozen=True, extra="forbid", toml_file=CONFIG_FILES)
+
+    model: str | None = Field(None, description="hub id or local directory")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub repository")
+    initial_peers: Annotated[tuple[str, ...], NoDecode] = Field((), description="multiaddrs, split at commas or spaces")
+    network: str = Field("public", description="swarms of different names do not mix", pattern=r"^[a-z0-9-]{1,32}$")
+    identity: Path | None = Field(None, description="key file")
+    cache_dir: Path | None = Field(None, description="where the hub's files are kept")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+    @field_validator("initial_peers", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:  # noqa: ANN401 - a raw setting is anything
+        return tuple(part for part in re.split(r"[,\s]+", value) if part) if isinstance(value, str) else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *_: PydanticBaseSettingsSource, **sources: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Explicit arguments, then the environment, then the files."""
+        return sources["init_settings"], sources["env_settings"], TomlConfigSettingsSource(settings_cls)
+
+
+def load_settings() -> Settings:
+    """Read the settings. Raises BadConfiguration with the first thing that is wrong."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        raise BadConfiguration(name, first["msg"]) from None
+    except ValueError as error:  # a TOML file that does not parse
+        raise BadConfiguration("swarm.toml", str(error)) from None

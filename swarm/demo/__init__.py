@@ -1,0 +1,1 @@
+"""A whole swarm in one process tree, with its small checkpoint."""

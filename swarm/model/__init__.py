@@ -1,0 +1,1 @@
+"""Any decoder as spans: hollow parents, checkpoints, caches and the manifest."""

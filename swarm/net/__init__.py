@@ -1,0 +1,1 @@
+"""Authenticated, encrypted channels between peers, and the carriers below them."""

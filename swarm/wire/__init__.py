@@ -1,0 +1,1 @@
+"""What crosses the network: strict messages and a bounded tensor codec."""
