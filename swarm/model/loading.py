@@ -1,7 +1,6 @@
 """From an opened checkpoint to a span that runs, or to the client's part: only the files and tensors that are needed."""
 
 import contextlib
-import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,9 +61,9 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     missing = sorted(report["missing_keys"]) + sorted(str(item) for item in report["mismatched_keys"])
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
-    gc.collect()  # what was read and converted on the way
+    # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
     loaded: PreTrainedModel = model.to(device).eval()
-    return loaded.requires_grad_(requires_grad=False)
+    return loaded
 
 
 def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel]) -> set[str] | None:
