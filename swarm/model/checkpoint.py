@@ -159,7 +159,9 @@ def _read_config(model: str, path: Path) -> PretrainedConfig:
     if not isinstance(model_type, str):
         raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} names no model_type")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path.parent, trust_remote_code=False, local_files_only=True
+        )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         known = "its code is not part of transformers" if "auto_map" in raw else "this transformers does not know it"
         raise UnsupportedArchitecture(model_type, f"{known} ({str(error).splitlines()[0][:160]})") from None

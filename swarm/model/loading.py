@@ -16,6 +16,7 @@ from swarm.blocks import Blocks
 from swarm.errors import UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, class_for, hollow_class, skeleton
+from swarm.model.probe import check_span
 from swarm.model.span import Span
 
 Dtype = torch.dtype | str  # "auto": the checkpoint's
@@ -30,7 +31,9 @@ def load_span(
     """
     checkpoint.check(blocks)
     model = _load(checkpoint, blocks, dtype, torch.device(device))
-    return Span(model, checkpoint.traits, blocks)
+    span = Span(model, checkpoint.traits, blocks)
+    check_span(span)
+    return span
 
 
 def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -87,7 +90,9 @@ def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel]) -> set[st
         if not target.startswith(absent):
             needed.add(name)
     if not needed:
-        raise UnsupportedArchitecture(checkpoint.traits.model_type, "no tensor of the checkpoint belongs to these blocks")
+        raise UnsupportedArchitecture(
+            checkpoint.traits.model_type, "no tensor of the checkpoint belongs to these blocks"
+        )
     return needed
 
 

@@ -31,7 +31,7 @@ class Span:
         self.traits = traits
         self.blocks = blocks
         self.hidden_size = traits.hidden_size
-        self._model = model
+        self.model = model  # the hollow parent
         self._list_name = list_name
         self._run = _Run()
         self._decoder = _decoder_for(decoder, list_name, blocks, traits.returns, self._run)
@@ -53,7 +53,7 @@ class Span:
             part = copy.copy(self)
             part.blocks = blocks
             part._run = _Run()
-            decoder, _ = decoder_of(self._model)
+            decoder, _ = decoder_of(self.model)
             part._decoder = _decoder_for(decoder, self._list_name, blocks, self.traits.returns, part._run)
             self._parts[blocks] = part
         return self._parts[blocks]
@@ -64,7 +64,7 @@ class Span:
         rollback_max: the most positions that `SpanCache.keep` will have to take back at a time. More than 0 makes
         sliding-window and convolution layers keep as much more, and convolutions run their slower path.
         """
-        return new_cache(self._model.config, type(self._decoder).__module__, self.blocks, rollback_max)
+        return new_cache(self.model.config, type(self._decoder).__module__, self.blocks, rollback_max)
 
     def forward(
         self, hidden: Tensor, *, cache: SpanCache | None, positions: Tensor | None = None, mask: Tensor | None = None
