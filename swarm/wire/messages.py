@@ -21,6 +21,7 @@ HEADER_BYTES_MAX = 32 * 1024
 ALIGNMENT = 16  # the tensors start at a multiple of it, so that they can be used where they lie
 ROWS_MAX = 1024  # rows of one session's batch
 POSITIONS_MAX = 1 << 22
+ROLLBACK_MAX = 4096  # positions that one step takes back
 STEPS_MAX = 1 << 40
 TEXT_MAX = 300
 
@@ -30,6 +31,17 @@ Epoch = Annotated[int, Field(ge=0, le=1 << 31)]
 StepNumber = Annotated[int, Field(ge=0, le=STEPS_MAX)]
 Milliseconds = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
 Text = Annotated[str, Field(max_length=TEXT_MAX)]
+
+
+RefusalCode = Literal[
+    "no_room",  # come back after retry_after_ms
+    "draining",  # this server is leaving
+    "not_served",  # another model, numeric class or block range
+    "not_yours",  # the session belongs to another key, or expects its activations from another peer
+    "out_of_order",  # a step before this one is missing
+    "too_late",  # the client's patience ended before the step began
+    "bad_request",
+]
 
 
 class Message(BaseModel):
@@ -68,6 +80,7 @@ class Pong(Message):
 class Open(Message):
     """Opens a session on one hop. The key that sends it controls the session from then on.
 
+    positions_max: the longest that the session may get. rollback_max: the most positions that a step takes back.
     previous: the only peer whose activations count; None for the client itself.
     next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
     """
@@ -79,9 +92,8 @@ class Open(Message):
     numeric_class: Annotated[str, Field(max_length=64)]
     start: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
     stop: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
-    batch_max: Annotated[int, Field(ge=1, le=ROWS_MAX)]
     positions_max: Annotated[int, Field(ge=1, le=POSITIONS_MAX)]
-    rollback: bool
+    rollback_max: Annotated[int, Field(ge=0, le=ROLLBACK_MAX)]
     previous: PeerId | None
     next_record: Annotated[str, Field(max_length=4096)] | None
 
@@ -136,7 +148,7 @@ class Refused(Message):
     session: SessionId
     epoch: Epoch
     step: StepNumber | None = None
-    code: Literal["no_room", "draining", "unknown_session", "not_served", "not_yours", "bad_request", "too_late"]
+    code: RefusalCode
     why: Text
     retry_after_ms: Milliseconds | None = None
 
