@@ -226,7 +226,7 @@ def windows(corpus: Corpus, rng: np.random.Generator, positions: int) -> torch.T
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the checkpoint: bfloat16 safetensors, the tokenizer, greedy generation by default."""
-    model.to(torch.bfloat16)
+    model.bfloat16()
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -251,7 +251,7 @@ def held_out_loss(model: LlamaForCausalLM, corpus: Corpus) -> float:
     """Mean negative log-likelihood of a token, in nats, over whole windows of 512 tokens."""
     with torch.inference_mode():
         losses = [model(input_ids=batch, labels=batch).loss.item() for batch in whole_windows(corpus, 512)]
-    return sum(losses) / len(losses)
+    return float(np.mean(losses))
 
 
 def whole_windows(corpus: Corpus, positions: int) -> Iterator[torch.Tensor]:
