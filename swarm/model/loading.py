@@ -1,0 +1,125 @@
+"""From an opened checkpoint to a span that runs, or to the client's part: only the files and tensors that are needed."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from swarm.blocks import Blocks
+from swarm.errors import UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
+from swarm.model.hollow import absent_prefixes, class_for, hollow_class, skeleton
+from swarm.model.probe import check_span
+from swarm.model.span import Span
+
+Dtype = torch.dtype | str  # "auto": the checkpoint's
+
+
+def load_span(
+    checkpoint: Checkpoint, blocks: Blocks, *, dtype: Dtype = "auto", device: torch.device | str = "cpu"
+) -> Span:
+    """Fetch, verify and load some blocks of a model.
+
+    Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture.
+    """
+    checkpoint.check(blocks)
+    model = _load(checkpoint, blocks, dtype, torch.device(device))
+    span = Span(model, checkpoint.traits, blocks)
+    check_span(span)
+    return span
+
+
+def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Fetch, verify and load the client's part: embeddings, final norm and head; every block is a placeholder.
+
+    Put something in the place of the blocks with `swarm.model.ends.replace_blocks`. Raises as `load_span` does.
+    """
+    return _load(checkpoint, None, dtype, torch.device(device))
+
+
+def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
+    cls = hollow_class(checkpoint.config, blocks)
+    names = needed_tensors(checkpoint, cls)
+    files = _files_with(checkpoint, names)
+    paths = checkpoint.source.fetch((CONFIG_NAME, *files))
+    for name in files:
+        checkpoint.manifest.verify(paths[name], name)
+    if blocks is None:
+        optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
+        paths |= checkpoint.source.fetch(optional)
+    with _staged(checkpoint, paths, names) as directory, _quiet():
+        try:
+            model, report = cls.from_pretrained(
+                directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+        except (SafetensorError, RuntimeError, ValueError, KeyError, OSError, ImportError) as error:
+            raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
+    missing = sorted(report["missing_keys"]) + sorted(str(item) for item in report["mismatched_keys"])
+    if missing:
+        raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
+    # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel]) -> set[str] | None:
+    """Return the checkpoint's names of the tensors that a hollow model needs; None: there is but one file.
+
+    By exclusion, so that whatever belongs to a hosted block stays in, such as a quantisation's scales.
+    """
+    if checkpoint.index is None:
+        return None
+    hollow = skeleton(cls, checkpoint.config)
+    full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
+    absent = absent_prefixes(hollow)
+    transforms = get_model_conversion_mapping(hollow)
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
+    needed = set()
+    for name in checkpoint.index.weight_map:
+        target, _ = rename_source_key(name, renamings, converters, hollow.base_model_prefix, full)
+        if target not in full and name in full:
+            target = name
+        if not target.startswith(absent):
+            needed.add(name)
+    if not needed:
+        raise UnsupportedArchitecture(
+            checkpoint.traits.model_type, "no tensor of the checkpoint belongs to these blocks"
+        )
+    return needed
+
+
+def _files_with(checkpoint: Checkpoint, names: set[str] | None) -> tuple[str, ...]:
+    if checkpoint.index is None or names is None:
+        return (SINGLE_NAME,)
+    return tuple(sorted({checkpoint.index.weight_map[name] for name in names}))
+
+
+@contextlib.contextmanager
+def _staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | None) -> Iterator[Path]:
+    """A directory as `from_pretrained` wants it: links to the files, and an index that knows of nothing else."""
+    with tempfile.TemporaryDirectory(prefix="swarm-load-") as text:
+        directory = Path(text)
+        for name, path in paths.items():
+            (directory / name).symlink_to(path.resolve())
+        if checkpoint.index is not None and names is not None:
+            (directory / INDEX_NAME).write_bytes(checkpoint.index.only(names))
+        yield directory
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Unexpected keys are the point here: keep the report about them off the terminal."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
