@@ -1,8 +1,8 @@
 """Announcements: what a server says about one span, signed by the identity that serves it.
 
 A record is `signature (64 bytes, Ed25519) + payload`, at most 2048 bytes, where the payload is canonical JSON: UTF-8,
-sorted keys, no spaces, no NaN. Bytes that are not their own canonical form are rejected: one announcement has exactly one
-encoding.
+sorted keys, no spaces, no NaN. Bytes that are not their own canonical form are rejected: one announcement has exactly
+one encoding.
 
 Two readers share this module. A *storing* node needs to know only where a record belongs, whose it is and how long it
 lives: that is an `Envelope`, and it holds for every major version of the protocol, so that versions mix in one DHT. A
@@ -19,7 +19,6 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-import msgpack
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from swarm.blocks import BLOCKS_MAX, Blocks
@@ -236,9 +235,17 @@ def model_subkey(envelope: Envelope) -> str:
 
 
 def key_id(key: str) -> bytes:
-    """Return the 20 bytes that hivemind's DHT uses for a key."""
-    packed: bytes = msgpack.packb(key, use_bin_type=True)
-    return hashlib.sha1(packed, usedforsecurity=False).digest()
+    """Return the 20 bytes that hivemind's DHT uses for a key: SHA-1 of its msgpack form."""
+    return hashlib.sha1(packed_text(key), usedforsecurity=False).digest()
+
+
+def packed_text(text: str) -> bytes:
+    """Return the msgpack form of a short string, as hivemind sends subkeys."""
+    data = text.encode()
+    if len(data) < 32:
+        return bytes([0xA0 | len(data)]) + data
+    assert len(data) < 256, "keys and subkeys are short"
+    return bytes([0xD9, len(data)]) + data
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
