@@ -18,6 +18,7 @@
     │   ├── Unreachable          nobody answered at these addresses
     │   ├── HandshakeFailed      the other side did not prove who it is
     │   ├── ProtocolMismatch     two major versions of the protocol: says who must upgrade
+    │   ├── P2PFailed            the libp2p daemon does not run
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
     ├── InvalidMessage           a peer's message that does not validate
@@ -220,6 +221,16 @@ class ProtocolMismatch(NetworkError):
     def __str__(self) -> str:
         who = "this side" if self.theirs > self.ours else "the other side"
         return f"{self.peer} speaks protocol {self.theirs}, this side speaks {self.ours}: {who} must upgrade"
+
+
+@dataclass(eq=False)
+class P2PFailed(NetworkError):
+    """The libp2p daemon does not start, or keeps failing."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"libp2p does not work here: {self.why}"
 
 
 @dataclass(eq=False)
