@@ -23,6 +23,7 @@
     │   └── FrameRejected        a frame that fails authentication, order or size
     ├── InvalidMessage           a peer's message that does not validate
     ├── RecordError              an announcement that does not hold
+    │   ├── RecordExpired        one that lived, or will live
     │   └── ClockSkew            clocks more than 30 s apart
     ├── RouteError
     │   └── NoRoute              blocks that nobody serves
@@ -274,6 +275,10 @@ class RecordError(SwarmError):
 
     def __str__(self) -> str:
         return f"announcement rejected: {self.why}"
+
+
+class RecordExpired(RecordError):
+    """An announcement whose time is over, or has not come by this clock."""
 
 
 @dataclass(eq=False)

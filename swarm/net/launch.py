@@ -3,8 +3,8 @@
 `python -I -S launch.py PARENT_PID DESCRIPTORS_MAX DATA_BYTES_MAX PROGRAM ARG...`
 
 On Linux the kernel kills the child when the *thread* that started it ends (PR_SET_PDEATHSIG), so even `kill -9` of the
-parent leaves nothing behind. Setting it here, between fork and exec, and not in a `preexec_fn` keeps Python code out of a
-forked copy of a process with threads. It imports the standard library only and costs about 10 ms.
+parent leaves nothing behind. Setting it here, between fork and exec, and not in a `preexec_fn` keeps Python code out of
+a forked copy of a process with threads. It imports the standard library only and costs about 10 ms.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """libp2p: one p2pd process under our control, and a supervisor that replaces it when it fails.
 
-hivemind's own `P2P.create` hides that p2pd died and leaves it behind when the parent is killed, so the process is started
-here and hivemind only attaches to it (`P2P.replicate`). What lives on top of one p2pd is built by a function of it and is
-built again for the next one.
+hivemind's own `P2P.create` hides that p2pd died and leaves it behind when the parent is killed, so the process is
+started here and hivemind only attaches to it (`P2P.replicate`). What lives on top of one p2pd is built by a function of
+it, and is built again for the next one.
 """
 
 import asyncio
@@ -130,7 +130,7 @@ async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
     folder = Path(tempfile.mkdtemp(prefix="swarm-p2p-"))  # mode 0700: the control socket is for this user alone
     try:
         async with _process(config, folder) as (process, output):
-            await _until_it_listens(process, folder / "p2pd.sock", config, output)
+            await _until_it_listens(process, config, output)
             p2p = await _attach(folder)
             try:
                 yield Daemon(process, p2p, output)
@@ -190,14 +190,12 @@ async def _read_output(process: asyncio.subprocess.Process, output: deque[str]) 
             _log.debug("p2pd", line=line[:300])
 
 
-async def _until_it_listens(
-    process: asyncio.subprocess.Process, control: Path, config: P2PConfig, output: deque[str]
-) -> None:
+async def _until_it_listens(process: asyncio.subprocess.Process, config: P2PConfig, output: deque[str]) -> None:
     """Wait for the line that p2pd prints when its control socket is served."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(START_TIMEOUT_S):
             while process.returncode is None:
-                if control.exists() and any(line.startswith("Peer ID:") for line in output):
+                if any(line.startswith("Peer ID:") for line in output):
                     return
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)  # its last words
