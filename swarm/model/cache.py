@@ -1,11 +1,12 @@
 """A span's cache: the keys, values and states of the hosted blocks alone, at the blocks' absolute indices.
 
-A plain `DynamicCache` is silently wrong when block 0 is not hosted: parents ask layer 0 how long the past is. Here the blocks
-that are elsewhere are dummies, and what parents ask is answered from a counter of positions.
+A plain `DynamicCache` is silently wrong when block 0 is not hosted: parents ask layer 0 how long the past is. Here
+the blocks that are elsewhere are dummies, and what parents ask is answered from a counter of positions.
 
-Rolling back needs the past that sliding-window and convolution layers would throw away. They record it from the first step on
-if the session was opened with a rollback; after each step everything beyond the window and that rollback is dropped. Recording
-makes convolutions take another path through their family's code, so it is not on where nobody needs it.
+Rolling back needs the past that sliding-window and convolution layers would throw away. They record it from the first
+step on if the session was opened with a rollback; after each step everything beyond the window and that rollback is
+dropped. Recording makes convolutions take another path through their family's code, so it is not on where nobody
+needs it.
 """
 
 import sys
@@ -32,7 +33,8 @@ class RollbackImpossible(SessionError):
 class SpanCache:
     """One session's past on one span. Belongs to one thread at a time.
 
-    rollback_max: how many positions `keep` can remove at a time where the span has sliding-window or convolution layers.
+    rollback_max: how many positions `keep` can remove at a time where the span has sliding-window or convolution
+    layers.
     """
 
     def __init__(self, inner: Any, rollback_max: int) -> None:  # noqa: ANN401 - `_Inner`, or a family's own class
@@ -121,8 +123,9 @@ class _Inner(DynamicCache):
         self.layers = [layer if i in blocks else DummyLayer() for i, layer in enumerate(self.layers)]
         self.seen = 0
         self.pending = 0  # positions of the running step: the blocks before this span have seen them
-        if record:
-            self.activate_past_recording()
+        for layer in self.layers:
+            if record and hasattr(layer, "record_past"):
+                layer.record_past = True
 
     def fresh(self) -> "_Inner":
         """Make an empty cache of the same kind."""
@@ -131,14 +134,15 @@ class _Inner(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the past's length as layer `layer_idx` has it, hosted or not."""
-        return int(self.layers[layer_idx].get_seq_length()) if self._asks_layer(layer_idx) else self._seen_by(layer_idx)
+        layer = self._hosted(layer_idx)
+        return self._seen_by(layer_idx) if layer is None else int(layer.get_seq_length())
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return (length, offset) of the keys that a mask for layer `layer_idx` covers, hosted or not."""
-        if self._asks_layer(layer_idx):
-            length, offset = self.layers[layer_idx].get_mask_sizes(query_length)
-            return length, offset
-        return self._seen_by(layer_idx) + query_length, 0
+        layer = self._hosted(layer_idx)
+        if layer is None:
+            return self._seen_by(layer_idx) + query_length, 0
+        return layer.get_mask_sizes(query_length)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Tell whether there is a past; for the whole model that is so whatever layers are hosted."""
@@ -146,8 +150,9 @@ class _Inner(DynamicCache):
             return self.seen > 0
         return bool(super().has_previous_state(layer_idx, state_idx))
 
-    def _asks_layer(self, layer_idx: int) -> bool:
-        return layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], CacheLayerMixin)
+    def _hosted(self, layer_idx: int) -> CacheLayerMixin | None:
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer if isinstance(layer, CacheLayerMixin) else None
 
     def _seen_by(self, layer_idx: int) -> int:
         return self.seen + (self.pending if layer_idx < self.start else 0)
@@ -173,7 +178,7 @@ def _minimax_inner(special: type[DynamicCache]) -> Any:  # noqa: ANN401 - an ins
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             super().reorder_cache(beam_idx)
-            self.linear_cache = [
+            self.linear_cache: list[Any] = [
                 state.index_select(0, beam_idx.to(state.device)) if isinstance(state, Tensor) else state
                 for state in self.linear_cache
             ]
@@ -188,27 +193,27 @@ def _forgets(layer: object) -> bool:
 
 def _remove_last(layer: Any, removed: int) -> None:  # noqa: ANN401 - a cache layer of any family
     """Cut the last positions off; unlike `crop`, leave the rest of the recorded past for the next rollback."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    convolves, slides = isinstance(layer, LinearAttentionCacheLayerMixin), isinstance(layer, DynamicSlidingWindowLayer)
+    if not convolves and not slides:
+        layer.crop(-removed)
+        return
+    if convolves:
         for index, state in layer.conv_states.items():
             layer.conv_states[index] = None if state is None else state[..., :-removed]
-    if isinstance(layer, DynamicSlidingWindowLayer):
+    if getattr(layer, "keys", None) is not None:
         layer.keys = layer.keys[..., :-removed, :]
         layer.values = layer.values[..., :-removed, :]
+    if slides:
         layer.cumulative_length -= removed
-    elif not isinstance(layer, LinearAttentionCacheLayerMixin):
-        layer.crop(-removed)
-    elif isinstance(layer, CacheLayerMixin):
-        layer.keys = layer.keys[..., :-removed, :]
-        layer.values = layer.values[..., :-removed, :]
 
 
 def _trim(layer: Any, rollback_max: int) -> None:  # noqa: ANN401 - a cache layer of any family
     """Drop what neither the next step nor a rollback needs. Views: the next step copies what is left anyway."""
-    if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None:
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
         kept = layer.sliding_window - 1 + rollback_max
         layer.keys = layer.keys[..., -kept:, :]
         layer.values = layer.values[..., -kept:, :]
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for index, state in layer.conv_states.items():
             if state is not None:
-                layer.conv_states[index] = state[..., -(layer.conv_kernel_size[index] + rollback_max) :]
+                layer.conv_states[index] = state[..., -((layer.conv_kernel_size[index] or 0) + rollback_max) :]

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from swarm import config as settings
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks, ModelNotFound, RootMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.model.hollow import decoder_config
 from swarm.model.manifest import HashCache, Manifest, WeightIndex
 from swarm.model.traits import Traits, traits_of
 
@@ -74,11 +75,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local directory or a repository of the hub. Only configs, index and hashes are read, never code.
 
-    model: a directory, or a hub id such as "org/name". revision, token, cache_dir, max_disk_bytes and endpoint are for the
-    hub. root: the root that the checkpoint must have. accept_changes: local files whose contents changed since they were
-    first hashed were changed on purpose.
+    model: a directory, or a hub id such as "org/name". revision, token, cache_dir, max_disk_bytes and endpoint are
+    for the hub. root: the root that the checkpoint must have. accept_changes: local files whose contents changed
+    since they were first hashed were changed on purpose.
 
-    Raises ModelNotFound, UnsupportedCheckpoint, UnsupportedArchitecture, ChecksumMismatch, RootMismatch, DownloadFailed.
+    Raises ModelNotFound, UnsupportedCheckpoint, UnsupportedArchitecture, ChecksumMismatch, RootMismatch,
+    DownloadFailed.
     """
     name = str(model)
     source: Source
@@ -87,10 +89,17 @@ def open_checkpoint(
     else:
         from swarm.model.hub import HubSource  # noqa: PLC0415 - the hub's library is slow to import
 
-        source = HubSource(name, revision, token, cache_dir, max_disk_bytes, endpoint)
+        source = HubSource(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            max_disk_bytes=max_disk_bytes,
+            endpoint=endpoint,
+        )
     names = source.names()
     weights, index = _weight_files(name, names, source)
-    config = _read_config(name, source.fetch((CONFIG_NAME,))[CONFIG_NAME])
+    config = decoder_config(_read_config(name, source.fetch((CONFIG_NAME,))[CONFIG_NAME]))
     traits = traits_of(config)
     manifest = source.manifest((CONFIG_NAME, *((INDEX_NAME,) if index is not None else ()), *weights))
     if root is not None and manifest.root != root:

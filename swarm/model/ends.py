@@ -16,8 +16,7 @@ class RemoteBlocks(Placeholder):
     """Stands where block 0 is and computes all blocks by one call; the other placeholders hand its result on."""
 
     def __init__(self, original: nn.Module, remote: Remote, returns: int) -> None:
-        super().__init__(original)
-        self.returns = returns
+        super().__init__(original, returns)
         object.__setattr__(self, "_remote", remote)  # no submodule, even if it is a module
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -31,9 +30,9 @@ class RemoteBlocks(Placeholder):
 def replace_blocks(model: PreTrainedModel, traits: Traits, remote: Remote) -> RemoteBlocks:
     """Let `remote` compute all blocks of a model from `load_ends`.
 
-    remote is called once in every forward with the hidden state [batch, tokens, hidden_size] that block 0 would get, and
-    returns what the last block would, in the same shape and dtype. Positions, attention mask and cache are the caller's
-    to take from the model's own arguments. Replaces an earlier `remote`.
+    remote is called once in every forward with the hidden state [batch, tokens, hidden_size] that block 0 would get,
+    and returns what the last block would, in the same shape and dtype. Positions, attention mask and cache are the
+    caller's to take from the model's own arguments. Replaces an earlier `remote`.
     """
     layers = blocks_of(model)
     for layer in layers:

@@ -1,8 +1,9 @@
 """Hollow parents: a full-depth model in which the parts that live elsewhere are parameter-free placeholders.
 
-Slicing a config or wrapping architectures by hand goes wrong one family at a time. Here the parent stays the class that
-`transformers` has for the config, with all its blocks at their absolute indices; masks, rotary tables and alibi come from it,
-and weights are loaded by its own `from_pretrained`, which never materialises what has no place in the model.
+Slicing a config or wrapping architectures by hand goes wrong one family at a time. Here the parent stays the class
+that `transformers` has for the config, with all its blocks at their absolute indices; masks, rotary tables and alibi
+come from it, and weights are loaded by its own `from_pretrained`, which never materialises what has no place in the
+model.
 """
 
 from collections.abc import Iterator
@@ -25,15 +26,15 @@ PLACEHOLDER_ATTRIBUTE = "_swarm_hollow"
 class Placeholder(nn.Module):
     """Stands where a block is that lives elsewhere; hands its input on, in the family's block return structure.
 
-    Parents read static attributes of their blocks (`block_type`, `attention_type`, ...): those come from `original`, which
-    is a block on the meta device, or the hosted block itself in the subclasses of `swarm.model.span`.
+    Parents read static attributes of their blocks (`block_type`, `attention_type`, ...): those come from `original`,
+    which is a block on the meta device, or the hosted block itself in the subclasses of `swarm.model.span`.
     """
 
-    def __init__(self, original: nn.Module | None = None) -> None:
+    def __init__(self, original: nn.Module | None = None, returns: int = 0) -> None:
         super().__init__()
         # In a list, so that the original is no submodule: its weights are not ours to load, move or count.
         object.__setattr__(self, "_original", [original])
-        self.returns = 0
+        self.returns = returns
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - an attribute of any block is anything
         try:
@@ -82,12 +83,28 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config that the family's class takes: some composite families have a class for their text part alone.
+
+    The same choice as `AutoModelForCausalLM` makes. Raises UnsupportedArchitecture.
+    """
+    part = config.sub_configs.get("text_config")
+    if part is None or class_for(config).config_class != part:
+        return config
+    text: PretrainedConfig = config.get_text_config()
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and getattr(text, "quantization_config", None) is None:
+        text.quantization_config = quantization
+    return text
+
+
 def class_for(config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class that `transformers` itself would use for generation. Raises UnsupportedArchitecture."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, (tuple, list)) else found  # type: ignore[no-any-return]
+            found: Any = mapping[type(config)]
+            cls: type[PreTrainedModel] = found[0] if isinstance(found, (tuple, list)) else found
+            return cls
     raise UnsupportedArchitecture(str(config.model_type), "transformers has no causal language model for it")
 
 
@@ -100,7 +117,7 @@ def hollow_class(config: PretrainedConfig, blocks: Blocks | None) -> type[PreTra
     """
     parent = class_for(config)
 
-    def __init__(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N807
+    def __init__(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         parent.__init__(self, config, *args, **kwargs)
         _hollow(self, blocks)
 
@@ -199,9 +216,10 @@ def _drop_ends(model: PreTrainedModel) -> None:
             setattr(model.get_submodule(holder), leaf, Absent())
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module._tied_weights_keys = None
+            module._tied_weights_keys = {}
             module.all_tied_weights_keys = {}
 
 
 def _path_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    names: list[str] = [name for name, module in model.named_modules() if module is wanted]
+    return names[0]

@@ -1,4 +1,4 @@
-"""A repository of the Hugging Face hub as a source of checkpoint files: what is listed, what is hashed, what is fetched."""
+"""A repository of the Hugging Face hub as a source of files: what is listed, hashed and fetched."""
 
 import errno
 import os
@@ -39,6 +39,7 @@ class HubSource:
     def __init__(
         self,
         repository: str,
+        *,
         revision: str | None,
         token: str | None,
         cache_dir: Path | None,
@@ -89,7 +90,7 @@ class HubSource:
         except RepositoryNotFoundError:
             why = "no such directory, and no such repository on the hub (or a private one: pass a token)"
             raise ModelNotFound(self.repository, why) from None
-        except Exception as error:  # noqa: BLE001 - the hub's library lets its HTTP library's errors through
+        except Exception as error:  # the hub's library lets its HTTP library's errors through
             raise DownloadFailed(self.repository, f"the hub does not answer: {_reason(error)}") from error
         files = {
             item.rfilename: HubFile(item.size or 0, item.lfs.sha256 if item.lfs is not None else None)
@@ -134,7 +135,7 @@ class HubSource:
                     endpoint=self._endpoint,
                 )
             )
-        except Exception as error:  # noqa: BLE001 - as in _look_up; the library has removed its partial file
+        except Exception as error:  # as in _look_up; the library has removed its partial file
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 why = f"the disk is full ({os.strerror(error.errno)} in {self._cache_dir})"
                 raise DownloadFailed(f"{name} of {self.repository}", why) from error

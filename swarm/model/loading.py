@@ -1,9 +1,11 @@
-"""From an opened checkpoint to a span that runs, or to the client's part: only the files and tensors that are needed."""
+"""From an opened checkpoint to a running span or the client's part: only the files and tensors that are needed."""
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -56,17 +58,18 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
         paths |= checkpoint.source.fetch(optional)
     with _staged(checkpoint, paths, names) as directory, _quiet():
         try:
-            model, report = cls.from_pretrained(
+            loaded: Any = cls.from_pretrained(
                 directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
         except (SafetensorError, RuntimeError, ValueError, KeyError, OSError, ImportError) as error:
             raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
+    model, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(item) for item in report["mismatched_keys"])
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
     # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
-    loaded: PreTrainedModel = model.to(device).eval()
-    return loaded
+    on_device: PreTrainedModel = model.to(device).eval()
+    return on_device
 
 
 def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel]) -> set[str] | None:
@@ -118,7 +121,7 @@ def _staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | No
 def _quiet() -> Iterator[None]:
     """Unexpected keys are the point here: keep the report about them off the terminal."""
     level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: the SHA-256 of its config and of every weight file. Its digest, the root, names the model.
+"""The manifest of a checkpoint: the SHA-256 of its config and of every weight file. Its digest is the model's name.
 
-Two parties that have the same root compute with the same files, wherever they got them from. Names, order and digests go into
-the root; paths, sizes, repositories and revisions do not.
+Two parties that have the same root compute with the same files, wherever they got them from. Names, order and digests
+go into the root; paths, sizes, repositories and revisions do not.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from swarm.errors import ChecksumMismatch, UnsupportedCheckpoint
 
@@ -89,8 +89,8 @@ class HashCache:
     def digest(self, path: Path, *, accept_changes: bool) -> str:
         """Return a file's SHA-256, hashing it only if it is new here or was touched.
 
-        A file that was touched, kept its size and has other contents is taken for damaged: raises ChecksumMismatch, unless
-        `accept_changes` says that it was changed on purpose.
+        A file that was touched, kept its size and has other contents is taken for damaged: raises ChecksumMismatch,
+        unless `accept_changes` says that it was changed on purpose.
         """
         path = path.resolve()
         status = path.stat()

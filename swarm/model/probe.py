@@ -1,8 +1,8 @@
 """What only shows when blocks run: checked on a few blocks whenever a span is loaded.
 
-Two things make a span silently wrong while every test with one session passes: blocks that keep state in themselves, so that
-sessions leak into each other, and blocks that leave something for later blocks in a container that they share. Both are looked
-for where they would be: in the modules, and in the arguments.
+Two things make a span silently wrong while every test with one session passes: blocks that keep state in themselves,
+so that sessions leak into each other, and blocks that leave something for later blocks in a container that they
+share. Both are looked for where they would be: in the modules, and in the arguments.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PROBE_BLOCKS_MAX = 4  # one of each kind is enough, and probing reads a block's 
 
 
 def check_span(span: Span) -> None:
-    """Run a few of a span's blocks with two interleaved sessions. Raises UnsupportedArchitecture if they do not keep apart."""
+    """Run a few blocks with two sessions in turns. Raises UnsupportedArchitecture if they do not keep apart."""
     name = span.traits.model_type
     layers = blocks_of(span.model)
     for index in _samples(span):

@@ -1,8 +1,8 @@
 """A span that runs: hidden states in, hidden states out, through the family's own code.
 
-The hollow parent is called with dummy embeddings of the right shape, so that masks, rotary tables and alibi come from it. The
-first hosted block gets the real hidden state instead of what the parent hands it; the last one keeps its output and ends the
-call, so that neither the parent's epilogue nor its placeholders behind the span run.
+The hollow parent is called with dummy embeddings of the right shape, so that masks, rotary tables and alibi come from
+it. The first hosted block gets the real hidden state instead of what the parent hands it; the last one keeps its
+output and ends the call, so that neither the parent's epilogue nor its placeholders behind the span run.
 """
 
 import copy
@@ -101,8 +101,8 @@ class Span:
         return output
 
 
-class SpanDone(BaseException):  # noqa: N818 - no error: it carries the result past the rest of the parent
-    """The last hosted block has run. No `Exception`, so that no parent can take it for a failure."""
+class SpanDone(BaseException):
+    """The last hosted block has run: no error, and no `Exception`, so that no parent takes it for one."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -120,8 +120,7 @@ class _Hosted(Placeholder):
     """Stands before a hosted block at an edge of the span. The block itself is shared between all parts of a span."""
 
     def __init__(self, block: nn.Module, returns: int, run: _Run, *, first: bool, last: bool) -> None:
-        super().__init__(block)
-        self.returns = returns
+        super().__init__(block, returns)
         self._run_state = run
         self._first = first
         self._last = last
@@ -151,8 +150,7 @@ def _decoder_for(decoder: PreTrainedModel, list_name: str, blocks: Blocks, retur
     for index, block in enumerate(getattr(decoder, list_name)):
         original = block.original if isinstance(block, Placeholder) else block
         if index not in blocks:
-            slot: nn.Module = Placeholder(original)
-            slot.returns = returns
+            slot: nn.Module = Placeholder(original, returns)
         elif index in (blocks.start, blocks.stop - 1):
             slot = _Hosted(original, returns, run, first=index == blocks.start, last=index == blocks.stop - 1)
         else:

@@ -1,13 +1,15 @@
 """What a family is like: found from its classes on the meta device, before any weight is fetched.
 
-A family is refused here, with the reason, when something besides one hidden state [batch, tokens, hidden_size] passes from the
-embeddings or from block to block. A few are refused by name; unknown ones by a trace: the tokens that go into the model are
-marked, every operation hands the mark on, and a block that receives a marked tensor beside its hidden state depends on the tokens.
-What only shows when blocks run (state in modules, keys shared through a dictionary) is refused by `swarm.model.probe`.
+A family is refused here, with the reason, when something besides one hidden state [batch, tokens, hidden_size] passes
+from the embeddings or from block to block. A few are refused by name; unknown ones by a trace: the tokens that go
+into the model are marked, every operation hands the mark on, and a block that receives a marked tensor beside its
+hidden state depends on the tokens. What only shows when blocks run (state in modules, keys shared through a
+dictionary) is refused by `swarm.model.probe`.
 """
 
 import copy
 import inspect
+import itertools
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ RETURN_SIZES = (0, 1, 2, 3)  # what blocks return, most usual first: a tensor, o
 TRACE_TOKENS = 3
 
 REFUSED = {
-    "recurrent_gemma": "its blocks keep their recurrent state in themselves, so that sessions would leak into each other",
+    "recurrent_gemma": "its blocks keep their state in themselves, so that sessions would leak into each other",
     "gemma3n": "its blocks hand on a stack of four states and share keys and values",
     "gemma3n_text": "its blocks hand on a stack of four states and share keys and values",
     "deepseek_v4": "its blocks need the token ids, and hand on several states at once",
@@ -62,7 +64,7 @@ def traits_of(config: PretrainedConfig) -> Traits:
         model = skeleton(hollow_class(config, None), config)
     except UnsupportedArchitecture:
         raise
-    except Exception as error:  # noqa: BLE001 - a family's own constructor may break in any way
+    except Exception as error:  # a family's own constructor may break in any way
         raise UnsupportedArchitecture(str(config.model_type), f"its model cannot be built: {error}") from error
     decoder, _ = decoder_of(model)
     # Some parents warn about padding by looking at the tokens' values, which tokens on the meta device do not have.
@@ -70,6 +72,7 @@ def traits_of(config: PretrainedConfig) -> Traits:
     decoder.config.pad_token_id = None
     parameters = inspect.signature(decoder.forward).parameters
     embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
     kinds = _kinds(decoder_config, decoder)
     cache_argument = "cache_params" if "cache_params" in parameters else "past_key_values"
     return Traits(
@@ -137,8 +140,7 @@ class _Witness(Placeholder):
     """Stands for a block while tracing; keeps what it was called with and what it returned."""
 
     def __init__(self, original: nn.Module, returns: int) -> None:
-        super().__init__(original)
-        self.returns = returns
+        super().__init__(original, returns)
         self.got: Any = None
         self.beside: list[Any] = []
         self.gave: Tensor | None = None
@@ -162,6 +164,7 @@ def _trace(model: PreTrainedModel, hidden_size: int, cache_argument: str) -> int
     for returns in RETURN_SIZES:
         layers = blocks_of(model)
         for index, layer in enumerate(layers):
+            assert isinstance(layer, Placeholder)
             layers[index] = _Witness(layer.original, returns)
         tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.long, device="meta").as_subclass(_Marked)
         decoder, _ = decoder_of(model)
@@ -173,7 +176,7 @@ def _trace(model: PreTrainedModel, hidden_size: int, cache_argument: str) -> int
             failure = failure or error
         witnesses = [layer for layer in layers if isinstance(layer, _Witness)]
         _refuse_boundary(name, witnesses[0], hidden_size)
-        pairs = zip(witnesses, witnesses[1:], strict=False)
+        pairs = itertools.pairwise(witnesses)
         if all(later.got is not None and later.got is earlier.gave for earlier, later in pairs):
             _refuse_side_channel(name, witnesses)
             return returns
