@@ -250,7 +250,9 @@ class DistributedMixin:
         self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Look at the arguments of the decoder's forward; give it a cache on the servers if it is to have one."""
-        call: _Call = self._calls.current
+        call: _Call | None = getattr(self._calls, "current", None)
+        if call is None:  # the decoder is called on its own
+            call = self._calls.current = _Call(mask=kwargs.get("attention_mask"))
         name = self.backend.traits.cache_argument
         cache = kwargs.get(name)
         use_cache = kwargs.get("use_cache")
@@ -267,7 +269,7 @@ class DistributedMixin:
     @torch.no_grad()
     def _run_blocks(self, hidden: Tensor) -> Tensor:
         """Stand for all blocks: hidden states [batch, tokens, hidden_size] go once around the route."""
-        call: _Call = self._calls.current
+        call, self._calls.current = self._calls.current, None
         batch, tokens, width = hidden.shape
         past = call.cache.length if call.cache is not None else 0
         limit = self.backend.traits.positions_max

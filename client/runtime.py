@@ -36,9 +36,14 @@ class LoopThread:
         else:
             work.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the loop takes work."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """End the loop and its thread."""
-        if self._thread.is_alive():
+        if self.alive:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_TIMEOUT_S)
 

@@ -80,6 +80,12 @@ class Sessions:
             raise
         return session
 
+    async def close(self) -> None:
+        """End all sessions and all channels."""
+        for session in list(self._by_id.values()):
+            await session.close()
+        await self.dialer.close()
+
     def forget(self, session: "Session") -> None:
         """The session has ended."""
         self._by_id.pop(session.id, None)

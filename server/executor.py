@@ -4,6 +4,7 @@ A step crosses two boundaries between threads, one in and one out, and nothing e
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -58,7 +59,5 @@ class ComputeThread:
                 del job, done, work, result  # while waiting, hold no activations
 
     def _deliver(self, done: Done[object], result: object) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
             self._loop.call_soon_threadsafe(done, result)
-        except RuntimeError:  # the loop has closed: nobody is left to tell
-            pass

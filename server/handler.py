@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import structlog
-from swarm.dht.records import Announcement, open_announcement
-from swarm.model.span import Span
 from torch import Tensor
 
 from swarm.blocks import Blocks
+from swarm.dht.records import Announcement, open_announcement
 from swarm.errors import BadBlocks, ChannelClosed, InvalidMessage, NetworkError, RecordError
+from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer
 from swarm.server.executor import Executor

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from swarm.model.cache import SpanCache
-from swarm.model.span import Span
 from torch import Tensor
 
+from swarm.model.cache import SpanCache
+from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.pool import Lease
 from swarm.wire.messages import Message, Open, RefusalCode, Step
