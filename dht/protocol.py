@@ -72,15 +72,18 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         node_id = node_id_of(p2p.peer_id)
         sizes = BUCKET_SIZE, DEPTH_MODULO, REPLICAS, CALL_TIMEOUT_S, CALLS_MAX, 1  # the last one: hivemind's cache
         self = cast(SwarmProtocol, await cls.create(p2p, node_id, *sizes, True, DenyAll(), None))
-        self.gate, self.records, self.clock = gate, storage, clock
-        self.unanswered: deque[PeerID] = deque(maxlen=64)  # routing-table entries to be pinged when there is time
-        self._handling = 0
-        self._rates = RateLimit(RATE, BURST)
+        self._equip(gate, storage, clock)
         if not client:
             self.client_mode = False
             self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
             await self.add_p2p_handlers(p2p)
         return self
+
+    def _equip(self, gate: RecordGate, storage: RecordStorage, clock: Clock) -> None:
+        self.gate, self.records, self.clock = gate, storage, clock
+        self.unanswered: deque[PeerID] = deque(maxlen=64)  # routing-table entries to be pinged when there is time
+        self._handling = 0
+        self._rates = RateLimit(RATE, BURST)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -164,7 +167,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         if not node_id or peer == self.p2p.peer_id:
             return
         known = node_id_of(peer)
-        if node_id == known.to_bytes():
+        if bytes(node_id) == known.to_bytes():
             stale = self.routing_table.add_or_update_node(known, peer)
             if stale is not None:
                 self.unanswered.append(stale[1])
@@ -301,6 +304,6 @@ def _neighbours(result: dht_pb2.FindResult) -> dict[DHTID, PeerID]:
     near: dict[DHTID, PeerID] = {}
     pairs = list(zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False))
     for raw_id, raw_peer in pairs[:NEIGHBOURS_MAX]:
-        if len(raw_peer) <= 64 and hashlib.sha1(raw_peer, usedforsecurity=False).digest() == raw_id:
+        if len(raw_peer) <= 64 and hashlib.sha1(raw_peer, usedforsecurity=False).digest() == bytes(raw_id):
             near[DHTID.from_bytes(raw_id)] = PeerID(raw_peer)
     return near
