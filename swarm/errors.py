@@ -18,10 +18,12 @@
     │   ├── Unreachable          nobody answered at these addresses
     │   ├── HandshakeFailed      the other side did not prove who it is
     │   ├── ProtocolMismatch     two major versions of the protocol: says who must upgrade
+    │   ├── P2PFailed            the libp2p daemon does not run
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
     ├── InvalidMessage           a peer's message that does not validate
     ├── RecordError              an announcement that does not hold
+    │   ├── RecordExpired        one that lived, or will live
     │   └── ClockSkew            clocks more than 30 s apart
     ├── RouteError
     │   └── NoRoute              blocks that nobody serves
@@ -223,6 +225,16 @@ class ProtocolMismatch(NetworkError):
 
 
 @dataclass(eq=False)
+class P2PFailed(NetworkError):
+    """The libp2p daemon does not start, or keeps failing."""
+
+    why: str
+
+    def __str__(self) -> str:
+        return f"libp2p does not work here: {self.why}"
+
+
+@dataclass(eq=False)
 class ChannelClosed(NetworkError):
     """The connection to a peer ended."""
 
@@ -263,6 +275,10 @@ class RecordError(SwarmError):
 
     def __str__(self) -> str:
         return f"announcement rejected: {self.why}"
+
+
+class RecordExpired(RecordError):
+    """An announcement whose time is over, or has not come by this clock."""
 
 
 @dataclass(eq=False)

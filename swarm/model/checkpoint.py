@@ -52,6 +52,11 @@ class Checkpoint:
         return self.traits.n_blocks
 
     @property
+    def public_name(self) -> str:
+        """What the model is called in announcements: the hub id, or a directory's own name without its path."""
+        return Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+
+    @property
     def root(self) -> str:
         """The manifest's digest, 64 hex digits: the model's name in the swarm."""
         return self.manifest.root

@@ -1,0 +1,164 @@
+"""The directory: who serves which blocks of which model, as announced by the servers themselves.
+
+Each announcement is stored in two places: under its span, where clients look for servers, and under its model's name,
+so that people and error messages can list what the swarm serves. An entry of the second kind binds name, root and size:
+a squatter can add one beside the true one, and cannot change or remove that.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from swarm.config import PROTOCOL_VERSION
+from swarm.dht.records import (
+    LIFETIME_S,
+    Announcement,
+    SignedAnnouncement,
+    Span,
+    model_key,
+    model_keys,
+    open_announcement,
+    open_envelope,
+    sign_announcement,
+    span_keys,
+)
+from swarm.dht.store import RecordStore
+from swarm.dht.validator import Clock, Entry
+from swarm.errors import RecordError
+from swarm.identity import Identity
+
+SPANS_MAX = 64  # announced by one peer at one time
+SERVERS_MAX = 4096  # returned by one look-up
+OPEN_SLICE = 24  # records opened without a pause for the event loop: about 2 ms
+
+_log = structlog.get_logger("swarm.directory")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A record as it was announced, and how many other nodes hold it: 0 means that nobody else could be told."""
+
+    signed: SignedAnnouncement
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a look-up found. `other_protocols`: major versions of servers that were left out because of it."""
+
+    servers: tuple[SignedAnnouncement, ...]
+    other_protocols: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelEntry:
+    """A model that somebody serves, or claims to. The directory of its root tells whether anybody really does."""
+
+    name: str
+    root: str
+    n_blocks: int
+
+
+class Directory:
+    """Announces for one identity and looks up for anybody. Without an identity it only looks up."""
+
+    def __init__(self, store: RecordStore, *, identity: Identity | None, network: str, clock: Clock) -> None:
+        self._store, self._identity, self._network, self._clock = store, identity, network, clock
+        self._announced: dict[tuple[str, Span], Announcement] = {}
+
+    async def announce(self, announcement: Announcement) -> Published:
+        """Sign and store an announcement of one of our spans, to live for 60 s from now.
+
+        Its `sequence`, `issued` and `expires` are set here. Raises RecordError, or NetworkError when cut off.
+        """
+        place = (announcement.root, announcement.blocks)
+        if place not in self._announced and len(self._announced) >= SPANS_MAX:
+            raise RecordError(f"more than {SPANS_MAX} spans of one peer")
+        signed = self._signed(announcement)
+        self._announced[place] = signed.announcement
+        facts = self._store.gate.facts(signed.data)
+        entries = [Entry(signed.data, facts, facts.span), Entry(signed.data, facts, facts.model)]
+        replicas = await self._store.put(entries)
+        return Published(signed, replicas[0])
+
+    async def withdraw(self) -> None:
+        """Take back everything that was announced: the records are replaced by ones that say so."""
+        entries = []
+        for announcement in self._announced.values():
+            signed = self._signed(announcement.model_copy(update={"state": "withdrawn", "addresses": (), "rtts": ()}))
+            facts = self._store.gate.facts(signed.data)
+            entries.append(Entry(signed.data, facts, facts.span))
+        self._announced.clear()
+        if entries:
+            await self._store.put(entries)
+
+    async def servers(self, root: str, n_blocks: int) -> tuple[SignedAnnouncement, ...]:
+        """Return everybody's living announcements of a model, ordered by span and owner. Raises NetworkError."""
+        return (await self.survey(root, n_blocks)).servers
+
+    async def survey(self, root: str, n_blocks: int) -> Survey:
+        """Return the living announcements, and what had to be left out. Raises NetworkError."""
+        found = await self._store.get(span_keys(self._network, root, n_blocks))
+        servers, others = [], set()
+        for i, data in enumerate(_flat(found.values())):
+            if i % OPEN_SLICE == OPEN_SLICE - 1:
+                await asyncio.sleep(0)
+            try:
+                servers.append(SignedAnnouncement(self._opened(data), data))
+            except RecordError as error:
+                others |= self._protocol_of(data)
+                _log.debug("record left out", why=error.why)
+        usable = [
+            signed
+            for signed in servers
+            if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
+            and signed.announcement.state != "withdrawn"
+        ]
+        usable.sort(key=lambda signed: (signed.announcement.blocks, signed.announcement.public_key))
+        return Survey(tuple(usable[:SERVERS_MAX]), tuple(sorted(others)))
+
+    async def models(self, name: str | None = None) -> tuple[ModelEntry, ...]:
+        """Return the models that are announced, or those of one name. Raises NetworkError."""
+        keys = model_keys(self._network) if name is None else (model_key(self._network, name),)
+        entries = set()
+        for data in _flat((await self._store.get(keys)).values()):
+            try:
+                record = open_envelope(data, now=self._clock(), network=self._network)
+            except RecordError as error:
+                _log.debug("record left out", why=error.why)
+                continue
+            if name is None or record.model == name:
+                entries.add(ModelEntry(record.model, record.root, record.n_blocks))
+        return tuple(sorted(entries))
+
+    def _signed(self, announcement: Announcement) -> SignedAnnouncement:
+        if self._identity is None:
+            raise RecordError("this directory has no identity to announce with")
+        if announcement.network != self._network:
+            raise RecordError(f"it is for the network {announcement.network!r}, this one is {self._network!r}")
+        now = self._clock()
+        last = self._announced.get((announcement.root, announcement.blocks))
+        sequence = max(int(now * 1000), last.sequence + 1 if last is not None else 0)
+        times: dict[str, Any] = {"sequence": sequence, "issued": now, "expires": now + LIFETIME_S}
+        stamped = announcement.model_copy(update=times)
+        data = sign_announcement(stamped, self._identity)
+        return SignedAnnouncement(stamped, data)
+
+    def _opened(self, data: bytes) -> Announcement:
+        self._store.gate.facts(data)  # verified once, remembered by its digest
+        return open_announcement(data, now=self._clock(), network=self._network, verified=True)
+
+    def _protocol_of(self, data: bytes) -> set[int]:
+        """Return the record's protocol if it is only that which we cannot use."""
+        try:
+            envelope = open_envelope(data, now=self._clock(), network=self._network)
+        except RecordError:
+            return set()
+        return {envelope.protocol} - {PROTOCOL_VERSION}
+
+
+def _flat(groups: Iterable[tuple[bytes, ...]]) -> list[bytes]:
+    return [data for group in groups for data in group]

@@ -1,0 +1,309 @@
+"""The three calls of hivemind's DHT (ping, store, find) with our rules for what is believed, kept and answered.
+
+The wire format is hivemind's, so that other readers of it work; all of hivemind's own handlers are replaced, because
+they trust what arrives: see validator.py and storage.py. Also:
+
+- A node's id is the hash of its peer id. Others are neither learnt from calls nor from answers, so nobody can choose an
+  id next to a key for less than the price of grinding keys.
+- What another node would cache for us is refused, and nothing is handed over to new nodes: owners refresh every 20 s,
+  and a stranger cannot make this node send its whole storage by inventing nodes.
+- Records are verified in slices, with a turn for the event loop in between.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgpack
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.proto import dht_pb2
+
+from swarm.dht.limits import RateLimit, TooBusy
+from swarm.dht.records import RECORD_BYTES_MAX, packed_text
+from swarm.dht.storage import SUBKEYS_MAX, RecordStorage
+from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
+from swarm.errors import InvalidMessage, RecordError, RecordExpired
+
+BUCKET_SIZE = 20
+DEPTH_MODULO = 5
+REPLICAS = 5
+CALL_TIMEOUT_S = 3.0
+CALLS_MAX = 64  # our own calls at one time
+KEYS_MAX = 4  # keys in one find: 4 full keys fill half of p2pd's largest message, 4 MiB
+STORES_MAX = 64  # entries in one store
+ANSWER_BYTES_MAX = 3 << 20
+FALSE_MAX = 8  # forged or misplaced records in one answer; then the rest of it is not looked at
+NEIGHBOURS_MAX = 2 * BUCKET_SIZE  # in one answer for one key
+VERIFY_SLICE = 24  # records checked without a pause: about 2 ms
+HANDLED_MAX = 64  # others' calls at one time
+RATE, BURST = 50.0, 400.0  # others' calls a second, per peer; a stored entry counts like a call
+_DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subkeys
+
+Answer = tuple[tuple[Entry, ...], dict[DHTID, PeerID]]  # records under one key, and nodes nearer to it
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """A node that answered a ping. `skew_s`: our clock minus its clock."""
+
+    node_id: DHTID | None
+    skew_s: float
+
+
+class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
+    """hivemind's DHTProtocol with every handler and every call replaced. Made by `build`."""
+
+    _rpc_handlers = None  # hivemind collects handlers once per class
+    _stub_type = None
+
+    @classmethod
+    async def build(
+        cls, p2p: P2P, *, gate: RecordGate, storage: RecordStorage, clock: Clock, client: bool
+    ) -> "SwarmProtocol":
+        """Make the protocol of one node; unless it is a client, it answers calls when this returns."""
+        node_id = node_id_of(p2p.peer_id)
+        sizes = BUCKET_SIZE, DEPTH_MODULO, REPLICAS, CALL_TIMEOUT_S, CALLS_MAX, 1  # the last one: hivemind's cache
+        self = cast(SwarmProtocol, await cls.create(p2p, node_id, *sizes, True, DenyAll(), None))
+        self._equip(gate, storage, clock)
+        if not client:
+            self.client_mode = False
+            self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
+            await self.add_p2p_handlers(p2p)
+        return self
+
+    def _equip(self, gate: RecordGate, storage: RecordStorage, clock: Clock) -> None:
+        self.gate, self.records, self.clock = gate, storage, clock
+        self.unanswered: deque[PeerID] = deque(maxlen=64)  # routing-table entries to be pinged when there is time
+        self._handling = 0
+        self._rates = RateLimit(RATE, BURST)
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return str(DHTProtocol._get_handle_name(namespace, method_name))
+
+    # --- others call us ----------------------------------------------------------------------------------------------
+
+    async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        """Answer with our id and clock; if asked to, say whether the caller can be called back."""
+        async with self._admitted(context.remote_id, 1):
+            response = dht_pb2.PingResponse(peer=self.node_info, dht_time=self.clock(), available=False)
+            if request.validate and request.peer.node_id:
+                pong = await self.ping(context.remote_id)
+                response.available = pong is not None and pong.node_id == node_id_of(context.remote_id)
+            self._meet(request.peer.node_id, context.remote_id)
+            return response
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        """Keep the entries that hold; one that does not hold never affects another."""
+        n = len(request.keys)
+        if n > STORES_MAX or not n == len(request.subkeys) == len(request.values) == len(request.expiration_time):
+            raise InvalidMessage("store request", "too many entries, or lists of different lengths")
+        async with self._admitted(context.remote_id, max(1, n)):
+            self._meet(request.peer.node_id, context.remote_id)
+            response = dht_pb2.StoreResponse(peer=self.node_info)
+            for i in range(n):
+                in_cache = i < len(request.in_cache) and request.in_cache[i]
+                parts = request.keys[i], request.subkeys[i], request.values[i], request.expiration_time[i]
+                response.store_ok.append(not in_cache and self._store_one(*parts))
+                if i % VERIFY_SLICE == VERIFY_SLICE - 1:
+                    await asyncio.sleep(0)
+            return response
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        """Answer with what is stored under the keys, and with the nodes nearest to them."""
+        if len(request.keys) > KEYS_MAX or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
+            raise InvalidMessage("find request", f"more than {KEYS_MAX} keys, or a key that is not a hash")
+        async with self._admitted(context.remote_id, max(1, len(request.keys))):
+            self._meet(request.peer.node_id, context.remote_id)
+            response = dht_pb2.FindResponse(peer=self.node_info)
+            left = ANSWER_BYTES_MAX
+            for key in request.keys:
+                result = self._find_one(key, left, exclude=node_id_of(context.remote_id))
+                left -= len(result.value)
+                response.results.append(result)
+            return response
+
+    @asynccontextmanager
+    async def _admitted(self, peer: PeerID, cost: float) -> AsyncIterator[None]:
+        self._rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost)
+        if self._handling >= HANDLED_MAX:
+            raise TooBusy("this node is busy; try another")
+        self._handling += 1
+        try:
+            yield
+        finally:
+            self._handling -= 1
+
+    def _store_one(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> bool:
+        try:
+            return self.records.put(self.gate.admit(key, subkey, value, expiration))
+        except RecordError:
+            return False
+
+    def _find_one(self, key: bytes, bytes_max: int, exclude: DHTID) -> dht_pb2.FindResult:
+        entries = self.records.entries(key)
+        value = pack_dictionary(entries) if entries else b""
+        if value and len(value) <= bytes_max:
+            expires = max(entry.facts.expires for entry in entries)
+            result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value, expiration_time=expires)
+        else:
+            result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), k=BUCKET_SIZE, exclude=exclude)
+        for node_id, peer in near:
+            result.nearest_node_ids.append(node_id.to_bytes())
+            result.nearest_peer_ids.append(peer.to_bytes())
+        return result
+
+    def _meet(self, node_id: bytes, peer: PeerID) -> None:
+        """Learn of a node that called us or answered; a client sends no id and is not learnt."""
+        if not node_id or peer == self.p2p.peer_id:
+            return
+        known = node_id_of(peer)
+        if bytes(node_id) == known.to_bytes():
+            stale = self.routing_table.add_or_update_node(known, peer)
+            if stale is not None:
+                self.unanswered.append(stale[1])
+
+    def _forget(self, peer: PeerID) -> None:
+        node_id = self.routing_table.get(peer_id=peer)
+        if node_id is not None:
+            del self.routing_table[node_id]
+
+    # --- we call others ----------------------------------------------------------------------------------------------
+
+    async def ping(self, peer: PeerID) -> Pong | None:
+        """Return who answers and its clock, or None."""
+        asked = self.clock()
+        response = await self._call(peer, "rpc_ping", dht_pb2.PingRequest(peer=self.node_info))
+        if response is None or not math.isfinite(response.dht_time):
+            return None
+        skew_s = (asked + self.clock()) / 2 - response.dht_time
+        return Pong(node_id_of(peer) if response.peer.node_id else None, skew_s)
+
+    async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
+        """hivemind's form of `ping`."""
+        pong = await self.ping(peer)
+        return pong.node_id if pong is not None else None
+
+    async def store(self, peer: PeerID, entries: Sequence[Entry]) -> tuple[bool, ...] | None:
+        """Ask a node to keep entries (at most STORES_MAX). Returns what it accepted, or None without an answer."""
+        request = dht_pb2.StoreRequest(
+            keys=[entry.place.key for entry in entries],
+            subkeys=[packed_text(entry.place.subkey) for entry in entries],
+            values=[pack_value(entry.data) for entry in entries],
+            expiration_time=[entry.facts.expires for entry in entries],
+            in_cache=[False] * len(entries),
+            peer=self.node_info,
+        )
+        response = await self._call(peer, "rpc_store", request)
+        if response is None or len(response.store_ok) != len(entries):
+            return None
+        return tuple(response.store_ok)
+
+    async def call_store(self, *_: object, **__: object) -> None:
+        """hivemind's form of `store`; nothing of ours uses it, and it would send what is not ours."""
+        raise NotImplementedError("use SwarmProtocol.store")
+
+    async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> dict[DHTID, Answer] | None:
+        """Ask a node for keys (at most KEYS_MAX). Returns only what holds; None without a usable answer."""
+        keys = list(keys)
+        request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=self.node_info)
+        response = await self._call(peer, "rpc_find", request)
+        if response is None or len(response.results) != len(keys):
+            return None
+        answers: dict[DHTID, Answer] = {}
+        for key, result in zip(keys, response.results, strict=True):
+            entries: tuple[Entry, ...] = ()
+            if result.type == dht_pb2.FOUND_DICTIONARY:
+                entries = await self._believed(key.to_bytes(), result.value)
+            answers[key] = entries, _neighbours(result)
+        return answers
+
+    async def _believed(self, key: bytes, value: bytes) -> tuple[Entry, ...]:
+        """Pick the records that hold out of an answer, in slices."""
+        believed, false = [], 0
+        for i, (subkey, packed, expiration) in enumerate(unpack_dictionary(value)):
+            try:
+                believed.append(self.gate.admit(key, subkey, packed, expiration))
+            except RecordExpired:  # clocks differ a little: nobody's fault
+                pass
+            except RecordError:
+                false += 1
+                if false >= FALSE_MAX:
+                    break
+            if i % VERIFY_SLICE == VERIFY_SLICE - 1:
+                await asyncio.sleep(0)
+        return tuple(believed)
+
+    async def _call(self, peer: PeerID, method: str, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
+        """Make one call and note whether the peer is alive. None stands for any failure."""
+        try:
+            async with self.rpc_semaphore:
+                response = await getattr(self.get_stub(peer), method)(request, timeout=self.wait_timeout)
+        except Exception:  # noqa: BLE001 - whatever the peer or p2pd made of it
+            self._forget(peer)
+            return None
+        self._meet(response.peer.node_id, peer)
+        return response
+
+
+class DenyAll(RecordValidatorBase):  # type: ignore[misc]
+    """For hivemind's own store and get, which nothing of ours uses: they take nothing and believe nothing."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Refuse."""
+        return False
+
+
+def node_id_of(peer: PeerID) -> DHTID:
+    """Return the DHT id that belongs to a peer id."""
+    return DHTID.from_bytes(hashlib.sha1(peer.to_bytes(), usedforsecurity=False).digest())
+
+
+def pack_dictionary(entries: Sequence[Entry]) -> bytes:
+    """Return hivemind's wire form of a dictionary of subkeys."""
+    items = [[entry.place.subkey, pack_value(entry.data), entry.facts.expires] for entry in entries]
+    latest = max((entry.facts.expires for entry in entries), default=0.0)
+    inner = msgpack.packb([SUBKEYS_MAX, latest, items], use_bin_type=True)
+    return bytes(msgpack.packb(msgpack.ExtType(_DICTIONARY_TAG, inner)))
+
+
+def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
+    """Invert pack_dictionary into (packed subkey, packed value, expiry); what is malformed is left out."""
+    try:
+        outer = msgpack.unpackb(value, raw=False, max_ext_len=len(value))
+        if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY_TAG:
+            return []
+        limits = {"max_array_len": SUBKEYS_MAX, "max_bin_len": RECORD_BYTES_MAX + 3, "max_str_len": 256}
+        _, _, items = msgpack.unpackb(outer.data, raw=False, max_map_len=0, max_ext_len=0, **limits)
+        return [(packed_text(s), v, e) for s, v, e in items if _is_item(s, v, e)]
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
+        return []
+
+
+def _is_item(subkey: object, value: object, expiration: object) -> bool:
+    return (
+        isinstance(subkey, str)
+        and subkey.isascii()
+        and len(subkey) < 200
+        and isinstance(value, bytes)
+        and isinstance(expiration, float)
+    )
+
+
+def _neighbours(result: dht_pb2.FindResult) -> dict[DHTID, PeerID]:
+    """Return the nodes that an answer names, except those whose id is not their own."""
+    near: dict[DHTID, PeerID] = {}
+    pairs = list(zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False))
+    for raw_id, raw_peer in pairs[:NEIGHBOURS_MAX]:
+        if len(raw_peer) <= 64 and hashlib.sha1(raw_peer, usedforsecurity=False).digest() == bytes(raw_id):
+            near[DHTID.from_bytes(raw_id)] = PeerID(raw_peer)
+    return near

@@ -1,0 +1,283 @@
+"""Announcements: what a server says about one span, signed by the identity that serves it.
+
+A record is `signature (64 bytes, Ed25519) + payload`, at most 2048 bytes, where the payload is canonical JSON: UTF-8,
+sorted keys, no spaces, no NaN. Bytes that are not their own canonical form are rejected: one announcement has exactly
+one encoding.
+
+Two readers share this module. A *storing* node needs to know only where a record belongs, whose it is and how long it
+lives: that is an `Envelope`, and it holds for every major version of the protocol, so that versions mix in one DHT. A
+*using* node opens the whole `Announcement` of its own major version. Fields that neither knows are signed, kept and
+ignored.
+
+Nothing here imports hivemind or torch: light readers and simulators use this module too.
+"""
+
+import hashlib
+import ipaddress
+import json
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from swarm.blocks import BLOCKS_MAX, Blocks
+from swarm.config import PROTOCOL_VERSION
+from swarm.errors import RecordError, RecordExpired
+from swarm.identity import SIGNATURE_BYTES, Identity, peer_id_of, verify
+
+RECORD_BYTES_MAX = 2048  # 256 of them fill half of one DHT message; a relay of records stays cheap
+LIFETIME_S = 60.0  # a dead server's record is gone after this
+REFRESH_S = 20.0  # two refreshes may get lost before a live server's record is gone
+SKEW_MAX_S = 30.0  # clocks farther apart are reported as ClockSkew
+ADDRESSES_MAX = 8
+RTTS_MAX = 16
+SPANS_PER_KEY = 8  # first blocks that share one DHT key: a model of 128 blocks has 16 keys
+MODEL_SHARDS = 16  # DHT keys over which the names of models are spread
+INTEGER_MAX = 2**53 - 1  # what every JSON reader represents exactly
+
+_DOMAIN = b"swarm announcement"
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable() or text != text.strip():
+        raise ValueError("not printable, or with spaces around it")
+    return text
+
+
+def _address(text: str) -> str:
+    """Check "host:port", "1.2.3.4:port" or "[::1]:port"."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
+        raise ValueError("not host:port")
+    if host.startswith("[") and host.endswith("]"):
+        ipaddress.IPv6Address(host[1:-1])
+    elif re.fullmatch(r"[0-9.]+", host):
+        ipaddress.IPv4Address(host)
+    elif not re.fullmatch(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*", host):
+        raise ValueError("not a host name")
+    return text
+
+
+def _hex(n_bytes: int) -> StringConstraints:
+    return StringConstraints(pattern=rf"^[0-9a-f]{{{2 * n_bytes}}}$")
+
+
+Hex32 = Annotated[str, _hex(32)]
+Printable = Annotated[str, AfterValidator(_printable)]
+Address = Annotated[str, StringConstraints(max_length=128), AfterValidator(_address)]
+Count = Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Moment = Annotated[float, Field(gt=0, le=1e11, allow_inf_nan=False)]  # wall seconds since 1970
+
+
+class Span(NamedTuple):
+    """Blocks [start, stop) in a record."""
+
+    start: Annotated[int, Field(ge=0, lt=BLOCKS_MAX)]
+    stop: Annotated[int, Field(gt=0, le=BLOCKS_MAX)]
+
+
+class Rtt(NamedTuple):
+    """A measured round trip to another peer, named by the first 16 hex digits of its public key."""
+
+    peer: Annotated[str, _hex(8)]
+    ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+
+class Envelope(BaseModel):
+    """What a storing node must know of a record of any version: its place in the DHT, its owner and its time."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    protocol: int = Field(default=PROTOCOL_VERSION, ge=1, le=65535, description="the major version")
+    network: str = Field(pattern=r"^[a-z0-9-]{1,32}$")
+    public_key: Hex32
+    root: Hex32
+    model: Annotated[Printable, StringConstraints(min_length=1, max_length=128)]
+    n_blocks: int = Field(ge=1, le=BLOCKS_MAX)
+    blocks: Span
+    sequence: Count = Field(description="grows with every record of this owner and span, over restarts too")
+    issued: Moment
+    expires: Moment
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.blocks.start < self.blocks.stop <= self.n_blocks:
+            raise ValueError("blocks out of range")
+        if not 0 < self.expires - self.issued <= LIFETIME_S:
+            raise ValueError(f"lifetime is not within {LIFETIME_S:.0f} s")
+        return self
+
+    @property
+    def span(self) -> Blocks:
+        """The announced blocks."""
+        return Blocks(*self.blocks)
+
+    @property
+    def peer_id(self) -> str:
+        """The owner's libp2p peer id."""
+        return peer_id_of(bytes.fromhex(self.public_key))
+
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Names of fields that this version does not know."""
+        return tuple(sorted(self.model_extra or ()))
+
+
+class Announcement(Envelope):
+    """One server's claim of one span. Rates are measured tokens per second; None is "not measured yet"."""
+
+    version: Annotated[Printable, StringConstraints(min_length=1, max_length=32)]
+    numeric_class: str = Field(pattern=r"^[a-z0-9][a-z0-9_.+-]{0,31}$", description='dtype and quantisation: "float32"')
+    addresses: Annotated[tuple[Address, ...], Field(max_length=ADDRESSES_MAX)]
+    channel_key: Hex32
+    decode_tps: Rate | None = None
+    prefill_tps: Rate | None = None
+    free_tokens: Count = 0
+    load: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    state: Literal["joining", "online", "draining", "withdrawn"]
+    rtts: Annotated[tuple[Rtt, ...], Field(max_length=RTTS_MAX)] = ()
+    public_name: Annotated[Printable, StringConstraints(max_length=64)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedAnnouncement:
+    """An announcement that was checked, and the bytes that prove it to others."""
+
+    announcement: Announcement
+    data: bytes
+
+
+def sign_announcement(announcement: Announcement, identity: Identity) -> bytes:
+    """Encode and sign. Raises RecordError if it is not the identity's own or does not fit into 2048 bytes."""
+    if announcement.public_key != identity.public_key.hex():
+        raise RecordError("an identity signs its own announcements only")
+    payload = canonical_json(announcement.model_dump(mode="json"))
+    data = identity.sign(_DOMAIN, payload) + payload
+    if len(data) > RECORD_BYTES_MAX:
+        raise RecordError(f"size: {len(data)} bytes, at most {RECORD_BYTES_MAX} are allowed")
+    return data
+
+
+def open_announcement(data: bytes, *, now: float, network: str, verified: bool = False) -> Announcement:
+    """Check a record of this protocol version completely. `now` in wall seconds; `verified`: its signature was checked.
+
+    Raises RecordError with the reason: size, encoding, field, signature, time, network or protocol.
+    """
+    fields = _fields(data)
+    envelope = _checked(data, fields, now, network, verified)
+    if envelope.protocol != PROTOCOL_VERSION:
+        who = "this side" if envelope.protocol > PROTOCOL_VERSION else "the other side"
+        raise RecordError(f"protocol: theirs is {envelope.protocol}, ours {PROTOCOL_VERSION}; {who} must upgrade")
+    return _parse(Announcement, data)
+
+
+def open_envelope(data: bytes, *, now: float, network: str) -> Envelope:
+    """Check what holds for records of every protocol version. Raises RecordError like open_announcement."""
+    return _checked(data, _fields(data), now, network, False)
+
+
+def check_expiry(issued: float, expires: float, now: float) -> None:
+    """Raise RecordExpired unless a record with these times is alive at `now` (all wall seconds)."""
+    if expires <= now:
+        raise RecordExpired(f"expired {now - expires:.1f} s ago")
+    if issued > now + SKEW_MAX_S:
+        raise RecordExpired(f"from the future: issued {issued - now:.1f} s ahead of this clock")
+
+
+def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
+    """Return the one accepted encoding. Raises ValueError for what JSON cannot carry."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+# --- places in the DHT -----------------------------------------------------------------------------------------------
+
+
+def span_keys(network: str, root: str, n_blocks: int) -> tuple[str, ...]:
+    """Return every key under which spans of this model are stored."""
+    return tuple(span_key(network, root, first) for first in range(0, n_blocks, SPANS_PER_KEY))
+
+
+def span_key(network: str, root: str, first_block: int) -> str:
+    """Return the key of the spans that begin near `first_block`."""
+    return f"swarm/spans/{network}/{root}/{first_block // SPANS_PER_KEY}"
+
+
+def span_subkey(public_key: str, blocks: tuple[int, int]) -> str:
+    """Return the subkey that belongs to one owner's span."""
+    return f"{public_key}/{blocks[0]}:{blocks[1]}"
+
+
+def model_keys(network: str) -> tuple[str, ...]:
+    """Return every key under which names of models are stored."""
+    return tuple(f"swarm/models/{network}/{shard}" for shard in range(MODEL_SHARDS))
+
+
+def model_key(network: str, name: str) -> str:
+    """Return the key under which the entries of one name are stored."""
+    return model_keys(network)[hashlib.sha256(name.encode()).digest()[0] % MODEL_SHARDS]
+
+
+def model_subkey(envelope: Envelope) -> str:
+    """Return the subkey of a model's entry: nobody can change one, only add one."""
+    facts = canonical_json([envelope.model, envelope.root, envelope.n_blocks])
+    return hashlib.sha256(facts).hexdigest()[:40]
+
+
+def key_id(key: str) -> bytes:
+    """Return the 20 bytes that hivemind's DHT uses for a key: SHA-1 of its msgpack form."""
+    return hashlib.sha1(packed_text(key), usedforsecurity=False).digest()
+
+
+def packed_text(text: str) -> bytes:
+    """Return the msgpack form of a short string, as hivemind sends subkeys."""
+    data = text.encode()
+    if len(data) < 32:
+        return bytes([0xA0 | len(data)]) + data
+    assert len(data) < 256, "keys and subkeys are short"
+    return bytes([0xD9, len(data)]) + data
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    """Read the payload's JSON object, which must be in its canonical form."""
+    if not SIGNATURE_BYTES < len(data) <= RECORD_BYTES_MAX:
+        raise RecordError(f"size: {len(data)} bytes")
+    payload = data[SIGNATURE_BYTES:]
+    try:
+        value = json.loads(payload.decode())
+        canonical = canonical_json(value)
+    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise RecordError("encoding: not JSON") from None
+    if canonical != payload:
+        raise RecordError("encoding: not canonical")
+    if not isinstance(value, dict):
+        raise RecordError("encoding: not an object")
+    return value
+
+
+def _checked(data: bytes, fields: dict[str, Any], now: float, network: str, verified: bool) -> Envelope:
+    if fields.get("network") != network:
+        raise RecordError(f"another network: {str(fields.get('network'))[:32]!r}, this one is {network!r}")
+    envelope = _parse(Envelope, data)
+    check_expiry(envelope.issued, envelope.expires, now)
+    if not verified and not verify(
+        bytes.fromhex(envelope.public_key), _DOMAIN, data[SIGNATURE_BYTES:], data[:SIGNATURE_BYTES]
+    ):
+        raise RecordError("signature: not made by the announced key")
+    return envelope
+
+
+def _parse(model: type[Model], data: bytes) -> Model:
+    try:
+        return model.model_validate_json(data[SIGNATURE_BYTES:])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"])[:64] or "record"
+        raise RecordError(f"field {name}: {first['msg'][:120]}") from None

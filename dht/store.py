@@ -1,0 +1,48 @@
+"""What a directory needs of the network below it, and a form of it in memory.
+
+`swarm.dht.node.SwarmNode` is the real one. `MemoryStore` behaves like a whole network of such nodes in one object: with
+the same checks and the same bounds, for tests and simulators.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.dht.records import key_id
+from swarm.dht.storage import RecordStorage
+from swarm.dht.validator import Clock, Entry, RecordGate
+
+
+class RecordStore(Protocol):
+    """Keeps signed records under keys, until they expire."""
+
+    @property
+    def gate(self) -> RecordGate:
+        """What decides which records hold."""
+
+    async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+        """Store entries. Returns, for each, how many other nodes hold it now. Raises NetworkError."""
+
+    async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
+        """Return the newest living records under each key. Raises NetworkError."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStore:
+    """A RecordStore that is one object."""
+
+    gate: RecordGate
+    storage: RecordStorage
+
+    @classmethod
+    def make(cls, network: str, clock: Clock) -> "MemoryStore":
+        """Make an empty one."""
+        return cls(RecordGate(network, clock), RecordStorage(clock))
+
+    async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+        """Store entries; 1 for each that was kept."""
+        return tuple(int(self.storage.put(entry)) for entry in entries)
+
+    async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
+        """Return the living records under each key."""
+        return {key: tuple(entry.data for entry in self.storage.entries(key_id(key))) for key in keys}

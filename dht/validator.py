@@ -1,0 +1,116 @@
+"""What may be stored: default-deny. Only our signed records, only in their own places, only while they live.
+
+Keys arrive hashed, so the place of a record is derived from what its owner signed and compared with where somebody
+wants to put it. Neither the sender nor the expiry that the sender claims is trusted.
+"""
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarm.dht.records import (
+    check_expiry,
+    key_id,
+    model_key,
+    model_subkey,
+    open_envelope,
+    packed_text,
+    span_key,
+    span_subkey,
+)
+from swarm.errors import RecordError
+
+VERIFIED_MAX = 8192  # remembered digests: a look-up of a whole large model fits, at about 1 KiB each
+EXPIRY_SLACK_S = 1.0  # what a DHT entry's expiry may differ from the record's own: float conversions, no more
+_BIN16 = b"\xc5"  # msgpack: bytes with a 16-bit length; every record is longer than 255 bytes
+
+Clock = Callable[[], float]  # wall seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one record belongs. `rank`: of two records in one place, the one that has more of it wins."""
+
+    key: bytes
+    subkey: str
+    rank: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was verified about one record. `owner`: public key, hex. `issued`, `expires`: wall seconds."""
+
+    owner: str
+    issued: float
+    expires: float
+    span: Place
+    model: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A verified record in one of its places."""
+
+    data: bytes
+    facts: Facts
+    place: Place
+
+
+class RecordGate:
+    """Decides what is a record of this network, and where it belongs; remembers what it has verified."""
+
+    def __init__(self, network: str, clock: Clock) -> None:
+        self.network = network
+        self.clock = clock
+        self._verified: OrderedDict[bytes, Facts] = OrderedDict()
+
+    def admit(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> Entry:
+        """Check one DHT value (hivemind's packed form) against its place. Raises RecordError."""
+        data = unpack_value(value)
+        facts = self.facts(data)
+        if not math.isfinite(expiration) or abs(expiration - facts.expires) > EXPIRY_SLACK_S:
+            raise RecordError("the entry's expiry is not the record's")
+        for place in (facts.span, facts.model):
+            if place.key == key and packed_text(place.subkey) == subkey:
+                return Entry(data, facts, place)
+        raise RecordError("misplaced: the record belongs under another key")
+
+    def facts(self, data: bytes) -> Facts:
+        """Verify a record, or remember that it was. Raises RecordError; RecordExpired if it does not live now."""
+        digest = hashlib.sha256(data).digest()
+        facts = self._verified.get(digest)
+        now = self.clock()
+        if facts is not None:
+            self._verified.move_to_end(digest)
+            check_expiry(facts.issued, facts.expires, now)
+            return facts
+        record = open_envelope(data, now=now, network=self.network)
+        facts = Facts(
+            owner=record.public_key,
+            issued=record.issued,
+            expires=record.expires,
+            span=Place(
+                key_id(span_key(record.network, record.root, record.blocks.start)),
+                span_subkey(record.public_key, record.blocks),
+                float(record.sequence),
+            ),
+            model=Place(key_id(model_key(record.network, record.model)), model_subkey(record), record.expires),
+        )
+        self._verified[digest] = facts
+        if len(self._verified) > VERIFIED_MAX:
+            self._verified.popitem(last=False)
+        return facts
+
+
+def pack_value(data: bytes) -> bytes:
+    """Return the msgpack form of a record, which is how hivemind stores bytes."""
+    return _BIN16 + len(data).to_bytes(2, "big") + data
+
+
+def unpack_value(value: bytes) -> bytes:
+    """Invert pack_value. Raises RecordError for anything else."""
+    if value[:1] != _BIN16 or int.from_bytes(value[1:3], "big") != len(value) - 3:
+        raise RecordError("encoding: not the packed form of a record")
+    return value[3:]

@@ -1,0 +1,41 @@
+"""Start a child that cannot outlive this process: run as a script, it sets the limits and then becomes the child.
+
+`python -I -S launch.py PARENT_PID DESCRIPTORS_MAX DATA_BYTES_MAX PROGRAM ARG...`
+
+On Linux the kernel kills the child when the *thread* that started it ends (PR_SET_PDEATHSIG), so even `kill -9` of the
+parent leaves nothing behind. Setting it here, between fork and exec, and not in a `preexec_fn` keeps Python code out of
+a forked copy of a process with threads. It imports the standard library only and costs about 10 ms.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def command(program: str, *args: str, descriptors_max: int, data_bytes_max: int) -> tuple[str, ...]:
+    """Return the command line that runs `program` bound to the calling process, with limits on files and memory."""
+    limits = (str(os.getpid()), str(descriptors_max), str(data_bytes_max))
+    return (sys.executable, "-I", "-S", str(Path(__file__)), *limits, program, *args)
+
+
+def become(parent: int, descriptors_max: int, data_bytes_max: int, argv: list[str]) -> None:
+    """Set the limits and replace this process by `argv`. Returns only if the parent is already gone."""
+    for kind, value in ((resource.RLIMIT_NOFILE, descriptors_max), (resource.RLIMIT_DATA, data_bytes_max)):
+        hard = resource.getrlimit(kind)[1]
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        with contextlib.suppress(OSError, ValueError):  # macOS has no RLIMIT_DATA worth the name
+            resource.setrlimit(kind, (limit, limit))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == parent:  # else it died before the line above
+        os.execv(argv[0], argv)  # noqa: S606 - no shell is wanted
+
+
+if __name__ == "__main__":
+    become(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

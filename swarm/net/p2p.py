@@ -1,0 +1,337 @@
+"""libp2p: one p2pd process under our control, and a supervisor that replaces it when it fails.
+
+hivemind's own `P2P.create` hides that p2pd died and leaves it behind when the parent is killed, so the process is
+started here and hivemind only attaches to it (`P2P.replicate`). What lives on top of one p2pd is built by a function of
+it, and is built again for the next one.
+"""
+
+import asyncio
+import contextlib
+import importlib.resources
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm.errors import AddressInUse, BadConfiguration, P2PFailed, Unreachable
+from swarm.net.launch import command
+
+START_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 3.0  # then SIGKILL
+POLL_S = 0.2  # how soon a dead p2pd is noticed
+PROBE_S = 10.0  # how often, and for how long, a living p2pd is asked whether it still answers
+RESTARTS_MAX = 6  # in a row, without one that ran for RESTART_FORGET_S
+RESTART_FORGET_S = 60.0
+BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
+DESCRIPTORS_MAX = 4096
+DATA_BYTES_MAX = 2 << 30  # a flooded p2pd dies and is replaced instead of taking the machine with it
+GO_MEMORY = "192MiB"  # from here on Go's collector works harder
+CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 384
+OUTPUT_LINES_MAX = 20
+
+_log = structlog.get_logger("swarm.p2p")
+
+
+@dataclass(frozen=True, slots=True)
+class P2PConfig:
+    """How p2pd runs. `identity`: libp2p key file, or None for a throw-away key. `listen`: host and port, or None."""
+
+    identity: Path | None
+    listen: tuple[str, int] | None
+    announce: tuple[str, ...] = ()  # multiaddrs that others see instead of the listening ones
+    relay_service: bool = False
+
+
+class Daemon:
+    """One running p2pd and hivemind's connection to it. Made by `running_daemon`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, p2p: P2P, output: deque[str]) -> None:
+        self.p2p = p2p
+        self._process = process
+        self._output = output
+
+    @property
+    def pid(self) -> int:
+        """The process id of p2pd."""
+        return self._process.pid
+
+    @property
+    def peer_id(self) -> str:
+        """Our libp2p peer id."""
+        return str(self.p2p.peer_id.to_base58())
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Return the multiaddrs under which others can dial us; none for a client."""
+        _, visible = await self.p2p._client.identify()
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in visible)
+
+    async def connect(self, multiaddr: str, timeout_s: float) -> None:
+        """Open a connection to a peer at one address. Raises Unreachable."""
+        peer, address = split_multiaddr(multiaddr)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.p2p._client.connect(peer, [address])
+        except TimeoutError:
+            raise Unreachable("a peer", (multiaddr,), timeout_s) from None
+        except (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
+            raise Unreachable("a peer", (multiaddr,), timeout_s, str(error)[:200]) from None
+
+    async def failed(self) -> str:
+        """Wait until p2pd cannot be used any more and return why."""
+        loop = asyncio.get_running_loop()
+        next_probe = loop.time() + PROBE_S
+        while True:
+            if (why := self._broken()) is not None:
+                return why
+            if loop.time() >= next_probe:
+                try:
+                    async with asyncio.timeout(PROBE_S):
+                        await self.p2p._client.identify()
+                except (TimeoutError, OSError, ControlFailure, asyncio.IncompleteReadError) as error:
+                    return self._broken() or f"it does not answer ({type(error).__name__})"
+                next_probe = loop.time() + PROBE_S
+            await asyncio.sleep(POLL_S)
+
+    def _broken(self) -> str | None:
+        if (code := self._process.returncode) is not None:
+            return f"it ended with code {code}: {' | '.join(self._output)[-300:]}"
+        control = self.p2p._client.control
+        # A late answer to a cancelled call ends hivemind's reader with an InvalidStateError, and the node is deaf.
+        if control._read_task.done() or control._write_task.done():
+            return "hivemind's connection to it ended"
+        return None
+
+
+class _PrivateP2P(P2P):  # type: ignore[misc]
+    """hivemind's P2P without its `__del__`: whoever starts it, stops it."""
+
+    def __del__(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
+    """Run p2pd. Raises AddressInUse, or P2PFailed when it does not start."""
+    use_hivemind_log_handler("nowhere")
+    folder = Path(tempfile.mkdtemp(prefix="swarm-p2p-"))  # mode 0700: the control socket is for this user alone
+    try:
+        async with _process(config, folder) as (process, output):
+            await _until_it_listens(process, config, output)
+            p2p = await _attach(folder)
+            try:
+                yield Daemon(process, p2p, output)
+            finally:
+                await _detach(p2p)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, deque[str]]]:
+    line = command(
+        _program(), *_arguments(config, folder), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=DATA_BYTES_MAX
+    )
+    environment = {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": GO_MEMORY, "HOME": str(folder)} | {
+        name: value for name in ("PATH", "TMPDIR", "LANG") if (value := os.environ.get(name)) is not None
+    }
+    process = await asyncio.create_subprocess_exec(
+        *line,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,  # Ctrl-C in a terminal reaches the command alone, which then stops p2pd in order
+    )
+    output: deque[str] = deque(maxlen=OUTPUT_LINES_MAX)
+    reader = asyncio.create_task(_read_output(process, output))
+    try:
+        yield process, output
+    finally:
+        _signal(process, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            _signal(process, signal.SIGKILL)
+            await process.wait()
+        finally:
+            _signal(process, signal.SIGKILL)  # if cancelled while waiting: nothing may stay behind
+            reader.cancel()
+            await asyncio.wait({reader})
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    """Signal p2pd if it lives. Not through `process`, whose send_signal() reaps what asyncio's watcher waits for."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+async def _read_output(process: asyncio.subprocess.Process, output: deque[str]) -> None:
+    """Keep the pipe empty, or p2pd would block on it; keep the last lines for error messages."""
+    assert process.stdout is not None
+    while chunk := await process.stdout.read(4096):
+        for line in chunk.decode(errors="replace").splitlines():
+            output.append(line[:300])
+            _log.debug("p2pd", line=line[:300])
+
+
+async def _until_it_listens(process: asyncio.subprocess.Process, config: P2PConfig, output: deque[str]) -> None:
+    """Wait for the line that p2pd prints when its control socket is served."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while process.returncode is None:
+                if any(line.startswith("Peer ID:") for line in output):
+                    return
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)  # its last words
+    text = " | ".join(output)
+    for sign in ("address already in use", "cannot assign requested address", "permission denied"):
+        if sign in text and "listen" in text and config.listen is not None:
+            raise AddressInUse(f"{config.listen[0]}:{config.listen[1]}", sign)
+    raise P2PFailed(f"p2pd did not start: {text[-300:] or 'no output'}")
+
+
+async def _attach(folder: Path) -> P2P:
+    class _Here(_PrivateP2P):
+        _UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            return await _Here.replicate(Multiaddr(f"/unix{folder}/p2pd.sock"))
+    except (TimeoutError, OSError, P2PDaemonError) as error:
+        raise P2PFailed(f"p2pd does not answer: {error!r}") from None
+
+
+async def _detach(p2p: P2P) -> None:
+    """End hivemind's tasks and wait for them."""
+    control = p2p._client.control
+    tasks = {task for task in (p2p._listen_task, control._read_task, control._write_task) if task is not None}
+    tasks |= set(control._handler_tasks.values())
+    await p2p.shutdown()
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for call in list(control._pending_calls.values()):
+        call.cancel()
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # looked at, so that it is not reported as never retrieved
+
+
+def _program() -> str:
+    return str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd")
+
+
+def _arguments(config: P2PConfig, folder: Path) -> list[str]:
+    loopback = config.listen is not None and _is_loopback(config.listen[0])
+    arguments = {
+        "listen": f"/unix{folder}/p2pd.sock",
+        "relay": 1,
+        "relayService": int(config.relay_service),
+        "autonat": 0,  # dialling on strangers' orders is our own, bounded service
+        "natPortMap": int(config.listen is not None and not loopback),
+        "connManager": 1,
+        "connLo": CONNECTIONS_LOW,
+        "connHi": CONNECTIONS_HIGH,
+        "idleTimeout": "30s",
+        "persistentConnMaxMsgSize": 4 << 20,
+    }
+    if config.identity is not None:
+        arguments["id"] = str(config.identity)
+    if config.listen is None:
+        arguments |= {"noListenAddrs": 1, "dhtClient": 1}
+    else:
+        arguments |= {"hostAddrs": multiaddr_of(*config.listen), "dhtServer": 1}
+    if config.announce:
+        arguments["announceAddrs"] = ",".join(config.announce)
+    return [f"-{name}={value}" for name, value in arguments.items()]
+
+
+# --- supervision -----------------------------------------------------------------------------------------------------
+
+
+async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncContextManager[Any]]) -> None:
+    """Keep a p2pd running, with what `attach` builds on it, until cancelled.
+
+    A failure while the first one starts is raised as it is (AddressInUse, Unreachable, ...). A later one is followed by
+    a restart on the same port. Raises P2PFailed after RESTARTS_MAX failures in a row.
+    """
+    loop = asyncio.get_running_loop()
+    failures, first = 0, True
+    while True:
+        began = loop.time()
+        try:
+            async with running_daemon(config) as daemon:
+                config = await _on_the_same_port(config, daemon)
+                async with attach(daemon):
+                    first = False
+                    why = await daemon.failed()
+        except Exception as error:
+            if first:
+                raise
+            why = str(error) or repr(error)
+        if loop.time() - began > RESTART_FORGET_S:
+            failures = 0
+        failures += 1
+        if failures > RESTARTS_MAX:
+            raise P2PFailed(f"p2pd failed {failures} times in a row, last: {why}")
+        delay_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
+        _log.warning("p2pd failed and is replaced", why=why, failures=failures, delay_s=delay_s)
+        await asyncio.sleep(delay_s)
+
+
+async def _on_the_same_port(config: P2PConfig, daemon: Daemon) -> P2PConfig:
+    """Port 0 was any port the first time; others know us by it now."""
+    if config.listen is None or config.listen[1] != 0:
+        return config
+    for address in await daemon.addresses():
+        parts = address.split("/")
+        if "tcp" in parts:
+            return replace(config, listen=(config.listen[0], int(parts[parts.index("tcp") + 1])))
+    return config
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def multiaddr_of(host: str, port: int) -> str:
+    """Write host and port as a multiaddr: /ip4/..., /ip6/... or /dns/.../tcp/port."""
+    try:
+        return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
+    except ValueError:
+        return f"/ip4/{socket.gethostbyname(host)}/tcp/{port}" if host == "localhost" else f"/dns/{host}/tcp/{port}"
+
+
+def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:
+    """Split "/ip4/.../tcp/.../p2p/12D3..." into peer id and address. Raises BadConfiguration."""
+    address, found, peer = text.rpartition("/p2p/")
+    try:
+        if not found or not address:
+            raise ValueError("it has no address, or no /p2p/ part")
+        return PeerID.from_base58(peer), Multiaddr(address)
+    except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
+        raise BadConfiguration(
+            f"peer address {text!r}", f"{error}; it should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW..."
+        ) from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
