@@ -18,6 +18,7 @@ from swarm.blocks import Blocks
 from swarm.errors import UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, class_for, hollow_class, skeleton
+from swarm.model.ownership import own_weights
 from swarm.model.probe import check_span
 from swarm.model.span import Span
 
@@ -67,6 +68,7 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     missing = sorted(report["missing_keys"]) + sorted(str(item) for item in report["mismatched_keys"])
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
+    own_weights(model, {str(path.resolve()) for path in paths.values()})
     # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
     on_device: PreTrainedModel = model.to(device).eval()
     return on_device
