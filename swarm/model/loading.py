@@ -57,7 +57,8 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     if blocks is None:
         optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
         paths |= checkpoint.source.fetch(optional)
-    with _staged(checkpoint, paths, names) as directory, _quiet():
+    # Outside of inference_mode, whatever the caller is in: weights that are inference tensors compute in another order.
+    with _staged(checkpoint, paths, names) as directory, _quiet(), torch.inference_mode(mode=False):
         try:
             loaded: Any = cls.from_pretrained(
                 directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -68,9 +69,10 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     missing = sorted(report["missing_keys"]) + sorted(str(item) for item in report["mismatched_keys"])
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
-    own_weights(model, {str(path.resolve()) for path in paths.values()})
-    # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
-    on_device: PreTrainedModel = model.to(device).eval()
+    with torch.inference_mode(mode=False):
+        own_weights(model, {str(path.resolve()) for path in paths.values()})
+        # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
+        on_device: PreTrainedModel = model.to(device).eval()
     return on_device
 
 
