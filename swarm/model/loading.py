@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from swarm.blocks import Blocks
-from swarm.errors import UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, class_for, hollow_class, skeleton
 from swarm.model.ownership import own_weights
@@ -53,7 +53,11 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     files = _files_with(checkpoint, names)
     paths = checkpoint.source.fetch((CONFIG_NAME, *files))
     for name in files:
-        checkpoint.manifest.verify(paths[name], name)
+        try:
+            checkpoint.manifest.verify(paths[name], name)
+        except ChecksumMismatch:
+            checkpoint.source.discard(name)
+            raise
     if blocks is None:
         optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
         paths |= checkpoint.source.fetch(optional)
