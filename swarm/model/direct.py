@@ -64,22 +64,26 @@ class _Fresh:
 class _Table:
     """A tensor at all positions of a stretch.
 
-    axis None: always the same. Otherwise rows along it, or, where it `grows`, that of position `first` + i is the
-    beginning of it, `length` + i long.
+    It is always the same; or one of `rows`; or, where it grows along an axis, at offset i its first `length` + i
+    entries.
     """
 
     tensor: Tensor
+    rows: tuple[Tensor, ...] = ()
     axis: int | None = None
-    grows: bool = False
     length: int = 0
 
     def at(self, offset: int) -> Tensor:
         """The tensor at one position of the stretch."""
-        if self.axis is None:
-            return self.tensor
-        if self.grows:
-            return self.tensor.narrow(self.axis, 0, self.length + offset)
-        return self.tensor.narrow(self.axis, offset, 1)
+        if self.rows:
+            return self.rows[offset]
+        return self.tensor if self.axis is None else self.tensor.narrow(self.axis, 0, self.length + offset)
+
+    def has(self, offset: int) -> bool:
+        """Whether there is a tensor for this offset."""
+        if self.rows:
+            return offset < len(self.rows)
+        return self.axis is None or self.length + offset <= self.tensor.shape[self.axis]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +201,10 @@ def _table(bulk: Any, singles: list[Tensor], offsets: list[int]) -> _Table:  # n
     candidates = [_Table(first)]
     differing = [i for i in range(first.dim()) if first.dim() == last.dim() and first.shape[i] != last.shape[i]]
     if len(differing) == 1:
-        candidates.append(_Table(last, differing[0], grows=True, length=first.shape[differing[0]]))
+        candidates.append(_Table(last, axis=differing[0], length=first.shape[differing[0]]))
     if isinstance(bulk, Tensor) and bulk.dim() == first.dim():
-        candidates += [_Table(bulk, i) for i in range(bulk.dim()) if bulk.shape[i] == offsets[-1] + 1]
+        axes = [axis for axis in range(bulk.dim()) if bulk.shape[axis] == offsets[-1] + 1]
+        candidates += [_Table(bulk, rows=tuple(bulk.split(1, axis))) for axis in axes]
     for table in candidates:
         if all(_is_at(table, offset, single) for offset, single in zip(offsets, singles, strict=True)):
             return table
@@ -207,7 +212,7 @@ def _table(bulk: Any, singles: list[Tensor], offsets: list[int]) -> _Table:  # n
 
 
 def _is_at(table: _Table, offset: int, single: Tensor) -> bool:
-    if table.grows and table.axis is not None and table.length + offset > table.tensor.shape[table.axis]:
+    if not table.has(offset):
         return False
     tensor = table.at(offset)
     return tensor.dtype == single.dtype and tensor.shape == single.shape and torch.equal(tensor, single)

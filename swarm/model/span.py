@@ -40,7 +40,9 @@ class Span:
         self._direct: DirectPath | None = None
         self._parts: dict[Blocks, Span] = {blocks: self}
         weights = [*model.parameters(), *model.buffers()]
-        self.dtype: torch.dtype = next((w.dtype for w in weights if w.is_floating_point()), torch.float32)
+        # Of one-byte floats are only quantised weights, never hidden states.
+        wide = (weight.dtype for weight in weights if weight.is_floating_point() and weight.element_size() > 1)
+        self.dtype: torch.dtype = next(wide, torch.float32)
         self.device: torch.device = next((w.device for w in weights), torch.device("cpu"))
         self.weight_bytes = _storage_bytes(weights)
         self.numeric_class = _numeric_class(model, self.dtype)
@@ -249,5 +251,9 @@ def _numeric_class(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """Name dtype and quantisation: spans of different classes compute different numbers."""
     name = str(dtype).removeprefix("torch.")
     quantization = getattr(model.config, "quantization_config", None)
-    method = getattr(quantization, "quant_method", None) if quantization is not None else None
-    return f"{name}+{getattr(method, 'value', method)}" if method else name
+    if quantization is None:
+        return name
+    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    bits = [f"{width}bit" for width in (4, 8) if facts.get(f"load_in_{width}bit") or facts.get("bits") == width]
+    method = facts.get("quant_method", "quantized")
+    return "-".join([f"{name}+{getattr(method, 'value', method)}", *bits])
