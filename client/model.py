@@ -306,7 +306,7 @@ def distribute(model: PreTrainedModel, backend: Backend) -> PreTrainedModel:
     model._chat = None
     model._made = []
     replace_blocks(model, backend.traits, model._run_blocks)
-    model.register_forward_pre_hook(DistributedMixin._before_model, with_kwargs=True)
+    model.register_forward_pre_hook(model._before_model, with_kwargs=True)
     decoder, _ = decoder_of(model)
     decoder.register_forward_pre_hook(model._before_decoder, with_kwargs=True)
     return model

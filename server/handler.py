@@ -48,6 +48,7 @@ class Handler:
     def __init__(self, hosting: Hosting, executor: Executor, pool: KvPool, wall_clock: Callable[[], float]) -> None:
         """wall_clock: seconds since 1970, for the records that clients pass on."""
         self.draining = False
+        self.steps_under_way = 0
         self.dialer: Dialer  # set by whoever builds both: each needs the other
         self.sessions: dict[str, HostedSession] = {}
         self._hosting = hosting
@@ -189,6 +190,7 @@ class Handler:
         except NoRoom as full:
             self._refuse(session.owner, step, step.step, Declined("no_room", str(full), RETRY_AFTER_S))
             return
+        self.steps_under_way += 1
         self._executor.submit(
             lambda: session.compute(step, hidden, positions, mask),
             partial(self._on_computed, session, step, (positions, mask), arrived_at),
@@ -203,6 +205,7 @@ class Handler:
         result: Tensor | Exception | None,
     ) -> None:
         session.computed()
+        self.steps_under_way -= 1
         if session.closed or result is None:
             return
         if isinstance(result, Exception):
