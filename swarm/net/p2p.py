@@ -127,6 +127,8 @@ class _PrivateP2P(P2P):  # type: ignore[misc]
 async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
     """Run p2pd. Raises AddressInUse, or P2PFailed when it does not start."""
     use_hivemind_log_handler("nowhere")
+    if config.listen is not None:
+        _check_free(*config.listen)
     folder = Path(tempfile.mkdtemp(prefix="swarm-p2p-"))  # mode 0700: the control socket is for this user alone
     try:
         async with _process(config, folder) as (process, output):
@@ -231,6 +233,20 @@ async def _detach(p2p: P2P) -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # looked at, so that it is not reported as never retrieved
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise AddressInUse if somebody listens there: p2pd sets SO_REUSEPORT and would silently share the port."""
+    if port == 0:
+        return
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its own closed connections do not count
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise AddressInUse(f"{host}:{port}", error.strerror or str(error)) from None
 
 
 def _program() -> str:
