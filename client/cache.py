@@ -143,7 +143,7 @@ class _RemoteLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, cache: RemoteCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self.is_initialized = True
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.blocks import Blocks
 from swarm.client.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
@@ -222,7 +222,6 @@ class DistributedMixin:
         if given is not None:
             if not isinstance(given, RemoteCache):
                 raise UsageError(f"{name} must come from this model (new_cache or an earlier output)")
-            given._is_user_defined = True
         elif generation_config.use_cache is not False:
             rollback = ASSISTED_ROLLBACK if generation_mode == GenerationMode.ASSISTED_GENERATION else 0
             cache = self.new_cache(max_cache_length + rollback, rollback)
@@ -280,6 +279,7 @@ class DistributedMixin:
             "mask": _padding(call.mask, tokens),
             "want": tokens if call.want_all else min(call.want, tokens),
         }
+        output: Tensor
         if call.cache is not None:
             output = call.cache.step(hidden, **arguments)
         else:
@@ -291,9 +291,9 @@ class DistributedMixin:
             finally:
                 session.close()
         missing = tokens - output.shape[1]
-        if missing == 0:
-            return output
-        return torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these positions
+        if missing:
+            output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these
+        return output
 
 
 def distribute(model: PreTrainedModel, backend: Backend) -> PreTrainedModel:

@@ -335,8 +335,10 @@ class Session:
     def _end(self, error: SessionError) -> None:
         if self._ended is None:
             self._ended = error
-        for future in (*self._opened, *(flight.answer for flight in self._in_flight.values())):
-            _fail(future, error)
+        for opened in self._opened:
+            _fail(opened, error)
+        for flight in self._in_flight.values():
+            _fail(flight.answer, error)
 
 
 @dataclass(frozen=True, slots=True)

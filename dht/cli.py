@@ -18,8 +18,12 @@ from swarm.commands import (
     run_click,
     run_until_stopped,
 )
+from swarm.dht.dialback import dialling_as, serve_dial_back
 from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import BadConfiguration
+from swarm.identity import Identity
+from swarm.net.channel import Self
+from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig
 
 _log = structlog.get_logger("swarm.bootstrap")
@@ -28,7 +32,7 @@ _log = structlog.get_logger("swarm.bootstrap")
 @click.command("swarm-bootstrap")
 @click.option("--listen", type=HOST_PORT, default="0.0.0.0:31337", show_default=True, help="port 0 picks a free one")
 @common_options
-def command(  # noqa: PLR0917 - click passes them by name
+def command(
     listen: tuple[str, int],
     initial_peers: tuple[str, ...],
     identity: Path | None,
@@ -39,15 +43,16 @@ def command(  # noqa: PLR0917 - click passes them by name
     """Run a node of the swarm's DHT for others to join through."""
     check_network(network)
     path = identity or default_identity("bootstrap")
-    with hold_identity(path):
+    with hold_identity(path) as held:
         config = NodeConfig(network, P2PConfig(path, listen), initial_peers)
-        run_until_stopped(lambda stop: bootstrap(config, ready_file, stop), log_level)
+        run_until_stopped(lambda stop: bootstrap(config, held, ready_file, stop), log_level)
 
 
-async def bootstrap(config: NodeConfig, ready_path: Path | None, stop: Stop) -> None:
+async def bootstrap(config: NodeConfig, identity: Identity, ready_path: Path | None, stop: Stop) -> None:
     """Serve until asked to stop."""
     with ready_writer(ready_path) as ready:
         async with open_node(config, clock=time.time) as node:
+            await serve_dial_back(node, dialling_as(Self(identity, ChannelKey(), config.network)))
             ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
             _log.info("ready", peer_id=node.peer_id, addresses=list(node.addresses), network=config.network)
             await stop.wait()

@@ -7,7 +7,7 @@ from typing import Literal
 import structlog
 
 from swarm.dht.directory import Directory
-from swarm.dht.records import REFRESH_S, Announcement
+from swarm.dht.records import REFRESH_S, Announcement, SignedAnnouncement
 from swarm.errors import NetworkError
 
 State = Literal["joining", "online", "draining"]
@@ -24,10 +24,10 @@ class Announcer:
         self._current = current
         self._changed = asyncio.Event()
 
-    async def announce(self) -> bytes:
+    async def announce(self) -> SignedAnnouncement:
         """Announce now. Returns the signed record. Raises NetworkError."""
         published = await self._directory.announce(self._current(self.state))
-        return published.signed.data
+        return published.signed
 
     async def run(self) -> None:
         """Announce for ever; a swarm that cannot be reached just now is tried again."""
@@ -47,10 +47,3 @@ class Announcer:
         """Announce soon, in a new state if one is given."""
         self.state = state or self.state
         self._changed.set()
-
-    async def withdraw(self) -> None:
-        """Take the announcement back; if that fails it expires by itself."""
-        try:
-            await self._directory.withdraw()
-        except NetworkError as error:
-            _log.warning("not withdrawn", why=str(error))

@@ -51,7 +51,7 @@ class Server:
         self.throughput: Throughput | None = None
         self.pool = KvPool(options.cache_tokens)
         self._checkpoint = checkpoint
-        self._me = me
+        self.me = me
         self._listener = listener
         self._options = options
         self._wall_clock = wall_clock
@@ -100,15 +100,15 @@ class Server:
         return Announcement(
             protocol=PROTOCOL_VERSION,
             version=__version__,
-            network=self._me.network,
-            public_key=self._me.identity.public_key.hex(),
+            network=self.me.network,
+            public_key=self.me.identity.public_key.hex(),
             root=self._checkpoint.root,
             model=self._checkpoint.public_name,
             n_blocks=self._checkpoint.n_blocks,
             blocks=AnnouncedSpan(self.span.blocks.start, self.span.blocks.stop),
             numeric_class=self.span.numeric_class,
             addresses=self._options.announce or (self.data_address,),
-            channel_key=self._me.key.public.hex(),
+            channel_key=self.me.key.public.hex(),
             decode_tps=measured.decode_tps if measured else None,
             prefill_tps=measured.prefill_tps if measured else None,
             free_tokens=self.pool.free_tokens,
