@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -84,9 +85,7 @@ class HostPortText(click.ParamType[str]):
 @click.option("--max-disk-space", type=Size(), default=None, help="the most that downloads may take, such as 100GB")
 @click.option("--public-name", default="", help="shown on the health page")
 @common_options
-def command(
-    model: str | None, ready_file: Path | None, identity: Path | None, log_level: str, **options: object
-) -> None:
+def command(model: str | None, ready_file: Path | None, identity: Path | None, log_level: str, **options: Any) -> None:
     """Host blocks of MODEL, a hub id or a local directory, for everybody in the swarm.
 
     \b
@@ -97,7 +96,7 @@ def command(
     """
     if not model:
         raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
-    arguments = ServeArguments(model=model, **options)  # type: ignore[arg-type]
+    arguments = ServeArguments(model=model, **options)
     Blocks.parse(arguments.blocks)
     path = identity or default_identity("server")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
