@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers.generation.streamers import BaseStreamer
 
 from swarm.client.auto import AutoDistributedModel
 from swarm.errors import UnsupportedCheckpoint
@@ -36,15 +37,20 @@ def stream_text(
     tokenizer = load_tokenizer(name, revision=revision, token=token, cache_dir=cache_dir)
     model = AutoDistributedModel.from_pretrained(name, revision=revision, token=token, cache_dir=cache_dir, **joining)
     try:
-        continue_prompt(model, tokenizer, prompt, options)
+        streamer = TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
+        continue_prompt(model, tokenizer, prompt, options, streamer)
     finally:
         model.close()
 
 
 def continue_prompt(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, options: TextOptions
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    options: TextOptions,
+    streamer: BaseStreamer | None = None,
 ) -> torch.Tensor:
-    """Print prompt and continuation, token by token. Returns all token ids, [1, positions]."""
+    """Generate, and hand every token to the streamer as it comes. Returns all token ids, [1, positions]."""
     if options.seed is not None:
         set_seed(options.seed)
     inputs: Any
@@ -56,12 +62,13 @@ def continue_prompt(
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
-    tokens: torch.Tensor = model.generate(  # type: ignore[operator]
+    generate: Any = model.generate  # PreTrainedModel does not declare it; every causal language model has it
+    tokens: torch.Tensor = generate(
         inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=options.max_new_tokens,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True),
+        streamer=streamer,
         **(sampling if options.temperature else {"do_sample": False}),
     )
     return tokens

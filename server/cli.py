@@ -85,7 +85,13 @@ class HostPortText(click.ParamType[str]):
 @click.option("--max-disk-space", type=Size(), default=None, help="the most that downloads may take, such as 100GB")
 @click.option("--public-name", default="", help="shown on the health page")
 @common_options
-def command(model: str | None, ready_file: Path | None, identity: Path | None, log_level: str, **options: Any) -> None:
+def command(
+    model: str | None,
+    ready_file: Path | None,
+    identity: Path | None,
+    log_level: str,
+    **options: Any,  # noqa: ANN401 - click passes them by name
+) -> None:
     """Host blocks of MODEL, a hub id or a local directory, for everybody in the swarm.
 
     \b
