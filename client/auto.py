@@ -6,9 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
-from swarm.client.model import distribute
+from swarm.client.model import DistributedModel, distribute
 from swarm.client.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
 from swarm.config import load_settings
 from swarm.dht.directory import Directory
@@ -41,7 +40,7 @@ class AutoDistributedModel:
         network: str | None = None,
         identity: str | Path | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
-    ) -> PreTrainedModel:
+    ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,

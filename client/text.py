@@ -62,8 +62,8 @@ def continue_prompt(
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
-    generate: Any = model.generate  # PreTrainedModel does not declare it; every causal language model has it
-    tokens: torch.Tensor = generate(
+    generating: Any = model  # PreTrainedModel does not declare generate(); every causal language model has it
+    tokens: torch.Tensor = generating.generate(
         inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=options.max_new_tokens,

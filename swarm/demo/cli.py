@@ -4,7 +4,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -44,10 +43,9 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
 
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
     tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
-    distributed: Any = AutoDistributedModel.from_pretrained(
+    with AutoDistributedModel.from_pretrained(
         CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network
-    )
-    with distributed as model:
+    ) as model:
         streamer = TimedStreamer(tokenizer)
         tokens = continue_prompt(model, tokenizer, prompt, options, streamer)
         click.echo("\nroute:")

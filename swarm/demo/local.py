@@ -41,7 +41,7 @@ class LocalProcess:
         )
         # In a process group of its own: Ctrl-C is for us, and we end our children in order.
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = subprocess.Popen(  # noqa: S603 - our own commands
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
             )
         self.started_at = time.monotonic()

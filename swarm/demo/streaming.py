@@ -34,4 +34,5 @@ class TimedStreamer(TextStreamer):
 def local_model(checkpoint: Path) -> PreTrainedModel:
     """Load the whole model here, as everybody else would."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint)
-    return model.eval()
+    model.eval()
+    return model
