@@ -18,9 +18,7 @@ from swarm.commands import (
     run_click,
     run_until_stopped,
 )
-from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import BadConfiguration
-from swarm.net.p2p import P2PConfig
 
 _log = structlog.get_logger("swarm.bootstrap")
 
@@ -40,16 +38,27 @@ def command(  # noqa: PLR0917 - click passes them by name
     check_network(network)
     path = identity or default_identity("bootstrap")
     with hold_identity(path):
-        config = NodeConfig(network, P2PConfig(path, listen), initial_peers)
-        run_until_stopped(lambda stop: bootstrap(config, ready_file, stop), log_level)
+        run_until_stopped(lambda stop: bootstrap(path, listen, network, initial_peers, ready_file, stop), log_level)
 
 
-async def bootstrap(config: NodeConfig, ready_path: Path | None, stop: Stop) -> None:
+async def bootstrap(  # noqa: PLR0917 - the options of the command
+    identity: Path,
+    listen: tuple[str, int],
+    network: str,
+    initial_peers: tuple[str, ...],
+    ready_path: Path | None,
+    stop: Stop,
+) -> None:
     """Serve until asked to stop."""
+    # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
+    from swarm.dht.node import NodeConfig, open_node  # noqa: PLC0415
+    from swarm.net.p2p import P2PConfig  # noqa: PLC0415
+
+    config = NodeConfig(network, P2PConfig(identity, listen), initial_peers)
     with ready_writer(ready_path) as ready:
         async with open_node(config, clock=time.time) as node:
             ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
-            _log.info("ready", peer_id=node.peer_id, addresses=list(node.addresses), network=config.network)
+            _log.info("ready", peer_id=node.peer_id, addresses=list(node.addresses), network=network)
             await stop.wait()
             _log.info("stopping")
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hivemind.dht.node import DHTNode
@@ -38,17 +39,19 @@ class Attacker:
     daemon: Daemon
     victim: PeerID
 
+    @property
+    def stub(self) -> Any:
+        return super(DHTProtocol, DHTProtocol).get_stub(self.daemon.p2p, self.victim)
+
     async def store(self, *entries: tuple[bytes, bytes, bytes, float], in_cache: bool = False) -> list[bool]:
         keys, subkeys, values, expirations = zip(*entries, strict=True)
         request = dht_pb2.StoreRequest(
             keys=keys, subkeys=subkeys, values=values, expiration_time=expirations, in_cache=[in_cache] * len(keys)
         )
-        stub = DHTProtocol.get_stub(self.daemon.p2p, self.victim)
-        return list((await stub.rpc_store(request, timeout=5)).store_ok)
+        return list((await self.stub.rpc_store(request, timeout=5)).store_ok)
 
     async def find(self, key: bytes = KEY) -> dht_pb2.FindResult:
-        stub = DHTProtocol.get_stub(self.daemon.p2p, self.victim)
-        return (await stub.rpc_find(dht_pb2.FindRequest(keys=[key]), timeout=5)).results[0]
+        return (await self.stub.rpc_find(dht_pb2.FindRequest(keys=[key]), timeout=5)).results[0]
 
     async def records(self, key: bytes = KEY) -> list[bytes]:
         return [value[3:] for _, value, _ in unpack_dictionary((await self.find(key)).value)]
@@ -89,7 +92,7 @@ def entry(
     return key, subkey, pack_value(data), expiration
 
 
-# --- 1: one unsigned plain value with a later expiry replaces the whole dictionary ---------------------------------------
+# --- 1: one unsigned plain value with a later expiry replaces the whole dictionary -----------------------------------
 
 
 async def plain_value(attacker: Attacker) -> None:
@@ -109,7 +112,7 @@ async def test_a_plain_value_does_not_replace_ours(tmp_path: Path) -> None:
         assert await attacker.records() == [record]
 
 
-# --- 2: a rejected store with a short expiry makes the dictionary vanish when it expires ---------------------------------
+# --- 2: a rejected store with a short expiry makes the dictionary vanish when it expires -----------------------------
 
 
 async def short_store(attacker: Attacker, record: bytes) -> None:
@@ -131,7 +134,7 @@ async def test_a_rejected_short_store_does_not_delete_ours(tmp_path: Path) -> No
         assert await attacker.records() == [record]
 
 
-# --- 3: replaying the victim's older record deletes its fresh one --------------------------------------------------------
+# --- 3: replaying the victim's older record deletes its fresh one ----------------------------------------------------
 
 
 async def replay(attacker: Attacker) -> None:
@@ -155,7 +158,7 @@ async def test_a_replayed_older_record_does_not_delete_ours(tmp_path: Path) -> N
         assert await attacker.records() == [record]
 
 
-# --- 4: endless expiries, and memory that rejected stores fill -----------------------------------------------------------
+# --- 4: endless expiries, and memory that rejected stores fill -------------------------------------------------------
 
 
 async def test_hivemind_takes_endless_expiries() -> None:
@@ -180,7 +183,7 @@ async def test_endless_expiries_and_rejected_stores_leave_nothing_in_ours(tmp_pa
         assert await attacker.records() == [record]
 
 
-# --- 5: a malformed owner or value makes the validator raise and aborts the batch ----------------------------------------
+# --- 5: a malformed owner or value makes the validator raise and aborts the batch ------------------------------------
 
 
 class Careless(RecordValidatorBase):
@@ -216,7 +219,7 @@ async def test_malformed_values_do_not_abort_our_batch(tmp_path: Path) -> None:
         assert sorted(await attacker.records()) == sorted([record, bob])
 
 
-# --- and what else strangers may try -------------------------------------------------------------------------------------
+# --- and what else strangers may try ---------------------------------------------------------------------------------
 
 
 async def test_nothing_is_stored_in_anothers_place(tmp_path: Path) -> None:
@@ -235,18 +238,18 @@ async def test_nothing_is_stored_in_anothers_place(tmp_path: Path) -> None:
 
 async def test_oversized_and_lopsided_requests_are_refused(tmp_path: Path) -> None:
     async with ours(tmp_path) as (attacker, _, record):
-        stub = DHTProtocol.get_stub(attacker.daemon.p2p, attacker.victim)
+        stub = attacker.stub
         for request in (
             dht_pb2.StoreRequest(keys=[KEY], subkeys=[], values=[b"x"], expiration_time=[1.0], in_cache=[False]),
             dht_pb2.StoreRequest(
                 keys=[KEY] * 100, subkeys=[b""] * 100, values=[b""] * 100, expiration_time=[1.0] * 100
             ),
         ):
-            with pytest.raises(Exception, match="invalid store request"):
+            with pytest.raises(Exception, match="store request"):
                 await stub.rpc_store(request, timeout=5)
-        with pytest.raises(Exception, match="invalid find request"):
+        with pytest.raises(Exception, match="find request"):
             await stub.rpc_find(dht_pb2.FindRequest(keys=[KEY] * (KEYS_MAX + 1)), timeout=5)
-        with pytest.raises(Exception, match="invalid find request"):
+        with pytest.raises(Exception, match="find request"):
             await stub.rpc_find(dht_pb2.FindRequest(keys=[b"short"]), timeout=5)
         assert await attacker.records() == [record]
 
@@ -254,14 +257,18 @@ async def test_oversized_and_lopsided_requests_are_refused(tmp_path: Path) -> No
 async def test_a_flood_of_requests_is_slowed_down(tmp_path: Path) -> None:
     async with ours(tmp_path) as (attacker, _, record):
         batch = [entry(record, time.time() + 30)] * STORES_MAX
-        with pytest.raises(Exception, match="slow down"):
+
+        async def flood() -> None:
             for _ in range(50):
                 await attacker.store(*batch)
+
+        with pytest.raises(Exception, match="slow down"):
+            await flood()
 
 
 async def test_a_node_id_that_is_not_the_peers_own_is_not_learnt(tmp_path: Path) -> None:
     async with ours(tmp_path) as (attacker, victim, _):
-        stub = DHTProtocol.get_stub(attacker.daemon.p2p, attacker.victim)
+        stub = attacker.stub
         assert victim._running is not None
         table = victim._running.protocol.routing_table
         chosen = DHTID(int.from_bytes(KEY, "big") ^ 1)
@@ -275,6 +282,7 @@ async def test_a_node_id_that_is_not_the_peers_own_is_not_learnt(tmp_path: Path)
 async def test_a_lying_node_is_not_believed(tmp_path: Path) -> None:
     """A stock hivemind node near the key answers with forged, misplaced and garbled records among a true one."""
     async with node(tmp_path, "victim") as victim, running_daemon(P2PConfig(None, LOOPBACK)) as daemon:
+        await daemon.connect(victim.addresses[0], 5)
         liar = await DHTNode.create(
             p2p=daemon.p2p, node_id=node_id_of(daemon.p2p.peer_id), initial_peers=victim.addresses
         )
