@@ -15,9 +15,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from swarm.blocks import Blocks
-from swarm.errors import UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, class_for, hollow_class, skeleton
+from swarm.model.ownership import own_weights
 from swarm.model.probe import check_span
 from swarm.model.span import Span
 
@@ -52,11 +53,16 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     files = _files_with(checkpoint, names)
     paths = checkpoint.source.fetch((CONFIG_NAME, *files))
     for name in files:
-        checkpoint.manifest.verify(paths[name], name)
+        try:
+            checkpoint.manifest.verify(paths[name], name)
+        except ChecksumMismatch:
+            checkpoint.source.discard(name)
+            raise
     if blocks is None:
         optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
         paths |= checkpoint.source.fetch(optional)
-    with _staged(checkpoint, paths, names) as directory, _quiet():
+    # Outside of inference_mode, whatever the caller is in: weights that are inference tensors compute in another order.
+    with _staged(checkpoint, paths, names) as directory, _quiet(), torch.inference_mode(mode=False):
         try:
             loaded: Any = cls.from_pretrained(
                 directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -67,8 +73,10 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     missing = sorted(report["missing_keys"]) + sorted(str(item) for item in report["mismatched_keys"])
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
-    # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
-    on_device: PreTrainedModel = model.to(device).eval()
+    with torch.inference_mode(mode=False):
+        own_weights(model, {str(path.resolve()) for path in paths.values()})
+        # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
+        on_device: PreTrainedModel = model.to(device).eval()
     return on_device
 
 
