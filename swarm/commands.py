@@ -83,9 +83,9 @@ def run_click(command: click.Command) -> NoReturn:
         status = command.main(
             standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX, default_map=settings, prog_name=command.name
         )
-        sys.exit(status if isinstance(status, int) else 0)
+        _leave(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:
-        sys.exit(130)
+        _leave(130)
     except click.ClickException as error:
         name = command.name
         _end(f"{error.format_message()} (see {name} --help)", 2)
@@ -126,7 +126,20 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
 
 def _end(text: str, code: int) -> NoReturn:
     print("error: " + " ".join(text.split()), file=sys.stderr)
-    sys.exit(code)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without tearing the interpreter down: what is to be cleaned up has been, by context managers.
+
+    A native thread that still runs, such as one that reads weights, would make the teardown abort; and torch's own takes
+    a second or more.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
 
 
 def configure_logging(level: str) -> None:
