@@ -132,7 +132,7 @@ def _end(text: str, code: int) -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """Exit without tearing the interpreter down: what is to be cleaned up has been, by context managers.
 
-    A native thread that still runs, such as one that reads weights, would make the teardown abort; and torch's own takes
+    A native thread that still runs, such as one that reads weights, would make the teardown abort; torch's own takes
     a second or more.
     """
     logging.shutdown()
