@@ -216,7 +216,7 @@ class DistributedModel(PreTrainedModel):
         max_cache_length: int,
     ) -> None:
         """Put a RemoteCache where `transformers` would make one of its own."""
-        del batch_size
+        del batch_size, max_cache_length  # a chat may go on with this cache; memory is charged when it is used
         name = self.backend.traits.cache_argument
         given = model_kwargs.get(name)
         if given is not None:
@@ -224,7 +224,7 @@ class DistributedModel(PreTrainedModel):
                 raise UsageError(f"{name} must come from this model (new_cache or an earlier output)")
         elif generation_config.use_cache is not False:
             rollback = ASSISTED_ROLLBACK if generation_mode == GenerationMode.ASSISTED_GENERATION else 0
-            cache = self.new_cache(max_cache_length + rollback, rollback)
+            cache = self.new_cache(rollback_max=rollback)
             model_kwargs[name] = cache
             self._made.append(cache)
 
