@@ -97,6 +97,15 @@ def interleaved(count: int, works: dict[str, Callable[[], object]]) -> dict[str,
     return samples
 
 
+def cpu_ms(pids: Sequence[int]) -> list[float]:
+    """What each process has computed so far, all threads together: waiting for a busy machine does not count."""
+    return [
+        sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+        / 1e6
+        for pid in pids
+    ]
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is text, the others are numbers."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]

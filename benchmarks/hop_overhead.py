@@ -4,18 +4,20 @@
 
 Three one-thread servers, each a process that holds all blocks, so that every route computes the same. The local model
 (one thread as well) and the routes take their tokens in turn, one each: the machine's noise hits all alike. The
-software cost per hop is (swarm - local) / hops, the client's part and the sockets included.
+software cost per hop is (swarm - local) / hops, the client's part and the sockets included. Where others use the
+machine, the processes' own computing time is the steadier figure: the kernel counts it, without waiting for a core.
 """
 
 import argparse
 import asyncio
+import os
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import SEED, ByHand, Samples, interleaved, table, tiny_llama, write_json
+from common import SEED, ByHand, Samples, cpu_ms, interleaved, table, tiny_llama, write_json
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -33,6 +35,7 @@ from swarm.wire.tensors import meta_of
 PROMPT_TOKENS = 16
 WARM_UP = 20
 HOPS = (1, 2, 3)
+CPU_BLOCKS = 5
 GENERATED = 20  # tokens of one generate() call
 
 
@@ -50,10 +53,10 @@ def main() -> None:
         local = tiny_llama(Path(folder), options.blocks, options.seed)
         parts = measure_parts(Path(folder), local, tokens)
         with LocalSwarm(folder, [f"0:{options.blocks}"] * max(HOPS), log_level="warning") as swarm:
-            steps, calls = measure_routes(swarm, local, tokens)
-    report(steps, calls, parts)
+            steps, calls, cpu = measure_routes(swarm, local, tokens)
+    report(steps, calls, parts, cpu)
     samples = [*steps.values(), *calls.values(), *parts.values()]
-    write_json(options.json, "hop_overhead", options.seed, samples, tokens=tokens, blocks=options.blocks)
+    write_json(options.json, "hop_overhead", options.seed, samples, tokens=tokens, blocks=options.blocks, cpu_ms=cpu)
 
 
 # Along routes
@@ -61,8 +64,11 @@ def main() -> None:
 
 def measure_routes(
     swarm: LocalSwarm, local: PreTrainedModel, tokens: int
-) -> tuple[dict[str, Samples], dict[str, Samples]]:
-    """Return samples of single forward calls, and of whole calls of stock `generate()`, per token."""
+) -> tuple[dict[str, Samples], dict[str, Samples], dict[str, list[float]]]:
+    """Return samples of single forward calls, of calls of stock `generate()` per token, and computing time per token.
+
+    Computing time: of the client and of each server, milliseconds.
+    """
     n_blocks = local.config.num_hidden_layers
     peers = [server.ready["peer_id"] for server in swarm.servers]
     prompt = torch.randint(2, 128, (1, PROMPT_TOKENS))
@@ -77,6 +83,7 @@ def measure_routes(
             works[_name(hops)] = _decoder(model, model.new_cache(), prompt)
         interleaved(WARM_UP, works)
         steps = interleaved(tokens, works)
+        cpu = _computing_time(works, [os.getpid(), *(server.ready["pid"] for server in swarm.servers)], tokens)
 
         def generate(with_model: PreTrainedModel) -> Tensor:
             found = with_model.generate(prompt, max_new_tokens=GENERATED, min_new_tokens=GENERATED, do_sample=False)
@@ -90,7 +97,21 @@ def measure_routes(
         )
     for sample in calls.values():
         sample.ms = [each / GENERATED for each in sample.ms]
-    return steps, calls
+    return steps, calls, cpu
+
+
+def _computing_time(works: dict[str, Callable[[], None]], pids: list[int], tokens: int) -> dict[str, list[float]]:
+    """Return milliseconds of each process per token, the median over blocks of tokens."""
+    found = {}
+    for name, work in works.items():
+        blocks = []
+        for _ in range(CPU_BLOCKS):
+            before = cpu_ms(pids)
+            for _ in range(tokens // CPU_BLOCKS):
+                work()
+            blocks.append([(b - a) / (tokens // CPU_BLOCKS) for a, b in zip(before, cpu_ms(pids), strict=True)])
+        found[name] = [statistics.median(column) for column in zip(*blocks, strict=True)]
+    return found
 
 
 def _decoder(model: PreTrainedModel, cache: object, prompt: Tensor) -> Callable[[], None]:
@@ -188,24 +209,35 @@ def _model_parts(folder: Path, local: PreTrainedModel) -> dict[str, Callable[[],
 # The report
 
 
-def report(steps: dict[str, Samples], calls: dict[str, Samples], parts: dict[str, Samples]) -> None:
+def report(
+    steps: dict[str, Samples], calls: dict[str, Samples], parts: dict[str, Samples], cpu: dict[str, list[float]]
+) -> None:
     rows = []
     for group, base in ((steps, "local"), (calls, "generate, local")):
         for name, sample in group.items():
-            hops = next((hops for hops in HOPS if _name(hops) in name), 0)
-            cells = [name, f"{sample.median:.3f}", f"{sample.percentile(0.95):.3f}"]
-            rows.append([*cells, *([] if hops else ["", ""]), *(_cost(sample, group[base], hops) if hops else [])])
+            paired = statistics.median(a - b for a, b in zip(sample.ms, group[base].ms, strict=True))
+            figures = f"{sample.median:.3f}", f"{sample.percentile(0.95):.3f}"
+            rows.append([name, *figures, _per_hop(name, sample.median - group[base].median), _per_hop(name, paired)])
     table("milliseconds per token", ("", "median", "p95", "cost per hop", "paired"), rows)
     print(
         "cost per hop: (its median - local's) / hops; paired: median of (its token - local's token next to it) / hops"
     )
+    rows = [
+        [
+            name,
+            *(f"{ms:.3f}" for ms in (client, sum(servers))),
+            _per_hop(name, client + sum(servers) - sum(cpu["local"])),
+        ]
+        for name, (client, *servers) in cpu.items()
+    ]
+    table("milliseconds of computing per token, all threads", ("", "client", "servers", "cost per hop"), rows)
     rows = [[name, f"{1000 * part.median:.1f}", f"{1000 * part.percentile(0.95):.1f}"] for name, part in parts.items()]
     table("the parts of a step, microseconds, each alone and hot in one process", ("", "median", "p95"), rows)
 
 
-def _cost(sample: Samples, local: Samples, hops: int) -> list[str]:
-    paired = statistics.median(mine - theirs for mine, theirs in zip(sample.ms, local.ms, strict=True))
-    return [f"{(sample.median - local.median) / hops:.3f}", f"{paired / hops:.3f}"]
+def _per_hop(name: str, ms: float) -> str:
+    hops = next((hops for hops in HOPS if _name(hops) in name), 0)
+    return f"{ms / hops:.3f}" if hops else ""
 
 
 if __name__ == "__main__":
