@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm.blocks import Blocks
@@ -66,6 +67,28 @@ class ByHand(Swarm):
 
     async def _plan(self, blocks: Blocks, avoid: Sequence[str]) -> tuple[Hop, ...]:
         return self.by_hand if self.by_hand is not None else await super()._plan(blocks, avoid)
+
+
+def decoder_step(model: PreTrainedModel, cache: object, prompt: Tensor) -> Callable[[], None]:
+    """Prefill, and return what computes one more token, greedily."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    latest = forward(prompt)
+
+    def step() -> None:
+        nonlocal latest
+        latest = forward(latest)
+
+    return step
+
+
+def even_cuts(n_blocks: int, hops: int) -> list[Blocks]:
+    """Return the ranges of `hops` spans of one size."""
+    size = n_blocks // hops
+    return [Blocks(i * size, (i + 1) * size) for i in range(hops)]
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import SEED, ByHand, Samples, cpu_ms, interleaved, table, tiny_llama, write_json
+from common import SEED, ByHand, Samples, cpu_ms, decoder_step, even_cuts, interleaved, table, tiny_llama, write_json
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -77,10 +77,10 @@ def measure_routes(
     )
     with model:
         client = ByHand.take_over(model.backend)
-        works = {"local": _decoder(local, DynamicCache(config=local.config), prompt)}
+        works = {"local": decoder_step(local, DynamicCache(config=local.config), prompt)}
         for hops in HOPS:
-            client.by_hand = client.servers_in_turn(peers, _cuts(n_blocks, hops))
-            works[_name(hops)] = _decoder(model, model.new_cache(), prompt)
+            client.by_hand = client.servers_in_turn(peers, even_cuts(n_blocks, hops))
+            works[_name(hops)] = decoder_step(model, model.new_cache(), prompt)
         interleaved(WARM_UP, works)
         steps = interleaved(tokens, works)
         cpu = _computing_time(works, [os.getpid(), *(server.ready["pid"] for server in swarm.servers)], tokens)
@@ -112,27 +112,6 @@ def _computing_time(works: dict[str, Callable[[], None]], pids: list[int], token
             blocks.append([(b - a) / (tokens // CPU_BLOCKS) for a, b in zip(before, cpu_ms(pids), strict=True)])
         found[name] = [statistics.median(column) for column in zip(*blocks, strict=True)]
     return found
-
-
-def _decoder(model: PreTrainedModel, cache: object, prompt: Tensor) -> Callable[[], None]:
-    """Prefill, and return what computes one more token, greedily."""
-
-    def forward(tokens: Tensor) -> Tensor:
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return logits[:, -1].argmax(-1, keepdim=True)
-
-    latest = forward(prompt)
-
-    def step() -> None:
-        nonlocal latest
-        latest = forward(latest)
-
-    return step
-
-
-def _cuts(n_blocks: int, hops: int) -> list[Blocks]:
-    size = n_blocks // hops
-    return [Blocks(i * size, (i + 1) * size) for i in range(hops)]
 
 
 def _name(hops: int) -> str:
@@ -201,8 +180,8 @@ def _model_parts(folder: Path, local: PreTrainedModel) -> dict[str, Callable[[],
         part.forward(hidden.expand(1, PROMPT_TOKENS, -1), cache=cache)
         return lambda: part.forward(hidden, cache=cache)
 
-    whole = _decoder(local, DynamicCache(config=local.config), torch.ones(1, PROMPT_TOKENS, dtype=torch.int64))
-    spans = {f"model: Span.forward, {n_blocks // hops} blocks": runs(_cuts(n_blocks, hops)[0]) for hops in HOPS}
+    whole = decoder_step(local, DynamicCache(config=local.config), torch.ones(1, PROMPT_TOKENS, dtype=torch.int64))
+    spans = {f"model: Span.forward, {n_blocks // hops} blocks": runs(even_cuts(n_blocks, hops)[0]) for hops in HOPS}
     return {"model: local, whole": whole, **spans}
 
 
