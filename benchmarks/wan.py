@@ -99,18 +99,20 @@ def measure(
 def report(delay_ms: float, latencies: Sequence[float], samples: dict[str, Samples], late: tuple[float, float]) -> None:
     ring_ms = (HOPS + 1) * delay_ms
     rows = []
-    for kind in ("token", "first token"):
+    for kind, trips in (("token", 1), ("first token", 2)):
         local, ring = samples[f"{kind}, local"], samples[f"{kind}, ring"]
         for sample in (local, ring):
-            rows.append([sample.name, f"{sample.median:.1f}", f"{sample.percentile(0.95):.1f}", "", ""])
-        beyond = ring.median - local.median
-        rows[-1][3:] = [f"{beyond / ring_ms:.2f}", f"{beyond - round(beyond / ring_ms * 4) * ring_ms / 4:.1f}"]
+            rows.append([sample.name, f"{sample.median:.1f}", f"{sample.percentile(0.95):.1f}", "", "", ""])
+        bound = trips * ring_ms
+        rows[-1][3:] = [f"{bound:.0f}", f"{ring.median - bound:.1f}", f"{(ring.median - local.median) / ring_ms:.2f}"]
     table(
         f"milliseconds over {HOPS} hops, {delay_ms:g} ms one way, a prompt of {PROMPT_TOKENS} tokens",
-        ("", "median", "p95", "ring trips", "software"),
+        ("", "median", "p95", "bound", "beyond", "ring trips"),
         rows,
     )
-    print("ring trips: (ring - local) in units of the limit; software: what is not a whole number of edges")
+    print(
+        "bound: the delays of one ring trip for a token, of two for a first token; ring trips: (ring - local) in those"
+    )
     print("round trips to the hops:", ", ".join(f"{latency:.1f} ms" for latency in latencies), end="; ")
     print(f"the proxies were {late[0]:.2f} ms late beyond their delay (p95 {late[1]:.2f})")
 
