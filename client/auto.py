@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import structlog
 import torch
 
 from swarm.client.model import DistributedModel, distribute
@@ -13,6 +14,7 @@ from swarm.config import load_settings
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import BadConfiguration
+from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends
@@ -54,6 +56,8 @@ class AutoDistributedModel:
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
         settings = load_settings()
+        if not structlog.is_configured():  # in a notebook nobody has; a command or an application has its own way
+            configure_events(settings.log_level or "warning")
         name = model if model is not None else settings.model
         if name is None:
             raise BadConfiguration("model", "say which, or set SWARM_MODEL")

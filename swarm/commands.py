@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
-import structlog
 import uvloop
 from pydantic import BaseModel, ConfigDict
 
 from swarm.config import DATA_DIR, load_settings
 from swarm.errors import BadConfiguration, SwarmError, UsageError
+from swarm.events import configure_events
 from swarm.identity import Identity, IdentityLock
 
 ENVIRONMENT_PREFIX = "SWARM"
@@ -143,20 +143,10 @@ def _leave(code: int) -> NoReturn:
 
 
 def configure_logging(level: str) -> None:
-    """Send structlog's events and libraries' warnings to stderr: for people on a terminal, else as JSON lines."""
-    number = getattr(logging, level.upper())
-    terminal = sys.stderr.isatty()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.StackInfoRenderer(),
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, format="%(name)s: %(message)s")
+    """Send our events and libraries' warnings to stderr."""
+    configure_events(level)
+    number = max(getattr(logging, level.upper()), logging.WARNING)
+    logging.basicConfig(level=number, stream=sys.stderr, format="%(name)s: %(message)s")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
