@@ -83,9 +83,11 @@ class Daemon:
         return str(self.p2p.peer_id.to_base58())
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddrs under which others can dial us; none for a client."""
-        _, visible = await self.p2p._client.identify()
-        return tuple(f"{address}/p2p/{self.peer_id}" for address in visible)
+        """Return the multiaddrs under which others can dial us; none for a client. Raises Unreachable."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
+        response, _, writer = await self._ask(request, "p2pd", PROBE_S)
+        writer.close()
+        return tuple(f"{Multiaddr(address)}/p2p/{self.peer_id}" for address in response.identify.addrs)
 
     async def connect(self, multiaddr: str, timeout_s: float) -> None:
         """Open a connection to a peer at one address. Raises Unreachable."""
@@ -138,10 +140,9 @@ class Daemon:
                 return why
             if loop.time() >= next_probe:
                 try:
-                    async with asyncio.timeout(PROBE_S):
-                        await self.p2p._client.identify()
-                except (TimeoutError, OSError, P2PDaemonError, asyncio.IncompleteReadError) as error:
-                    return self._broken() or f"it does not answer ({type(error).__name__})"
+                    await self.addresses()
+                except Unreachable as error:
+                    return self._broken() or f"it does not answer: {error.why}"
                 next_probe = loop.time() + PROBE_S
             await asyncio.sleep(POLL_S)
 
