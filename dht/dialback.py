@@ -19,6 +19,9 @@ from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import ADDRESSES_MAX, RECORD_BYTES_MAX, SignedAnnouncement, open_announcement
 from swarm.errors import InvalidMessage, RecordError, SwarmError, Unreachable
+from swarm.identity import peer_id_of
+from swarm.net.channel import Remote, Self
+from swarm.net.tcp import dial
 
 PROTOCOL = "/swarm/dial-back/1"
 DIAL_TIMEOUT_S = 5.0  # per address; they are dialled at the same time
@@ -53,6 +56,16 @@ class DialledBack:
     helper: str
     answered: tuple[str, ...]
     silent: tuple[str, ...]
+
+
+def dialling_as(me: Self) -> Dial:
+    """Return a Dial that tries what clients do: a channel, up to both sides' proven identities."""
+
+    async def try_once(address: str, public_key: bytes, channel_key: bytes) -> None:
+        channel = await dial(address, Remote(peer_id_of(public_key), channel_key), me, lambda *_: None)
+        channel.close()
+
+    return try_once
 
 
 async def serve_dial_back(node: SwarmNode, dial: Dial) -> None:

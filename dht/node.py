@@ -25,7 +25,7 @@ from swarm.dht.protocol import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS, 
 from swarm.dht.records import SKEW_MAX_S, key_id
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate
-from swarm.errors import ClockSkew, SwarmError, Unreachable
+from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
 from swarm.net.p2p import Daemon, P2PConfig, split_multiaddr, supervise
 
 JOIN_TIMEOUT_S = 10.0  # with p2pd's start, an unreachable swarm is reported within 15 s
@@ -308,7 +308,7 @@ async def open_node(
     for address in config.initial_peers:
         split_multiaddr(address)  # a malformed one is the user's mistake: say so before anything starts
     node = SwarmNode(config, clock, random_source or random.Random())  # noqa: S311 - spreads load, keeps no secret
-    try:
+    with ungrouped():
         async with asyncio.TaskGroup() as group:
             life = group.create_task(supervise(config.p2p, node.attach))
             waiting = group.create_task(node._up.wait())
@@ -320,16 +320,6 @@ async def open_node(
                 yield node
             finally:
                 life.cancel()
-    except BaseExceptionGroup as group_error:
-        raise _only(group_error) from None
-
-
-def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the one error inside, if it is one."""
-    inner = error.exceptions[0]
-    if len(error.exceptions) > 1:
-        return error
-    return _only(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 @asynccontextmanager

@@ -1,0 +1,50 @@
+# Everything runs in an environment of its own, .venv, made from constraints.txt; nothing needs to be installed first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.PHONY: help demo test test-long lint format install clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       run a whole swarm on this machine, on the small checkpoint that is part of the package"
+	@echo "make test       lint, then the tests (less than 15 minutes on 2 cores)"
+	@echo "make test-long  the tests that take longer"
+	@echo "make lint       ruff, mypy and import-linter"
+	@echo "make format     let ruff rewrite what it can"
+	@echo "make install    make the environment, $(VENV), and nothing else"
+	@echo "make clean      remove the environment, caches and builds"
+
+demo: $(STAMP)
+	$(BIN)/swarm-demo
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMP)
+
+# Debian's python3 cannot put pip into an environment unless python3-venv is installed; its pip can, from outside.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV) 2>/dev/null \
+		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,178 @@
+"""A `transformers` cache whose keys and values are on the servers: here is only how long it is and what to do to it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from swarm.errors import UsageError
+from swarm.model.traits import Traits
+
+ASSISTED_ROLLBACK = 64  # positions that speculative decoding may take back at a time
+
+
+class RemoteSession(Protocol):
+    """A session along a route, for a thread that waits."""
+
+    def step(
+        self,
+        hidden: Tensor,
+        *,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        keep: int,
+        rows: Sequence[int] | None,
+        want: int,
+    ) -> Tensor:
+        """As `swarm.client.session.Session.step`."""
+        ...
+
+    def close(self) -> None:
+        """Free the leases. Closing twice is fine."""
+        ...
+
+
+class RemoteCache(Cache):
+    """Opens its session at the first step. Rollbacks and gathers travel with the next step's message."""
+
+    def __init__(self, traits: Traits, open_session: Callable[[int], RemoteSession], rollback_max: int = 0) -> None:
+        """open_session: called with the largest rollback that will be asked for."""
+        self._layer = _RemoteLayer()
+        super().__init__(layers=[self._layer])
+        self._traits = traits
+        self._open_session = open_session
+        self._rollback_max = rollback_max
+        self._session: RemoteSession | None = None
+        self._rows: list[int] | None = None
+        self._n_rows = 0
+
+    @property
+    def length(self) -> int:
+        """Positions that the servers hold, once what was taken back is."""
+        return self._layer.length
+
+    def step(self, hidden: Tensor, *, positions: Tensor | None, mask: Tensor | None, want: int) -> Tensor:
+        """Run new positions through the blocks. Shapes as in `Session.step`; mask: uint8, the new columns alone."""
+        if self._session is None:
+            self._session = self._open_session(self._rollback_max)
+        rows = self._rows if self.length else None
+        output = self._session.step(hidden, positions=positions, mask=mask, keep=self.length, rows=rows, want=want)
+        self._rows = None
+        self._n_rows = hidden.shape[0]
+        self._layer.length += hidden.shape[1]
+        return output
+
+    def close(self) -> None:
+        """Free the leases on the servers."""
+        if self._session is not None:
+            self._session.close()
+
+    # What `generate()` does to caches
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last positions; a negative number of them, as in `transformers`."""
+        if tokens_to_remove > 0:
+            raise ValueError("pass a negative number of tokens to remove")
+        if tokens_to_remove and not self.is_croppable:
+            raise UsageError(f"{self._traits.model_type} models have a recurrent state that cannot be rolled back")
+        self._layer.length = max(0, self.length + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was."""
+        self._gather(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        self._gather(torch.arange(len(self._rows_now))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self._gather([row for row in range(len(self._rows_now)) for _ in range(repeats)])
+
+    def activate_past_recording(self) -> None:
+        """Prepare for rollbacks: what a rollback needs is agreed on when the session opens."""
+        if self._session is None:
+            self._rollback_max = max(self._rollback_max, ASSISTED_ROLLBACK)
+        elif self._rollback_max == 0 and any(kind in {"sliding", "conv"} for kind in self._traits.kinds):
+            raise UsageError(
+                f"{self._traits.model_type} models forget what is beyond their window: to roll this conversation back, "
+                "open it with model.inference_session(rollback_max=...)"
+            )
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._layer.length = 0
+        self._rows = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether positions can be taken back without a trace."""
+        return self._traits.can_roll_back
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first step."""
+        return len(self._rows_now) or -1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions that the servers hold."""
+        del layer_idx
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of what a mask covers; the mask itself is made on the servers."""
+        del layer_idx
+        return self.length + query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether there is a past."""
+        del layer_idx, state_idx
+        return self.length > 0
+
+    @property
+    def _rows_now(self) -> list[int]:
+        """For each row, which of the servers' rows it is: they learn of a gather with the next step."""
+        return self._rows if self._rows is not None else list(range(self._n_rows))
+
+    def _gather(self, rows: list[int]) -> None:
+        before = self._rows_now
+        after = [before[row] for row in rows]
+        self._rows = None if after == list(range(self._n_rows)) else after
+
+
+class _RemoteLayer(CacheLayerMixin):
+    """The one layer of a RemoteCache: it knows how long the cache is, and does not know the cache.
+
+    With a cycle between them, leases would be freed only when the garbage collector gets to it.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - the parent's signature
+        """No block runs here, so that nobody calls this."""
+        raise AssertionError("a client holds no keys and values")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See RemoteCache."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """See RemoteCache."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1

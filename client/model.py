@@ -1,0 +1,340 @@
+"""A hollow `transformers` model whose blocks are a route through the swarm.
+
+The model is the family's own class with embeddings, final norm and head. What `generate()` and hand-written loops do to
+it is left alone, but for three things: block 0 is a call around the route, the cache is a `RemoteCache`, and on the way
+in the model's own arguments are looked at (2-D attention mask, positions, how many logits are wanted).
+"""
+
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from swarm.blocks import Blocks
+from swarm.client.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
+from swarm.client.route import Hop
+from swarm.errors import PromptTooLong, UsageError
+from swarm.model.ends import replace_blocks
+from swarm.model.hollow import decoder_of
+from swarm.model.traits import Traits
+
+POSITIONS_DEFAULT = 1 << 20  # for models that declare no limit
+UNSUPPORTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+class Backend(Protocol):
+    """Where sessions come from."""
+
+    traits: Traits
+    dtype: torch.dtype
+
+    def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> RemoteSession:
+        """Open a session along the best route through `blocks`."""
+        ...
+
+    def route(self) -> tuple[Hop, ...]:
+        """Return the hops of the latest session, or a fresh plan where there was none."""
+        ...
+
+    def close(self) -> None:
+        """Leave the swarm."""
+        ...
+
+
+@dataclass(slots=True)
+class _Call:
+    """What the running forward was called with."""
+
+    mask: Tensor | None = None  # 2-D, of all positions
+    want_all: bool = True
+    want: int = 0
+    positions: Tensor | None = None
+    cache: RemoteCache | None = None
+
+
+class InferenceSession:
+    """A conversation's state on the servers, kept between calls of `generate()`."""
+
+    def __init__(self, cache: RemoteCache) -> None:
+        self.cache = cache
+
+    @property
+    def length(self) -> int:
+        """Positions that the servers hold."""
+        return self.cache.length
+
+    def close(self) -> None:
+        """Free the leases on the servers."""
+        self.cache.close()
+
+
+class RemoteRange:
+    """Some blocks as a function, from `model.blocks[a:b]`."""
+
+    def __init__(self, model: "DistributedModel", blocks: Blocks) -> None:
+        self._model = model
+        self.blocks = blocks
+
+    @torch.no_grad()
+    def __call__(
+        self, hidden: Tensor, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Run hidden states [batch, tokens, hidden_size] through these blocks, without a past. Returns the same shape.
+
+        attention_mask: [batch, tokens], 0 for padding. position_ids: int64 [batch or 1, tokens].
+        """
+        backend = self._model.backend
+        if hidden.dim() != 3 or hidden.shape[2] != backend.traits.hidden_size:
+            raise UsageError(
+                f"hidden states are [batch, tokens, {backend.traits.hidden_size}], not {list(hidden.shape)}"
+            )
+        session = backend.open_session(self.blocks, positions_max=hidden.shape[1], rollback_max=0)
+        try:
+            return session.step(
+                hidden.to(backend.dtype),
+                positions=position_ids,
+                mask=_padding(attention_mask, hidden.shape[1]),
+                keep=0,
+                rows=None,
+                want=hidden.shape[1],
+            )
+        finally:
+            session.close()
+
+
+class RemoteBlockList:
+    """All blocks of the model, elsewhere; a slice of them is a function of hidden states."""
+
+    def __init__(self, model: "DistributedModel") -> None:
+        self._model = model
+
+    def __len__(self) -> int:
+        return self._model.backend.traits.n_blocks
+
+    def __getitem__(self, key: slice) -> RemoteRange:
+        """Return blocks [a, b) for `[a:b]`. Raises BadBlocks."""
+        if not isinstance(key, slice) or key.step is not None:
+            raise UsageError("take blocks by a range, such as model.blocks[4:8]")
+        start = 0 if key.start is None else key.start
+        stop = len(self) if key.stop is None else key.stop
+        return RemoteRange(self._model, Blocks.parse(f"{start}:{stop}", len(self)))
+
+
+class DistributedModel(PreTrainedModel):
+    """What a distributed model has beyond its family's class. Mixed in before that class by `distribute`."""
+
+    backend: Backend
+    _calls: threading.local
+    _chat: RemoteCache | None
+    _made: list[RemoteCache]
+
+    @property
+    def route(self) -> tuple[Hop, ...]:
+        """The hops that the model runs through; each has `peer_id`, `blocks` and `latency_ms`."""
+        return self.backend.route()
+
+    @property
+    def blocks(self) -> RemoteBlockList:
+        """The blocks, to be called by range: `model.blocks[4:8](hidden)`."""
+        return RemoteBlockList(self)
+
+    @contextmanager
+    def inference_session(self, *, max_length: int | None = None, rollback_max: int = 0) -> Iterator[InferenceSession]:
+        """Keep the state on the servers between calls, for a chat.
+
+        Within the block, every `generate()` and forward without a cache of its own continues this one: pass the whole
+        conversation, only what is new is computed. max_length: positions that the conversation may reach.
+        rollback_max: positions that may be taken back at a time, where the model has sliding windows.
+        """
+        if self._chat is not None:
+            raise UsageError("there is an inference_session already; end it first")
+        self._chat = self.new_cache(max_length, rollback_max)
+        try:
+            yield InferenceSession(self._chat)
+        finally:
+            self._chat.close()
+            self._chat = None
+
+    def new_cache(self, max_length: int | None = None, rollback_max: int = 0) -> RemoteCache:
+        """Make an empty cache on the servers; its leases are freed when it is collected."""
+        limit = self.backend.traits.positions_max or POSITIONS_DEFAULT
+        positions_max = min(max_length or limit, limit)
+        blocks = Blocks(0, self.backend.traits.n_blocks)
+        backend, opened = self.backend, []
+
+        def open_session(rollback: int) -> RemoteSession:
+            session = backend.open_session(blocks, positions_max=positions_max, rollback_max=rollback)
+            opened.append(session)
+            return session
+
+        cache = RemoteCache(backend.traits, open_session, rollback_max)
+        weakref.finalize(cache, _close_all, opened)
+        return cache
+
+    def close(self) -> None:
+        """Leave the swarm; the model cannot be used any more."""
+        self.backend.close()
+
+    def __enter__(self) -> "DistributedModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Where `transformers` calls
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the family's class has it
+        """As in `transformers`. The leases of caches that it made and does not return are freed, come what may."""
+        name = self.backend.traits.cache_argument
+        if self._chat is not None and kwargs.get(name) is None:
+            kwargs[name] = self._chat
+        before, self._made = self._made, []
+        result: Any = None
+        try:
+            result = super().generate(*args, **kwargs)  # type: ignore[misc]
+            return result
+        finally:
+            for cache in self._made:
+                if not isinstance(result, dict) or result.get(name) is not cache:
+                    cache.close()
+            self._made = before
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Put a RemoteCache where `transformers` would make one of its own."""
+        del batch_size, max_cache_length  # a chat may go on with this cache; memory is charged when it is used
+        name = self.backend.traits.cache_argument
+        given = model_kwargs.get(name)
+        if given is not None:
+            if not isinstance(given, RemoteCache):
+                raise UsageError(f"{name} must come from this model (new_cache or an earlier output)")
+        elif generation_config.use_cache is not False:
+            rollback = ASSISTED_ROLLBACK if generation_mode == GenerationMode.ASSISTED_GENERATION else 0
+            cache = self.new_cache(rollback_max=rollback)
+            model_kwargs[name] = cache
+            self._made.append(cache)
+
+    def _before_model(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at the arguments of the outermost forward."""
+        if len(args) > 1:
+            kwargs = {**inspect.signature(type(self).forward).bind_partial(self, *args).arguments, **kwargs}
+        for name in UNSUPPORTED:
+            if kwargs.get(name):
+                raise UsageError(f"{name} is not available: the blocks run on other machines")
+        embeds = kwargs.get("inputs_embeds")
+        if embeds is not None and embeds.requires_grad and torch.is_grad_enabled():
+            raise UsageError("gradients do not pass through the swarm; run this under torch.no_grad()")
+        keep = kwargs.get("logits_to_keep")
+        self._calls.current = _Call(
+            mask=kwargs.get("attention_mask"),
+            want_all=not isinstance(keep, int) or keep == 0 or kwargs.get("labels") is not None,
+            want=keep if isinstance(keep, int) else 0,
+        )
+
+    def _before_decoder(
+        self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Look at the arguments of the decoder's forward; give it a cache on the servers if it is to have one."""
+        call: _Call | None = getattr(self._calls, "current", None)
+        if call is None:  # the decoder is called on its own
+            call = self._calls.current = _Call(mask=kwargs.get("attention_mask"))
+        name = self.backend.traits.cache_argument
+        cache = kwargs.get(name)
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)
+        if cache is None and use_cache:
+            cache = kwargs[name] = self._chat if self._chat is not None else self.new_cache()
+        if cache is not None and not isinstance(cache, RemoteCache):
+            raise UsageError(f"{name} must come from this model (new_cache or an earlier output)")
+        call.cache = cache
+        call.positions = kwargs.get("position_ids")
+        return args, kwargs
+
+    @torch.no_grad()
+    def _run_blocks(self, hidden: Tensor) -> Tensor:
+        """Stand for all blocks: hidden states [batch, tokens, hidden_size] go once around the route."""
+        call, self._calls.current = self._calls.current, None
+        batch, tokens, width = hidden.shape
+        past = call.cache.length if call.cache is not None else 0
+        limit = self.backend.traits.positions_max
+        if limit is not None and past + tokens > limit:
+            raise PromptTooLong(past + tokens, limit, "the model")
+        arguments: dict[str, Any] = {
+            "positions": _unusual(call.positions, past, batch, tokens),
+            "mask": _padding(call.mask, tokens),
+            "want": tokens if call.want_all else min(call.want, tokens),
+        }
+        output: Tensor
+        if call.cache is not None:
+            output = call.cache.step(hidden, **arguments)
+        else:
+            session = self.backend.open_session(
+                Blocks(0, self.backend.traits.n_blocks), positions_max=tokens, rollback_max=0
+            )
+            try:
+                output = session.step(hidden, keep=0, rows=None, **arguments)
+            finally:
+                session.close()
+        missing = tokens - output.shape[1]
+        if missing:
+            output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these
+        return output
+
+
+def distribute(model: PreTrainedModel, backend: Backend) -> DistributedModel:
+    """Turn the client's part of a model into a distributed one."""
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (DistributedModel, cls), {"__module__": cls.__module__})
+    assert isinstance(model, DistributedModel)
+    model.backend = backend
+    model._calls = threading.local()
+    model._chat = None
+    model._made = []
+    replace_blocks(model, backend.traits, model._run_blocks)
+    model.register_forward_pre_hook(model._before_model, with_kwargs=True)
+    decoder, _ = decoder_of(model)
+    decoder.register_forward_pre_hook(model._before_decoder, with_kwargs=True)
+    return model
+
+
+def _padding(mask: Tensor | None, tokens: int) -> Tensor | None:
+    """Return the new columns of a 2-D attention mask as uint8, or None where there is no padding at all.
+
+    Once padding was sent, later columns that are None count as real: a row's padding comes first.
+    """
+    if mask is None:
+        return None
+    if mask.dim() != 2:
+        raise UsageError("only 2-D attention masks travel to the servers; they make the others themselves")
+    new = mask[:, -tokens:]
+    return None if bool((new != 0).all()) else (new != 0).to(torch.uint8)
+
+
+def _unusual(positions: Tensor | None, past: int, batch: int, tokens: int) -> Tensor | None:
+    """Return position ids that are not just past, past + 1, ...: only those travel."""
+    if positions is None:
+        return None
+    if positions.dim() == 3:  # several axes for images; text has the same on all
+        positions = positions[0]
+    counted = torch.arange(past, past + tokens, device=positions.device)
+    return None if bool((positions == counted).all()) else positions.to(torch.int64).expand(-1, tokens)
+
+
+def _close_all(sessions: Sequence[RemoteSession]) -> None:
+    for session in sessions:
+        session.close()

@@ -1,0 +1,160 @@
+"""A session as one hop holds it: who may use it, how far it is, and what it computes.
+
+Two threads share a session. The loop decides and counts (everything but `_Past`); the compute thread owns `_Past`, the
+cache and the attention mask, and sees the steps in the order in which the loop accepted them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swarm.model.cache import SpanCache
+from swarm.model.span import Span
+from swarm.net.channel import Channel
+from swarm.server.pool import Lease
+from swarm.wire.messages import Message, Open, RefusalCode, Step
+
+WINDOW_STEPS = 8  # steps of one session that may be under way at a hop: a prefill's chunks
+
+
+class Declined(Exception):
+    """A request that is not carried out."""
+
+    def __init__(self, code: RefusalCode, why: str, retry_after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.code = code
+        self.why = why
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a step's output was, for the case that the step arrives again."""
+
+    step: int
+    message: Message
+    tensors: Sequence[Tensor]
+
+
+class HostedSession:
+    """One session on one hop."""
+
+    def __init__(self, request: Open, owner: Channel, span: Span, lease: Lease, now: float) -> None:
+        """now: in the loop's time, seconds."""
+        self.id = request.session
+        self.epoch = request.epoch
+        self.owner = owner
+        self.previous = request.previous or owner.peer
+        self.next: Channel | None = None  # None: outputs go to the owner
+        self.lease = lease
+        self.used_at = now
+        self.closed = False
+        self.sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
+        self._positions_max = request.positions_max
+        self._rollback_max = request.rollback_max
+        self._step = 0  # the last accepted one
+        self._rows = 0
+        self._length = 0
+        self._under_way = 0
+        self._span = span
+        self._past = _Past(span.new_cache(request.rollback_max))
+
+    # In the loop
+
+    def repeated(self, number: int) -> Sent | None:
+        """Return what was sent for a step that was applied before. Raises Declined for one that is forgotten."""
+        if number > self._step:
+            return None
+        for sent in self.sent:
+            if sent.step == number:
+                return sent
+        if number > self._step - self._under_way:
+            raise Declined("out_of_order", f"step {number} is still being computed")
+        raise Declined("out_of_order", f"step {number} is long past; the next is {self._step + 1}")
+
+    def accept(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
+        """Check a new step against the session and charge its memory. Raises Declined, and then nothing has changed."""
+        if step.step != self._step + 1:
+            raise Declined("out_of_order", f"step {step.step} came, {self._step + 1} is the next")
+        if self._under_way >= WINDOW_STEPS:
+            raise Declined("bad_request", f"more than {WINDOW_STEPS} steps under way")
+        if hidden.dim() != 3 or hidden.shape[2] != self._span.hidden_size or hidden.dtype != self._span.dtype:
+            raise Declined("bad_request", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
+        rows, tokens, _ = hidden.shape
+        self._check_rows(step, rows)
+        if not 0 <= self._length - step.keep <= (self._rollback_max or self._length):
+            raise Declined("bad_request", f"keep {step.keep} of {self._length} positions")
+        length = step.keep + tokens
+        if length > self._positions_max:
+            raise Declined("bad_request", f"{length} positions, the session was opened for {self._positions_max}")
+        if step.want > tokens:
+            raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
+        if positions is not None and (
+            positions.dtype != torch.int64 or positions.shape not in {(1, tokens), (rows, tokens)}
+        ):
+            raise Declined("bad_request", f"position ids of shape {list(positions.shape)}")
+        if mask is not None and (mask.dtype != torch.uint8 or mask.shape != (rows, tokens)):
+            raise Declined("bad_request", f"attention mask of shape {list(mask.shape)}")
+        self.lease.resize(rows * length)
+        self._step, self._rows, self._length = step.step, rows, length
+        self._under_way += 1
+
+    def computed(self) -> None:
+        """Note that one accepted step has come back from the compute thread."""
+        self._under_way -= 1
+
+    def _check_rows(self, step: Step, rows: int) -> None:
+        if step.rows is not None:
+            if len(step.rows) != rows or max(step.rows, default=0) >= max(self._rows, 1):
+                raise Declined("bad_request", f"{len(step.rows)} rows gathered from {self._rows}, {rows} sent")
+        elif self._rows and step.keep and rows != self._rows:
+            raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
+
+    # In the compute thread
+
+    def compute(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """Run one accepted step. Returns the output on the host: all positions, or for the owner the wanted ones."""
+        if self.closed:
+            return None
+        past, device = self._past, self._span.device
+        past.rewind(step.keep, step.rows)
+        full_mask = past.extend_mask(mask, hidden.shape[0], hidden.shape[1])
+        output = self._span.forward(
+            hidden.to(device),
+            cache=past.cache,
+            positions=positions.to(device) if positions is not None else None,
+            mask=full_mask.to(device) if full_mask is not None else None,
+        )
+        if self.next is None:
+            output = output[:, output.shape[1] - step.want :]
+        return output.to("cpu")
+
+
+@dataclass(slots=True)
+class _Past:
+    """What the blocks remember of a session, with the attention mask of all its positions."""
+
+    cache: SpanCache
+    mask: Tensor | None = field(default=None)  # uint8 [rows, length]; None: no padding so far
+
+    def rewind(self, keep: int, rows: Sequence[int] | None) -> None:
+        """Go back to `keep` positions, then gather rows."""
+        if keep < self.cache.length:
+            self.cache.keep(keep)
+            self.mask = self.mask[:, :keep] if self.mask is not None and keep else None
+        if rows is not None and self.cache.length:
+            index = torch.tensor(rows)
+            self.cache.gather(index)
+            self.mask = self.mask[index] if self.mask is not None else None
+
+    def extend_mask(self, new: Tensor | None, rows: int, tokens: int) -> Tensor | None:
+        """Append the new columns. Returns the whole mask, or None where there is no padding at all."""
+        if new is None and self.mask is None:
+            return None
+        past = self.mask if self.mask is not None else torch.ones(rows, self.cache.length, dtype=torch.uint8)
+        fresh = new if new is not None else torch.ones(rows, tokens, dtype=torch.uint8)
+        self.mask = torch.cat([past, fresh], dim=1)
+        return self.mask

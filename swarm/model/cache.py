@@ -1,0 +1,219 @@
+"""A span's cache: the keys, values and states of the hosted blocks alone, at the blocks' absolute indices.
+
+A plain `DynamicCache` is silently wrong when block 0 is not hosted: parents ask layer 0 how long the past is. Here
+the blocks that are elsewhere are dummies, and what parents ask is answered from a counter of positions.
+
+Rolling back needs the past that sliding-window and convolution layers would throw away. They record it from the first
+step on if the session was opened with a rollback; after each step everything beyond the window and that rollback is
+dropped. Recording makes convolutions take another path through their family's code, so it is not on where nobody
+needs it.
+"""
+
+import sys
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from swarm.blocks import Blocks
+from swarm.errors import SessionError
+
+
+class RollbackImpossible(SessionError):
+    """A cache cannot return to an earlier length: the past is gone, or was never kept."""
+
+
+class SpanCache:
+    """One session's past on one span. Belongs to one thread at a time.
+
+    rollback_max: how many positions `keep` can remove at a time where the span has sliding-window or convolution
+    layers.
+    """
+
+    def __init__(self, inner: Any, rollback_max: int) -> None:  # noqa: ANN401 - `_Inner`, or a family's own class
+        self.inner = inner
+        self.rollback_max = rollback_max
+
+    @property
+    def length(self) -> int:
+        """Positions that every block of the span has seen."""
+        return int(self.inner.seen)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The cache layers of the hosted blocks that keep anything."""
+        return [layer for layer in self.inner.layers if not isinstance(layer, DummyLayer)]
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether `keep` can remove some positions and leave no trace: never once a recurrent state was written."""
+        if self.length == 0:
+            return True
+        return bool(self.inner.is_croppable) and (self.rollback_max > 0 or not any(map(_forgets, self.layers)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the cache."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+
+    def advance(self, n_positions: int) -> None:
+        """Count the positions of a step that went through; drop the past that no rollback can ask for any more."""
+        self.inner.seen += n_positions
+        self.inner.pending = 0
+        for layer in self.layers:
+            if getattr(layer, "record_past", False):
+                _trim(layer, self.rollback_max)
+
+    def keep(self, n_positions: int) -> None:
+        """Roll back to the first `n_positions` positions. Raises RollbackImpossible, and then nothing has changed."""
+        removed = self.length - n_positions
+        if not 0 <= n_positions <= self.length:
+            raise RollbackImpossible(f"cannot keep {n_positions} positions of {self.length}")
+        if n_positions == 0:
+            self.inner = self.inner.fresh()
+        elif removed:
+            if not self.can_roll_back:
+                raise RollbackImpossible(
+                    "this model's recurrent state cannot be rolled back; replay the session instead"
+                )
+            if removed > self.rollback_max and any(_forgets(layer) for layer in self.layers):
+                raise RollbackImpossible(f"cannot roll back {removed} positions, {self.rollback_max} were agreed on")
+            for layer in self.layers:
+                _remove_last(layer, removed)
+            self.inner.seen = n_positions
+
+    def gather(self, rows: Tensor) -> None:
+        """Make row i of the batch what row `rows[i]` was. rows: int64 [any length]; reorders, repeats and selects."""
+        self.inner.reorder_cache(rows)
+
+    def _tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for holder in [*self.layers, self.inner]:
+            for value in vars(holder).values():
+                items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+                found += [item for item in items if isinstance(item, Tensor) and item.dim() > 0]
+        return found
+
+
+def new_cache(config: PretrainedConfig, decoder_module: str, blocks: Blocks, rollback_max: int) -> SpanCache:
+    """Make an empty cache for some blocks of a model.
+
+    config: the whole model's; decoder_module: name of the Python module that defines its decoder.
+    """
+    special = getattr(sys.modules[decoder_module], "MiniMaxCache", None)
+    if special is not None:  # the one family whose decoder insists on its own class
+        return SpanCache(_minimax_inner(special), rollback_max)
+    return SpanCache(_Inner(config, blocks, record=rollback_max > 0), rollback_max)
+
+
+class _Inner(DynamicCache):
+    """What the parent sees: a cache of all its blocks, of which those elsewhere are dummies."""
+
+    def __init__(self, config: PretrainedConfig, blocks: Blocks, *, record: bool) -> None:
+        super().__init__(config=config)
+        self.arguments = (config, blocks, record)
+        self.start = blocks.start
+        self.layers = [layer if i in blocks else DummyLayer() for i, layer in enumerate(self.layers)]
+        self.seen = 0
+        self.pending = 0  # positions of the running step: the blocks before this span have seen them
+        for layer in self.layers:
+            if record and hasattr(layer, "record_past"):
+                layer.record_past = True
+
+    def fresh(self) -> "_Inner":
+        """Make an empty cache of the same kind."""
+        config, blocks, record = self.arguments
+        return _Inner(config, blocks, record=record)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the past's length as layer `layer_idx` has it, hosted or not."""
+        layer = self._hosted(layer_idx)
+        return self._seen_by(layer_idx) if layer is None else int(layer.get_seq_length())
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return (length, offset) of the keys that a mask for layer `layer_idx` covers, hosted or not."""
+        layer = self._hosted(layer_idx)
+        if layer is None:
+            return self._seen_by(layer_idx) + query_length, 0
+        return layer.get_mask_sizes(query_length)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Tell whether there is a past; for the whole model that is so whatever layers are hosted."""
+        if layer_idx is None and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers):
+            return self.seen > 0
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
+    def _hosted(self, layer_idx: int) -> CacheLayerMixin | None:
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return layer if isinstance(layer, CacheLayerMixin) else None
+
+    def _seen_by(self, layer_idx: int) -> int:
+        return self.seen + (self.pending if layer_idx < self.start else 0)
+
+
+def _minimax_inner(special: type[DynamicCache]) -> Any:  # noqa: ANN401 - an instance of a family's own class
+    """Make MiniMax's cache: its linear layers keep a list of states beside the layers, and it does not gather."""
+
+    class MiniMaxInner(special):  # type: ignore[valid-type, misc]
+        seen = 0
+        pending = 0
+
+        def fresh(self) -> "MiniMaxInner":
+            return MiniMaxInner()
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            del layer_idx  # the stock class asks layer 0, which is a linear one and does not count
+            return self.seen
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            del layer_idx
+            return self.seen + query_length, 0
+
+        def reorder_cache(self, beam_idx: Tensor) -> None:
+            super().reorder_cache(beam_idx)
+            self.linear_cache: list[Any] = [
+                state.index_select(0, beam_idx.to(state.device)) if isinstance(state, Tensor) else state
+                for state in self.linear_cache
+            ]
+
+    return MiniMaxInner()
+
+
+def _forgets(layer: object) -> bool:
+    """Whether a layer drops its past as it goes unless it records."""
+    return isinstance(layer, (DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin))
+
+
+def _remove_last(layer: Any, removed: int) -> None:  # noqa: ANN401 - a cache layer of any family
+    """Cut the last positions off; unlike `crop`, leave the rest of the recorded past for the next rollback."""
+    convolves, slides = isinstance(layer, LinearAttentionCacheLayerMixin), isinstance(layer, DynamicSlidingWindowLayer)
+    if not convolves and not slides:
+        layer.crop(-removed)
+        return
+    if convolves:
+        for index, state in layer.conv_states.items():
+            layer.conv_states[index] = None if state is None else state[..., :-removed]
+    if getattr(layer, "keys", None) is not None:
+        layer.keys = layer.keys[..., :-removed, :]
+        layer.values = layer.values[..., :-removed, :]
+    if slides:
+        layer.cumulative_length -= removed
+
+
+def _trim(layer: Any, rollback_max: int) -> None:  # noqa: ANN401 - a cache layer of any family
+    """Drop what neither the next step nor a rollback needs. Views: the next step copies what is left anyway."""
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
+        kept = layer.sliding_window - 1 + rollback_max
+        layer.keys = layer.keys[..., -kept:, :]
+        layer.values = layer.values[..., -kept:, :]
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for index, state in layer.conv_states.items():
+            if state is not None:
+                layer.conv_states[index] = state[..., -((layer.conv_kernel_size[index] or 0) + rollback_max) :]

@@ -1,0 +1,188 @@
+"""Checkpoints: a local directory or a repository of the hub, opened without touching its weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from transformers import AutoConfig, PretrainedConfig
+
+from swarm import config as settings
+from swarm.blocks import Blocks
+from swarm.errors import BadBlocks, ModelNotFound, RootMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.model.hollow import decoder_config
+from swarm.model.manifest import HashCache, Manifest, WeightIndex
+from swarm.model.traits import Traits, traits_of
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+OPTIONAL_NAMES = ("generation_config.json",)  # taken along for the client where they exist; not part of the manifest
+CONFIG_BYTES_MAX = 4 << 20
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class Source(Protocol):
+    """Where a checkpoint's files are."""
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the files at the top level."""
+
+    def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
+        """Make files local. Raises DownloadFailed."""
+
+    def manifest(self, names: tuple[str, ...]) -> Manifest:
+        """Return the hashes of these files, without fetching weights."""
+
+    def discard(self, name: str) -> None:
+        """Forget our copy of a file that turned out to be damaged. What the user put there stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint: what it is, and where its files come from."""
+
+    model: str  # as the user wrote it
+    config: PretrainedConfig
+    traits: Traits
+    manifest: Manifest
+    index: WeightIndex | None  # None: all tensors are in one file
+    source: Source
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks the model has."""
+        return self.traits.n_blocks
+
+    @property
+    def public_name(self) -> str:
+        """What the model is called in announcements: the hub id, or a directory's own name without its path."""
+        return Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+
+    @property
+    def root(self) -> str:
+        """The manifest's digest, 64 hex digits: the model's name in the swarm."""
+        return self.manifest.root
+
+    def check(self, blocks: Blocks) -> None:
+        """Raise BadBlocks where the model does not have these blocks."""
+        if blocks.stop > self.n_blocks:
+            raise BadBlocks(str(blocks), "it is out of range", self.n_blocks)
+
+
+def open_checkpoint(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: Path | None = None,
+    max_disk_bytes: int | None = None,
+    root: str | None = None,
+    accept_changes: bool = False,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open a local directory or a repository of the hub. Only configs, index and hashes are read, never code.
+
+    model: a directory, or a hub id such as "org/name". revision, token, cache_dir, max_disk_bytes and endpoint are
+    for the hub. root: the root that the checkpoint must have. accept_changes: local files whose contents changed
+    since they were first hashed were changed on purpose.
+
+    Raises ModelNotFound, UnsupportedCheckpoint, UnsupportedArchitecture, ChecksumMismatch, RootMismatch,
+    DownloadFailed.
+    """
+    name = str(model)
+    source: Source
+    if Path(model).is_dir():
+        source = LocalSource(Path(model), HashCache(settings.CACHE_DIR / "hashes"), accept_changes=accept_changes)
+    else:
+        from swarm.model.hub import HubSource  # noqa: PLC0415 - the hub's library is slow to import
+
+        source = HubSource(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            max_disk_bytes=max_disk_bytes,
+            endpoint=endpoint,
+        )
+    names = source.names()
+    weights, index = _weight_files(name, names, source)
+    config = decoder_config(_read_config(name, source.fetch((CONFIG_NAME,))[CONFIG_NAME]))
+    traits = traits_of(config)
+    manifest = source.manifest((CONFIG_NAME, *((INDEX_NAME,) if index is not None else ()), *weights))
+    if root is not None and manifest.root != root:
+        raise RootMismatch(name, root, manifest.root)
+    return Checkpoint(name, config, traits, manifest, index, source)
+
+
+class LocalSource:
+    """A directory with a config.json and safetensors."""
+
+    def __init__(self, directory: Path, hashes: HashCache, *, accept_changes: bool) -> None:
+        self.directory = directory
+        self._hashes = hashes
+        self._accept_changes = accept_changes
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the files in the directory, and of those that its manifest lists. Raises ModelNotFound."""
+        names = {path.name for path in self.directory.iterdir() if path.is_file()}
+        if CONFIG_NAME not in names:
+            raise ModelNotFound(str(self.directory), f"the directory has no {CONFIG_NAME}")
+        carried = Manifest.load(self.directory)
+        return tuple(sorted(names | set(carried.files if carried else ())))
+
+    def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
+        """Return the files' paths. Raises UnsupportedCheckpoint for one that is not there."""
+        for name in names:
+            if not (self.directory / name).is_file():
+                raise UnsupportedCheckpoint(str(self.directory), f"{name} is missing")
+        return {name: self.directory / name for name in names}
+
+    def manifest(self, names: tuple[str, ...]) -> Manifest:
+        """Return the manifest that the directory carries, or hash its files. Raises ChecksumMismatch."""
+        carried = Manifest.load(self.directory)
+        if carried is not None:
+            if set(carried.files) != set(names):
+                raise UnsupportedCheckpoint(str(self.directory), "its manifest lists other files than its index")
+            return carried
+        paths = self.fetch(names)
+        return Manifest(
+            files={name: self._hashes.digest(path, accept_changes=self._accept_changes) for name, path in paths.items()}
+        )
+
+    def discard(self, name: str) -> None:
+        """Nothing: the file is the user's."""
+
+
+def _weight_files(model: str, names: tuple[str, ...], source: Source) -> tuple[tuple[str, ...], WeightIndex | None]:
+    """Return the names of the weight files, and the index where there is one. Raises UnsupportedCheckpoint."""
+    if SINGLE_NAME in names:
+        return (SINGLE_NAME,), None
+    if INDEX_NAME in names:
+        index = WeightIndex.parse(model, source.fetch((INDEX_NAME,))[INDEX_NAME].read_bytes())
+        return index.files, index
+    if any(name.endswith(PICKLES) for name in names):
+        why = "its weights are pickles, which can run code when they are read; convert it to safetensors"
+        raise UnsupportedCheckpoint(model, why)
+    raise UnsupportedCheckpoint(model, f"it has neither {SINGLE_NAME} nor {INDEX_NAME}")
+
+
+def _read_config(model: str, path: Path) -> PretrainedConfig:
+    """Read a config without ever running code that comes with it."""
+    if path.stat().st_size > CONFIG_BYTES_MAX:
+        raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is larger than {CONFIG_BYTES_MAX} bytes")
+    try:
+        raw = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is not JSON: {error}") from None
+    model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(model_type, str):
+        raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} names no model_type")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path.parent, trust_remote_code=False, local_files_only=True
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        known = "its code is not part of transformers" if "auto_map" in raw else "this transformers does not know it"
+        raise UnsupportedArchitecture(model_type, f"{known} ({str(error).splitlines()[0][:160]})") from None
+    return config

@@ -1,0 +1,156 @@
+"""A repository of the Hugging Face hub as a source of files: what is listed, hashed and fetched."""
+
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from swarm.errors import DownloadFailed, ModelNotFound, UnsupportedCheckpoint
+from swarm.model.manifest import Manifest, sha256_of
+
+METADATA_TIMEOUT_S = 15.0
+PLAIN_BYTES_MAX = (
+    64 << 20
+)  # files that the hub has no SHA-256 for are fetched to be hashed; it stores large ones otherwise
+DISK_MARGIN_BYTES = 64 << 20  # stays free on the disk that we download to
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """What the hub tells about a file without sending it."""
+
+    size_bytes: int
+    sha256: str | None  # None: a small file outside of LFS
+
+
+class HubSource:
+    """One commit of a repository."""
+
+    def __init__(
+        self,
+        repository: str,
+        *,
+        revision: str | None,
+        token: str | None,
+        cache_dir: Path | None,
+        max_disk_bytes: int | None,
+        endpoint: str | None,
+    ) -> None:
+        """Ask the hub for the commit and its files. Raises ModelNotFound or DownloadFailed."""
+        self.repository = repository
+        self._token = token
+        self._cache_dir = cache_dir if cache_dir is not None else Path(constants.HF_HUB_CACHE)
+        self._max_disk_bytes = max_disk_bytes
+        self._endpoint = endpoint
+        self.commit, self._files = self._look_up(revision)
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the files at the top level."""
+        return tuple(sorted(name for name in self._files if "/" not in name))
+
+    def manifest(self, names: tuple[str, ...]) -> Manifest:
+        """Return the files' hashes: the hub's own, and of small files without one, computed. Raises DownloadFailed."""
+        hashes = {name: self._file(name).sha256 for name in names}
+        plain = tuple(name for name, digest in hashes.items() if digest is None)
+        for name in plain:
+            if self._file(name).size_bytes > PLAIN_BYTES_MAX:
+                raise UnsupportedCheckpoint(self.repository, f"the hub has no SHA-256 for {name}")
+        paths = self.fetch(plain)
+        return Manifest(files={name: digest or sha256_of(paths[name]) for name, digest in hashes.items()})
+
+    def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
+        """Download what is not in the cache yet, with progress bars. Raises DownloadFailed; leaves no half file."""
+        paths = {name: self._cached(name) for name in names}
+        lacking = tuple(name for name, path in paths.items() if path is None)
+        self._check_room(lacking)
+        return {name: path if path is not None else self._download(name) for name, path in paths.items()}
+
+    def discard(self, name: str) -> None:
+        """Delete a damaged download, so that the next attempt fetches it again."""
+        link = self._cached(name)
+        if link is not None:
+            link.resolve().unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
+
+    def _look_up(self, revision: str | None) -> tuple[str, dict[str, HubFile]]:
+        api = HfApi(endpoint=self._endpoint, token=self._token)
+        try:
+            info = api.model_info(self.repository, revision=revision, files_metadata=True, timeout=METADATA_TIMEOUT_S)
+        except HFValidationError:
+            raise ModelNotFound(self.repository, "neither a directory nor a hub id such as org/name") from None
+        except GatedRepoError:
+            raise ModelNotFound(
+                self.repository, "the hub gives it only to accounts with access; pass a token"
+            ) from None
+        except RevisionNotFoundError:
+            raise ModelNotFound(self.repository, f"the repository has no revision {revision!r}") from None
+        except RepositoryNotFoundError:
+            why = "no such directory, and no such repository on the hub (or a private one: pass a token)"
+            raise ModelNotFound(self.repository, why) from None
+        except Exception as error:  # the hub's library lets its HTTP library's errors through
+            raise DownloadFailed(self.repository, f"the hub does not answer: {_reason(error)}") from error
+        files = {
+            item.rfilename: HubFile(item.size or 0, item.lfs.sha256 if item.lfs is not None else None)
+            for item in info.siblings or ()
+        }
+        return info.sha or "main", files
+
+    def _file(self, name: str) -> HubFile:
+        if name not in self._files:
+            raise UnsupportedCheckpoint(self.repository, f"{name} is missing")
+        return self._files[name]
+
+    def _cached(self, name: str) -> Path | None:
+        found = try_to_load_from_cache(self.repository, name, cache_dir=self._cache_dir, revision=self.commit)
+        return Path(found) if isinstance(found, str) else None
+
+    def _check_room(self, names: tuple[str, ...]) -> None:
+        """Refuse a download that the disk, or the limit on it, has no room for. Raises DownloadFailed."""
+        wanted = sum(self._file(name).size_bytes for name in names)
+        if not wanted:
+            return
+        what = f"{len(names)} files of {self.repository}"
+        if self._max_disk_bytes is not None:
+            held = sum(file.size_bytes for name, file in self._files.items() if self._cached(name) is not None)
+            if held + wanted > self._max_disk_bytes:
+                why = f"{wanted:,} bytes and the {held:,} that are here exceed the limit of {self._max_disk_bytes:,}"
+                raise DownloadFailed(what, why)
+        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._cache_dir).free
+        if wanted + DISK_MARGIN_BYTES > free:
+            raise DownloadFailed(what, f"{wanted:,} bytes are needed in {self._cache_dir}, {free:,} are free")
+
+    def _download(self, name: str) -> Path:
+        try:
+            return Path(
+                hf_hub_download(
+                    self.repository,
+                    name,
+                    revision=self.commit,
+                    cache_dir=self._cache_dir,
+                    token=self._token,
+                    endpoint=self._endpoint,
+                )
+            )
+        except Exception as error:  # as in _look_up; the library has removed its partial file
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                why = f"the disk is full ({os.strerror(error.errno)} in {self._cache_dir})"
+                raise DownloadFailed(f"{name} of {self.repository}", why) from error
+            raise DownloadFailed(f"{name} of {self.repository}", _reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line what an HTTP or system error is."""
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return f"HTTP status {error.response.status_code}"
+    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,147 @@
+"""From an opened checkpoint to a running span or the client's part: only the files and tensors that are needed."""
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from swarm.blocks import Blocks
+from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
+from swarm.model.hollow import absent_prefixes, class_for, decoder_of, hollow_class, skeleton
+from swarm.model.ownership import own_weights
+from swarm.model.probe import check_span
+from swarm.model.span import Span
+
+Dtype = torch.dtype | str  # "auto": the checkpoint's
+
+
+def load_span(
+    checkpoint: Checkpoint, blocks: Blocks, *, dtype: Dtype = "auto", device: torch.device | str = "cpu"
+) -> Span:
+    """Fetch, verify and load some blocks of a model.
+
+    Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture.
+    """
+    checkpoint.check(blocks)
+    model = _load(checkpoint, blocks, dtype, torch.device(device))
+    span = Span(model, checkpoint.traits, blocks)
+    check_span(span)
+    return span
+
+
+def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Fetch, verify and load the client's part: embeddings, final norm and head; every block is a placeholder.
+
+    Put something in the place of the blocks with `swarm.model.ends.replace_blocks`. Raises as `load_span` does.
+    """
+    return _load(checkpoint, None, dtype, torch.device(device))
+
+
+def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
+    cls = hollow_class(checkpoint.config, blocks)
+    names = needed_tensors(checkpoint, cls, blocks)
+    files = _files_with(checkpoint, names)
+    paths = checkpoint.source.fetch((CONFIG_NAME, *files))
+    for name in files:
+        try:
+            checkpoint.manifest.verify(paths[name], name)
+        except ChecksumMismatch:
+            checkpoint.source.discard(name)
+            raise
+    if blocks is None:
+        optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
+        paths |= checkpoint.source.fetch(optional)
+    # Outside of inference_mode, whatever the caller is in: weights that are inference tensors compute in another order.
+    with _staged(checkpoint, paths, names) as directory, _quiet(), torch.inference_mode(mode=False):
+        try:
+            loaded: Any = cls.from_pretrained(
+                directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+        except (SafetensorError, RuntimeError, ValueError, KeyError, OSError, ImportError) as error:
+            raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
+    model, report = loaded
+    idle = idle_prefixes(checkpoint, model) if blocks is not None else ()
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(idle))
+    missing += sorted(str(item) for item in report["mismatched_keys"])
+    if missing:
+        raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
+    with torch.inference_mode(mode=False):
+        own_weights(model, {str(path.resolve()) for path in paths.values()})
+        # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
+        on_device: PreTrainedModel = model.to(device).eval()
+    return on_device
+
+
+def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None) -> set[str] | None:
+    """Return the checkpoint's names of the tensors that a hollow model needs; None: there is but one file.
+
+    By exclusion, so that whatever belongs to a hosted block stays in, such as a quantisation's scales.
+    """
+    if checkpoint.index is None:
+        return None
+    hollow = skeleton(cls, checkpoint.config)
+    full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
+    absent = absent_prefixes(hollow)
+    if blocks is not None:
+        absent += idle_prefixes(checkpoint, hollow)
+    transforms = get_model_conversion_mapping(hollow)
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
+    needed = set()
+    for name in checkpoint.index.weight_map:
+        target, _ = rename_source_key(name, renamings, converters, hollow.base_model_prefix, full)
+        if target not in full and name in full:
+            target = name
+        if not target.startswith(absent):
+            needed.add(name)
+    if not needed:
+        raise UnsupportedArchitecture(
+            checkpoint.traits.model_type, "no tensor of the checkpoint belongs to these blocks"
+        )
+    return needed
+
+
+def idle_prefixes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the name prefixes of the decoder's own weights that a span can do without, such as the final norm's."""
+    decoder, _ = decoder_of(model)
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    return tuple(f"{path}.{name}." if path else f"{name}." for name in checkpoint.traits.idle)
+
+
+def _files_with(checkpoint: Checkpoint, names: set[str] | None) -> tuple[str, ...]:
+    if checkpoint.index is None or names is None:
+        return (SINGLE_NAME,)
+    return tuple(sorted({checkpoint.index.weight_map[name] for name in names}))
+
+
+@contextlib.contextmanager
+def _staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | None) -> Iterator[Path]:
+    """A directory as `from_pretrained` wants it: links to the files, and an index that knows of nothing else."""
+    with tempfile.TemporaryDirectory(prefix="swarm-load-") as text:
+        directory = Path(text)
+        for name, path in paths.items():
+            (directory / name).symlink_to(path.resolve())
+        if checkpoint.index is not None and names is not None:
+            (directory / INDEX_NAME).write_bytes(checkpoint.index.only(names))
+        yield directory
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Unexpected keys are the point here: keep the report about them off the terminal."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)

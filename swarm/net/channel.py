@@ -1,0 +1,305 @@
+"""A sealed channel: messages between two proven identities over any carrier of bytes.
+
+On the carrier:   preface, handshake message   (each side once, in the clear)
+                  u32 length, sealed frame     (from then on)
+
+A frame is sealed with AES-256-GCM. Its key belongs to one direction of one channel and its nonce is the frame's
+number, so that a replayed, reordered, dropped or reflected frame fails; its associated data is the length; and its
+plaintext is a whole message, header and tensors, so that session, epoch, step and tensor metadata are bound with the
+bytes that they describe. The first frame of either side is a Hello, which binds the Ed25519 identity to the channel.
+"""
+
+import asyncio
+import itertools
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from torch import Tensor
+
+from swarm.config import PROTOCOL_VERSION
+from swarm.errors import ChannelClosed, FrameRejected, HandshakeFailed, InvalidMessage, ProtocolMismatch, SwarmError
+from swarm.identity import Identity, peer_id_of, verify
+from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
+from swarm.version import __version__
+from swarm.wire.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
+from swarm.wire.tensors import TENSOR_BYTES_MAX
+
+MAGIC = b"swarm"
+PREFACE = MAGIC + bytes([PROTOCOL_VERSION])
+FRAME_BYTES_MAX = TENSOR_BYTES_MAX + 64 * 1024 + 16  # one message: header, tensors and tag
+UNSENT_BYTES_MAX = 256 * 1024 * 1024  # a peer that does not read is cut off
+TAG_BYTES = 16
+HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
+PINGS_MAX = 8
+_log = structlog.get_logger("swarm.net")
+_HELLO_DOMAIN = {True: b"swarm channel initiator", False: b"swarm channel responder"}
+
+
+class Carrier(Protocol):
+    """What a channel needs below it: an ordered stream of bytes. TCP today; a libp2p stream fits as well."""
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Queue bytes for the other side."""
+        ...
+
+    def unsent_bytes(self) -> int:
+        """Return how much is queued and not yet taken by the network."""
+        ...
+
+    def close(self) -> None:
+        """Send what is queued, then end. Calls `Channel.lost` when it has ended."""
+        ...
+
+
+Tensors = tuple[Tensor | None, ...]
+OnMessage = Callable[["Channel", AnyMessage, Tensors], None]
+"""Takes a channel's messages, one by one, in the loop. Must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Self:
+    """This side, as it presents itself on its channels."""
+
+    identity: Identity
+    key: ChannelKey
+    network: str
+    clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """The peer that an initiator wants to reach: it must prove both keys."""
+
+    peer: str
+    channel_key: bytes
+
+
+class Channel:
+    """One connection to one peer. Lives in the event loop."""
+
+    def __init__(self, carrier: Carrier, me: Self, on_message: OnMessage, remote: Remote | None = None) -> None:
+        """remote: whom to reach, which makes this side the initiator; None waits for whoever comes.
+
+        `ready` is done when the peer has proven who it is, or raises why not; `ended` is done, with the reason,
+        when the channel is over.
+        """
+        self._loop = asyncio.get_running_loop()
+        self.peer = remote.peer if remote is not None else "an unproven peer"
+        self.software = ""
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        self.received_at = self._loop.time()  # when a frame last arrived: for heartbeats
+        self._carrier = carrier
+        self._me = me
+        self._on_message = on_message
+        self._remote = remote
+        self._unread = bytearray()
+        self._nonces = itertools.count()
+        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._handshake: Handshake | None = Handshake(
+            me.key, prologue(me.network), remote.channel_key if remote is not None else None
+        )
+        self._handshake_hash = b""
+        self._sealer: Sealer | None = None
+        self._opener: Sealer | None = None
+        if remote is not None:
+            carrier.write(PREFACE + self._handshake.write())
+
+    # Sending
+
+    def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+        """Seal and queue one message. Raises ChannelClosed when the channel has ended or the peer does not read."""
+        if self.closed:
+            raise ChannelClosed(self.peer, self.ended.result())
+        if self._carrier.unsent_bytes() > UNSENT_BYTES_MAX:
+            self._fail(ChannelClosed(self.peer, "the peer does not read what it is sent"))
+            raise ChannelClosed(self.peer, "the peer does not read what it is sent")
+        self._write(encode(message, tensors))
+
+    async def ping(self) -> float:
+        """Ask for a sign of life, under the caller's deadline. Returns seconds. Raises ChannelClosed."""
+        if len(self._pings) >= PINGS_MAX:
+            raise ChannelClosed(self.peer, "it answers no pings")
+        nonce = next(self._nonces)
+        answer = self._pings[nonce] = self._loop.create_future()
+        start = self._me.clock()
+        try:
+            self.send(Ping(nonce=nonce))
+            await answer
+        finally:
+            del self._pings[nonce]
+        return self._me.clock() - start
+
+    @property
+    def proven(self) -> bool:
+        """Whether the peer has proven who it is."""
+        return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the channel has ended."""
+        return self.ended.done()
+
+    def close(self) -> None:
+        """End the channel in good order."""
+        self._end("closed by this side")
+        self._carrier.close()
+
+    # Receiving: called by the carrier
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes as they arrive, in any pieces."""
+        if self.closed:
+            return
+        try:
+            self._unread += data
+            if self._handshake is not None and not self._shake_hands():
+                return
+            self._read_frames()
+        except SwarmError as error:
+            self._fail(error)
+
+    def lost(self, why: str) -> None:
+        """The carrier has ended."""
+        self._end(why)
+
+    # The handshake
+
+    def _shake_hands(self) -> bool:
+        """Take the other side's preface and handshake message; returns True when the handshake is over."""
+        assert self._handshake is not None
+        if not self._unread.startswith(MAGIC[: len(self._unread)]):
+            raise HandshakeFailed(self.peer, "it does not speak the swarm's protocol")
+        if len(self._unread) < len(PREFACE):
+            return False
+        theirs = self._unread[len(MAGIC)]
+        if theirs != PROTOCOL_VERSION:
+            if self._remote is None:
+                self._carrier.write(PREFACE)  # so that the other side can say who must upgrade
+            raise ProtocolMismatch(self.peer, theirs, PROTOCOL_VERSION)
+        size = len(PREFACE) + (MESSAGE_2_BYTES if self._remote is not None else MESSAGE_1_BYTES)
+        if len(self._unread) < size:
+            return False
+        self._handshake.read(bytes(self._unread[len(PREFACE) : size]))
+        del self._unread[:size]
+        if self._remote is None:
+            self._carrier.write(PREFACE + self._handshake.write())
+        secrets = self._handshake.finish()
+        self._handshake = None
+        self._handshake_hash = secrets.handshake_hash
+        self._sealer = Sealer(secrets.send_key)
+        self._opener = Sealer(secrets.receive_key)
+        identity = self._me.identity
+        signature = identity.sign(_HELLO_DOMAIN[self._remote is not None], secrets.handshake_hash)
+        self._write(
+            encode(Hello(public_key=identity.public_key.hex(), signature=signature.hex(), software=__version__))
+        )
+        return True
+
+    def _meet(self, hello: AnyMessage) -> None:
+        """Check the other side's Hello: from here on its peer id is proven."""
+        if not isinstance(hello, Hello):
+            raise HandshakeFailed(self.peer, "it did not say who it is")
+        key = bytes.fromhex(hello.public_key)
+        domain = _HELLO_DOMAIN[self._remote is None]
+        if not verify(key, domain, self._handshake_hash, bytes.fromhex(hello.signature)):
+            raise HandshakeFailed(self.peer, "its identity is not proven")
+        peer = peer_id_of(key)
+        if self._remote is not None and peer != self._remote.peer:
+            raise HandshakeFailed(self.peer, f"{peer} answered instead")
+        self.peer = peer
+        self.software = hello.software
+        self.ready.set_result(None)
+
+    # Frames
+
+    def _write(self, parts: Sequence[bytes | memoryview]) -> None:
+        assert self._sealer is not None
+        self._carrier.write(self._sealer.seal(parts))
+
+    def _read_frames(self) -> None:
+        assert self._opener is not None
+        while len(self._unread) >= 4 and not self.closed:
+            size = int.from_bytes(self._unread[:4], "big")
+            if not TAG_BYTES < size <= (FRAME_BYTES_MAX if self.ready.done() else HELLO_BYTES_MAX):
+                raise FrameRejected(self.peer, f"it claims {size} bytes")
+            if len(self._unread) < 4 + size:
+                return
+            frame = self._unread[: 4 + size]
+            del self._unread[: 4 + size]
+            try:
+                plaintext = self._opener.open(frame)
+            except InvalidTag:
+                raise FrameRejected(self.peer, "it fails authentication") from None
+            self.received_at = self._loop.time()
+            message, tensors = decode(memoryview(plaintext))
+            self._dispatch(message, tensors)
+
+    def _dispatch(self, message: AnyMessage, tensors: Tensors) -> None:
+        if not self.ready.done():
+            self._meet(message)
+        elif isinstance(message, Hello):
+            raise InvalidMessage("hello", "it comes once")
+        elif isinstance(message, Ping):
+            self.send(Pong(nonce=message.nonce))
+        elif isinstance(message, Pong):
+            waiting = self._pings.get(message.nonce)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        else:
+            self._on_message(self, message, tensors)
+
+    # The end
+
+    def _fail(self, error: SwarmError) -> None:
+        _log.info("channel failed", peer=self.peer, why=str(error))
+        if not self.ready.done():
+            self.ready.set_exception(error)
+        self._end(str(error))
+        self._carrier.close()
+
+    def _end(self, why: str) -> None:
+        if self.closed:
+            return
+        self.ended.set_result(why)
+        self._unread.clear()
+        if not self.ready.done():
+            self.ready.set_exception(HandshakeFailed(self.peer, f"the connection ended: {why}"))
+        for waiting in self._pings.values():
+            if not waiting.done():
+                waiting.set_exception(ChannelClosed(self.peer, why))
+
+
+class Sealer:
+    """Seals, or opens, the frames of one direction in their order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._aead = AESGCM(key)
+        self._number = 0
+
+    def seal(self, parts: Sequence[bytes | memoryview]) -> bytearray:
+        """Return u32 length and ciphertext of the parts put together."""
+        plaintext = b"".join(parts)
+        size = len(plaintext) + TAG_BYTES
+        assert size <= FRAME_BYTES_MAX
+        frame = bytearray(4 + size)
+        struct.pack_into(">I", frame, 0, size)
+        self._aead.encrypt_into(self._nonce(), plaintext, bytes(frame[:4]), memoryview(frame)[4:])
+        return frame
+
+    def open(self, frame: bytearray) -> bytearray:
+        """Return the plaintext of u32 length and ciphertext. Raises InvalidTag."""
+        plaintext = bytearray(len(frame) - 4 - TAG_BYTES)
+        self._aead.decrypt_into(self._nonce(), memoryview(frame)[4:], bytes(frame[:4]), plaintext)
+        return plaintext
+
+    def _nonce(self) -> bytes:
+        self._number += 1
+        return b"\0\0\0\0" + self._number.to_bytes(8, "big")

@@ -1,0 +1,147 @@
+"""The direct carrier: TCP, by `asyncio.Protocol` (no streams: they cost a tenth of a millisecond a hop)."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from swarm.errors import AddressInUse, BadConfiguration, Unreachable
+from swarm.net.channel import Channel, OnMessage, Remote, Self
+
+HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
+DIAL_TIMEOUT_S = 10.0  # connection and handshake together
+HANDSHAKES_MAX = 256  # connections that have not proven who they are
+CHANNELS_MAX = 4096
+
+
+class _TcpCarrier(asyncio.Protocol):
+    """Carries one channel over one connection."""
+
+    def __init__(self, make_channel: "Callable[[_TcpCarrier], Channel]") -> None:
+        self._make_channel = make_channel
+        self._transport: asyncio.Transport | None = None
+        self.channel: Channel | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own are no subclass of it
+        self.channel = self._make_channel(self)
+
+    def data_received(self, data: bytes) -> None:
+        assert self.channel is not None
+        self.channel.receive(data)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.channel is not None:
+            self.channel.lost(str(exc) if exc is not None else "the other side ended it")
+
+    # Carrier
+
+    def write(self, data: bytes | bytearray) -> None:
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def unsent_bytes(self) -> int:
+        assert self._transport is not None
+        return self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        assert self._transport is not None
+        self._transport.close()
+
+
+class Listener:
+    """Accepts channels on one address."""
+
+    def __init__(self, me: Self, host: str, port: int) -> None:
+        """Take the address, so that nobody else can; port 0 picks one, and `address` says which.
+
+        Raises AddressInUse and BadConfiguration.
+        """
+        self._me = me
+        self._socket = _bound(host, port)
+        self._server: asyncio.Server | None = None
+        self._channels: set[Channel] = set()
+        self._shaking = 0
+        name = self._socket.getsockname()
+        self.address: tuple[str, int] = (name[0], name[1])
+
+    async def start(self, on_message: OnMessage) -> None:
+        """Accept from now on. Raises AddressInUse if somebody took the address at the same moment."""
+        self._on_message = on_message
+        try:
+            self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
+        except OSError as error:
+            raise AddressInUse(f"{self.address[0]}:{self.address[1]}", error.strerror or str(error)) from None
+
+    async def close(self) -> None:
+        """Stop listening and end every accepted channel."""
+        self._socket.close() if self._server is None else self._server.close()
+        for channel in list(self._channels):
+            channel.close()
+
+    def _accept(self) -> _TcpCarrier:
+        return _TcpCarrier(self._channel)
+
+    def _channel(self, carrier: _TcpCarrier) -> Channel:
+        channel = Channel(carrier, self._me, self._on_message)
+        if self._shaking >= HANDSHAKES_MAX or len(self._channels) >= CHANNELS_MAX:
+            channel.close()
+            return channel
+        self._shaking += 1
+        self._channels.add(channel)
+        deadline = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._expire, channel)
+
+        def shaken(_: asyncio.Future[None]) -> None:
+            self._shaking -= 1
+            deadline.cancel()
+
+        channel.ready.add_done_callback(shaken)
+        channel.ended.add_done_callback(lambda _: self._channels.discard(channel))
+        return channel
+
+    @staticmethod
+    def _expire(channel: Channel) -> None:
+        if not channel.ready.done():
+            channel.close()
+
+
+async def dial(address: str, remote: Remote, me: Self, on_message: OnMessage) -> Channel:
+    """Connect to "host:port" and prove both sides' identities.
+
+    Raises Unreachable, HandshakeFailed or ProtocolMismatch within DIAL_TIMEOUT_S.
+    """
+    host, _, port = address.rpartition(":")
+    carrier = _TcpCarrier(lambda carrier: Channel(carrier, me, on_message, remote))
+    try:
+        async with asyncio.timeout(DIAL_TIMEOUT_S):
+            await asyncio.get_running_loop().create_connection(lambda: carrier, host.strip("[]"), int(port))
+            assert carrier.channel is not None
+            await asyncio.shield(carrier.channel.ready)
+            return carrier.channel
+    except TimeoutError:
+        raise Unreachable(remote.peer, (address,), DIAL_TIMEOUT_S) from None
+    except (OSError, ValueError) as error:
+        raise Unreachable(remote.peer, (address,), 0.0, str(error)) from None
+    finally:
+        if carrier.channel is not None and not carrier.channel.proven:
+            carrier.channel.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address but does not listen yet."""
+    sock: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except socket.gaierror as error:
+        raise BadConfiguration(f"--listen {host}:{port}", error.strerror or str(error)) from None
+    except (OSError, OverflowError) as error:
+        if sock is not None:
+            sock.close()
+        raise AddressInUse(f"{host}:{port}", getattr(error, "strerror", None) or str(error)) from None
+    return sock

@@ -1,0 +1,214 @@
+"""Every message that crosses a channel: strict, frozen and bounded.
+
+A message is a JSON header and, for two kinds, tensors behind it. `encode` and `decode` are the only way in and out.
+
+    client -> hop          Open, Close, Ping
+    hop -> client          Opened, Refused, Failed, Pong
+    along the route        Step (activations in), Output (what the client asked to have back)
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from swarm.blocks import BLOCKS_MAX
+from swarm.errors import InvalidMessage
+from swarm.wire.tensors import TensorMeta, decode_tensors, encode_tensor
+
+HEADER_BYTES_MAX = 32 * 1024
+ALIGNMENT = 16  # the tensors start at a multiple of it, so that they can be used where they lie
+ROWS_MAX = 1024  # rows of one session's batch
+POSITIONS_MAX = 1 << 22
+ROLLBACK_MAX = 4096  # positions that one step takes back
+STEPS_MAX = 1 << 40
+TEXT_MAX = 300
+
+SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+PeerId = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]
+Epoch = Annotated[int, Field(ge=0, le=1 << 31)]
+StepNumber = Annotated[int, Field(ge=0, le=STEPS_MAX)]
+Milliseconds = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
+Text = Annotated[str, Field(max_length=TEXT_MAX)]
+
+
+RefusalCode = Literal[
+    "no_room",  # come back after retry_after_ms
+    "draining",  # this server is leaving
+    "not_served",  # another model, numeric class or block range
+    "not_yours",  # the session belongs to another key, or expects its activations from another peer
+    "out_of_order",  # a step before this one is missing
+    "too_late",  # the client's patience ended before the step began
+    "bad_request",
+]
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", ser_json_inf_nan="constants")
+
+
+class Hello(Message):
+    """The first message of either side: proves the Ed25519 identity behind the handshake's key.
+
+    `signature` covers the side's role and the handshake's hash (channel binding, section 11.2 of the Noise
+    specification), so that it is worth nothing on any other channel.
+    """
+
+    kind: Literal["hello"] = "hello"
+    public_key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+    software: Annotated[str, Field(max_length=64)]
+
+
+class Ping(Message):
+    """Asks for a Pong; keeps a quiet channel alive."""
+
+    kind: Literal["ping"] = "ping"
+    nonce: Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class Pong(Message):
+    """Answers a Ping."""
+
+    kind: Literal["pong"] = "pong"
+    nonce: Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class Open(Message):
+    """Opens a session on one hop. The key that sends it controls the session from then on.
+
+    positions_max: the longest that the session may get. rollback_max: the most positions that a step takes back.
+    previous: the only peer whose activations count; None for the client itself.
+    next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
+    """
+
+    kind: Literal["open"] = "open"
+    session: SessionId
+    epoch: Epoch
+    root: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    numeric_class: Annotated[str, Field(max_length=64)]
+    start: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
+    stop: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
+    positions_max: Annotated[int, Field(ge=1, le=POSITIONS_MAX)]
+    rollback_max: Annotated[int, Field(ge=0, le=ROLLBACK_MAX)]
+    previous: PeerId | None = None
+    next_record: Annotated[str, Field(max_length=4096)] | None = None
+
+
+class Opened(Message):
+    """The hop holds the session, and is connected to the next one."""
+
+    kind: Literal["opened"] = "opened"
+    session: SessionId
+    epoch: Epoch
+    window: Annotated[int, Field(ge=1, le=64)]
+
+
+class Step(Message):
+    """Activations of some positions on their way round, applied in order and idempotently.
+
+    keep: positions that stay; a smaller number than there are is a rollback.
+    rows: before the step, row i of the batch becomes the former row rows[i] (reorder, repeat, select).
+    budget_ms: what is left of the client's patience.
+    want: how many trailing positions the client wants back from the last hop.
+    positions: the tokens' position ids, where they are not keep, keep + 1, ...
+    mask: the new columns of the 2-D attention mask, where they are not all ones.
+    """
+
+    kind: Literal["step"] = "step"
+    session: SessionId
+    epoch: Epoch
+    step: StepNumber
+    keep: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
+    rows: Annotated[tuple[Annotated[int, Field(ge=0, lt=ROWS_MAX)], ...], Field(max_length=ROWS_MAX)] | None = None
+    budget_ms: Milliseconds
+    want: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
+    hidden: TensorMeta
+    positions: TensorMeta | None = None
+    mask: TensorMeta | None = None
+
+
+class Output(Message):
+    """The last hop's answer to one step: the positions that were wanted, or just that it is done."""
+
+    kind: Literal["output"] = "output"
+    session: SessionId
+    epoch: Epoch
+    step: StepNumber
+    hidden: TensorMeta | None = None
+
+
+class Refused(Message):
+    """A request is declined and nothing of it was applied. Not a failure of the hop."""
+
+    kind: Literal["refused"] = "refused"
+    session: SessionId
+    epoch: Epoch
+    step: StepNumber | None = None
+    code: RefusalCode
+    why: Text
+    retry_after_ms: Milliseconds | None = None
+
+
+class Failed(Message):
+    """A session cannot go on at this hop. blame: whose fault it is, as far as this hop can tell."""
+
+    kind: Literal["failed"] = "failed"
+    session: SessionId
+    epoch: Epoch
+    step: StepNumber | None = None
+    blame: Literal["self", "next", "previous"]
+    why: Text
+
+
+class Close(Message):
+    """Ends a session and frees its lease."""
+
+    kind: Literal["close"] = "close"
+    session: SessionId
+
+
+AnyMessage = Annotated[
+    Hello | Ping | Pong | Open | Opened | Step | Output | Refused | Failed | Close, Field(discriminator="kind")
+]
+_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
+
+
+def encode(message: Message, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:
+    """Return the parts of a frame's plaintext: the header's length and text, then the tensors' bytes.
+
+    tensors: those that the message's TensorMeta fields describe, in the order of the fields.
+    """
+    header = message.model_dump_json(exclude_none=True).encode()
+    padding = -(2 + len(header)) % ALIGNMENT
+    length = len(header) + padding
+    assert length <= HEADER_BYTES_MAX
+    return [length.to_bytes(2, "big") + header + b" " * padding, *map(encode_tensor, tensors)]
+
+
+def decode(frame: memoryview) -> tuple[AnyMessage, tuple[Tensor | None, ...]]:
+    """Read one frame's plaintext. Returns the message and a tensor (or None) for each of its TensorMeta fields.
+
+    The tensors share the frame's memory. Raises InvalidMessage.
+    """
+    if len(frame) < 2:
+        raise InvalidMessage("frame", "it is empty")
+    start = 2 + int.from_bytes(frame[:2], "big")
+    if start > min(len(frame), 2 + HEADER_BYTES_MAX):
+        raise InvalidMessage("frame", "the header's length is out of range")
+    try:
+        message = _ADAPTER.validate_json(bytes(frame[2:start]))
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InvalidMessage("message", f"{place}: {first['msg']}"[:TEXT_MAX]) from None
+    if isinstance(message, Step):
+        return message, decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
+    if isinstance(message, Output):
+        return message, decode_tensors((message.hidden,), frame[start:])
+    if start != len(frame):
+        raise InvalidMessage(message.kind, "bytes behind the header")
+    return message, ()

@@ -1,0 +1,68 @@
+"""A bounded codec for tensors: everything is checked before a byte is interpreted, and nothing is copied to read it."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from swarm.errors import InvalidMessage
+
+TENSOR_BYTES_MAX = 64 * 1024 * 1024
+RANK_MAX = 3
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorMeta(BaseModel):
+    """What a tensor's bytes mean. Row-major, little-endian."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    dtype: Literal["float32", "float16", "bfloat16", "int64", "uint8"]
+    shape: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=TENSOR_BYTES_MAX)], ...], Field(min_length=1, max_length=RANK_MAX)
+    ]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that a tensor of this kind takes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Describe a tensor for the wire. It must be of a dtype in DTYPES, not empty and of rank 1 to RANK_MAX."""
+    return TensorMeta(dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))  # type: ignore[arg-type]
+
+
+def encode_tensor(tensor: Tensor) -> memoryview:
+    """Return the tensor's bytes, without a copy where it lies contiguous in the host's memory."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> tuple[Tensor | None, ...]:
+    """Read tensors that lie one behind the other and fill `payload` exactly. Raises InvalidMessage.
+
+    payload: writable, since the tensors share its memory.
+    """
+    sizes = [0 if meta is None else meta.n_bytes for meta in metas]
+    if max(sizes, default=0) > TENSOR_BYTES_MAX or sum(sizes) != len(payload):
+        raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {sum(sizes)}")
+    tensors: list[Tensor | None] = []
+    offset = 0
+    for meta, size in zip(metas, sizes, strict=True):
+        if meta is None:
+            tensors.append(None)
+            continue
+        tensors.append(torch.frombuffer(payload[offset : offset + size], dtype=DTYPES[meta.dtype]).reshape(meta.shape))
+        offset += size
+    return tuple(tensors)

@@ -1,0 +1,237 @@
+"""Channels over an in-memory carrier that can be tampered with (real TCP is in test_tcp.py)."""
+
+import asyncio
+
+import pytest
+import torch
+
+from swarm.errors import ChannelClosed, HandshakeFailed, ProtocolMismatch
+from swarm.identity import Identity
+from swarm.net import channel as channel_module
+from swarm.net.channel import Channel, Remote, Self
+from swarm.net.noise import ChannelKey
+from swarm.wire.messages import Close, Output, Step
+from swarm.wire.tensors import meta_of
+
+SESSION = "ab" * 16
+
+
+class Pipe:
+    """One direction of an in-memory connection; what is written waits in `held` until it is delivered."""
+
+    def __init__(self):
+        self.held = []
+        self.channel = None  # the one that receives
+        self.sender = None
+        self.closed = False
+
+    def write(self, data):
+        self.held.append(bytes(data))
+
+    def unsent_bytes(self):
+        return sum(map(len, self.held))
+
+    def close(self):
+        self.closed = True
+        if self.sender is not None:
+            self.sender.lost("closed")
+
+    def deliver(self):
+        data, self.held = b"".join(self.held), []
+        if data:
+            self.channel.receive(data)
+
+
+class Pair:
+    """Two channels, connected."""
+
+    def __init__(self, *, network="public", remote=None):
+        self.a_id, self.b_id = Identity.generate(), Identity.generate()
+        b_key = ChannelKey()
+        self.to_a, self.to_b = Pipe(), Pipe()
+        self.at_a, self.at_b = [], []
+        remote = remote or Remote(self.b_id.peer_id, b_key.public)
+        self.b = Channel(self.to_a, Self(self.b_id, b_key, "public"), lambda *args: self.at_b.append(args[1:]))
+        self.a = Channel(
+            self.to_b, Self(self.a_id, ChannelKey(), network), lambda *args: self.at_a.append(args[1:]), remote
+        )
+        self.to_a.channel, self.to_b.channel = self.a, self.b
+        self.to_a.sender, self.to_b.sender = self.b, self.a
+
+    def shake(self):
+        for _ in range(3):
+            self.to_b.deliver()
+            self.to_a.deliver()
+        return self
+
+
+def step(number=1):
+    hidden = torch.randn(1, 3, 8)
+    return Step(session=SESSION, epoch=0, step=number, keep=0, budget_ms=1000, want=1, hidden=meta_of(hidden)), hidden
+
+
+async def test_both_sides_learn_who_the_other_is():
+    pair = Pair().shake()
+    assert pair.a.proven
+    assert pair.b.proven
+    assert (pair.a.peer, pair.b.peer) == (pair.b_id.peer_id, pair.a_id.peer_id)
+
+
+async def test_a_message_arrives_as_it_was_sent():
+    pair = Pair().shake()
+    message, hidden = step()
+    pair.a.send(message, [hidden])
+    pair.to_b.deliver()
+    ((received, tensors),) = pair.at_b
+    assert received == message
+    assert torch.equal(tensors[0], hidden)
+
+
+async def test_messages_arrive_in_any_pieces():
+    pair = Pair().shake()
+    for number in range(3):
+        message, hidden = step(number)
+        pair.a.send(message, [hidden])
+    stream = b"".join(pair.to_b.held)
+    for i in range(0, len(stream), 7):
+        pair.b.receive(stream[i : i + 7])
+    assert [message.step for message, _ in pair.at_b] == [0, 1, 2]
+
+
+async def test_a_flipped_bit_anywhere_is_rejected():
+    for position in range(0, 4 + 16 + 300, 5):
+        pair = Pair().shake()
+        message, hidden = step()
+        pair.a.send(message, [hidden])
+        frame = bytearray(pair.to_b.held.pop())
+        if position >= len(frame):
+            break
+        frame[position] ^= 1 << (position % 8)
+        pair.b.receive(bytes(frame) + bytes(1 << 16))
+        assert pair.at_b == []
+        assert pair.b.closed or position < 4  # a longer length waits for bytes that never come
+
+
+@pytest.mark.parametrize("attack", ["replay", "reorder", "drop", "reflect"])
+async def test_a_frame_out_of_its_place_is_rejected(attack):
+    pair = Pair().shake()
+    for number in (1, 2):
+        message, hidden = step(number)
+        pair.a.send(message, [hidden])
+    first, second = pair.to_b.held
+    pair.to_b.held = []
+    victim = pair.b
+    match attack:
+        case "replay":
+            stream = first + first
+        case "reorder":
+            stream = second + first
+        case "drop":
+            stream = second
+        case "reflect":
+            stream, victim = first, pair.a
+    victim.receive(stream)
+    assert victim.closed
+    assert len(pair.at_b) == (1 if attack == "replay" else 0)
+    assert pair.at_a == []
+
+
+async def test_a_frame_of_another_channel_between_the_same_peers_is_rejected():
+    one, two = Pair().shake(), Pair().shake()
+    message, hidden = step()
+    one.a.send(message, [hidden])
+    two.b.receive(one.to_b.held[0])
+    assert two.b.closed
+    assert two.at_b == []
+
+
+async def test_another_identity_behind_the_right_channel_key_is_rejected():
+    pair = Pair()
+    impostor = Pair(remote=Remote(Identity.generate().peer_id, pair.b._me.key.public))
+    impostor.b._me = pair.b._me
+    impostor.to_b.channel = Channel(impostor.to_a, pair.b._me, lambda *_: None)
+    impostor.shake()
+    assert isinstance(impostor.a.ready.exception(), HandshakeFailed)
+    assert "answered instead" in str(impostor.a.ready.exception())
+
+
+async def test_a_hello_signed_for_another_channel_proves_nothing():
+    pair = Pair()
+    pair.a._me = Self(ForeignSigner(pair.a_id), pair.a._me.key, "public")
+    pair.shake()
+    assert isinstance(pair.b.ready.exception(), HandshakeFailed)
+    assert pair.b.closed
+
+
+class ForeignSigner:
+    """Presents a signature that was made over another handshake."""
+
+    def __init__(self, identity):
+        self.public_key, self._identity = identity.public_key, identity
+
+    def sign(self, domain, message):
+        return self._identity.sign(domain, bytes(32))
+
+
+async def test_another_network_cannot_complete_a_handshake():
+    pair = Pair(network="elsewhere").shake()
+    assert isinstance(pair.b.ready.exception(), HandshakeFailed)
+    assert not pair.a.proven
+
+
+async def test_another_protocol_says_who_must_upgrade(monkeypatch):
+    pair = Pair()
+    monkeypatch.setattr(channel_module, "PROTOCOL_VERSION", 9)
+    pair.b.receive(channel_module.MAGIC + bytes([1]))  # what the older side sent
+    error = pair.b.ready.exception()
+    assert isinstance(error, ProtocolMismatch)
+    assert "the other side must upgrade" in str(error)
+    monkeypatch.undo()
+    pair.a.receive(channel_module.MAGIC + bytes([9]))
+    assert "this side must upgrade" in str(pair.a.ready.exception())
+
+
+async def test_what_is_not_our_protocol_ends_at_the_first_byte():
+    pair = Pair()
+    pair.b.receive(b"GET / HTTP/1.1\r\n")
+    assert pair.b.closed
+
+
+async def test_an_unproven_peer_cannot_make_us_buffer():
+    pair = Pair()
+    pair.to_b.deliver()
+    pair.to_a.deliver()
+    pair.b.receive((1 << 20).to_bytes(4, "big"))
+    assert pair.b.closed
+
+
+async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch):
+    monkeypatch.setattr(channel_module, "UNSENT_BYTES_MAX", 10_000)
+    pair = Pair().shake()
+    message, hidden = step()
+    pair.to_b.held.append(bytes(10_001))
+    with pytest.raises(ChannelClosed, match="does not read"):
+        pair.a.send(message, [hidden])
+    assert pair.a.closed
+
+
+async def test_sending_on_a_closed_channel_says_so():
+    pair = Pair().shake()
+    pair.a.close()
+    with pytest.raises(ChannelClosed):
+        pair.a.send(Close(session=SESSION))
+
+
+async def test_a_ping_measures_the_round_trip():
+    pair = Pair().shake()
+    asyncio.get_running_loop().call_later(0.05, pair.shake)
+    async with asyncio.timeout(5):
+        assert 0.04 < await pair.a.ping() < 5
+
+
+async def test_bytes_behind_a_message_without_tensors_are_rejected():
+    pair = Pair().shake()
+    pair.a.send(Output(session=SESSION, epoch=0, step=1), [torch.ones(4)])
+    pair.to_b.deliver()
+    assert pair.b.closed
+    assert pair.at_b == []

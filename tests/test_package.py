@@ -1,0 +1,86 @@
+"""What is built is what is tracked: the three folders under their one import name, with the checkpoint and py.typed."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SIDES = ("client", "server", "dht")  # real folders here, links inside swarm/
+
+
+@pytest.fixture(scope="module")
+def tracked() -> set[str]:
+    """The paths of all files that git knows and that exist, the links themselves left out."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: there is nothing to compare with")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def distributions(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel and an sdist, built from a copy of the tracked files and nothing else, and a wheel of that sdist."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    for side in SIDES:
+        (source / "swarm" / side).symlink_to(Path("..") / side)
+    build(source, built)
+    with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
+        sdist.extractall(built / "unpacked", filter="data")
+    (unpacked,) = (built / "unpacked").iterdir()
+    build(unpacked, built / "from_sdist", "--wheel")
+    return built
+
+
+def build(source: Path, out: Path, *what: str) -> None:
+    """Build with what is installed here: no isolation, so nothing is downloaded."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *(what or ("--wheel", "--sdist")), "--outdir", str(out)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def wheel_members(directory: Path) -> set[str]:
+    """The files of the directory's wheel, without its metadata."""
+    (wheel,) = directory.glob("*.whl")
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def sdist_members(directory: Path) -> set[str]:
+    with tarfile.open(next(directory.glob("*.tar.gz"))) as sdist:
+        return {member.name.partition("/")[2] for member in sdist if member.isfile()}
+
+
+def installed_names(tracked: set[str]) -> set[str]:
+    """Where the tracked files of the package belong once they are installed."""
+    here = {name for name in tracked if name.startswith("swarm/")}
+    return here | {f"swarm/{name}" for name in tracked if name.startswith(tuple(f"{side}/" for side in SIDES))}
+
+
+def test_the_wheel_has_exactly_the_tracked_files_of_the_package(tracked: set[str], distributions: Path) -> None:
+    assert wheel_members(distributions) == installed_names(tracked)
+
+
+def test_the_wheel_installs_one_top_level_package(distributions: Path) -> None:
+    assert {name.partition("/")[0] for name in wheel_members(distributions)} == {"swarm"}
+
+
+def test_the_checkpoint_and_the_type_marker_are_in_the_wheel(distributions: Path) -> None:
+    checkpoint = {f"swarm/demo/checkpoint/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    assert checkpoint | {"swarm/py.typed", "swarm/client/__init__.py"} <= wheel_members(distributions)
+
+
+def test_the_sdist_builds_the_same_wheel(distributions: Path) -> None:
+    assert wheel_members(distributions / "from_sdist") == wheel_members(distributions)
+
+
+def test_the_sdist_has_what_a_packager_needs(tracked: set[str], distributions: Path) -> None:
+    wanted = {name for name in tracked if name.startswith(("tests/", "docs/", "examples/", "benchmarks/"))}
+    wanted |= {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "setup.cfg"} | installed_names(tracked)
+    assert wanted <= sdist_members(distributions)
