@@ -245,7 +245,10 @@ class SwarmNode:
             return
         skew_s = min(skews, key=abs)
         if abs(skew_s) > SKEW_MAX_S:
-            raise ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+            skew = ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+            if must:
+                raise skew
+            _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
         await self._learn(running)
 
     async def _join_at(self, running: _Running, address: str) -> float | Unreachable:

@@ -303,3 +303,17 @@ async def test_a_killed_processes_folder_is_removed_by_the_next(
     async with running_daemon(P2PConfig(None, None)):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"swarm-p2p-{os.getpid()}-abc", "swarm-p2p-notes"]
+
+
+async def test_a_clock_that_goes_wrong_later_does_not_end_a_running_node(tmp_path: Path) -> None:
+    skew_s = 0.0
+    async with (
+        node(tmp_path, "boot") as boot,
+        node(tmp_path, "alice", boot.addresses, clock=lambda: time.time() + skew_s) as server,
+    ):
+        skew_s = 100.0
+        os.kill(server.p2pd_pid or 0, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while server.restarts < 1:
+                await asyncio.sleep(0.05)
+        assert server.neighbours() == (boot.peer_id,)
