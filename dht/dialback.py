@@ -29,6 +29,7 @@ REQUEST_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 12.0
 ANSWER_BYTES_MAX = 4096
 HELPING_MAX = 8  # askers at one time
+STREAMS_MAX = 64  # opened by others at one time
 RATE, BURST = 1 / 10, 3.0  # requests a second per asker
 HELPERS_MAX = 3  # asked, one after the other, until one answers
 
@@ -110,21 +111,28 @@ class _Helper:
     def __init__(self, node: SwarmNode, dial: Dial) -> None:
         self._node, self._dial = node, dial
         self._rates = RateLimit(RATE, BURST)
-        self._helping = 0
+        self._helping = self._streams = 0
 
     async def handle(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one stream, whatever the peer does."""
         asker = str(info.peer_id.to_base58())
+        if self._streams >= STREAMS_MAX:
+            writer.close()
+            return
+        self._streams += 1
         try:
-            answer = await self._answer(asker, str(info.addr), reader)
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):  # read even what will be refused: a reset loses the answer
+                record = await _read(reader, RECORD_BYTES_MAX)
+            answer = await self._answer(asker, str(info.addr), record)
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 await _write(writer, answer.model_dump_json().encode())
         except (OSError, TimeoutError, asyncio.IncompleteReadError, SwarmError) as error:
             _log.debug("dial-back request failed", asker=asker, why=str(error))
         finally:
+            self._streams -= 1
             writer.close()
 
-    async def _answer(self, asker: str, asker_address: str, reader: asyncio.StreamReader) -> Answer:
+    async def _answer(self, asker: str, asker_address: str, record: bytes) -> Answer:
         try:
             self._rates.take(asker, asyncio.get_running_loop().time())
             if self._helping >= HELPING_MAX:
@@ -133,8 +141,6 @@ class _Helper:
             return Answer(refused=str(error))
         self._helping += 1
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                record = await _read(reader, RECORD_BYTES_MAX)
             return await self._try_all(asker, asker_address, record)
         finally:
             self._helping -= 1

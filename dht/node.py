@@ -119,14 +119,7 @@ class SwarmNode:
     async def open_stream(self, peer_id: str, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a raw stream to a peer. Raises Unreachable."""
         running = await self._usable()
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                _, reader, writer = await running.daemon.p2p.call_binary_stream_handler(
-                    PeerID.from_base58(peer_id), name
-                )
-        except Exception as error:  # noqa: BLE001 - hivemind raises many kinds
-            raise Unreachable(f"peer {peer_id}", (), CALL_TIMEOUT_S, str(error)[:200] or type(error).__name__) from None
-        return reader, writer
+        return await running.daemon.open_stream(peer_id, name, CALL_TIMEOUT_S)
 
     def neighbours(self) -> tuple[str, ...]:
         """Return the peer ids of the DHT nodes that this one knows, in random order."""
@@ -252,7 +245,10 @@ class SwarmNode:
             return
         skew_s = min(skews, key=abs)
         if abs(skew_s) > SKEW_MAX_S:
-            raise ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+            skew = ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+            if must:
+                raise skew
+            _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
         await self._learn(running)
 
     async def _join_at(self, running: _Running, address: str) -> float | Unreachable:
