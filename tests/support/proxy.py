@@ -1,9 +1,9 @@
 """A TCP proxy in front of a server that counts and keeps every byte, and damages one on demand.
 
-    with ByteProxy(listening_address_of(pid)) as proxy:
-        ... "--announce-address", proxy.address ...
-        proxy.links[0].sent, proxy.links[0].received     # bytearrays, as whoever dialled sees them
-        proxy.links[0].flip_bit("sent", offset=-1, bit=0)   # of the next piece that passes
+with ByteProxy(listening_address_of(pid)) as proxy:
+    ... "--announce-address", proxy.address ...
+    proxy.links[0].sent, proxy.links[0].received     # bytearrays, as whoever dialled sees them
+    proxy.links[0].flip_bit("sent", offset=-1, bit=0)   # of the next piece that passes
 """
 
 import contextlib

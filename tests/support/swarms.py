@@ -71,7 +71,9 @@ def eventually(what: Callable[[], object], within_s: float, every_s: float = 0.0
     """Wait until `what()` is true and return it; fail with its last value after `within_s`."""
     deadline = time.monotonic() + within_s
     while not (value := what()):
-        assert time.monotonic() < deadline, f"not within {within_s} s: {getattr(what, '__name__', what)} gives {value!r}"
+        assert time.monotonic() < deadline, (
+            f"not within {within_s} s: {getattr(what, '__name__', what)} gives {value!r}"
+        )
         time.sleep(every_s)
     return value
 
