@@ -5,15 +5,16 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import structlog
 import torch
-from transformers import PreTrainedModel
 
-from swarm.client.model import distribute
+from swarm.client.model import DistributedModel, distribute
 from swarm.client.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
 from swarm.config import load_settings
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import BadConfiguration
+from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends
@@ -41,7 +42,7 @@ class AutoDistributedModel:
         network: str | None = None,
         identity: str | Path | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
-    ) -> PreTrainedModel:
+    ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
@@ -55,6 +56,8 @@ class AutoDistributedModel:
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
         settings = load_settings()
+        if not structlog.is_configured():  # in a notebook nobody has; a command or an application has its own way
+            configure_events(settings.log_level or "warning")
         name = model if model is not None else settings.model
         if name is None:
             raise BadConfiguration("model", "say which, or set SWARM_MODEL")

@@ -79,7 +79,7 @@ class InferenceSession:
 class RemoteRange:
     """Some blocks as a function, from `model.blocks[a:b]`."""
 
-    def __init__(self, model: "DistributedMixin", blocks: Blocks) -> None:
+    def __init__(self, model: "DistributedModel", blocks: Blocks) -> None:
         self._model = model
         self.blocks = blocks
 
@@ -113,7 +113,7 @@ class RemoteRange:
 class RemoteBlockList:
     """All blocks of the model, elsewhere; a slice of them is a function of hidden states."""
 
-    def __init__(self, model: "DistributedMixin") -> None:
+    def __init__(self, model: "DistributedModel") -> None:
         self._model = model
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class RemoteBlockList:
         return RemoteRange(self._model, Blocks.parse(f"{start}:{stop}", len(self)))
 
 
-class DistributedMixin:
+class DistributedModel(PreTrainedModel):
     """What a distributed model has beyond its family's class. Mixed in before that class by `distribute`."""
 
     backend: Backend
@@ -183,7 +183,7 @@ class DistributedMixin:
         """Leave the swarm; the model cannot be used any more."""
         self.backend.close()
 
-    def __enter__(self) -> "DistributedMixin":
+    def __enter__(self) -> "DistributedModel":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -231,7 +231,7 @@ class DistributedMixin:
     def _before_model(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of the outermost forward."""
         if len(args) > 1:
-            kwargs = {**inspect.signature(type(self).forward).bind_partial(self, *args).arguments, **kwargs}  # type: ignore[attr-defined]
+            kwargs = {**inspect.signature(type(self).forward).bind_partial(self, *args).arguments, **kwargs}
         for name in UNSUPPORTED:
             if kwargs.get(name):
                 raise UsageError(f"{name} is not available: the blocks run on other machines")
@@ -256,7 +256,7 @@ class DistributedMixin:
         cache = kwargs.get(name)
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
-            use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)  # type: ignore[attr-defined]
+            use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)
         if cache is None and use_cache:
             cache = kwargs[name] = self._chat if self._chat is not None else self.new_cache()
         if cache is not None and not isinstance(cache, RemoteCache):
@@ -296,11 +296,11 @@ class DistributedMixin:
         return output
 
 
-def distribute(model: PreTrainedModel, backend: Backend) -> PreTrainedModel:
+def distribute(model: PreTrainedModel, backend: Backend) -> DistributedModel:
     """Turn the client's part of a model into a distributed one."""
     cls = type(model)
-    model.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
-    assert isinstance(model, DistributedMixin)
+    model.__class__ = type(cls.__name__, (DistributedModel, cls), {"__module__": cls.__module__})
+    assert isinstance(model, DistributedModel)
     model.backend = backend
     model._calls = threading.local()
     model._chat = None

@@ -56,6 +56,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
+        self._watched: set[Channel] = set()
         self.dialer: Dialer  # set by whoever builds both: each needs the other
 
     def on_message(self, channel: Channel, message: wire.AnyMessage, tensors: Tensors) -> None:
@@ -85,6 +86,18 @@ class Sessions:
         for session in list(self._by_id.values()):
             await session.close()
         await self.dialer.close()
+
+    def watch(self, channel: Channel) -> None:
+        """Tell sessions of a channel's end, by one callback for all that use it."""
+
+        def ended(reason: asyncio.Future[str]) -> None:
+            self._watched.discard(channel)
+            for session in list(self._by_id.values()):
+                session.on_ended(channel, reason.result())
+
+        if channel not in self._watched:
+            self._watched.add(channel)
+            channel.ended.add_done_callback(ended)
 
     def forget(self, session: "Session") -> None:
         """The session has ended."""
@@ -132,7 +145,7 @@ class Session:
         except NetworkError as error:
             raise HopFailed(hop.peer_id, str(hop.blocks), str(error)) from None
         self._channels[index] = channel
-        channel.ended.add_done_callback(lambda ended: self._hop_left(index, ended.result()))
+        self._sessions.watch(channel)
 
     async def _ping(self, index: int) -> float:
         hop = self.route[index]
@@ -316,9 +329,12 @@ class Session:
             return  # follows from an earlier refusal, whose step is sent again with all that came after it
         _fail(flight.answer, error)
 
-    def _hop_left(self, index: int, why: str) -> None:
-        hop = self.route[index]
-        self._end(HopFailed(hop.peer_id, str(hop.blocks), f"the connection ended: {why}"))
+    def on_ended(self, channel: Channel, why: str) -> None:
+        """A channel has ended; if it was to one of our hops, the session cannot go on."""
+        for index, known in self._channels.items():
+            if known is channel:
+                hop = self.route[index]
+                self._end(HopFailed(hop.peer_id, str(hop.blocks), f"the connection ended: {why}"))
 
     # The end
 

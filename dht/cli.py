@@ -1,16 +1,11 @@
 """`swarm-bootstrap`: a DHT node for others to join through. It serves no blocks and needs no accelerator."""
 
-import os
-import time
 from pathlib import Path
 
 import click
-import structlog
 
 from swarm.commands import (
     HOST_PORT,
-    Ready,
-    Stop,
     common_options,
     default_identity,
     hold_identity,
@@ -18,15 +13,7 @@ from swarm.commands import (
     run_click,
     run_until_stopped,
 )
-from swarm.dht.dialback import dialling_as, serve_dial_back
-from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import BadConfiguration
-from swarm.identity import Identity
-from swarm.net.channel import Self
-from swarm.net.noise import ChannelKey
-from swarm.net.p2p import P2PConfig
-
-_log = structlog.get_logger("swarm.bootstrap")
 
 
 @click.command("swarm-bootstrap")
@@ -43,20 +30,14 @@ def command(
     """Run a node of the swarm's DHT for others to join through."""
     check_network(network)
     path = identity or default_identity("bootstrap")
-    with hold_identity(path) as held:
+    with hold_identity(path) as held, ready_writer(ready_file) as ready:
+        # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
+        from swarm.dht.bootstrap import bootstrap  # noqa: PLC0415
+        from swarm.dht.node import NodeConfig  # noqa: PLC0415
+        from swarm.net.p2p import P2PConfig  # noqa: PLC0415
+
         config = NodeConfig(network, P2PConfig(path, listen), initial_peers)
-        run_until_stopped(lambda stop: bootstrap(config, held, ready_file, stop), log_level)
-
-
-async def bootstrap(config: NodeConfig, identity: Identity, ready_path: Path | None, stop: Stop) -> None:
-    """Serve until asked to stop."""
-    with ready_writer(ready_path) as ready:
-        async with open_node(config, clock=time.time) as node:
-            await serve_dial_back(node, dialling_as(Self(identity, ChannelKey(), config.network)))
-            ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
-            _log.info("ready", peer_id=node.peer_id, addresses=list(node.addresses), network=config.network)
-            await stop.wait()
-            _log.info("stopping")
+        run_until_stopped(lambda stop: bootstrap(config, held, ready, stop), log_level)
 
 
 def check_network(name: str) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -85,7 +86,11 @@ class HostPortText(click.ParamType[str]):
 @click.option("--public-name", default="", help="shown on the health page")
 @common_options
 def command(
-    model: str | None, ready_file: Path | None, identity: Path | None, log_level: str, **options: object
+    model: str | None,
+    ready_file: Path | None,
+    identity: Path | None,
+    log_level: str,
+    **options: Any,  # noqa: ANN401 - click passes them by name
 ) -> None:
     """Host blocks of MODEL, a hub id or a local directory, for everybody in the swarm.
 
@@ -97,7 +102,7 @@ def command(
     """
     if not model:
         raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
-    arguments = ServeArguments(model=model, **options)  # type: ignore[arg-type]
+    arguments = ServeArguments(model=model, **options)
     Blocks.parse(arguments.blocks)
     path = identity or default_identity("server")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
-import structlog
 import uvloop
 from pydantic import BaseModel, ConfigDict
 
 from swarm.config import DATA_DIR, load_settings
 from swarm.errors import BadConfiguration, SwarmError, UsageError
+from swarm.events import configure_events
 from swarm.identity import Identity, IdentityLock
 
 ENVIRONMENT_PREFIX = "SWARM"
@@ -83,9 +83,9 @@ def run_click(command: click.Command) -> NoReturn:
         status = command.main(
             standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX, default_map=settings, prog_name=command.name
         )
-        sys.exit(status if isinstance(status, int) else 0)
+        _leave(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:
-        sys.exit(130)
+        _leave(130)
     except click.ClickException as error:
         name = command.name
         _end(f"{error.format_message()} (see {name} --help)", 2)
@@ -126,24 +126,27 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
 
 def _end(text: str, code: int) -> NoReturn:
     print("error: " + " ".join(text.split()), file=sys.stderr)
-    sys.exit(code)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without tearing the interpreter down: what is to be cleaned up has been, by context managers.
+
+    A native thread that still runs, such as one that reads weights, would make the teardown abort; torch's own takes
+    a second or more.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
 
 
 def configure_logging(level: str) -> None:
-    """Send structlog's events and libraries' warnings to stderr: for people on a terminal, else as JSON lines."""
-    number = getattr(logging, level.upper())
-    terminal = sys.stderr.isatty()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.StackInfoRenderer(),
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, format="%(name)s: %(message)s")
+    """Send our events and libraries' warnings to stderr."""
+    configure_events(level)
+    number = max(getattr(logging, level.upper()), logging.WARNING)
+    logging.basicConfig(level=number, stream=sys.stderr, format="%(name)s: %(message)s")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -39,8 +39,11 @@ class LocalProcess:
             descriptors_max=DESCRIPTORS_MAX,
             data_bytes_max=MEMORY_BYTES_MAX,
         )
+        # In a process group of its own: Ctrl-C is for us, and we end our children in order.
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)  # noqa: S603
+            self.process = subprocess.Popen(  # noqa: S603 - our own commands
+                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
+            )
         self.started_at = time.monotonic()
         self._asked = False
         self.ready: dict[str, Any] = {}

@@ -34,6 +34,9 @@ class Source(Protocol):
     def manifest(self, names: tuple[str, ...]) -> Manifest:
         """Return the hashes of these files, without fetching weights."""
 
+    def discard(self, name: str) -> None:
+        """Forget our copy of a file that turned out to be damaged. What the user put there stays."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -146,6 +149,9 @@ class LocalSource:
         return Manifest(
             files={name: self._hashes.digest(path, accept_changes=self._accept_changes) for name, path in paths.items()}
         )
+
+    def discard(self, name: str) -> None:
+        """Nothing: the file is the user's."""
 
 
 def _weight_files(model: str, names: tuple[str, ...], source: Source) -> tuple[tuple[str, ...], WeightIndex | None]:

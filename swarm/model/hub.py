@@ -75,6 +75,13 @@ class HubSource:
         self._check_room(lacking)
         return {name: path if path is not None else self._download(name) for name, path in paths.items()}
 
+    def discard(self, name: str) -> None:
+        """Delete a damaged download, so that the next attempt fetches it again."""
+        link = self._cached(name)
+        if link is not None:
+            link.resolve().unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
+
     def _look_up(self, revision: str | None) -> tuple[str, dict[str, HubFile]]:
         api = HfApi(endpoint=self._endpoint, token=self._token)
         try:

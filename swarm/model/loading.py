@@ -15,9 +15,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from swarm.blocks import Blocks
-from swarm.errors import UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
-from swarm.model.hollow import absent_prefixes, class_for, hollow_class, skeleton
+from swarm.model.hollow import absent_prefixes, class_for, decoder_of, hollow_class, skeleton
+from swarm.model.ownership import own_weights
 from swarm.model.probe import check_span
 from swarm.model.span import Span
 
@@ -48,15 +49,20 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
 
 def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
-    names = needed_tensors(checkpoint, cls)
+    names = needed_tensors(checkpoint, cls, blocks)
     files = _files_with(checkpoint, names)
     paths = checkpoint.source.fetch((CONFIG_NAME, *files))
     for name in files:
-        checkpoint.manifest.verify(paths[name], name)
+        try:
+            checkpoint.manifest.verify(paths[name], name)
+        except ChecksumMismatch:
+            checkpoint.source.discard(name)
+            raise
     if blocks is None:
         optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
         paths |= checkpoint.source.fetch(optional)
-    with _staged(checkpoint, paths, names) as directory, _quiet():
+    # Outside of inference_mode, whatever the caller is in: weights that are inference tensors compute in another order.
+    with _staged(checkpoint, paths, names) as directory, _quiet(), torch.inference_mode(mode=False):
         try:
             loaded: Any = cls.from_pretrained(
                 directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -64,15 +70,19 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
         except (SafetensorError, RuntimeError, ValueError, KeyError, OSError, ImportError) as error:
             raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
     model, report = loaded
-    missing = sorted(report["missing_keys"]) + sorted(str(item) for item in report["mismatched_keys"])
+    idle = idle_prefixes(checkpoint, model) if blocks is not None else ()
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(idle))
+    missing += sorted(str(item) for item in report["mismatched_keys"])
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
-    # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
-    on_device: PreTrainedModel = model.to(device).eval()
+    with torch.inference_mode(mode=False):
+        own_weights(model, {str(path.resolve()) for path in paths.values()})
+        # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
+        on_device: PreTrainedModel = model.to(device).eval()
     return on_device
 
 
-def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel]) -> set[str] | None:
+def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None) -> set[str] | None:
     """Return the checkpoint's names of the tensors that a hollow model needs; None: there is but one file.
 
     By exclusion, so that whatever belongs to a hosted block stays in, such as a quantisation's scales.
@@ -82,6 +92,8 @@ def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel]) -> set[st
     hollow = skeleton(cls, checkpoint.config)
     full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
     absent = absent_prefixes(hollow)
+    if blocks is not None:
+        absent += idle_prefixes(checkpoint, hollow)
     transforms = get_model_conversion_mapping(hollow)
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
@@ -97,6 +109,13 @@ def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel]) -> set[st
             checkpoint.traits.model_type, "no tensor of the checkpoint belongs to these blocks"
         )
     return needed
+
+
+def idle_prefixes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the name prefixes of the decoder's own weights that a span can do without, such as the final norm's."""
+    decoder, _ = decoder_of(model)
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    return tuple(f"{path}.{name}." if path else f"{name}." for name in checkpoint.traits.idle)
 
 
 def _files_with(checkpoint: Checkpoint, names: set[str] | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import copy
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Traits:
     embedding_size: int  # of what the decoder takes as inputs_embeds; OPT's differs
     kinds: tuple[str, ...]  # per block, what it remembers: "full", "sliding", "conv", "linear" or "none"
     returns: int  # 0: blocks return a tensor; n: a tuple of n that it leads
+    idle: tuple[str, ...]  # the decoder's own modules, such as its final norm, whose weights a span does not need
     cache_argument: str  # the decoder's keyword for the cache: "past_key_values" or "cache_params"
     takes_positions: bool  # whether the decoder has position_ids
     can_roll_back: bool  # whether positions can be taken back, given that the session was opened with a rollback
@@ -75,13 +76,15 @@ def traits_of(config: PretrainedConfig) -> Traits:
     assert isinstance(embeddings, Tensor)
     kinds = _kinds(decoder_config, decoder)
     cache_argument = "cache_params" if "cache_params" in parameters else "past_key_values"
+    returns = _trace(model, int(decoder_config.hidden_size), cache_argument)
     return Traits(
         model_type=str(config.model_type),
         n_blocks=int(decoder_config.num_hidden_layers),
         hidden_size=int(decoder_config.hidden_size),
         embedding_size=int(embeddings.shape[-1]),
         kinds=kinds,
-        returns=_trace(model, int(decoder_config.hidden_size), cache_argument),
+        returns=returns,
+        idle=_idle_modules(model, returns, cache_argument),
         cache_argument=cache_argument,
         takes_positions="position_ids" in parameters,
         can_roll_back="linear" not in kinds,
@@ -160,27 +163,69 @@ def _trace(model: PreTrainedModel, hidden_size: int, cache_argument: str) -> int
     returns is, as the same object, what the next one receives.
     """
     name = str(model.config.model_type)
-    failure: Exception | None = None
+    first_failure: Exception | None = None
     for returns in RETURN_SIZES:
-        layers = blocks_of(model)
-        for index, layer in enumerate(layers):
-            assert isinstance(layer, Placeholder)
-            layers[index] = _Witness(layer.original, returns)
-        tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.long, device="meta").as_subclass(_Marked)
-        decoder, _ = decoder_of(model)
-        cache = new_cache(model.config, type(decoder).__module__, Blocks(0, len(layers)), 0)
-        try:
-            with torch.no_grad():  # with a cache: without one, masks look at the values of the positions
-                decoder(input_ids=tokens, use_cache=True, **{cache_argument: cache.inner})
-        except Exception as error:  # noqa: BLE001 - the wrong structure breaks a parent in any way
-            failure = failure or error
-        witnesses = [layer for layer in layers if isinstance(layer, _Witness)]
+        witnesses, failure = _run(model, returns, cache_argument, marked=True)
+        first_failure = first_failure or failure
         _refuse_boundary(name, witnesses[0], hidden_size)
-        pairs = itertools.pairwise(witnesses)
-        if all(later.got is not None and later.got is earlier.gave for earlier, later in pairs):
+        handed_on = all(b.got is not None and b.got is a.gave for a, b in itertools.pairwise(witnesses))
+        if handed_on and (failure is None or len(witnesses) > 1):
             _refuse_side_channel(name, witnesses)
             return returns
-    raise UnsupportedArchitecture(name, f"what its blocks return does not reach the next block unchanged ({failure})")
+    why = f"what its blocks return does not reach the next block unchanged ({first_failure})"
+    raise UnsupportedArchitecture(name, why)
+
+
+def _run(
+    model: PreTrainedModel, returns: int, cache_argument: str, *, marked: bool
+) -> tuple[list[_Witness], Exception | None]:
+    """Call the decoder with witnesses in the place of its blocks."""
+    layers = blocks_of(model)
+    witnesses: list[_Witness] = []
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, Placeholder)
+        witnesses.append(_Witness(layer.original, returns))
+        layers[index] = witnesses[-1]
+    tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.long, device="meta")
+    decoder, _ = decoder_of(model)
+    cache = new_cache(model.config, type(decoder).__module__, Blocks(0, len(layers)), 0)
+    arguments = {"use_cache": True, cache_argument: cache.inner}  # without a cache, masks look at the positions' values
+    try:
+        with torch.no_grad():
+            decoder(input_ids=tokens.as_subclass(_Marked) if marked else tokens, **arguments)
+    except Exception as error:  # noqa: BLE001 - the wrong structure breaks a parent in any way
+        return witnesses, error
+    return witnesses, None
+
+
+def _idle_modules(model: PreTrainedModel, returns: int, cache_argument: str) -> tuple[str, ...]:
+    """Find the decoder's own weights that no block ever feels but through its hidden state.
+
+    Now it is what those modules return that is marked. If a mark arrives beside a hidden state, all of them count as
+    used.
+    """
+    decoder, list_name = decoder_of(model)
+    called: set[str] = set()
+
+    def mark(name: str) -> Callable[[nn.Module, object, object], object]:
+        def hook(_module: nn.Module, _args: object, output: object) -> object:
+            if not isinstance(output, Tensor):
+                return output
+            called.add(name)
+            return output.as_subclass(_Marked)
+
+        return hook
+
+    hooks = [
+        child.register_forward_hook(mark(name))
+        for name, child in decoder.named_children()
+        if name != list_name and next(child.parameters(), None) is not None
+    ]
+    witnesses, _ = _run(model, returns, cache_argument, marked=False)
+    for item in hooks:
+        item.remove()
+    felt = any(isinstance(tensor, _Marked) for witness in witnesses for tensor in _tensors(witness.beside))
+    return () if felt else tuple(sorted(called))
 
 
 def _refuse_boundary(name: str, first: _Witness, hidden_size: int) -> None:

@@ -339,7 +339,10 @@ def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:
     try:
         if not found or not address:
             raise ValueError("it has no address, or no /p2p/ part")
-        return PeerID.from_base58(peer), Multiaddr(address)
+        peer_id = PeerID.from_base58(peer)
+        if (len(peer_id.to_bytes()), peer_id.to_bytes()[:2]) not in {(38, b"\x00\x24"), (34, b"\x12\x20")}:
+            raise ValueError(f"{peer!r} is no peer id")
+        return peer_id, Multiaddr(address)
     except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
         raise BadConfiguration(
             f"peer address {text!r}", f"{error}; it should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW..."
