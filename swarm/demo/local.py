@@ -45,6 +45,7 @@ class LocalProcess:
                 line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
             )
         self.started_at = time.monotonic()
+        self._asked = False
         self.ready: dict[str, Any] = {}
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> "LocalProcess":
@@ -60,13 +61,18 @@ class LocalProcess:
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Ask it to end (SIGTERM), insist after a while (SIGKILL). Returns its exit code."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
+        self.ask_to_stop()
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
         return self.process.wait()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, once: a second one would end it before it has cleaned up."""
+        if not self._asked and self.process.poll() is None:
+            self._asked = True
+            self.process.terminate()
 
     def kill(self) -> None:
         """End it at once (SIGKILL), as a crash would."""
@@ -146,8 +152,8 @@ class LocalSwarm:
         return process
 
     def _stop_all(self) -> None:
-        for process in self._processes:
-            if process.process.poll() is None:
-                process.process.terminate()
-        for process in self._processes:
+        """Servers first, all at once: they withdraw their announcements while the bootstrap node is there to be told."""
+        for server in self.servers:
+            server.ask_to_stop()
+        for process in reversed(self._processes):
             process.stop()

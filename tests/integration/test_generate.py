@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from tests.support.swarms import World, prompt, world
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom")
-LOGITS_TOLERANCE = 1e-4  # float32; logits are of the order of 10. 0.0 where the shapes of all products are the same
+LOGITS_TOLERANCE = 1e-5  # float32. 0.0 where measured; a BLAS may take another kernel where memory is aligned otherwise
 SAME = {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
 ONE = torch.cat([prompt(1, 9)] * 3, dim=1)[:, :21]  # repeats itself, so that prompt look-up finds something
 THREE = prompt(3, 14)
