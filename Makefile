@@ -5,10 +5,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-# No Hugging Face hub is asked for anything that a test did not set up, and nothing is reported to anybody.
-export HF_HUB_DISABLE_TELEMETRY := 1
-export TOKENIZERS_PARALLELISM := false
-
 .PHONY: help demo test test-long lint format install clean
 .DELETE_ON_ERROR:
 

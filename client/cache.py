@@ -39,14 +39,19 @@ class RemoteCache(Cache):
 
     def __init__(self, traits: Traits, open_session: Callable[[int], RemoteSession], rollback_max: int = 0) -> None:
         """open_session: called with the largest rollback that will be asked for."""
-        super().__init__(layers=[_RemoteLayer(self)])
-        self.length = 0
+        self._layer = _RemoteLayer()
+        super().__init__(layers=[self._layer])
         self._traits = traits
         self._open_session = open_session
         self._rollback_max = rollback_max
         self._session: RemoteSession | None = None
         self._rows: list[int] | None = None
         self._n_rows = 0
+
+    @property
+    def length(self) -> int:
+        """Positions that the servers hold, once what was taken back is."""
+        return self._layer.length
 
     def step(self, hidden: Tensor, *, positions: Tensor | None, mask: Tensor | None, want: int) -> Tensor:
         """Run new positions through the blocks. Shapes as in `Session.step`; mask: uint8, the new columns alone."""
@@ -56,7 +61,7 @@ class RemoteCache(Cache):
         output = self._session.step(hidden, positions=positions, mask=mask, keep=self.length, rows=rows, want=want)
         self._rows = None
         self._n_rows = hidden.shape[0]
-        self.length += hidden.shape[1]
+        self._layer.length += hidden.shape[1]
         return output
 
     def close(self) -> None:
@@ -72,7 +77,7 @@ class RemoteCache(Cache):
             raise ValueError("pass a negative number of tokens to remove")
         if tokens_to_remove and not self.is_croppable:
             raise UsageError(f"{self._traits.model_type} models have a recurrent state that cannot be rolled back")
-        self.length = max(0, self.length + tokens_to_remove)
+        self._layer.length = max(0, self.length + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -80,11 +85,11 @@ class RemoteCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
-        self._gather(torch.arange(self._n_rows)[indices.cpu()].tolist())
+        self._gather(torch.arange(len(self._rows_now))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self._gather([row for row in range(self._n_rows) for _ in range(repeats)])
+        self._gather([row for row in range(len(self._rows_now)) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
         """Prepare for rollbacks: what a rollback needs is agreed on when the session opens."""
@@ -98,7 +103,7 @@ class RemoteCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.length = 0
+        self._layer.length = 0
         self._rows = None
 
     @property
@@ -109,7 +114,7 @@ class RemoteCache(Cache):
     @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first step."""
-        return self._n_rows or -1
+        return len(self._rows_now) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions that the servers hold."""
@@ -126,25 +131,31 @@ class RemoteCache(Cache):
         del layer_idx, state_idx
         return self.length > 0
 
+    @property
+    def _rows_now(self) -> list[int]:
+        """For each row, which of the servers' rows it is: they learn of a gather with the next step."""
+        return self._rows if self._rows is not None else list(range(self._n_rows))
+
     def _gather(self, rows: list[int]) -> None:
-        before = self._rows if self._rows is not None else list(range(self._n_rows))
+        before = self._rows_now
         after = [before[row] for row in rows]
         self._rows = None if after == list(range(self._n_rows)) else after
-        if len(after) != self._n_rows:
-            self._rows = after
 
 
 class _RemoteLayer(CacheLayerMixin):
-    """The one layer of a RemoteCache. It answers questions and holds nothing."""
+    """The one layer of a RemoteCache: it knows how long the cache is, and does not know the cache.
+
+    With a cycle between them, leases would be freed only when the garbage collector gets to it.
+    """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
     is_croppable = True
 
-    def __init__(self, cache: RemoteCache) -> None:
-        super().__init__()
-        self._cache = cache
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length = 0
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -156,11 +167,11 @@ class _RemoteLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See RemoteCache."""
-        return self._cache.get_mask_sizes(query_length)
+        return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
         """See RemoteCache."""
-        return self._cache.length
+        return self.length
 
     def get_max_length(self) -> int:
         """No limit of its own."""

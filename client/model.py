@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.blocks import Blocks
 from swarm.client.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
@@ -79,7 +79,7 @@ class InferenceSession:
 class RemoteRange:
     """Some blocks as a function, from `model.blocks[a:b]`."""
 
-    def __init__(self, model: "DistributedMixin", blocks: Blocks) -> None:
+    def __init__(self, model: "DistributedModel", blocks: Blocks) -> None:
         self._model = model
         self.blocks = blocks
 
@@ -113,7 +113,7 @@ class RemoteRange:
 class RemoteBlockList:
     """All blocks of the model, elsewhere; a slice of them is a function of hidden states."""
 
-    def __init__(self, model: "DistributedMixin") -> None:
+    def __init__(self, model: "DistributedModel") -> None:
         self._model = model
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class RemoteBlockList:
         return RemoteRange(self._model, Blocks.parse(f"{start}:{stop}", len(self)))
 
 
-class DistributedMixin:
+class DistributedModel(PreTrainedModel):
     """What a distributed model has beyond its family's class. Mixed in before that class by `distribute`."""
 
     backend: Backend
@@ -183,7 +183,7 @@ class DistributedMixin:
         """Leave the swarm; the model cannot be used any more."""
         self.backend.close()
 
-    def __enter__(self) -> "DistributedMixin":
+    def __enter__(self) -> "DistributedModel":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -216,23 +216,22 @@ class DistributedMixin:
         max_cache_length: int,
     ) -> None:
         """Put a RemoteCache where `transformers` would make one of its own."""
-        del batch_size
+        del batch_size, max_cache_length  # a chat may go on with this cache; memory is charged when it is used
         name = self.backend.traits.cache_argument
         given = model_kwargs.get(name)
         if given is not None:
             if not isinstance(given, RemoteCache):
                 raise UsageError(f"{name} must come from this model (new_cache or an earlier output)")
-            given._is_user_defined = True
         elif generation_config.use_cache is not False:
             rollback = ASSISTED_ROLLBACK if generation_mode == GenerationMode.ASSISTED_GENERATION else 0
-            cache = self.new_cache(max_cache_length + rollback, rollback)
+            cache = self.new_cache(rollback_max=rollback)
             model_kwargs[name] = cache
             self._made.append(cache)
 
     def _before_model(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of the outermost forward."""
         if len(args) > 1:
-            kwargs = {**inspect.signature(type(self).forward).bind_partial(self, *args).arguments, **kwargs}  # type: ignore[attr-defined]
+            kwargs = {**inspect.signature(type(self).forward).bind_partial(self, *args).arguments, **kwargs}
         for name in UNSUPPORTED:
             if kwargs.get(name):
                 raise UsageError(f"{name} is not available: the blocks run on other machines")
@@ -257,7 +256,7 @@ class DistributedMixin:
         cache = kwargs.get(name)
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
-            use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)  # type: ignore[attr-defined]
+            use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)
         if cache is None and use_cache:
             cache = kwargs[name] = self._chat if self._chat is not None else self.new_cache()
         if cache is not None and not isinstance(cache, RemoteCache):
@@ -280,6 +279,7 @@ class DistributedMixin:
             "mask": _padding(call.mask, tokens),
             "want": tokens if call.want_all else min(call.want, tokens),
         }
+        output: Tensor
         if call.cache is not None:
             output = call.cache.step(hidden, **arguments)
         else:
@@ -291,22 +291,22 @@ class DistributedMixin:
             finally:
                 session.close()
         missing = tokens - output.shape[1]
-        if missing == 0:
-            return output
-        return torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these positions
+        if missing:
+            output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these
+        return output
 
 
-def distribute(model: PreTrainedModel, backend: Backend) -> PreTrainedModel:
+def distribute(model: PreTrainedModel, backend: Backend) -> DistributedModel:
     """Turn the client's part of a model into a distributed one."""
     cls = type(model)
-    model.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
-    assert isinstance(model, DistributedMixin)
+    model.__class__ = type(cls.__name__, (DistributedModel, cls), {"__module__": cls.__module__})
+    assert isinstance(model, DistributedModel)
     model.backend = backend
     model._calls = threading.local()
     model._chat = None
     model._made = []
     replace_blocks(model, backend.traits, model._run_blocks)
-    model.register_forward_pre_hook(DistributedMixin._before_model, with_kwargs=True)
+    model.register_forward_pre_hook(model._before_model, with_kwargs=True)
     decoder, _ = decoder_of(model)
     decoder.register_forward_pre_hook(model._before_decoder, with_kwargs=True)
     return model

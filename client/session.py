@@ -56,6 +56,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}
+        self._watched: set[Channel] = set()
         self.dialer: Dialer  # set by whoever builds both: each needs the other
 
     def on_message(self, channel: Channel, message: wire.AnyMessage, tensors: Tensors) -> None:
@@ -85,6 +86,18 @@ class Sessions:
         for session in list(self._by_id.values()):
             await session.close()
         await self.dialer.close()
+
+    def watch(self, channel: Channel) -> None:
+        """Tell sessions of a channel's end, by one callback for all that use it."""
+
+        def ended(reason: asyncio.Future[str]) -> None:
+            self._watched.discard(channel)
+            for session in list(self._by_id.values()):
+                session.on_ended(channel, reason.result())
+
+        if channel not in self._watched:
+            self._watched.add(channel)
+            channel.ended.add_done_callback(ended)
 
     def forget(self, session: "Session") -> None:
         """The session has ended."""
@@ -132,7 +145,7 @@ class Session:
         except NetworkError as error:
             raise HopFailed(hop.peer_id, str(hop.blocks), str(error)) from None
         self._channels[index] = channel
-        channel.ended.add_done_callback(lambda ended: self._hop_left(index, ended.result()))
+        self._sessions.watch(channel)
 
     async def _ping(self, index: int) -> float:
         hop = self.route[index]
@@ -296,13 +309,12 @@ class Session:
             return
         sent = flight.message
         shape = (sent.hidden.shape[0], sent.want, sent.hidden.shape[2])
-        got = None if message.hidden is None else message.hidden.shape
-        dtype = None if message.hidden is None else message.hidden.dtype
-        if (got, dtype) == ((shape, sent.hidden.dtype) if sent.want else (None, None)):
+        got = None if hidden is None else tuple(hidden.shape)
+        if got == (shape if sent.want else None) and (hidden is None or hidden.dtype.is_floating_point):
             flight.answer.set_result(hidden)
             return
         last = self.route[-1]
-        self._end(HopFailed(last.peer_id, str(last.blocks), f"it answered {got} {dtype} where {shape} is due"))
+        self._end(HopFailed(last.peer_id, str(last.blocks), f"it answered {got} where {shape} is due"))
 
     def _on_refused(self, index: int, message: wire.Refused) -> None:
         hop = self.route[index]
@@ -316,9 +328,12 @@ class Session:
             return  # follows from an earlier refusal, whose step is sent again with all that came after it
         _fail(flight.answer, error)
 
-    def _hop_left(self, index: int, why: str) -> None:
-        hop = self.route[index]
-        self._end(HopFailed(hop.peer_id, str(hop.blocks), f"the connection ended: {why}"))
+    def on_ended(self, channel: Channel, why: str) -> None:
+        """A channel has ended; if it was to one of our hops, the session cannot go on."""
+        for index, known in self._channels.items():
+            if known is channel:
+                hop = self.route[index]
+                self._end(HopFailed(hop.peer_id, str(hop.blocks), f"the connection ended: {why}"))
 
     # The end
 
@@ -335,8 +350,10 @@ class Session:
     def _end(self, error: SessionError) -> None:
         if self._ended is None:
             self._ended = error
-        for future in (*self._opened, *(flight.answer for flight in self._in_flight.values())):
-            _fail(future, error)
+        for opened in self._opened:
+            _fail(opened, error)
+        for flight in self._in_flight.values():
+            _fail(flight.answer, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +50,11 @@ class Swarm:
         self._me = Self(identity, ChannelKey(), options.network)
         self._latest: Session | None = None
         self._servers: tuple[float, tuple[SignedAnnouncement, ...]] = (float("-inf"), ())
-        self._closing = AsyncExitStack()
         self._loop = LoopThread()
         try:
-            self._loop.run(self._enter(join))
+            self._life = self._loop.run(self._begin(join))
         except BaseException:
-            self.close()
+            self._loop.stop()
             raise
 
     def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> "WaitingSession":
@@ -72,14 +71,31 @@ class Swarm:
     def close(self) -> None:
         """Leave the swarm. Closing twice is fine."""
         if self._loop.alive:
-            self._loop.run(self._closing.aclose())
+            self._loop.run(self._leave())
             self._loop.stop()
 
-    async def _enter(self, join: Join) -> None:
-        self._directory = await self._closing.enter_async_context(join())
-        self._sessions = Sessions()
-        self._sessions.dialer = Dialer(self._me, self._sessions.on_message)
-        self._closing.push_async_callback(self._sessions.close)
+    async def _begin(self, join: Join) -> "asyncio.Task[None]":
+        """Join, and return the task that lives as long as the membership."""
+        joined = asyncio.get_running_loop().create_future()
+        life = asyncio.create_task(self._live(join, joined))
+        await asyncio.wait({life, joined}, return_when=asyncio.FIRST_COMPLETED)
+        if life.done():
+            life.result()
+        return life
+
+    async def _live(self, join: Join, joined: "asyncio.Future[None]") -> None:
+        async with join() as self._directory:
+            self._sessions = Sessions()
+            self._sessions.dialer = Dialer(self._me, self._sessions.on_message)
+            try:
+                joined.set_result(None)
+                await asyncio.get_running_loop().create_future()  # until cancelled
+            finally:
+                await self._sessions.close()
+
+    async def _leave(self) -> None:
+        self._life.cancel()
+        await asyncio.wait({self._life})
 
     async def _open(self, blocks: Blocks, plan: SessionPlan) -> Session:
         avoid: list[str] = []

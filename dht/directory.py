@@ -68,6 +68,7 @@ class Directory:
     def __init__(self, store: RecordStore, *, identity: Identity | None, network: str, clock: Clock) -> None:
         self._store, self._identity, self._network, self._clock = store, identity, network, clock
         self._announced: dict[tuple[str, Span], Announcement] = {}
+        self._sequence = 0
 
     async def announce(self, announcement: Announcement) -> Published:
         """Sign and store an announcement of one of our spans, to live for 60 s from now.
@@ -140,9 +141,8 @@ class Directory:
         if announcement.network != self._network:
             raise RecordError(f"it is for the network {announcement.network!r}, this one is {self._network!r}")
         now = self._clock()
-        last = self._announced.get((announcement.root, announcement.blocks))
-        sequence = max(int(now * 1000), last.sequence + 1 if last is not None else 0)
-        times: dict[str, Any] = {"sequence": sequence, "issued": now, "expires": now + LIFETIME_S}
+        self._sequence = max(int(now * 1000), self._sequence + 1)  # grows over restarts too
+        times: dict[str, Any] = {"sequence": self._sequence, "issued": now, "expires": now + LIFETIME_S}
         stamped = announcement.model_copy(update=times)
         data = sign_announcement(stamped, self._identity)
         return SignedAnnouncement(stamped, data)

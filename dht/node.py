@@ -25,7 +25,7 @@ from swarm.dht.protocol import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS, 
 from swarm.dht.records import SKEW_MAX_S, key_id
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate
-from swarm.errors import ClockSkew, SwarmError, Unreachable
+from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
 from swarm.net.p2p import Daemon, P2PConfig, split_multiaddr, supervise
 
 JOIN_TIMEOUT_S = 10.0  # with p2pd's start, an unreachable swarm is reported within 15 s
@@ -119,14 +119,7 @@ class SwarmNode:
     async def open_stream(self, peer_id: str, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a raw stream to a peer. Raises Unreachable."""
         running = await self._usable()
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                _, reader, writer = await running.daemon.p2p.call_binary_stream_handler(
-                    PeerID.from_base58(peer_id), name
-                )
-        except Exception as error:  # noqa: BLE001 - hivemind raises many kinds
-            raise Unreachable(f"peer {peer_id}", (), CALL_TIMEOUT_S, str(error)[:200] or type(error).__name__) from None
-        return reader, writer
+        return await running.daemon.open_stream(peer_id, name, CALL_TIMEOUT_S)
 
     def neighbours(self) -> tuple[str, ...]:
         """Return the peer ids of the DHT nodes that this one knows, in random order."""
@@ -252,7 +245,10 @@ class SwarmNode:
             return
         skew_s = min(skews, key=abs)
         if abs(skew_s) > SKEW_MAX_S:
-            raise ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+            skew = ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+            if must:
+                raise skew
+            _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
         await self._learn(running)
 
     async def _join_at(self, running: _Running, address: str) -> float | Unreachable:
@@ -315,7 +311,7 @@ async def open_node(
     for address in config.initial_peers:
         split_multiaddr(address)  # a malformed one is the user's mistake: say so before anything starts
     node = SwarmNode(config, clock, random_source or random.Random())  # noqa: S311 - spreads load, keeps no secret
-    try:
+    with ungrouped():
         async with asyncio.TaskGroup() as group:
             life = group.create_task(supervise(config.p2p, node.attach))
             waiting = group.create_task(node._up.wait())
@@ -327,16 +323,6 @@ async def open_node(
                 yield node
             finally:
                 life.cancel()
-    except BaseExceptionGroup as group_error:
-        raise _only(group_error) from None
-
-
-def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the one error inside, if it is one."""
-    inner = error.exceptions[0]
-    if len(error.exceptions) > 1:
-        return error
-    return _only(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 @asynccontextmanager

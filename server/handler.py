@@ -48,6 +48,7 @@ class Handler:
     def __init__(self, hosting: Hosting, executor: Executor, pool: KvPool, wall_clock: Callable[[], float]) -> None:
         """wall_clock: seconds since 1970, for the records that clients pass on."""
         self.draining = False
+        self.steps_under_way = 0
         self.dialer: Dialer  # set by whoever builds both: each needs the other
         self.sessions: dict[str, HostedSession] = {}
         self._hosting = hosting
@@ -55,7 +56,7 @@ class Handler:
         self._pool = pool
         self._wall_clock = wall_clock
         self._loop = asyncio.get_running_loop()
-        self._owners: dict[Channel, int] = {}
+        self._watched: set[Channel] = set()
         self._openings: set[asyncio.Task[None]] = set()
 
     def on_message(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
@@ -97,9 +98,7 @@ class Handler:
             self._refuse(channel, request, None, declined)
             return
         self.sessions[session.id] = session
-        if channel not in self._owners:
-            channel.ended.add_done_callback(partial(self._owner_left, channel))
-        self._owners[channel] = self._owners.get(channel, 0) + 1
+        self._watch(channel)
         _log.info("session opened", session=session.id[:8], owner=channel.peer, sessions=len(self.sessions))
         if following is None:
             self._opened(session)
@@ -114,7 +113,7 @@ class Handler:
             raise Declined("draining", "this server is leaving")
         if request.session in self.sessions:
             raise Declined("not_yours", "there is a session of this name")
-        if self._owners.get(channel, 0) >= SESSIONS_PER_PEER_MAX:
+        if sum(session.owner.peer == channel.peer for session in self.sessions.values()) >= SESSIONS_PER_PEER_MAX:
             raise Declined("no_room", f"at most {SESSIONS_PER_PEER_MAX} sessions a peer", RETRY_AFTER_S)
         if len(self.sessions) >= SESSIONS_MAX:
             raise Declined("no_room", f"there are {SESSIONS_MAX} sessions", RETRY_AFTER_S)
@@ -153,7 +152,7 @@ class Handler:
             self.dialer.release(channel)
             return
         session.next = channel
-        channel.ended.add_done_callback(partial(self._next_left, session))
+        self._watch(channel)
         self._opened(session)
 
     def _opened(self, session: HostedSession) -> None:
@@ -189,6 +188,7 @@ class Handler:
         except NoRoom as full:
             self._refuse(session.owner, step, step.step, Declined("no_room", str(full), RETRY_AFTER_S))
             return
+        self.steps_under_way += 1
         self._executor.submit(
             lambda: session.compute(step, hidden, positions, mask),
             partial(self._on_computed, session, step, (positions, mask), arrived_at),
@@ -203,6 +203,7 @@ class Handler:
         result: Tensor | Exception | None,
     ) -> None:
         session.computed()
+        self.steps_under_way -= 1
         if session.closed or result is None:
             return
         if isinstance(result, Exception):
@@ -244,14 +245,19 @@ class Handler:
                 Failed(session=session.id, epoch=session.epoch, step=message.step, blame="next", why=message.why),
             )
 
-    def _owner_left(self, channel: Channel, _: asyncio.Future[str]) -> None:
-        for session in [session for session in self.sessions.values() if session.owner is channel]:
-            self._end(session)
-        self._owners.pop(channel, None)
+    def _watch(self, channel: Channel) -> None:
+        """Learn of a channel's end, once for all sessions that use it."""
+        if channel not in self._watched:
+            self._watched.add(channel)
+            channel.ended.add_done_callback(lambda ended: self._on_ended(channel, ended.result()))
 
-    def _next_left(self, session: HostedSession, ended: asyncio.Future[str]) -> None:
-        if not session.closed:
-            self._fail(session, None, "next", f"the connection to the next hop ended: {ended.result()}")
+    def _on_ended(self, channel: Channel, why: str) -> None:
+        self._watched.discard(channel)
+        for session in list(self.sessions.values()):
+            if session.owner is channel:
+                self._end(session)
+            elif session.next is channel:
+                self._fail(session, None, "next", f"the connection to the next hop ended: {why}")
 
     def _fail(self, session: HostedSession, step: int | None, blame: str, why: str) -> None:
         """End a session that cannot go on, and tell its owner."""
@@ -267,8 +273,6 @@ class Handler:
         session.closed = True
         session.lease.release()
         del self.sessions[session.id]
-        if session.owner in self._owners:
-            self._owners[session.owner] -= 1
         if session.next is not None:
             self.dialer.release(session.next)
         _log.info("session ended", session=session.id[:8], sessions=len(self.sessions))

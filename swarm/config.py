@@ -34,7 +34,7 @@ class Settings(BaseSettings):
     network: str = Field("public", description="swarms of different names do not mix", pattern=r"^[a-z0-9-]{1,32}$")
     identity: Path | None = Field(None, description="key file")
     cache_dir: Path | None = Field(None, description="where the hub's files are kept")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_level: str | None = Field(None, pattern="^(debug|info|warning|error)$")
 
     @field_validator("initial_peers", mode="before")
     @classmethod

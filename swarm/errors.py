@@ -36,6 +36,8 @@
 Errors carry facts as attributes and callers branch on the class; the text is for people, and says what to do next.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -364,6 +366,22 @@ class SessionClosed(SessionError):
 
     def __str__(self) -> str:
         return f"the session has ended: {self.why}"
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """Raise what a TaskGroup within the block raises: the error itself where it is but one."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise _only(group) from None
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    if len(group.exceptions) > 1:
+        return group
+    inner = group.exceptions[0]
+    return _only(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 def runs_text(numbers: tuple[int, ...]) -> str:

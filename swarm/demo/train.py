@@ -66,8 +66,8 @@ class Corpus:
 
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="directory for the checkpoint")
-@click.option("--steps", type=click.IntRange(min=10), default=1500, show_default=True)
-@click.option("--learning-rate", type=float, default=4e-3, show_default=True, help="peak")
+@click.option("--steps", type=click.IntRange(min=10), default=1400, show_default=True)
+@click.option("--learning-rate", type=float, default=8e-3, show_default=True, help="peak")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--autocast/--no-autocast", default=True, show_default=True, help="compute in bfloat16")
 def main(out: Path, steps: int, learning_rate: float, seed: int, autocast: bool) -> None:
@@ -174,16 +174,22 @@ def train(
     learning_rate: float,
     autocast: bool,
 ) -> None:
-    """Fit the model in place: AdamW, warm-up, cosine decay to a tenth, clipped gradients."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    gains = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    """Fit the model in place: Muon for the blocks' matrices, AdamW for the rest; warm-up and cosine decay.
+
+    Muon costs a sixth more per step than AdamW alone, and is much further after ten minutes.
+    """
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named.items() if p.ndim == 1 or "embed" in name]
+    optimizers: tuple[torch.optim.Optimizer, ...] = (
+        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    )
     model.train()
     smoothed: float | None = None
     progress = tqdm(range(steps), desc="training", unit="step", mininterval=2.0)
     for step in progress:
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate * schedule(step, steps)
         positions = SHORT if step < 0.8 * steps else CONTEXT
         batch = windows(corpus, rng, positions)
@@ -191,8 +197,9 @@ def train(
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         smoothed = loss.item() if smoothed is None else 0.98 * smoothed + 0.02 * loss.item()
         progress.set_postfix(loss=f"{smoothed:.3f}", refresh=False)
     model.eval()

@@ -12,10 +12,12 @@ bytes that they describe. The first frame of either side is a Hello, which binds
 import asyncio
 import itertools
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
@@ -35,6 +37,7 @@ UNSENT_BYTES_MAX = 256 * 1024 * 1024  # a peer that does not read is cut off
 TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
 PINGS_MAX = 8
+_log = structlog.get_logger("swarm.net")
 _HELLO_DOMAIN = {True: b"swarm channel initiator", False: b"swarm channel responder"}
 
 
@@ -66,6 +69,7 @@ class Self:
     identity: Identity
     key: ChannelKey
     network: str
+    clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +129,13 @@ class Channel:
             raise ChannelClosed(self.peer, "it answers no pings")
         nonce = next(self._nonces)
         answer = self._pings[nonce] = self._loop.create_future()
-        start = self._loop.time()
+        start = self._me.clock()
         try:
             self.send(Ping(nonce=nonce))
             await answer
         finally:
             del self._pings[nonce]
-        return self._loop.time() - start
+        return self._me.clock() - start
 
     @property
     def proven(self) -> bool:
@@ -255,6 +259,7 @@ class Channel:
     # The end
 
     def _fail(self, error: SwarmError) -> None:
+        _log.info("channel failed", peer=self.peer, why=str(error))
         if not self.ready.done():
             self.ready.set_exception(error)
         self._end(str(error))

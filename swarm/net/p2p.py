@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +24,13 @@ from typing import Any
 
 import structlog
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import (
+    P2PDaemonError,
+    raise_if_failed,
+    read_pbmsg_safe,
+    write_pbmsg,
+)
+from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -42,6 +49,7 @@ DATA_BYTES_MAX = 2 << 30  # a flooded p2pd dies and is replaced instead of takin
 GO_MEMORY = "192MiB"  # from here on Go's collector works harder
 CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 384
 OUTPUT_LINES_MAX = 20
+_FOLDER = "swarm-p2p-"
 
 _log = structlog.get_logger("swarm.p2p")
 
@@ -75,20 +83,53 @@ class Daemon:
         return str(self.p2p.peer_id.to_base58())
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the multiaddrs under which others can dial us; none for a client."""
-        _, visible = await self.p2p._client.identify()
-        return tuple(f"{address}/p2p/{self.peer_id}" for address in visible)
+        """Return the multiaddrs under which others can dial us; none for a client. Raises Unreachable."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
+        response, _, writer = await self._ask(request, "p2pd", PROBE_S)
+        writer.close()
+        return tuple(f"{Multiaddr(address)}/p2p/{self.peer_id}" for address in response.identify.addrs)
 
     async def connect(self, multiaddr: str, timeout_s: float) -> None:
         """Open a connection to a peer at one address. Raises Unreachable."""
         peer, address = split_multiaddr(multiaddr)
+        connect = p2pd_pb2.ConnectRequest(peer=peer.to_bytes(), addrs=[address.to_bytes()])
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect)
+        _, _, writer = await self._ask(request, multiaddr, timeout_s)
+        writer.close()
+
+    async def open_stream(
+        self, peer_id: str, name: str, timeout_s: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a raw stream to a peer that is connected or can be found. Raises Unreachable."""
+        opening = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer_id).to_bytes(), proto=[name])
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+        _, reader, writer = await self._ask(request, peer_id, timeout_s)
+        return reader, writer
+
+    async def _ask(
+        self,
+        request: Any,  # noqa: ANN401 - a protobuf message
+        whom: str,
+        timeout_s: float,
+    ) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Make one control call on a connection of its own, which is closed unless it succeeds (hivemind leaks it)."""
+        writer = None
         try:
             async with asyncio.timeout(timeout_s):
-                await self.p2p._client.connect(peer, [address])
-        except TimeoutError:
-            raise Unreachable("a peer", (multiaddr,), timeout_s) from None
-        except (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError) as error:
-            raise Unreachable("a peer", (multiaddr,), timeout_s, str(error)[:200]) from None
+                reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
+                await write_pbmsg(writer, request)
+                response = p2pd_pb2.Response()
+                await read_pbmsg_safe(reader, response)
+            raise_if_failed(response)
+        except BaseException as error:
+            if writer is not None:
+                writer.close()
+            if isinstance(error, TimeoutError):
+                raise Unreachable("a peer", (whom,), timeout_s) from None
+            if isinstance(error, (P2PDaemonError, OSError, asyncio.IncompleteReadError)):
+                raise Unreachable("a peer", (whom,), timeout_s, " ".join(str(error).split())[:200]) from None
+            raise
+        return response, reader, writer
 
     async def failed(self) -> str:
         """Wait until p2pd cannot be used any more and return why."""
@@ -99,10 +140,9 @@ class Daemon:
                 return why
             if loop.time() >= next_probe:
                 try:
-                    async with asyncio.timeout(PROBE_S):
-                        await self.p2p._client.identify()
-                except (TimeoutError, OSError, ControlFailure, asyncio.IncompleteReadError) as error:
-                    return self._broken() or f"it does not answer ({type(error).__name__})"
+                    await self.addresses()
+                except Unreachable as error:
+                    return self._broken() or f"it does not answer: {error.why}"
                 next_probe = loop.time() + PROBE_S
             await asyncio.sleep(POLL_S)
 
@@ -127,7 +167,10 @@ class _PrivateP2P(P2P):  # type: ignore[misc]
 async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
     """Run p2pd. Raises AddressInUse, or P2PFailed when it does not start."""
     use_hivemind_log_handler("nowhere")
-    folder = Path(tempfile.mkdtemp(prefix="swarm-p2p-"))  # mode 0700: the control socket is for this user alone
+    if config.listen is not None:
+        _check_free(*config.listen)
+    _remove_leftovers()
+    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))  # mode 0700: the sockets are for this user alone
     try:
         async with _process(config, folder) as (process, output):
             await _until_it_listens(process, config, output)
@@ -233,6 +276,28 @@ async def _detach(p2p: P2P) -> None:
             task.exception()  # looked at, so that it is not reported as never retrieved
 
 
+def _remove_leftovers() -> None:
+    """Remove the folders of processes that were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and sys.platform == "linux":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise AddressInUse if somebody listens there: p2pd sets SO_REUSEPORT and would silently share the port."""
+    if port == 0:
+        return
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its own closed connections do not count
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise AddressInUse(f"{host}:{port}", error.strerror or str(error)) from None
+
+
 def _program() -> str:
     return str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd")
 
@@ -323,7 +388,10 @@ def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:
     try:
         if not found or not address:
             raise ValueError("it has no address, or no /p2p/ part")
-        return PeerID.from_base58(peer), Multiaddr(address)
+        peer_id = PeerID.from_base58(peer)
+        if (len(peer_id.to_bytes()), peer_id.to_bytes()[:2]) not in {(38, b"\x00\x24"), (34, b"\x12\x20")}:
+            raise ValueError(f"{peer!r} is no peer id")
+        return peer_id, Multiaddr(address)
     except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
         raise BadConfiguration(
             f"peer address {text!r}", f"{error}; it should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW..."

@@ -1,9 +1,9 @@
 """The direct carrier: TCP, by `asyncio.Protocol` (no streams: they cost a tenth of a millisecond a hop)."""
 
 import asyncio
-import errno
 import socket
 from collections.abc import Callable
+from typing import cast
 
 from swarm.errors import AddressInUse, BadConfiguration, Unreachable
 from swarm.net.channel import Channel, OnMessage, Remote, Self
@@ -23,8 +23,7 @@ class _TcpCarrier(asyncio.Protocol):
         self.channel: Channel | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own are no subclass of it
         self.channel = self._make_channel(self)
 
     def data_received(self, data: bytes) -> None:
@@ -56,31 +55,30 @@ class _TcpCarrier(asyncio.Protocol):
 class Listener:
     """Accepts channels on one address."""
 
-    def __init__(self, me: Self, on_message: OnMessage) -> None:
+    def __init__(self, me: Self, host: str, port: int) -> None:
+        """Take the address, so that nobody else can; port 0 picks one, and `address` says which.
+
+        Raises AddressInUse and BadConfiguration.
+        """
         self._me = me
-        self._on_message = on_message
+        self._socket = _bound(host, port)
         self._server: asyncio.Server | None = None
         self._channels: set[Channel] = set()
         self._shaking = 0
-        self.address: tuple[str, int] = ("", 0)
+        name = self._socket.getsockname()
+        self.address: tuple[str, int] = (name[0], name[1])
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 picks one, and `address` says which. Raises AddressInUse and BadConfiguration."""
+    async def start(self, on_message: OnMessage) -> None:
+        """Accept from now on. Raises AddressInUse if somebody took the address at the same moment."""
+        self._on_message = on_message
         try:
-            self._server = await asyncio.get_running_loop().create_server(self._accept, host, port)
-        except socket.gaierror as error:
-            raise BadConfiguration(f"--listen {host}:{port}", error.strerror or str(error)) from None
+            self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
         except OSError as error:
-            if error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES}:
-                raise AddressInUse(f"{host}:{port}", error.strerror or str(error)) from None
-            raise
-        name = self._server.sockets[0].getsockname()
-        self.address = (name[0], name[1])
+            raise AddressInUse(f"{self.address[0]}:{self.address[1]}", error.strerror or str(error)) from None
 
     async def close(self) -> None:
         """Stop listening and end every accepted channel."""
-        if self._server is not None:
-            self._server.close()
+        self._socket.close() if self._server is None else self._server.close()
         for channel in list(self._channels):
             channel.close()
 
@@ -130,3 +128,20 @@ async def dial(address: str, remote: Remote, me: Self, on_message: OnMessage) ->
     finally:
         if carrier.channel is not None and not carrier.channel.proven:
             carrier.channel.close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address but does not listen yet."""
+    sock: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except socket.gaierror as error:
+        raise BadConfiguration(f"--listen {host}:{port}", error.strerror or str(error)) from None
+    except (OSError, OverflowError) as error:
+        if sock is not None:
+            sock.close()
+        raise AddressInUse(f"{host}:{port}", getattr(error, "strerror", None) or str(error)) from None
+    return sock

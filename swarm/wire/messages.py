@@ -94,8 +94,8 @@ class Open(Message):
     stop: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
     positions_max: Annotated[int, Field(ge=1, le=POSITIONS_MAX)]
     rollback_max: Annotated[int, Field(ge=0, le=ROLLBACK_MAX)]
-    previous: PeerId | None
-    next_record: Annotated[str, Field(max_length=4096)] | None
+    previous: PeerId | None = None
+    next_record: Annotated[str, Field(max_length=4096)] | None = None
 
 
 class Opened(Message):

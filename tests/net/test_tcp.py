@@ -25,9 +25,9 @@ def remote(me):
 @pytest.fixture
 async def listener():
     messages = []
-    listener = Listener(somebody(), lambda channel, message, _: messages.append((channel.peer, message)))
+    listener = Listener(somebody(), "127.0.0.1", 0)
     listener.messages = messages
-    await listener.start("127.0.0.1", 0)
+    await listener.start(lambda channel, message, _: messages.append((channel.peer, message)))
     yield listener
     await listener.close()
 
@@ -84,4 +84,4 @@ async def test_whoever_says_nothing_is_disconnected(listener, monkeypatch):
 
 async def test_a_port_in_use_is_named(listener):
     with pytest.raises(AddressInUse, match=str(listener.address[1])):
-        await Listener(somebody(), lambda *_: None).start(*listener.address)
+        Listener(somebody(), *listener.address)

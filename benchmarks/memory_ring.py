@@ -1,0 +1,164 @@
+"""A client and one hop in one process, without sockets, threads or blocks: what the software between them computes."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from common import Samples
+from torch import Tensor
+
+from swarm.blocks import Blocks
+from swarm.client.route import Hop
+from swarm.client.runtime import LoopThread
+from swarm.client.session import Session, SessionPlan, Sessions
+from swarm.client.swarm import WaitingSession
+from swarm.identity import Identity
+from swarm.model.span import Span
+from swarm.net.channel import Channel, Remote, Self
+from swarm.net.dialer import Dialer
+from swarm.net.noise import ChannelKey
+from swarm.server.executor import Executor
+from swarm.server.handler import Handler, Hosting
+from swarm.server.pool import KvPool
+
+ROOT_HASH = "0" * 64
+NETWORK = "memory"
+BLOCKS = Blocks(0, 2)
+POSITIONS_MAX = 1 << 20
+
+
+def measure_software(count: int, warm_up: int, hidden_size: int) -> dict[str, Samples]:
+    """Time steps of one token: the server's part from a frame in to a frame out, the client's, and all together."""
+    loop = LoopThread()
+    try:
+        ring = loop.run(_open(hidden_size))
+        waiting = WaitingSession(loop, ring.session)
+        hidden = torch.randn(1, 1, hidden_size)
+        samples = {name: Samples(name) for name in ("server", "client", "client, for a thread that waits")}
+        for number in range(warm_up + count):
+            keep = 2 * number
+            server, client = loop.run(ring.step(hidden, keep))
+            began = time.perf_counter()
+            waiting.step(hidden, positions=None, mask=None, keep=keep + 1, rows=None, want=1)
+            whole = time.perf_counter() - began
+            if number >= warm_up:
+                for sample, took_s in zip(samples.values(), (server, client, whole - server), strict=True):
+                    sample.ms.append(1000 * took_s)
+        return samples
+    finally:
+        loop.stop()
+
+
+class _Ring:
+    def __init__(self, session: Session, served: "_Wire") -> None:
+        self.session = session
+        self._served = served
+
+    async def step(self, hidden: Tensor, keep: int) -> tuple[float, float]:
+        """Run one step. Returns seconds that the server took, and that the client took."""
+        self._served.took_s = 0.0
+        began = time.perf_counter()
+        await self.session.step(hidden, keep=keep, want=1)
+        whole = time.perf_counter() - began
+        return self._served.took_s, whole - self._served.took_s
+
+
+async def _open(hidden_size: int) -> _Ring:
+    server, client = (Self(Identity.generate(), ChannelKey(), NETWORK) for _ in range(2))
+    span = cast(Span, _Echo(hidden_size))
+    handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), KvPool(POSITIONS_MAX), time.time)
+    sessions = Sessions()
+    there, back = _Wire(), _Wire()
+    remote = Remote(server.identity.peer_id, server.key.public)
+    back.channel = Channel(there, server, handler.on_message)
+    there.channel = Channel(back, client, sessions.on_message, remote)
+    back.start()
+    there.start()
+    await there.channel.ready
+    sessions.dialer = cast(Dialer, _NoDialer(there.channel))
+    announcement = SimpleNamespace(
+        peer_id=remote.peer, channel_key=server.key.public.hex(), addresses=(), numeric_class="float32"
+    )
+    hop = Hop(cast(Any, SimpleNamespace(announcement=announcement, data=b"")), BLOCKS)
+    session = await sessions.open(SessionPlan(ROOT_HASH, POSITIONS_MAX, 0, 60.0), [hop])
+    return _Ring(session, back)
+
+
+class _Wire:
+    """Carries frames to `channel`: the next time that the loop runs, as a socket would."""
+
+    def __init__(self) -> None:
+        self.took_s = 0.0
+        self.channel: Channel
+        self._loop = asyncio.get_running_loop()
+        self._early: list[bytes] | None = []
+
+    def start(self) -> None:
+        early, self._early = self._early, None
+        for data in early or ():
+            self.write(data)
+
+    def write(self, data: bytes | bytearray) -> None:
+        if self._early is not None:
+            self._early.append(bytes(data))
+        else:
+            self._loop.call_soon(self._deliver, bytes(data))
+
+    def _deliver(self, data: bytes) -> None:
+        began = time.perf_counter()
+        self.channel.receive(data)
+        self.took_s += time.perf_counter() - began
+
+    def unsent_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+class _Inline:
+    """Computes at once."""
+
+    def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        done(job())
+
+
+class _NoDialer:
+    """Has the one channel that there is."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def connect(self, remote: Remote, addresses: Sequence[str]) -> Channel:
+        del remote, addresses
+        return self._channel
+
+    def release(self, channel: Channel) -> None:
+        pass
+
+
+class _Echo:
+    """A span without blocks."""
+
+    blocks = BLOCKS
+    dtype = torch.float32
+    device = torch.device("cpu")
+    numeric_class = "float32"
+
+    def __init__(self, hidden_size: int) -> None:
+        self.hidden_size = hidden_size
+
+    def part(self, blocks: Blocks) -> "_Echo":
+        del blocks
+        return self
+
+    def new_cache(self, rollback_max: int = 0) -> Any:  # noqa: ANN401 - stands for a SpanCache
+        del rollback_max
+        return SimpleNamespace(length=0)
+
+    def forward(self, hidden: Tensor, *, cache: object, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        del cache, positions, mask
+        return hidden

@@ -1,0 +1,90 @@
+"""`AutoDistributedModel.from_pretrained`: a `transformers` model whose blocks are all over the world."""
+
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+import torch
+
+from swarm.client.model import DistributedModel, distribute
+from swarm.client.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
+from swarm.config import load_settings
+from swarm.dht.directory import Directory
+from swarm.dht.node import NodeConfig, open_node
+from swarm.errors import BadConfiguration
+from swarm.events import configure_events
+from swarm.identity import Identity
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.loading import load_ends
+from swarm.net.p2p import P2PConfig
+
+
+class AutoDistributedModel:
+    """Makes distributed models. Not to be instantiated, as the Auto classes of `transformers` are not."""
+
+    def __init__(self) -> None:
+        raise TypeError("use AutoDistributedModel.from_pretrained(...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | None = None,
+        *,
+        initial_peers: Iterable[str] | None = None,
+        revision: str | None = None,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+        root: str | None = None,
+        network: str | None = None,
+        identity: str | Path | None = None,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> DistributedModel:
+        """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
+
+        model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
+        cache_dir, network or identity are left out they come from SWARM_* or swarm.toml.
+        dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
+        root: what the checkpoint's root must be. identity: key file; by default a fresh identity for this model.
+        step_timeout_s: the longest that one step may take.
+
+        Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
+        `inference_session` and `close` beside what `transformers` gives it.
+        Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
+        """
+        settings = load_settings()
+        if not structlog.is_configured():  # in a notebook nobody has; a command or an application has its own way
+            configure_events(settings.log_level or "warning")
+        name = model if model is not None else settings.model
+        if name is None:
+            raise BadConfiguration("model", "say which, or set SWARM_MODEL")
+        peers = settings.initial_peers if initial_peers is None else tuple(initial_peers)
+        if not peers:
+            raise BadConfiguration(
+                "initial_peers", "pass the address of a node to join through, or set SWARM_INITIAL_PEERS"
+            )
+        checkpoint = open_checkpoint(
+            name,
+            revision=revision or settings.revision,
+            token=token,
+            cache_dir=Path(cache_dir) if cache_dir is not None else settings.cache_dir,
+            root=root,
+        )
+        ends = load_ends(checkpoint, dtype=dtype, device=device)
+        path = Path(identity) if identity is not None else settings.identity
+        me = Identity.load_or_create(path) if path is not None else Identity.generate()
+        options = ClientOptions(network=network or settings.network, step_timeout_s=step_timeout_s)
+        config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers)
+
+        @asynccontextmanager
+        async def join() -> AsyncIterator[Directory]:
+            async with open_node(config, clock=time.time) as node:
+                yield Directory(node, identity=None, network=options.network, clock=time.time)
+
+        return distribute(ends, Swarm(checkpoint, ends.dtype, join, me, options))
+
+
+AutoDistributedModelForCausalLM = AutoDistributedModel

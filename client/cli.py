@@ -1,0 +1,65 @@
+"""`swarm-generate`: one generation through the swarm, streamed to the terminal."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarm.commands import LOG_LEVELS, configure_logging, run_click, split_peers
+
+
+@click.command("swarm-generate")
+@click.argument("model", envvar="SWARM_MODEL", required=False)
+@click.option("--prompt", default=None, help="what to continue; without it, standard input is read")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option(
+    "--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0: the likeliest token"
+)
+@click.option("--top-p", type=click.FloatRange(0.0, 1.0), default=1.0, show_default=True)
+@click.option("--seed", type=int, default=None, help="makes sampling repeatable")
+@click.option("--chat", is_flag=True, help="put the prompt into the model's chat template")
+@click.option("--dtype", default="auto", show_default=True, help="what the servers compute in")
+@click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
+@click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
+@click.option("--initial-peers", multiple=True, callback=split_peers, help="MULTIADDR of a node to join through")
+@click.option("--network", default=None, help="swarms of different names do not mix")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
+def command(
+    model: str | None,
+    *,
+    prompt: str | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+    chat: bool,
+    log_level: str,
+    initial_peers: tuple[str, ...],
+    **joining: Any,  # noqa: ANN401 - click passes them by name
+) -> None:
+    """Continue a prompt with MODEL, a hub id or a local directory, whose blocks the swarm hosts.
+
+    \b
+    swarm-generate org/name --prompt "def quicksort(" --initial-peers /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...
+    """
+    if not model:
+        raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
+    text = prompt if prompt is not None else sys.stdin.read()
+    if not text:
+        raise click.UsageError("the prompt is empty")
+    configure_logging(log_level)
+    from swarm.client.text import TextOptions, stream_text  # noqa: PLC0415 - torch: it takes seconds, --help none
+
+    options = TextOptions(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, chat=chat)
+    stream_text(model, text, options, initial_peers=initial_peers or None, **joining)
+
+
+def main() -> None:
+    """Run the command."""
+    run_click(command)
+
+
+if __name__ == "__main__":
+    main()

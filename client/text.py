@@ -1,0 +1,87 @@
+"""Text in, text out: what `swarm-generate` does with a distributed model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+from swarm.client.auto import AutoDistributedModel
+from swarm.errors import UnsupportedCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How to continue a prompt. temperature 0: the likeliest token; chat: put the prompt into the chat template."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    chat: bool
+
+
+def stream_text(
+    name: str,
+    prompt: str,
+    options: TextOptions,
+    *,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    **joining: Any,  # noqa: ANN401 - handed on to from_pretrained, which names and types them
+) -> None:
+    """Generate through the swarm and print as it comes. Raises SwarmError."""
+    tokenizer = load_tokenizer(name, revision=revision, token=token, cache_dir=cache_dir)
+    model = AutoDistributedModel.from_pretrained(name, revision=revision, token=token, cache_dir=cache_dir, **joining)
+    try:
+        streamer = TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
+        continue_prompt(model, tokenizer, prompt, options, streamer)
+    finally:
+        model.close()
+
+
+def continue_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    options: TextOptions,
+    streamer: BaseStreamer | None = None,
+) -> torch.Tensor:
+    """Generate, and hand every token to the streamer as it comes. Returns all token ids, [1, positions]."""
+    if options.seed is not None:
+        set_seed(options.seed)
+    inputs: Any
+    if options.chat:
+        messages = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
+    generating: Any = model  # PreTrainedModel does not declare generate(); every causal language model has it
+    tokens: torch.Tensor = generating.generate(
+        inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=options.max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        streamer=streamer,
+        **(sampling if options.temperature else {"do_sample": False}),
+    )
+    return tokens
+
+
+def load_tokenizer(
+    name: str, *, revision: str | None, token: str | None, cache_dir: Path | None
+) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer, never code that comes with it. Raises UnsupportedCheckpoint."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, revision=revision or "main", token=token, cache_dir=cache_dir, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedCheckpoint(name, f"its tokenizer does not load: {str(error).splitlines()[0][:200]}") from None
+    return tokenizer

@@ -1,0 +1,55 @@
+"""`swarm-bootstrap`: a DHT node for others to join through. It serves no blocks and needs no accelerator."""
+
+from pathlib import Path
+
+import click
+
+from swarm.commands import (
+    HOST_PORT,
+    common_options,
+    default_identity,
+    hold_identity,
+    ready_writer,
+    run_click,
+    run_until_stopped,
+)
+from swarm.errors import BadConfiguration
+
+
+@click.command("swarm-bootstrap")
+@click.option("--listen", type=HOST_PORT, default="0.0.0.0:31337", show_default=True, help="port 0 picks a free one")
+@common_options
+def command(
+    listen: tuple[str, int],
+    initial_peers: tuple[str, ...],
+    identity: Path | None,
+    network: str,
+    ready_file: Path | None,
+    log_level: str,
+) -> None:
+    """Run a node of the swarm's DHT for others to join through."""
+    check_network(network)
+    path = identity or default_identity("bootstrap")
+    with hold_identity(path) as held, ready_writer(ready_file) as ready:
+        # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
+        from swarm.dht.bootstrap import bootstrap  # noqa: PLC0415
+        from swarm.dht.node import NodeConfig  # noqa: PLC0415
+        from swarm.net.p2p import P2PConfig  # noqa: PLC0415
+
+        config = NodeConfig(network, P2PConfig(path, listen), initial_peers)
+        run_until_stopped(lambda stop: bootstrap(config, held, ready, stop), log_level)
+
+
+def check_network(name: str) -> None:
+    """Raise BadConfiguration for a network name that no record could carry."""
+    if not (0 < len(name) <= 32 and name.replace("-", "a").isalnum() and name.isascii() and name == name.lower()):
+        raise BadConfiguration("network", f"{name!r} is not 1 to 32 small letters, digits and dashes")
+
+
+def main() -> None:
+    """Run the command."""
+    run_click(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What `swarm-serve` was asked to do. Light: the command reads its arguments before it imports torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeArguments:
+    """The command's options by their names; None is the default that only a later look can tell."""
+
+    model: str
+    blocks: str
+    listen: tuple[str, int]
+    p2p_listen: tuple[str, int]
+    announce_address: tuple[str, ...]
+    device: str | None
+    dtype: str
+    threads: int | None
+    cache_tokens: int | None
+    revision: str | None
+    root: str | None
+    token: str | None
+    cache_dir: Path | None
+    max_disk_space: int | None  # bytes
+    public_name: str
+    initial_peers: tuple[str, ...]
+    network: str

@@ -1,0 +1,120 @@
+"""`swarm-serve`: host blocks of a model for everybody."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarm.blocks import Blocks
+from swarm.commands import (
+    HOST_PORT,
+    common_options,
+    default_identity,
+    hold_identity,
+    ready_writer,
+    run_click,
+    run_until_stopped,
+)
+from swarm.server.arguments import ServeArguments
+
+DATA_PORT = 31330
+P2P_PORT = 31331
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Size(click.ParamType[int]):
+    """An amount of memory or disk, such as 20GB."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse to bytes, or fail with what is wrong."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(value).strip(), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is not a size; write it as 20GB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+class HostPortText(click.ParamType[str]):
+    """An address for others to dial, as HOST:PORT."""
+
+    name = "host:port"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the form."""
+        host, port = HOST_PORT.convert(value, param, ctx)
+        if port == 0:
+            self.fail("others cannot dial port 0", param, ctx)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@click.command("swarm-serve")
+@click.argument("model", envvar="SWARM_MODEL", required=False)
+@click.option("--blocks", required=True, metavar="A:B", help="blocks A, A+1, ..., B-1, such as 20:40")
+@click.option(
+    "--listen",
+    type=HOST_PORT,
+    default=f"0.0.0.0:{DATA_PORT}",
+    show_default=True,
+    help="for activations; port 0 picks a free one",
+)
+@click.option(
+    "--p2p-listen", type=HOST_PORT, default=f"0.0.0.0:{P2P_PORT}", show_default=True, help="for the DHT (libp2p)"
+)
+@click.option(
+    "--announce-address",
+    type=HostPortText(),
+    multiple=True,
+    help="where others reach --listen, if not directly; may be repeated",
+)
+@click.option("--device", default=None, help="cuda, cuda:1, cpu, ...; the first GPU if there is one")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
+@click.option("--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the compute thread")
+@click.option(
+    "--cache-tokens",
+    type=click.IntRange(1),
+    default=None,
+    help="size of the KV pool; by default what half of the free memory holds",
+)
+@click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
+@click.option("--root", default=None, help="root that the checkpoint must have, 64 hex digits")
+@click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
+@click.option("--max-disk-space", type=Size(), default=None, help="the most that downloads may take, such as 100GB")
+@click.option("--public-name", default="", help="shown on the health page")
+@common_options
+def command(
+    model: str | None,
+    ready_file: Path | None,
+    identity: Path | None,
+    log_level: str,
+    **options: Any,  # noqa: ANN401 - click passes them by name
+) -> None:
+    """Host blocks of MODEL, a hub id or a local directory, for everybody in the swarm.
+
+    \b
+    Join a swarm:    swarm-serve org/name --blocks 20:40 --initial-peers /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...
+    Start your own:  run swarm-bootstrap, and pass the address that it prints.
+
+    MODEL and every option can also come from SWARM_MODEL, SWARM_BLOCKS, ... or from swarm.toml.
+    """
+    if not model:
+        raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
+    arguments = ServeArguments(model=model, **options)
+    Blocks.parse(arguments.blocks)
+    path = identity or default_identity("server")
+    with hold_identity(path) as held, ready_writer(ready_file) as ready:
+        from swarm.server.serve import serve  # noqa: PLC0415 - torch: a wrong argument is answered without it
+
+        run_until_stopped(lambda stop: serve(arguments, held, path, ready, stop), log_level)
+
+
+def main() -> None:
+    """Run the command."""
+    run_click(command)
+
+
+if __name__ == "__main__":
+    main()

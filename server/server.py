@@ -1,0 +1,121 @@
+"""A running server: the span, its sessions and its listener. What it announces is built here; the DHT is elsewhere."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarm.config import PROTOCOL_VERSION
+from swarm.dht.records import Announcement
+from swarm.dht.records import Span as AnnouncedSpan
+from swarm.model.checkpoint import Checkpoint
+from swarm.model.span import Span
+from swarm.net.channel import Self
+from swarm.net.dialer import Dialer
+from swarm.net.tcp import Listener
+from swarm.server.announcer import State
+from swarm.server.executor import ComputeThread
+from swarm.server.handler import Handler, Hosting
+from swarm.server.measure import Throughput, measure_throughput
+from swarm.server.pool import KvPool
+from swarm.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
+
+    cache_tokens: the KV pool's capacity. threads: cores for one operation; None leaves torch's choice.
+    """
+
+    cache_tokens: int
+    announce: tuple[str, ...] = ()
+    threads: int | None = None
+    public_name: str = ""
+
+
+class Server:
+    """One span, served. Lives in the event loop; `start` and `stop` are its life."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        span: Span,
+        me: Self,
+        listener: Listener,
+        options: ServerOptions,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """listener: bound already, so that a port in use was noticed before the weights were loaded."""
+        self.span = span
+        self.throughput: Throughput | None = None
+        self.pool = KvPool(options.cache_tokens)
+        self._checkpoint = checkpoint
+        self.me = me
+        self._listener = listener
+        self._options = options
+        self._wall_clock = wall_clock
+        self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
+        self.handler = Handler(Hosting(checkpoint.root, me.network, span), self._executor, self.pool, wall_clock)
+        self.handler.dialer = Dialer(me, self.handler.on_message)
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Accept channels from now on."""
+        await self._listener.start(self.handler.on_message)
+        self._sweeper = asyncio.create_task(self.handler.sweep())
+
+    async def stop(self) -> None:
+        """End every session and every channel."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self.handler.close()
+        await self._listener.close()
+        await self.handler.dialer.close()
+        self._executor.stop()
+
+    @property
+    def data_address(self) -> str:
+        """Where channels are accepted, as "host:port"."""
+        host, port = self._listener.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def measure(self) -> None:
+        """Measure the span's throughput, in the compute thread and so between other people's steps."""
+        done: asyncio.Future[Throughput] = asyncio.get_running_loop().create_future()
+
+        def finish(result: Throughput | Exception) -> None:
+            if isinstance(result, Exception):
+                done.set_exception(result)
+            else:
+                done.set_result(result)
+
+        self._executor.submit(lambda: measure_throughput(self.span), finish)
+        self.throughput = await done
+
+    def announcement(self, state: State) -> Announcement:
+        """What is true of this server now. Sequence and times are set when it is signed."""
+        now = self._wall_clock()
+        measured = self.throughput
+        return Announcement(
+            protocol=PROTOCOL_VERSION,
+            version=__version__,
+            network=self.me.network,
+            public_key=self.me.identity.public_key.hex(),
+            root=self._checkpoint.root,
+            model=self._checkpoint.public_name,
+            n_blocks=self._checkpoint.n_blocks,
+            blocks=AnnouncedSpan(self.span.blocks.start, self.span.blocks.stop),
+            numeric_class=self.span.numeric_class,
+            addresses=self._options.announce or (self.data_address,),
+            channel_key=self.me.key.public.hex(),
+            decode_tps=measured.decode_tps if measured else None,
+            prefill_tps=measured.prefill_tps if measured else None,
+            free_tokens=self.pool.free_tokens,
+            load=float(self.handler.steps_under_way),
+            state=state,
+            public_name=self._options.public_name,
+            sequence=0,
+            issued=now,
+            expires=now + 1,
+        )

@@ -1,0 +1,250 @@
+"""What all commands share: options, logging, the ready file, signals, and from an error to an exit code.
+
+    @click.command("swarm-bootstrap")
+    @common_options
+    def command(...): run_until_stopped(lambda stop: serve(..., stop), log_level)
+
+    def main() -> None: run_click(command)
+
+Exit codes: 0 after SIGTERM or SIGINT, 2 for what the caller can correct (UsageError), 1 for any other SwarmError; in
+both cases with one line on stderr. A second signal ends the process at once, and p2pd with it.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+import uvloop
+from pydantic import BaseModel, ConfigDict
+
+from swarm.config import DATA_DIR, load_settings
+from swarm.errors import BadConfiguration, SwarmError, UsageError
+from swarm.events import configure_events
+from swarm.identity import Identity, IdentityLock
+
+ENVIRONMENT_PREFIX = "SWARM"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Ready(BaseModel):
+    """What a ready file says. Commands extend it."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    peer_id: str
+    addresses: tuple[str, ...]  # multiaddrs that others can use as --initial-peers
+    pid: int
+
+
+class Stop:
+    """The wish to end, from a signal. Whoever waits for it ends in order; work that does not is cancelled."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._awaited = False
+
+    async def wait(self) -> None:
+        """Wait for the first signal. From here on, the command ends by itself when it comes."""
+        self._awaited = True
+        await self._asked.wait()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the signal has come."""
+        return self._asked.is_set()
+
+    def ask(self, main: asyncio.Task[None]) -> None:
+        """Ask the command to end: wake it if it waits, cancel it if it is still starting."""
+        self._asked.set()
+        if not self._awaited:
+            main.cancel()
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def run_click(command: click.Command) -> NoReturn:
+    """Run a click command on sys.argv, with settings from files and environment as defaults, and exit."""
+    try:
+        settings = load_settings().model_dump(exclude_none=True)
+        status = command.main(
+            standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX, default_map=settings, prog_name=command.name
+        )
+        _leave(status if isinstance(status, int) else 0)
+    except click.exceptions.Abort:
+        _leave(130)
+    except click.ClickException as error:
+        name = command.name
+        _end(f"{error.format_message()} (see {name} --help)", 2)
+    except UsageError as error:
+        _end(str(error), 2)
+    except SwarmError as error:
+        _end(str(error), 1)
+
+
+def run_until_stopped(main: Callable[[Stop], Awaitable[None]], log_level: str) -> None:
+    """Run `main` on uvloop until it returns, fails or is stopped by a signal."""
+    configure_logging(log_level)
+    with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_supervised(main))
+
+
+async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
+    stop, loop = Stop(), asyncio.get_running_loop()
+
+    async def run() -> None:
+        await main(stop)
+
+    task = asyncio.create_task(run())
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.asked:
+            os._exit(128 + number)
+        stop.ask(task)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stop.asked:
+            raise
+
+
+def _end(text: str, code: int) -> NoReturn:
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without tearing the interpreter down: what is to be cleaned up has been, by context managers.
+
+    A native thread that still runs, such as one that reads weights, would make the teardown abort; torch's own takes
+    a second or more.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(code)
+
+
+def configure_logging(level: str) -> None:
+    """Send our events and libraries' warnings to stderr."""
+    configure_events(level)
+    number = max(getattr(logging, level.upper()), logging.WARNING)
+    logging.basicConfig(level=number, stream=sys.stderr, format="%(name)s: %(message)s")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ready_writer(path: Path | None) -> Iterator[Callable[[Ready], None]]:
+    """Give a function that writes the ready file in one step; an old one is removed before, and ours after.
+
+    Raises BadConfiguration.
+    """
+
+    def write(ready: Ready) -> None:
+        if path is None:
+            return
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            partial.write_text(json.dumps(ready.model_dump(mode="json")) + "\n")
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise BadConfiguration(f"ready file {path}", error.strerror or str(error)) from None
+
+    remove_ready_file(path)
+    try:
+        yield write
+    finally:
+        remove_ready_file(path)
+
+
+def remove_ready_file(path: Path | None) -> None:
+    """Remove a ready file that may exist. Raises BadConfiguration."""
+    try:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise BadConfiguration(f"ready file {path}", error.strerror or str(error)) from None
+
+
+@contextmanager
+def hold_identity(path: Path) -> Iterator[Identity]:
+    """Load the identity, or make one, and keep other processes off it. Raises BadConfiguration, IdentityInUse."""
+    identity = Identity.load_or_create(path)
+    try:
+        lock = IdentityLock(path)
+    except OSError as error:
+        raise BadConfiguration(f"identity {path}", error.strerror or str(error)) from None
+    with lock:
+        yield identity
+
+
+def default_identity(command: str) -> Path:
+    """Return where a command keeps its key file unless it is told otherwise."""
+    return DATA_DIR / f"{command}.identity"
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+class HostPort(click.ParamType[tuple[str, int]]):
+    """HOST:PORT, as a tuple; [::1]:PORT for IPv6. Port 0 is any free one."""
+
+    name = "host:port"
+
+    def convert(
+        self,
+        value: Any,  # noqa: ANN401 - click's signature
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> tuple[str, int]:
+        """Parse, or fail with what is wrong."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s/]+):(\d{1,5})", str(value))
+        if match is None or int(match[2]) > 65535:
+            self.fail(f"{value!r} is not HOST:PORT; write it as 0.0.0.0:31337", param, ctx)
+        return match[1].strip("[]"), int(match[2])
+
+
+HOST_PORT = HostPort()
+
+
+def split_peers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Let one --initial-peers, or SWARM_INITIAL_PEERS, hold several addresses with commas or spaces between them."""
+    return tuple(part for text in value for part in re.split(r"[,\s]+", text) if part)
+
+
+def common_options(function: Command) -> Command:
+    """Add the options that every long-running command takes."""
+    options = (
+        click.option(
+            "--initial-peers", multiple=True, callback=split_peers, help="MULTIADDR of a node to join through"
+        ),
+        click.option("--identity", type=click.Path(path_type=Path), default=None, help="key file; made at first use"),
+        click.option("--network", default="public", help="swarms of different names do not mix"),
+        click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),
+        click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info"),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function

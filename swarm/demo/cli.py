@@ -1,0 +1,67 @@
+"""`swarm-demo`: a whole swarm on this machine, in a minute, from nothing."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from swarm.commands import LOG_LEVELS, configure_logging, run_click
+from swarm.demo.local import LocalSwarm
+from swarm.errors import SwarmError
+
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+SPANS = ("0:4", "4:8", "8:12")
+PROMPT = '''def read_lines(path, encoding="utf-8"):
+    """Return the lines of a file."""
+'''
+
+
+@click.command("swarm-demo")
+@click.option("--prompt", default=PROMPT, help="the start of some Python code")
+@click.option("--max-new-tokens", type=click.IntRange(1, 400), default=96, show_default=True)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
+def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
+    """Start a bootstrap node and three servers of a small checkpoint on this machine, and generate through them.
+
+    The checkpoint comes with the package; nothing is downloaded, and nothing is left running.
+    """
+    configure_logging(log_level)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order
+    began = time.monotonic()
+    with LocalSwarm(CHECKPOINT, SPANS, on_start=lambda name: click.echo(f"starting {name}")) as swarm:
+        click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on three servers\n")
+        _generate(swarm, prompt, max_new_tokens)
+
+
+def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
+    """Stream a completion through the swarm, then say how it went."""
+    from swarm.client.auto import AutoDistributedModel  # noqa: PLC0415 - torch: while the servers load theirs
+    from swarm.client.text import TextOptions, continue_prompt, load_tokenizer  # noqa: PLC0415
+    from swarm.demo.streaming import TimedStreamer, local_model  # noqa: PLC0415
+
+    options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
+    tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
+    with AutoDistributedModel.from_pretrained(
+        CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network
+    ) as model:
+        streamer = TimedStreamer(tokenizer)
+        tokens = continue_prompt(model, tokenizer, prompt, options, streamer)
+        click.echo("\nroute:")
+        for hop in model.route:
+            click.echo(f"  blocks {hop.blocks!s:6} {hop.peer_id}  {hop.latency_ms:.1f} ms away")
+    click.echo(f"time to first token {1000 * streamer.first_s:.0f} ms, {streamer.tokens_per_s:.1f} tokens per second")
+    expected = continue_prompt(local_model(CHECKPOINT), tokenizer, prompt, options)
+    if tokens.tolist() != expected.tolist():
+        raise SwarmError("the swarm's tokens differ from the local model's")
+    click.echo(f"the local model gives the same {tokens.shape[1]} tokens")
+
+
+def main() -> None:
+    """Run the command."""
+    run_click(command)
+
+
+if __name__ == "__main__":
+    main()

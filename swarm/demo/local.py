@@ -1,0 +1,159 @@
+"""A swarm of real processes on this machine, bootstrap node and servers: for the demo, the tests, the benchmarks."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from swarm.errors import SwarmError
+from swarm.net.launch import command
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.02
+DESCRIPTORS_MAX = 4096
+MEMORY_BYTES_MAX = 1 << 46  # no limit of ours
+
+
+class LocalProcess:
+    """One command of the swarm, in a process of its own that cannot outlive this one."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], folder: Path, env: dict[str, str]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._ready_file = folder / f"{name}.json"
+        line = command(
+            sys.executable,
+            "-m",
+            module,
+            *arguments,
+            "--ready-file",
+            str(self._ready_file),
+            descriptors_max=DESCRIPTORS_MAX,
+            data_bytes_max=MEMORY_BYTES_MAX,
+        )
+        # In a process group of its own: Ctrl-C is for us, and we end our children in order.
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(  # noqa: S603 - our own commands
+                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
+            )
+        self.started_at = time.monotonic()
+        self._asked = False
+        self.ready: dict[str, Any] = {}
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> "LocalProcess":
+        """Wait until it says that it is ready. Raises SwarmError with what it printed if it ends or takes too long."""
+        while not self._ready_file.exists():
+            if self.process.poll() is not None:
+                raise SwarmError(f"{self.name} ended with code {self.process.returncode}: {self._last_lines()}")
+            if time.monotonic() - self.started_at > timeout_s:
+                raise SwarmError(f"{self.name} was not ready after {timeout_s:.0f} s: {self._last_lines()}")
+            time.sleep(POLL_S)
+        self.ready = json.loads(self._ready_file.read_text())
+        return self
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Ask it to end (SIGTERM), insist after a while (SIGKILL). Returns its exit code."""
+        self.ask_to_stop()
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        return self.process.wait()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, once: a second one would end it before it has cleaned up."""
+        if not self._asked and self.process.poll() is None:
+            self._asked = True
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), as a crash would."""
+        self.process.kill()
+        self.process.wait()
+
+    def _last_lines(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+class LocalSwarm:
+    """A bootstrap node and servers. A context manager: every process has ended when the block has.
+
+    spans: block ranges such as "0:4", one server each. options: more arguments for every server.
+    on_start: called with each process's name as it is started, for people who watch.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        spans: Iterable[str] = (),
+        *,
+        options: Sequence[str] = (),
+        network: str = "local",
+        log_level: str = "info",
+        env: dict[str, str] | None = None,
+        on_start: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.model = str(model)
+        self.network = network
+        self.servers: list[LocalProcess] = []
+        self.bootstrap: LocalProcess
+        self._spans = tuple(spans)
+        self._options = ("--threads", "1", *options)
+        self._common = ("--network", network, "--log-level", log_level)
+        self._env = {**os.environ, **(env or {})}
+        self._on_start = on_start
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as closing:
+            self.folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="swarm-local-")))
+            closing.callback(self._stop_all)
+            self._processes: list[LocalProcess] = []
+            self.bootstrap = self._start("bootstrap", "swarm.dht.cli", ())
+            self.bootstrap.wait_ready()
+            for blocks in self._spans:
+                self.start_server(blocks)
+            for server in self.servers:
+                server.wait_ready()
+            self._closing = closing.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    @property
+    def initial_peers(self) -> tuple[str, ...]:
+        """What others join through."""
+        return tuple(self.bootstrap.ready["addresses"])
+
+    def start_server(self, blocks: str, *options: str) -> LocalProcess:
+        """Start one more server; `wait_ready` waits for it."""
+        arguments = (self.model, "--blocks", blocks, "--p2p-listen", "127.0.0.1:0", *self._options)
+        peers = ("--initial-peers", ",".join(self.initial_peers))
+        server = self._start(f"server-{len(self.servers)}", "swarm.server.cli", (*arguments, *peers, *options))
+        self.servers.append(server)
+        return server
+
+    def _start(self, name: str, module: str, arguments: Sequence[str]) -> LocalProcess:
+        self._on_start(name)
+        common = ("--listen", "127.0.0.1:0", "--identity", str(self.folder / f"{name}.identity"), *self._common)
+        process = LocalProcess(name, module, (*common, *arguments), self.folder, self._env)
+        self._processes.append(process)
+        return process
+
+    def _stop_all(self) -> None:
+        """Servers first, all at once: they withdraw their announcements while the bootstrap node still listens."""
+        for server in self.servers:
+            server.ask_to_stop()
+        for process in reversed(self._processes):
+            process.stop()

@@ -1,0 +1,33 @@
+"""A tiny llama, whole and in three spans."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.families import make
+from tests.support.inprocess import inprocess
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("client") / "llama"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(make("llama")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="package")
+def full(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="package")
+def swarm(checkpoint):
+    with inprocess(checkpoint, "0:1", "1:4", "4:6") as swarm:
+        yield swarm
+
+
+@pytest.fixture
+def model(swarm):
+    with swarm.client() as model:
+        yield model

@@ -1,0 +1,140 @@
+"""Sessions: chunks, windows, refusals, deadlines and leases, over real channels."""
+
+import time
+
+import pytest
+import torch
+
+from swarm.client import session as session_module
+from swarm.errors import HopFailed, PromptTooLong, Refused, StepTimeout
+from tests.support.inprocess import inprocess
+
+IDS = torch.randint(3, 120, (2, 50), generator=torch.Generator().manual_seed(3))
+
+
+def eventually(condition, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.01)
+
+
+def leases(swarm):
+    return [(len(server.handler.sessions), server.pool.used_tokens) for server in swarm.servers]
+
+
+def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, model, full, monkeypatch):
+    monkeypatch.setattr(session_module, "CHUNK_BYTES", 2 * 3 * 64 * 4)  # three positions of two rows
+    with torch.no_grad():
+        expected = full(IDS).logits
+        got = model(IDS).logits
+    assert (got - expected).abs().max() < 1e-4  # sums in another order: many small products for one
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+def test_chunks_are_under_way_together_but_never_more_than_the_window(swarm, model, monkeypatch):
+    monkeypatch.setattr(session_module, "CHUNK_BYTES", 1)  # one position a chunk
+    most = 0
+    transmit = session_module.Session._transmit
+
+    def watched(self, flight):
+        nonlocal most
+        most = max(most, len(self._in_flight))
+        transmit(self, flight)
+
+    monkeypatch.setattr(session_module.Session, "_transmit", watched)
+    with torch.no_grad():
+        model(IDS)
+    assert 1 < most <= 9  # the window of 8, and the one that is just answered
+
+
+def test_a_padded_prefill_in_chunks_continues_token_by_token(model, full, monkeypatch):
+    monkeypatch.setattr(session_module, "CHUNK_BYTES", 2 * 7 * 64 * 4)
+    mask = torch.ones_like(IDS)
+    mask[0, :20] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(IDS, **arguments), full.generate(IDS, **arguments))
+
+
+def test_every_lease_is_back_after_a_generation(swarm, model):
+    model.generate(IDS, max_new_tokens=4, pad_token_id=0)
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+
+
+def test_a_session_refuses_to_outgrow_what_it_was_opened_for(model):
+    cache = model.new_cache(max_length=10)
+    with torch.no_grad():
+        model(IDS[:, :8], past_key_values=cache)
+        with pytest.raises(PromptTooLong, match="10"):
+            model(IDS[:, 8:12], past_key_values=cache)
+        model(IDS[:, 8:10], past_key_values=cache)  # the refusal cost nothing
+    assert cache.length == 10
+
+
+def test_a_server_without_room_is_asked_again_until_there_is_some(checkpoint, full):
+    with inprocess(checkpoint, "0:3") as swarm:
+        small = swarm.serve("3:6", cache_tokens=120)
+        with swarm.client() as one, swarm.client() as two:
+            cache = one.new_cache()
+            with torch.no_grad():
+                one(IDS, past_key_values=cache)  # 100 of the 120 tokens
+            timer = swarm.loop._loop.call_later
+            swarm.loop._loop.call_soon_threadsafe(timer, 0.5, cache.close)
+            with torch.no_grad():
+                got = two(IDS[:1]).logits
+                assert torch.equal(got, full(IDS[:1]).logits)
+        eventually(lambda: small.pool.used_tokens == 0)
+
+
+def test_a_server_that_never_has_room_ends_the_step_at_its_deadline(checkpoint):
+    with inprocess(checkpoint, "0:3") as swarm:
+        swarm.serve("3:6", cache_tokens=10)
+        with swarm.client(step_timeout_s=2.0) as model:
+            began = time.monotonic()
+            with pytest.raises((Refused, StepTimeout), match=r"3:6"):
+                model.generate(IDS[:1], max_new_tokens=2)
+            assert time.monotonic() - began < 6
+        eventually(lambda: leases(swarm) == [(0, 0)] * 2)
+
+
+def test_a_hop_that_ends_is_named_at_once(checkpoint):
+    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
+        cache = model.new_cache()
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        last = swarm.servers[-1]
+
+        async def crash():
+            await last._listener.close()
+
+        swarm.loop.run(crash())
+        began = time.monotonic()
+        with torch.no_grad(), pytest.raises(HopFailed) as caught:
+            model(IDS[:, :1], past_key_values=cache)
+        assert caught.value.peer == last.me.identity.peer_id
+        assert time.monotonic() - began < 3
+
+
+def test_a_collected_cache_frees_its_leases(swarm, model):
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    assert leases(swarm) == [(1, 100)] * 3
+    del cache
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+
+
+def test_rollback_and_gather_travel_with_the_next_step(model, full):
+    from transformers import DynamicCache
+
+    remote, local = model.new_cache(), DynamicCache(config=full.config)
+    with torch.no_grad():
+        for cache, runs in ((remote, model), (local, full)):
+            runs(IDS, past_key_values=cache)
+            cache.crop(-7)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([0, 3, 2]))
+        got = model(IDS[:1, :4].expand(3, -1), past_key_values=remote).logits
+        expected = full(IDS[:1, :4].expand(3, -1), past_key_values=local).logits
+    assert torch.equal(got, expected)

@@ -1,0 +1,176 @@
+"""`swarm-bootstrap` as a process."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.identity import Identity
+from tests.dht.support import NETWORK, is_running, node, soon
+
+COMMAND = [sys.executable, "-m", "swarm.dht.cli"]
+START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    process: subprocess.Popen[str]
+    ready: dict[str, object]
+    children: list[int]
+    folder: Path
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(self.ready["addresses"])  # type: ignore[arg-type]
+
+
+def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    line = [
+        *COMMAND,
+        "--listen",
+        "127.0.0.1:0",
+        "--network",
+        NETWORK,
+        "--identity",
+        str(folder / "identity"),
+        *arguments,
+    ]
+    env = os.environ | {"HOME": str(folder)} | environment
+    return subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def bootstrap(folder: Path, *arguments: str, **environment: str) -> Iterator[Bootstrap]:
+    ready = folder / "ready.json"
+    process = start(folder, "--ready-file", str(ready), *arguments, **environment)
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert children
+        yield Bootstrap(process, json.loads(ready.read_text()), children, folder)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.communicate()
+
+
+def gone(pids: list[int], within_s: float = 2.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_serves_and_ends_cleanly_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with bootstrap(tmp_path) as running:
+        assert running.ready["pid"] == running.process.pid
+        assert running.ready["peer_id"] == Identity.load_or_create(tmp_path / "identity").peer_id
+        async with node(tmp_path, "alice", running.addresses) as server:
+            assert server.neighbours() == (running.ready["peer_id"],)
+        running.process.send_signal(number)
+        code = await asyncio.to_thread(running.process.wait, 10)
+        assert code == 0
+        assert gone(running.children)
+        assert not (tmp_path / "ready.json").exists()
+        assert (tmp_path / "identity").stat().st_mode & 0o777 == 0o600
+
+
+def test_kill_9_leaves_no_child(tmp_path: Path) -> None:
+    with bootstrap(tmp_path) as running:
+        running.process.kill()
+        running.process.wait()
+        assert gone(running.children)
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with bootstrap(tmp_path) as running:
+        for child in running.children:
+            os.kill(child, signal.SIGSTOP)  # so that the orderly end takes its three seconds
+        running.process.terminate()
+        time.sleep(0.5)
+        assert running.process.poll() is None
+        running.process.terminate()
+        with soon(1):
+            assert running.process.wait(5) == 128 + signal.SIGTERM
+        assert gone(running.children)
+
+
+def test_a_signal_while_it_starts_ends_it_too(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts and says nothing: joining takes its time
+        peer = f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
+        process = start(tmp_path, "--initial-peers", peer)
+        mute.settimeout(20)
+        connection, _ = mute.accept()
+        children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        process.terminate()
+        _, errors = process.communicate(timeout=5)
+        assert (process.returncode, errors) == (0, "")
+        assert gone(children)
+        connection.close()
+
+
+def test_a_second_process_on_the_same_identity_is_refused(tmp_path: Path) -> None:
+    with bootstrap(tmp_path):
+        assert_ends(start(tmp_path), 2, "another process uses the identity")
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert_ends(start(tmp_path, "--listen", f"127.0.0.1:{port}"), 2, f"cannot listen on 127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--listen", "nonsense"], {}, "HOST:PORT"),
+        (["--listen", "127.0.0.1:70000"], {}, "HOST:PORT"),
+        (["--network", "Not A Name"], {}, "small letters"),
+        (["--initial-peers", "1.2.3.4:5"], {}, "/ip4/1.2.3.4/tcp/31337/p2p/12D3KooW"),
+        (["--log-level", "loud"], {}, "log-level"),
+        (["--no-such-option"], {}, "--no-such-option"),
+        (["--ready-file", "/proc/no/such/place"], {}, "ready file"),
+        (["--identity", "/proc/no/such/place"], {}, "identity"),
+        ([], {"SWARM_LOG_LEVEL": "loud"}, "log_level"),
+        ([], {"SWARM_INITIAL_PEERS": "one,two"}, "one"),
+    ],
+)
+def test_a_bad_argument_gets_one_line(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], words: str
+) -> None:
+    assert_ends(start(tmp_path, *arguments, **environment), 2, words)
+
+
+def test_unreachable_initial_peers_are_named_within_15_seconds(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        peer = f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
+        with soon(15):
+            assert_ends(start(tmp_path, "--initial-peers", peer), 1, peer)
+
+
+def assert_ends(process: subprocess.Popen[str], code: int, words: str) -> None:
+    _, errors = process.communicate(timeout=30)
+    lines = errors.strip().splitlines()
+    assert process.returncode == code, errors
+    assert len(lines) == 1, errors
+    assert lines[0].startswith("error: ")
+    assert words in lines[0]

@@ -1,0 +1,319 @@
+"""Nodes on loopback, each with its own p2pd."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
+from swarm.dht.directory import Directory
+from swarm.dht.node import SwarmNode
+from swarm.dht.protocol import pack_dictionary
+from swarm.dht.validator import Entry, RecordGate
+from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
+from swarm.identity import Identity
+from swarm.net.p2p import P2PConfig, running_daemon
+from tests.dht.support import NETWORK, ROOT, announcement, is_running, node, signed, soon
+
+ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
+
+
+def directory(of: SwarmNode, identity: Identity | None = None) -> Directory:
+    return Directory(of, identity=identity, network=NETWORK, clock=of.gate.clock)
+
+
+async def test_what_one_node_announces_a_client_finds(tmp_path: Path) -> None:
+    async with (
+        node(tmp_path, "boot") as boot,
+        node(tmp_path, "alice", boot.addresses, identity=ALICE) as server,
+        node(tmp_path, "client", boot.addresses, client=True) as client,
+    ):
+        assert server.peer_id == ALICE.peer_id
+        published = await directory(server, ALICE).announce(announcement(ALICE))
+        assert published.replicas == 1
+        (found,) = await directory(client).servers(ROOT, 12)
+        assert found == published.signed
+        assert [model.name for model in await directory(client).models()] == ["org/model"]
+        assert client.addresses == ()
+        await directory(server, ALICE).withdraw()
+
+
+async def test_p2pd_that_dies_is_replaced_and_the_record_announced_again(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
+        await directory(server, ALICE).announce(announcement(ALICE))
+        boot.storage._keys.clear()  # the other node forgets, so that only a second announcement can bring it back
+        dead, before = server.p2pd_pid, server.addresses
+        assert dead is not None
+        os.kill(dead, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while server.restarts < 1 or len(boot.storage) < 2:  # under its span and under its model
+                await asyncio.sleep(0.05)
+        assert len(await directory(boot).servers(ROOT, 12)) == 1
+        assert server.p2pd_pid not in {None, dead}
+        assert server.addresses == before, "the same peer at the same port"
+
+
+async def test_calls_wait_while_p2pd_is_replaced(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
+        os.kill(server.p2pd_pid or 0, signal.SIGKILL)
+        await asyncio.sleep(0.3)
+        with soon(10):
+            assert (await directory(server, ALICE).announce(announcement(ALICE))).replicas == 1
+
+
+async def test_a_deaf_connection_to_p2pd_is_noticed(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot:
+        assert boot._running is not None
+        boot._running.daemon.p2p._client.control._read_task.cancel()
+        async with asyncio.timeout(10):
+            while boot.restarts < 1:
+                await asyncio.sleep(0.05)
+
+
+async def test_closing_a_node_leaves_no_process_and_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    async with node(tmp_path, "boot") as boot:
+        pid = boot.p2pd_pid
+        assert pid is not None
+        assert list(temporary.iterdir())
+    assert not is_running(pid)
+    assert not list(temporary.iterdir())
+
+
+async def test_an_error_in_the_block_comes_out_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with node(tmp_path, "boot"):
+            _ = 1 / 0
+
+
+async def test_unreachable_initial_peers_are_named_within_15_seconds(tmp_path: Path) -> None:
+    gone = f"/ip4/127.0.0.1/tcp/9/p2p/{BOB.peer_id}"
+    silent = f"/ip4/127.0.0.1/tcp/{{}}/p2p/{BOB.peer_id}"
+    async with contextlib.AsyncExitStack() as stack:
+        listener = await asyncio.start_server(lambda _r, _w: asyncio.sleep(60), "127.0.0.1", 0)
+        stack.push_async_callback(listener.wait_closed)
+        stack.callback(listener.close)
+        mute = silent.format(listener.sockets[0].getsockname()[1])
+        with soon(15), pytest.raises(Unreachable) as caught:
+            async with node(tmp_path, "alice", (gone, mute)):
+                pytest.fail("it joined nobody")
+        assert gone in str(caught.value)
+        assert mute in str(caught.value)
+
+
+async def test_one_living_initial_peer_is_enough(tmp_path: Path) -> None:
+    gone = f"/ip4/127.0.0.1/tcp/9/p2p/{BOB.peer_id}"
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", (gone, *boot.addresses)) as server:
+        assert server.neighbours() == (boot.peer_id,)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "/ip4/1.2.3.4/tcp/5", "/p2p/12D3", "/ip4/1.2.3.4/tcp/5/p2p/zzz"])
+async def test_a_malformed_initial_peer_is_a_usage_error(tmp_path: Path, address: str) -> None:
+    with soon(5), pytest.raises(BadConfiguration, match="12D3KooW"):
+        async with node(tmp_path, "alice", (address,)):
+            pass
+
+
+@pytest.mark.parametrize("skew_s", [-40.0, 40.0])
+async def test_a_clock_forty_seconds_off_is_reported_before_anything_is_announced(
+    tmp_path: Path, skew_s: float
+) -> None:
+    async with node(tmp_path, "boot") as boot:
+        with pytest.raises(ClockSkew) as caught:
+            async with node(tmp_path, "alice", boot.addresses, clock=lambda: time.time() + skew_s):
+                pytest.fail("it joined")
+        assert caught.value.skew_s == pytest.approx(skew_s, abs=1)
+        assert len(boot.storage) == 0
+
+
+@pytest.mark.parametrize("skew_s", [-20.0, 20.0])
+async def test_a_clock_twenty_seconds_off_works(tmp_path: Path, skew_s: float) -> None:
+    def clock() -> float:
+        return time.time() + skew_s
+
+    async with (
+        node(tmp_path, "boot") as boot,
+        node(tmp_path, "alice", boot.addresses, identity=ALICE, clock=clock) as server,
+    ):
+        assert (await directory(server, ALICE).announce(announcement(ALICE))).replicas == 1
+        assert len(await directory(boot).servers(ROOT, 12)) == 1
+        assert len(await directory(server).servers(ROOT, 12)) == 1
+
+
+async def test_protocols_n_and_n_plus_1_live_in_one_swarm(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        boot = await stack.enter_async_context(node(tmp_path, "boot"))
+        today = await stack.enter_async_context(node(tmp_path, "a", boot.addresses, identity=ALICE))
+        tomorrow = await stack.enter_async_context(node(tmp_path, "b", boot.addresses, identity=BOB))
+        await directory(today, ALICE).announce(announcement(ALICE, hologram="a field of tomorrow"))
+        await directory(tomorrow, BOB).announce(announcement(BOB, protocol=2, hologram=True))
+        survey = await directory(boot).survey(ROOT, 12)
+        (found,) = survey.servers
+        assert found.announcement.unknown_fields == ("hologram",)
+        assert survey.other_protocols == (2,)
+
+
+async def test_the_port_of_another_p2pd_is_not_shared(tmp_path: Path) -> None:
+    async with running_daemon(P2PConfig(None, ("127.0.0.1", 0))) as daemon:
+        (address,) = await daemon.addresses()
+        port = int(address.split("/")[4])
+        with pytest.raises(AddressInUse, match=str(port)):
+            async with running_daemon(P2PConfig(None, ("127.0.0.1", port))):
+                pass
+
+
+def test_a_node_runs_in_a_loop_of_another_thread(tmp_path: Path) -> None:
+    """As in a client, with uvloop."""
+    found = []
+
+    async def main() -> None:
+        async with node(tmp_path, "boot") as boot, node(tmp_path, "c", boot.addresses, client=True) as client:
+            await directory(boot, ALICE).announce(announcement(ALICE))
+            found.extend(await directory(client).servers(ROOT, 12))
+
+    thread = threading.Thread(target=lambda: uvloop.run(main()))
+    thread.start()
+    thread.join(30)
+    assert len(found) == 1
+
+
+# --- dial-back -------------------------------------------------------------------------------------------------------
+
+
+class Dialler:
+    """Reaches what it is told can be reached, and remembers what it was asked to dial."""
+
+    def __init__(self, *reachable: str) -> None:
+        self.reachable = reachable
+        self.dialled: list[tuple[str, bytes, bytes]] = []
+
+    async def __call__(self, address: str, public_key: bytes, channel_key: bytes) -> None:
+        self.dialled.append((address, public_key, channel_key))
+        if address not in self.reachable:
+            raise HandshakeFailed(address, "another key")
+
+
+async def test_a_helper_dials_the_askers_addresses_and_says_which_answered(tmp_path: Path) -> None:
+    dialler = Dialler("127.0.0.1:4000")
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
+        await serve_dial_back(boot, dialler)
+        addresses = ("127.0.0.1:4000", "127.0.0.1:4001")
+        published = await directory(server, ALICE).announce(announcement(ALICE, addresses=addresses, state="joining"))
+        result = await ask_dial_back(server, published.signed)
+        assert (result.answered, result.silent) == (("127.0.0.1:4000",), ("127.0.0.1:4001",))
+        assert result.helper == boot.peer_id
+        keys = ALICE.public_key, bytes.fromhex("cd" * 32)
+        assert sorted(dialler.dialled) == [(address, *keys) for address in addresses]
+
+
+async def test_a_helper_dials_nothing_for_somebody_elses_record(tmp_path: Path) -> None:
+    dialler = Dialler()
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "bob", boot.addresses, identity=BOB) as mallory:
+        await serve_dial_back(boot, dialler)
+        alices = await directory(boot, ALICE).announce(announcement(ALICE))
+        with pytest.raises(Unreachable, match="not the asker's own"):
+            await ask_dial_back(mallory, alices.signed)
+        assert dialler.dialled == []
+
+
+async def test_a_helper_limits_how_often_it_is_asked_and_survives_garbage(tmp_path: Path) -> None:
+    dialler = Dialler()
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
+        await serve_dial_back(boot, dialler)
+        for garbage in (b"", (2**32 - 1).to_bytes(4, "big"), b"\x00\x00\x00\x03abc"):
+            reader, writer = await server.open_stream(boot.peer_id, PROTOCOL)
+            writer.write(garbage)
+            writer.write_eof()
+            await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+        signed = (await directory(server, ALICE).announce(announcement(ALICE))).signed
+        for _ in range(2):  # of the three at once; the third garbage was read
+            await ask_dial_back(server, signed)
+        with pytest.raises(Unreachable, match="slow down"):
+            await ask_dial_back(server, signed)
+        assert len(dialler.dialled) == 2
+
+
+async def test_a_server_without_helpers_is_told_so(tmp_path: Path) -> None:
+    async with node(tmp_path, "alone") as alone:
+        signed = (await directory(alone, ALICE).announce(announcement(ALICE))).signed
+        with pytest.raises(Unreachable, match="none is known"):
+            await ask_dial_back(alone, signed)
+
+
+def test_an_answer_is_strict() -> None:
+    with pytest.raises(ValueError, match="answered"):
+        Answer.model_validate_json('{"answered": 5}')
+
+
+# --- staying responsive ----------------------------------------------------------------------------------------------
+
+
+async def test_a_full_key_is_verified_in_slices(tmp_path: Path) -> None:
+    owners = [Identity(i.to_bytes(32, "big")) for i in range(1, 257)]
+    records = [signed(owner) for owner in owners]
+    async with node(tmp_path, "boot") as boot:
+        entries = [
+            Entry(data, facts, facts.span) for data in records if (facts := RecordGate(NETWORK, time.time).facts(data))
+        ]
+        assert boot._running is not None
+        turns = 0
+
+        async def other_work() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            other = group.create_task(other_work())
+            believed = await boot._running.protocol._believed(entries[0].place.key, pack_dictionary(entries))
+            other.cancel()
+        assert len(believed) == 256
+        assert turns >= 256 // 24
+
+
+async def test_a_frozen_p2pd_is_noticed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.net.p2p.PROBE_S", 0.5)
+    async with node(tmp_path, "boot") as boot:
+        frozen = boot.p2pd_pid
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        async with asyncio.timeout(15):
+            while boot.restarts < 1:
+                await asyncio.sleep(0.05)
+        assert not is_running(frozen)
+
+
+async def test_a_killed_processes_folder_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("swarm-p2p-4194305-abc", f"swarm-p2p-{os.getpid()}-abc", "swarm-p2p-notes"):
+        (tmp_path / name).mkdir()
+    async with running_daemon(P2PConfig(None, None)):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"swarm-p2p-{os.getpid()}-abc", "swarm-p2p-notes"]
+
+
+async def test_a_clock_that_goes_wrong_later_does_not_end_a_running_node(tmp_path: Path) -> None:
+    skew_s = 0.0
+    async with (
+        node(tmp_path, "boot") as boot,
+        node(tmp_path, "alice", boot.addresses, clock=lambda: time.time() + skew_s) as server,
+    ):
+        skew_s = 100.0
+        os.kill(server.p2pd_pid or 0, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while server.restarts < 1:
+                await asyncio.sleep(0.05)
+        assert server.neighbours() == (boot.peer_id,)

@@ -1,0 +1,191 @@
+"""Stock `generate()` over three server processes gives what the full local model gives, in every mode."""
+
+import copy
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from tests.support.swarms import World, prompt, world
+
+FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom")
+LOGITS_TOLERANCE = 1e-5  # float32. 0.0 where measured; a BLAS may take another kernel where memory is aligned otherwise
+SAME = {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
+ONE = torch.cat([prompt(1, 9)] * 3, dim=1)[:, :21]  # repeats itself, so that prompt look-up finds something
+THREE = prompt(3, 14)
+
+# What a mode passes to generate(); "ids" replaces the prompt, "assistant_model" is filled in by the test.
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "batch": {"ids": THREE},
+    "sampling": {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "top_k": 20},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "beam search": {"num_beams": 4},
+    "beam search of a batch, several returned": {"ids": THREE, "num_beams": 4, "num_return_sequences": 2},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+    "several returned": {"do_sample": True, "num_return_sequences": 3},
+    "assisted": {"assistant_model": None},
+    "assisted sampling": {"assistant_model": None, "do_sample": True},
+    "prompt look-up": {"prompt_lookup_num_tokens": 4},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "no cache": {"use_cache": False},
+    "stopping criteria": {
+        "stopping_criteria": [lambda ids, scores, **_: torch.full((ids.shape[0],), ids.shape[1] >= 30)]
+    },
+}
+CHANGES_SHAPES = {"assisted", "assisted sampling", "prompt look-up"}  # some steps have more positions than others
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def running(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], home: Path) -> Iterator[World]:
+    if request.param == "llama":
+        yield request.getfixturevalue("llama")
+        return
+    with world(checkpoint(request.param), home) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(running: World) -> PreTrainedModel:
+    return running.client()
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generates_what_the_full_model_generates(running: World, client: PreTrainedModel, mode: str):
+    arguments = dict(MODES[mode])
+    ids = arguments.pop("ids", ONE)
+
+    def run(model: PreTrainedModel):
+        if "assistant_model" in arguments:
+            arguments["assistant_model"] = noised(running.full)  # it learns while it assists: a fresh one each time
+        torch.manual_seed(7)
+        return model.generate(ids, **SAME, **arguments, return_dict_in_generate=True, output_logits=True)
+
+    expected, got = run(running.full), run(client)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert expected.sequences.shape[1] > ids.shape[1]
+    assert len(expected.logits) == len(got.logits)
+    assert difference(expected.logits, got.logits) <= LOGITS_TOLERANCE
+
+
+def test_a_left_padded_batch_generates_what_the_full_model_generates(running: World, client: PreTrainedModel):
+    mask = torch.ones_like(THREE)
+    mask[0, :5] = 0
+    mask[1, :1] = 0
+    ids = THREE * mask
+    unpadded = torch.ones_like(mask)
+
+    def run(model: PreTrainedModel, mask: Tensor, **mode: Any):
+        return model.generate(
+            ids, attention_mask=mask, **SAME, **mode, return_dict_in_generate=True, output_logits=True
+        )
+
+    for mode in ({}, {"num_beams": 2}):
+        expected, got = run(running.full, mask, **mode), run(client, mask, **mode)
+        assert torch.equal(expected.sequences, got.sequences)
+        assert difference(expected.logits, got.logits) <= LOGITS_TOLERANCE
+        assert difference(expected.logits, run(running.full, unpadded, **mode).logits) > 100 * LOGITS_TOLERANCE
+
+
+def test_a_streamer_sees_every_token_as_it_comes(client: PreTrainedModel):
+    class Collector:
+        def __init__(self):
+            self.pieces, self.ended = [], False
+
+        def put(self, value: Tensor):
+            self.pieces.append(value.flatten().tolist())
+
+        def end(self):
+            self.ended = True
+
+    streamer = Collector()
+    got = client.generate(ONE, streamer=streamer, **SAME)
+    assert functools.reduce(operator.iadd, streamer.pieces, []) == got[0].tolist()
+    assert len(streamer.pieces) == 1 + SAME["max_new_tokens"]
+    assert streamer.ended
+
+
+def test_a_chat_continues_with_the_cache_of_the_turn_before(running: World, client: PreTrainedModel):
+    def chat(model: PreTrainedModel, cache: object) -> Tensor:
+        first = model.generate(ONE, past_key_values=cache, **SAME)
+        return model.generate(torch.cat([first, THREE[:1]], dim=1), past_key_values=cache, **SAME)
+
+    expected = chat(running.full, DynamicCache(config=running.full.config))
+    assert torch.equal(expected, chat(client, client.new_cache()))
+
+
+def test_a_returned_cache_continues_the_chat(running: World, client: PreTrainedModel):
+    def chat(model: PreTrainedModel) -> Tensor:
+        first = model.generate(ONE, return_dict_in_generate=True, **SAME)
+        longer = torch.cat([first.sequences, THREE[:1]], dim=1)
+        return model.generate(longer, past_key_values=first.past_key_values, **SAME)
+
+    assert torch.equal(chat(running.full), chat(client))
+
+
+def test_an_inference_session_keeps_the_chat_on_the_servers(running: World, client: PreTrainedModel):
+    text = ONE
+    with client.inference_session(max_length=200) as session:
+        for turn in range(3):
+            before = session.length
+            got = client.generate(text, **SAME)
+            assert torch.equal(running.full.generate(text, **SAME), got)
+            assert session.length == got.shape[1] - 1  # the last token has not been through the blocks
+            assert turn == 0 or before > ONE.shape[1]
+            text = torch.cat([got, prompt(1, 4, seed=turn)], dim=1)
+
+
+def test_a_hand_written_loop_over_past_key_values_gives_the_same_logits(running: World, client: PreTrainedModel):
+    def loop(model: PreTrainedModel) -> list[Tensor]:
+        logits, cache, ids = [], None, ONE
+        for _ in range(12):
+            out = model(ids, past_key_values=cache)
+            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            logits.append(out.logits)
+        return logits
+
+    assert difference(loop(running.full), loop(client)) <= LOGITS_TOLERANCE
+
+
+def test_one_forward_gives_the_full_models_logits(running: World, client: PreTrainedModel):
+    for ids in (ONE, THREE):
+        assert difference([running.full(ids).logits], [client(ids).logits]) <= LOGITS_TOLERANCE
+        without = client(ids, use_cache=False)
+        assert difference([running.full(ids, use_cache=False).logits], [without.logits]) <= LOGITS_TOLERANCE
+        assert without.get("past_key_values") is None
+
+
+def test_the_route_has_the_three_servers_in_order(running: World, client: PreTrainedModel):
+    client.generate(ONE, **SAME)
+    assert [str(hop.blocks) for hop in client.route] == ["0:1", "1:4", "4:6"]
+    assert [hop.peer_id for hop in client.route] == [server.ready["peer_id"] for server in running.swarm.servers]
+
+
+def noised(full: PreTrainedModel) -> PreTrainedModel:
+    """A draft that is often right: the model itself with some noise."""
+    draft = copy.deepcopy(full)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * parameter.abs().mean() * 0.05)
+    return draft
+
+
+def difference(left: list[Tensor], right: list[Tensor]) -> float:
+    """The largest absolute difference."""
+    assert [x.shape for x in left] == [x.shape for x in right]
+    assert left
+    return max(float((x - y).abs().max()) for x, y in zip(left, right, strict=True))

@@ -1,0 +1,87 @@
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from swarm.errors import P2PFailed, Unreachable
+from swarm.identity import Identity
+from swarm.net.p2p import Daemon, P2PConfig, running_daemon, supervise
+from tests.dht.support import is_running, soon
+
+PARENT = """
+import subprocess, sys, time
+from swarm.net.launch import command
+child = subprocess.Popen(command("/bin/sleep", "60", descriptors_max=99, data_bytes_max=1 << 30))
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_launched_child_has_its_limits_and_dies_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            deadline = time.monotonic() + 5
+            while "sleep" not in _file(child, "comm"):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            limits = [line.split() for line in _file(child, "limits").splitlines()]
+            assert ["Max", "open", "files", "99", "99", "files"] in limits
+            assert ["Max", "data", "size", "1073741824", "1073741824", "bytes"] in limits
+        finally:
+            parent.kill()
+    deadline = time.monotonic() + 2
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _file(pid: int, name: str) -> str:
+    with open(f"/proc/{pid}/{name}") as file:
+        return file.read()
+
+
+async def test_connecting_gives_up_at_its_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        async with running_daemon(P2PConfig(None, None)) as daemon:
+            address = f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
+            with soon(1.5), pytest.raises(Unreachable, match="12D3KooW"):
+                await daemon.connect(address, 0.5)
+
+
+async def test_a_p2pd_that_does_not_start_is_reported_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.net.p2p._program", lambda: "/bin/false")
+    with pytest.raises(P2PFailed, match="did not start"):
+        async with running_daemon(P2PConfig(None, None)):
+            pass
+
+
+async def test_a_p2pd_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.net.p2p.BACKOFF_S", (0.01,))
+    monkeypatch.setattr("swarm.net.p2p.RESTARTS_MAX", 2)
+    started = []
+
+    @contextlib.asynccontextmanager
+    async def attach(daemon: Daemon) -> AsyncIterator[None]:
+        started.append(daemon.pid)
+        os.kill(daemon.pid, signal.SIGKILL)
+        yield
+
+    with pytest.raises(P2PFailed, match="3 times in a row"):
+        await supervise(P2PConfig(None, None), attach)
+    assert len(started) == 3
+    assert not any(is_running(pid) for pid in started)
+
+
+async def test_the_relay_service_is_off() -> None:
+    async with running_daemon(P2PConfig(None, ("127.0.0.1", 0))) as daemon:
+        line = _file(daemon.pid, "cmdline").split("\0")
+        assert "-relayService=0" in line
+        assert "-autonat=0" in line

@@ -1,0 +1,90 @@
+"""A swarm inside the test's process: real sockets, channels, compute threads and models; the directory is in memory.
+
+Quicker to start than processes, and a test can look inside. What needs processes or a real DHT is in tests/integration.
+"""
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import torch
+
+from swarm.blocks import Blocks
+from swarm.client.model import DistributedModel, distribute
+from swarm.client.runtime import LoopThread
+from swarm.client.swarm import ClientOptions, Swarm
+from swarm.dht.directory import Directory
+from swarm.dht.store import MemoryStore
+from swarm.identity import Identity
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.loading import load_ends, load_span
+from swarm.net.channel import Self
+from swarm.net.noise import ChannelKey
+from swarm.net.tcp import Listener
+from swarm.server.server import Server, ServerOptions
+
+NETWORK = "inprocess"
+
+
+class InProcessSwarm:
+    """Servers in one event loop, each with its compute thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.checkpoint = open_checkpoint(directory)
+        self.store = MemoryStore.make(NETWORK, time.time)
+        self.loop = LoopThread()
+        self.servers: list[Server] = []
+
+    def serve(self, blocks: str, *, cache_tokens: int = 100_000) -> Server:
+        """Start a server of these blocks and announce it."""
+        span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=torch.float32)
+
+        async def start() -> Server:
+            identity = Identity.generate()
+            me = Self(identity, ChannelKey(), NETWORK)
+            options = ServerOptions(cache_tokens=cache_tokens, threads=1)
+            server = Server(self.checkpoint, span, me, Listener(me, "127.0.0.1", 0), options)
+            await server.start()
+            await self.directory(identity).announce(server.announcement("online"))
+            return server
+
+        self.servers.append(self.loop.run(start()))
+        return self.servers[-1]
+
+    def directory(self, identity: Identity | None = None) -> Directory:
+        """A view of the directory, for reading or for one identity to announce in."""
+        return Directory(self.store, identity=identity, network=NETWORK, clock=time.time)
+
+    def client(self, *, step_timeout_s: float = 30.0) -> DistributedModel:
+        """A distributed model; `close` it."""
+
+        @asynccontextmanager
+        async def join() -> AsyncIterator[Directory]:
+            yield self.directory()
+
+        options = ClientOptions(network=NETWORK, step_timeout_s=step_timeout_s)
+        swarm = Swarm(self.checkpoint, torch.float32, join, Identity.generate(), options)
+        return distribute(load_ends(self.checkpoint, dtype=torch.float32), swarm)
+
+    def close(self) -> None:
+        """End every server."""
+
+        async def stop() -> None:
+            for server in self.servers:
+                await server.stop()
+
+        self.loop.run(stop())
+        self.loop.stop()
+
+
+@contextmanager
+def inprocess(directory: Path, *spans: str) -> Iterator[InProcessSwarm]:
+    """Run servers of these spans while the block runs."""
+    swarm = InProcessSwarm(directory)
+    try:
+        for blocks in spans:
+            swarm.serve(blocks)
+        yield swarm
+    finally:
+        swarm.close()

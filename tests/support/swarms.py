@@ -1,0 +1,88 @@
+"""Swarms of real processes for tests: a family's tiny checkpoint, the stock model beside it, and clients."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm import AutoDistributedModel
+from swarm.demo.local import LocalSwarm
+from tests.model.rings import save_family
+
+REPOSITORY = Path(__file__).parents[2]
+SPANS = ("0:1", "1:4", "4:6")
+NETWORK = "local"
+
+
+@dataclass(slots=True)
+class World:
+    """One checkpoint, the whole stock model of it, and a running swarm that serves it."""
+
+    directory: Path
+    full: PreTrainedModel
+    swarm: LocalSwarm
+    _closing: ExitStack
+
+    def client(self, **options: Any) -> PreTrainedModel:
+        """Join with a fresh client; it leaves when the world ends, if not before."""
+        return self._closing.enter_context(join(self.directory, self.swarm, **options))
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Variables for children: they find the package, and no file of whoever runs the tests."""
+    names = {"XDG_CACHE_HOME": "cache", "XDG_CONFIG_HOME": "config", "XDG_DATA_HOME": "data"}
+    return {"PYTHONPATH": str(REPOSITORY), **{name: str(home / folder) for name, folder in names.items()}}
+
+
+@contextmanager
+def world(directory: Path, home: Path, spans: Sequence[str] = SPANS, **options: Any) -> Iterator[World]:
+    """Run a swarm on a checkpoint. options: as for LocalSwarm."""
+    full = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with LocalSwarm(directory, spans, env=environment(home), **options) as swarm, ExitStack() as closing:
+        yield World(directory, full, swarm, closing)
+
+
+@contextmanager
+def join(directory: Path, swarm: LocalSwarm, **options: Any) -> Iterator[PreTrainedModel]:
+    """A client of a swarm."""
+    model = AutoDistributedModel.from_pretrained(
+        directory, initial_peers=swarm.initial_peers, network=swarm.network, **options
+    )
+    try:
+        yield model
+    finally:
+        model.close()
+        gc.collect()
+
+
+def make_checkpoint(name: str, directory: Path) -> Path:
+    """Write a family's tiny checkpoint, in several files."""
+    return save_family(name, directory)
+
+
+def eventually(what: Callable[[], object], within_s: float, every_s: float = 0.02) -> Any:
+    """Wait until `what()` is true and return it; fail with its last value after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not (value := what()):
+        assert time.monotonic() < deadline, (
+            f"not within {within_s} s: {getattr(what, '__name__', what)} gives {value!r}"
+        )
+        time.sleep(every_s)
+    return value
+
+
+def prompt(batch: int, tokens: int, seed: int = 1) -> torch.Tensor:
+    """Random token ids without special ones, [batch, tokens]."""
+    return torch.randint(3, 120, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def quiet_logs() -> None:
+    """Keep the client's own log lines out of the tests' output."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))

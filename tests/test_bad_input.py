@@ -1,0 +1,192 @@
+"""Bad input gets one clear line and exit code 2 (or 1 where the swarm is at fault), and nothing is left behind."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm.client.auto import AutoDistributedModel
+from swarm.demo.local import LocalSwarm
+from swarm.errors import BadBlocks, BadConfiguration, NoRoute, PromptTooLong, RootMismatch, Unreachable, UsageError
+from tests.families import make
+
+DEADLINE_S = 90
+NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWFMDVnT56zXjeXTfXZUPKEiFD6YCeEViLNE5eAq21BB3e"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(make("llama")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def swarm(model):
+    """A bootstrap node and one server of half of the blocks."""
+    with LocalSwarm(model, ["0:3"]) as swarm:
+        yield swarm
+
+
+def serve(folder, *arguments, **env):
+    """Run swarm-serve and return its exit code and its last line, with the seconds that it took."""
+    began = time.monotonic()
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "swarm.server.cli", "--listen", "127.0.0.1:0", "--p2p-listen", "127.0.0.1:0"),
+            *("--identity", str(folder / "identity"), "--network", "local", *map(str, arguments)),
+        ],
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **env},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) <= 1, run.stderr
+    assert "Traceback" not in run.stderr, run.stderr
+    return run.returncode, errors[0] if errors else run.stderr, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [("4:2", "it is reversed"), ("3:3", "it is empty"), ("a:b", "not a range"), ("-1:2", "not a range")],
+)
+def test_a_block_range_that_is_none_is_refused_at_once(tmp_path, model, blocks, says):
+    code, line, took_s = serve(tmp_path, model, f"--blocks={blocks}")
+    assert (code, blocks in line, says in line) == (2, True, True), line
+    assert took_s < 5, "it must not load torch for that"
+
+
+def test_blocks_out_of_range_name_the_range(tmp_path, model):
+    code, line, _ = serve(tmp_path, model, "--blocks", "4:9")
+    assert code == 2
+    assert "the model has blocks 0:6" in line
+
+
+def test_a_missing_model_says_what_a_model_is(tmp_path):
+    code, line, _ = serve(tmp_path, tmp_path / "nothing", "--blocks", "0:1")
+    assert code == 2
+    assert "no such model" in line
+    code, line, took_s = serve(tmp_path, "--blocks", "0:1")
+    assert code == 2
+    assert "SWARM_MODEL" in line
+    assert took_s < 5
+
+
+def test_a_model_of_pickles_is_refused(tmp_path, model):
+    folder = tmp_path / "pickles"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    code, line, _ = serve(tmp_path, folder, "--blocks", "0:1")
+    assert code == 2
+    assert "safetensors" in line
+
+
+def test_an_architecture_that_cannot_be_split_is_named(tmp_path):
+    folder = tmp_path / "recurrent"
+    AutoModelForCausalLM.from_config(make("recurrent_gemma")).save_pretrained(folder)
+    code, line, _ = serve(tmp_path, folder, "--blocks", "0:1")
+    assert code == 2
+    assert "recurrent_gemma" in line
+
+
+def test_a_port_in_use_is_named(tmp_path, model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, line, _ = serve(tmp_path, model, "--blocks", "0:1", "--listen", f"127.0.0.1:{port}")
+        assert (code, str(port) in line) == (2, True), line
+        code, line, _ = serve(tmp_path, model, "--blocks", "0:1", "--p2p-listen", f"127.0.0.1:{port}")
+        assert (code, str(port) in line) == (2, True), line
+
+
+def test_unreachable_initial_peers_are_reported_within_15_s(tmp_path, model):
+    code, line, _ = serve(tmp_path, model, "--blocks", "0:1", "--initial-peers", NOWHERE)
+    assert code == 1
+    assert NOWHERE in line
+    began = time.monotonic()
+    with pytest.raises(Unreachable):
+        AutoDistributedModel.from_pretrained(model, initial_peers=[NOWHERE])
+    assert time.monotonic() - began < 15
+
+
+def test_a_malformed_peer_address_is_a_usage_error(model):
+    with pytest.raises(UsageError, match="12D3KooW"):
+        AutoDistributedModel.from_pretrained(model, initial_peers=["1.2.3.4:31337"])
+
+
+def test_no_initial_peers_say_where_they_can_come_from(model, monkeypatch):
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
+    with pytest.raises(BadConfiguration, match="SWARM_INITIAL_PEERS"):
+        AutoDistributedModel.from_pretrained(model)
+
+
+def test_a_checkpoint_that_differs_from_the_swarms_is_refused_on_both_sides(tmp_path, model, swarm):
+    other = tmp_path / model.name
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(make("llama")).save_pretrained(other)
+    peers = ",".join(swarm.initial_peers)
+    code, line, _ = serve(tmp_path, other, "--blocks", "0:1", "--initial-peers", peers)
+    assert code == 1
+    assert swarm.servers[0].ready["root"] in line
+    with (
+        AutoDistributedModel.from_pretrained(other, initial_peers=swarm.initial_peers, network="local") as distributed,
+        pytest.raises(RootMismatch, match=swarm.servers[0].ready["root"]),
+    ):
+        distributed.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+def test_blocks_that_nobody_serves_are_named(model, swarm):
+    with (
+        AutoDistributedModel.from_pretrained(model, initial_peers=swarm.initial_peers, network="local") as distributed,
+        pytest.raises(NoRoute, match="blocks 3:6") as caught,
+    ):
+        distributed.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+    assert caught.value.missing == (3, 4, 5)
+
+
+def test_another_dtype_than_anybody_serves_says_which_there_is(model, swarm):
+    with (
+        AutoDistributedModel.from_pretrained(
+            model, initial_peers=swarm.initial_peers, network="local", dtype=torch.bfloat16
+        ) as distributed,
+        pytest.raises(NoRoute, match="bfloat16"),
+    ):
+        distributed.blocks[0:3](torch.zeros(1, 2, 64))
+
+
+def test_a_prompt_longer_than_the_model_allows_is_refused(model, swarm):
+    with AutoDistributedModel.from_pretrained(model, initial_peers=swarm.initial_peers, network="local") as distributed:
+        limit = distributed.config.max_position_embeddings
+        with pytest.raises(PromptTooLong, match=str(limit)):
+            distributed(torch.full((1, limit + 1), 5))
+        with pytest.raises(BadBlocks):
+            distributed.blocks[2:9]
+        with pytest.raises(UsageError):
+            distributed.blocks[0:3](torch.zeros(1, 2, 65))
+
+
+def test_bad_settings_name_the_setting(tmp_path, model):
+    code, line, _ = serve(tmp_path, model, "--blocks", "0:1", SWARM_NETWORK="Not Allowed")
+    assert (code, "network" in line) == (2, True), line
+    code, line, _ = serve(tmp_path, model, "--blocks", "0:1", "--cache-tokens", "none")
+    assert (code, "cache-tokens" in line) == (2, True), line
+
+
+def test_a_refused_start_leaves_no_ready_file_and_no_process(tmp_path, model):
+    ready = tmp_path / "ready.json"
+    ready.write_text(json.dumps({"stale": True}))
+    code, _, _ = serve(tmp_path, model, "--blocks", "4:9", "--ready-file", ready)
+    assert code == 2
+    assert not ready.exists()
+    children = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert not re.search(re.escape(str(tmp_path)), children)
