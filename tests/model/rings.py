@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ class Pair:
     full: PreTrainedModel
     checkpoint: Checkpoint
     ends: PreTrainedModel
+    loaded: dict[tuple[int, int], Span] = field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path) -> "Pair":
@@ -48,7 +49,11 @@ class Pair:
         return cls(AutoModelForCausalLM.from_pretrained(directory).eval(), checkpoint, load_ends(checkpoint))
 
     def spans(self, *cuts: tuple[int, int]) -> list[Span]:
-        return [load_span(self.checkpoint, Blocks(*cut)) for cut in cuts]
+        """Spans of these blocks, each loaded by itself and kept; their weights are not to be changed."""
+        for cut in cuts:
+            if cut not in self.loaded:
+                self.loaded[cut] = load_span(self.checkpoint, Blocks(*cut))
+        return [self.loaded[cut] for cut in cuts]
 
     def ring(self, spans: list[Span], rollback_max: int = 0) -> "Ring":
         return Ring(self, spans, rollback_max)
