@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from swarm.blocks import Blocks
 from swarm.model.cache import SpanCache
@@ -23,8 +23,13 @@ CUTS = ((0, 1), (1, 4), (4, 6))  # uneven; the second and third are without bloc
 
 def save_family(name: str, directory: Path) -> Path:
     """Write a family's tiny random model as a checkpoint of several files."""
+    return save_model(make(name), directory)
+
+
+def save_model(config: PretrainedConfig, directory: Path) -> Path:
+    """Write a random model of this config."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make(name)).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Biases that are all zero and norms that are all one would hide mistakes.
