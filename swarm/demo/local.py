@@ -152,7 +152,7 @@ class LocalSwarm:
         return process
 
     def _stop_all(self) -> None:
-        """Servers first, all at once: they withdraw their announcements while the bootstrap node is there to be told."""
+        """Servers first, all at once: they withdraw their announcements while the bootstrap node still listens."""
         for server in self.servers:
             server.ask_to_stop()
         for process in reversed(self._processes):
