@@ -48,7 +48,7 @@ def encode_tensor(tensor: Tensor) -> memoryview:
     host = tensor.detach().cpu().contiguous()
     if host.dtype is torch.bfloat16:  # numpy has no such type
         host = host.view(torch.int16)
-    return memoryview(host.numpy()).cast("B")
+    return memoryview(host.numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> tuple[Tensor | None, ...]:
