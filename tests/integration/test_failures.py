@@ -1,0 +1,171 @@
+"""What people see when servers die, leave, fill up or are started twice."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from swarm.demo.local import LocalSwarm
+from swarm.dht.directory import Directory
+from swarm.dht.node import NodeConfig, open_node
+from swarm.errors import HopFailed, NoRoute, Refused
+from swarm.model.checkpoint import open_checkpoint
+from swarm.net.p2p import P2PConfig
+from tests.support.swarms import NETWORK, World, environment, eventually, prompt, world
+
+SAME = {"pad_token_id": 0, "eos_token_id": None}
+POOL_TOKENS = 48
+REFRESH_WITHIN_S = 40.0  # an announcement is refreshed every 20 s
+
+
+@pytest.fixture
+def two_hops(checkpoint: Callable[[str], Path], home: Path) -> Iterator[World]:
+    """A swarm to be broken."""
+    with world(checkpoint("llama"), home, spans=("0:3", "3:6")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: Callable[[str], Path], home: Path) -> Iterator[World]:
+    """One server with little room for keys and values."""
+    with world(checkpoint("llama"), home, spans=("0:6",), options=("--cache-tokens", str(POOL_TOKENS))) as running:
+        yield running
+
+
+class After:
+    """A streamer that does something after some tokens."""
+
+    def __init__(self, tokens: int, action: Callable[[], object]):
+        self.left, self.action = tokens, action
+
+    def put(self, value: Tensor):
+        self.left -= 1
+        if self.left == 0:
+            self.action()
+
+    def end(self):
+        pass
+
+
+def test_a_server_killed_mid_generation_is_a_named_error_and_the_next_one_takes_its_place(two_hops: World):
+    model = two_hops.client()
+    victim = two_hops.swarm.servers[1]
+    began = time.monotonic()
+    with pytest.raises(HopFailed) as failed:
+        model.generate(prompt(1, 6), max_new_tokens=200, streamer=After(5, victim.kill), **SAME)
+    assert failed.value.peer == victim.ready["peer_id"]
+    assert failed.value.span == "3:6"
+    assert time.monotonic() - began < 10
+
+    replacement = two_hops.swarm.start_server("3:6").wait_ready()
+    got = model.generate(prompt(1, 6), max_new_tokens=8, **SAME)  # the dead one's record is still there for a while
+    assert torch.equal(got, two_hops.full.generate(prompt(1, 6), max_new_tokens=8, **SAME))
+    assert model.route[1].peer_id == replacement.ready["peer_id"]
+
+
+def test_a_server_that_is_asked_to_stop_withdraws_and_leaves_nothing_behind(two_hops: World):
+    with two_hops.client() as model:
+        model.generate(prompt(1, 6), max_new_tokens=2, **SAME)
+    leaving = two_hops.swarm.servers[1]
+    children = psutil.Process(leaving.process.pid).children(recursive=True)
+    assert len(children) == 1  # p2pd
+    leaving.ask_to_stop()
+    assert leaving.process.wait(timeout=20) == 0
+    assert not any(running(child) for child in children)
+    began = time.monotonic()
+    with two_hops.client() as model, pytest.raises(NoRoute) as nobody:
+        model.generate(prompt(1, 6), max_new_tokens=2, **SAME)
+    assert nobody.value.missing == (3, 4, 5)
+    assert time.monotonic() - began < 15  # its record would have lived for 60 s
+
+
+def test_a_server_that_leaves_mid_generation_is_a_named_error(two_hops: World):
+    model = two_hops.client()
+    leaving = two_hops.swarm.servers[0]
+    with pytest.raises(HopFailed) as failed:
+        model.generate(prompt(1, 6), max_new_tokens=240, streamer=After(5, leaving.ask_to_stop), **SAME)
+    assert failed.value.peer == leaving.ready["peer_id"]
+    assert leaving.process.wait(timeout=20) == 0
+
+
+def test_a_step_waits_for_room_and_goes_on_when_there_is_some(small: World):
+    holder, waiting = small.client(), small.client()
+    held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values
+    release = threading.Timer(1.5, held.close)
+    release.start()
+    began = time.monotonic()
+    got = waiting.generate(prompt(1, 20), max_new_tokens=4, **SAME)
+    assert 1.0 < time.monotonic() - began < 15
+    assert torch.equal(got, small.full.generate(prompt(1, 20), max_new_tokens=4, **SAME))
+
+
+def test_a_step_that_finds_no_room_until_its_deadline_says_so(small: World):
+    holder, waiting = small.client(), small.client(step_timeout_s=2.5)
+    held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values
+    began = time.monotonic()
+    with pytest.raises(Refused) as refused:
+        waiting.generate(prompt(1, 20), max_new_tokens=4, **SAME)
+    assert refused.value.code == "no_room"
+    assert refused.value.peer == small.swarm.servers[0].ready["peer_id"]
+    assert "20 more tokens do not fit, 10 are free" in str(refused.value)
+    assert time.monotonic() - began < 10
+    held.close()
+    got = waiting.generate(prompt(1, 20), max_new_tokens=4, **SAME)
+    assert torch.equal(got, small.full.generate(prompt(1, 20), max_new_tokens=4, **SAME))
+
+
+def test_a_second_process_on_the_same_identity_is_refused(small: World):
+    taken = small.swarm.folder / "server-0.identity"
+    second = small.swarm.start_server("0:6", "--identity", str(taken))
+    assert second.process.wait(timeout=60) == 2
+    last = second.log.read_text().strip().splitlines()[-1]
+    assert str(taken) in last
+    assert "another process uses the identity" in last
+
+
+async def test_a_p2pd_that_is_killed_is_replaced_and_the_server_stays_announced(small: World):
+    server = small.swarm.servers[0]
+    (before,) = psutil.Process(server.process.pid).children(recursive=True)
+    killed_at = time.time()
+    before.send_signal(signal.SIGKILL)
+
+    def replacement() -> list[psutil.Process]:
+        return [p for p in psutil.Process(server.process.pid).children(recursive=True) if p != before and running(p)]
+
+    (after,) = eventually(replacement, within_s=15)
+    assert after.name() == before.name()
+    with small.client() as model:
+        got = model.generate(prompt(1, 6), max_new_tokens=3, **SAME)
+    assert torch.equal(got, small.full.generate(prompt(1, 6), max_new_tokens=3, **SAME))
+
+    checkpoint = open_checkpoint(small.directory)
+    config = NodeConfig(NETWORK, P2PConfig(identity=None, listen=None), small.swarm.initial_peers)
+    async with open_node(config, clock=time.time) as node:
+        directory = Directory(node, identity=None, network=NETWORK, clock=time.time)
+        issued = 0.0
+        while issued <= killed_at:  # a refresh has reached the DHT through the new p2pd
+            assert time.time() - killed_at < REFRESH_WITHIN_S
+            for signed in await directory.servers(checkpoint.root, checkpoint.n_blocks):
+                if signed.announcement.peer_id == server.ready["peer_id"]:
+                    issued = signed.announcement.issued
+
+
+@pytest.mark.parametrize("command", ["swarm-serve", "swarm-bootstrap"])
+def test_a_command_killed_with_9_leaves_no_child(command: str, checkpoint: Callable[[str], Path], home: Path):
+    with LocalSwarm(checkpoint("llama"), env=environment(home)) as swarm:
+        victim = swarm.start_server("0:1").wait_ready() if command == "swarm-serve" else swarm.bootstrap
+        children = psutil.Process(victim.process.pid).children(recursive=True)
+        assert children
+        victim.kill()
+        eventually(lambda: not any(running(child) for child in children), within_s=5)
+
+
+def running(process: psutil.Process) -> bool:
+    """Whether a process lives; one that has ended and was not waited for does not."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
