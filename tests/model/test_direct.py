@@ -118,6 +118,22 @@ def test_longrope_goes_through_the_parent_where_its_tables_switch(tmp_path: Path
         assert torch.equal(span.forward(step, cache=short), span.forward_through_parent(step, cache=long))
 
 
+def test_a_stretch_that_cannot_be_tabulated_goes_through_the_parent(
+    span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span, cache, twin = span_of("qwen3"), span_of("qwen3").new_cache(), span_of("qwen3").new_cache()
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    span.learn_direct_path()
+    monkeypatch.setattr(direct_module.DirectPath, "_tabulate", broken)
+    for number, tokens in enumerate((3, 1, 1)):
+        step = hidden_states(1, tokens, number)
+        assert torch.equal(span.forward(step, cache=cache), span.forward_through_parent(step, cache=twin))
+    assert cache.length == 5
+
+
 def test_a_family_whose_blocks_disagree_keeps_to_its_parent(
     family_dir: FamilyDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
