@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from swarm.errors import SessionClosed
+
 Result = TypeVar("Result")
 STOP_TIMEOUT_S = 5.0
 
@@ -20,8 +22,14 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
-        """Run `work` in the loop and wait for it. An interrupt of this thread (Ctrl-C) cancels it."""
+        """Run `work` in the loop and wait for it. An interrupt of this thread (Ctrl-C) cancels it.
+
+        Raises SessionClosed once the loop has stopped.
+        """
         assert threading.current_thread() is not self._thread, "would wait for itself"
+        if not self.alive:
+            work.close()
+            raise SessionClosed("this model has left the swarm; load it again")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
