@@ -122,9 +122,7 @@ def test_a_collected_cache_frees_its_leases(client: PreTrainedModel, leases: Cal
     eventually(lambda: not leases(), within_s=FREED_WITHIN_S)
 
 
-def test_generate_frees_its_leases_when_it_returns(
-    client: PreTrainedModel, leases: Callable[[], set[tuple[str, str]]]
-):
+def test_generate_frees_its_leases_when_it_returns(client: PreTrainedModel, leases: Callable[[], set[tuple[str, str]]]):
     out = client.generate(prompt(1, 6), max_new_tokens=3, **SAME)
     eventually(lambda: not leases(), within_s=FREED_WITHIN_S)
     out = client.generate(prompt(1, 6), max_new_tokens=3, return_dict_in_generate=True, **SAME)
@@ -172,9 +170,7 @@ def test_a_range_of_blocks_takes_a_left_padded_batch(llama: World, client: PreTr
     mask[0, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        states = llama.full(
-            ids, attention_mask=mask, position_ids=positions, output_hidden_states=True
-        ).hidden_states
+        states = llama.full(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True).hidden_states
     got = client.blocks[1:4](states[1], attention_mask=mask, position_ids=positions)
     assert difference(got[mask.bool()], states[4][mask.bool()]) <= EXACT
     assert difference(client.blocks[1:4](states[1])[mask.bool()], states[4][mask.bool()]) > 100 * EXACT
