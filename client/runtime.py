@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import CancelledError
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import uvloop
@@ -21,21 +23,35 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name="swarm-client", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work` in the loop and wait for it. An interrupt of this thread (Ctrl-C) cancels it.
 
-        Raises SessionClosed once the loop has stopped.
+        A queue and a task, where `run_coroutine_threadsafe` has two futures chained: every token comes through here.
+        Raises concurrent.futures.CancelledError if the loop ends before the work, SessionClosed if it has ended.
         """
         assert threading.current_thread() is not self._thread, "would wait for itself"
         if not self.alive:
             work.close()
             raise SessionClosed("this model has left the swarm; load it again")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        done: SimpleQueue[asyncio.Task[Result]] = SimpleQueue()
+        started: list[asyncio.Task[Result]] = []
+
+        def start() -> None:
+            started.append(self._loop.create_task(work))
+            started[0].add_done_callback(done.put)
+
+        def cancel() -> None:
+            started[0].cancel()
+
+        self._loop.call_soon_threadsafe(start)
         try:
-            return future.result(timeout_s)
+            task = done.get()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(cancel)
             raise
+        if task.cancelled():
+            raise CancelledError
+        return task.result()
 
     def start(self, work: Coroutine[Any, Any, object]) -> None:
         """Run `work` in the loop without waiting; for clean-ups. Does nothing once the loop has stopped."""

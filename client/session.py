@@ -376,6 +376,9 @@ def _chunks(
     """Cut a step so that each part has about CHUNK_BYTES. Rollback and gather go with the first."""
     batch, tokens, width = hidden.shape
     size = max(1, CHUNK_BYTES // (batch * width * hidden.element_size()))
+    if tokens <= size:
+        yield _Chunk(hidden, positions, mask, keep, None if rows is None else tuple(rows), want)
+        return
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)
         yield _Chunk(

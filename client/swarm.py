@@ -161,10 +161,9 @@ class WaitingSession:
         want: int,
     ) -> Tensor:
         """As `Session.step`, from and to any device."""
-        sent = hidden.detach().to("cpu")
         output = self._loop.run(
             self._session.step(
-                sent,
+                hidden.to("cpu"),
                 positions=None if positions is None else positions.to("cpu"),
                 mask=None if mask is None else mask.to("cpu"),
                 keep=keep,

@@ -1,6 +1,7 @@
 """The life of `swarm-serve`: load, join, be reached, serve, leave."""
 
 import asyncio
+import gc
 import os
 import socket
 import threading
@@ -60,6 +61,7 @@ async def serve(
             loading = group.create_task(_in_thread(lambda: _load(arguments)))
             async with open_node(config, clock=time.time) as node:
                 checkpoint, span, pool_tokens = await loading
+                gc.freeze()  # what is there now stays: a full collection would stop all sessions for half a second
                 directory = Directory(node, identity=identity, network=me.network, clock=time.time)
                 await _check_root(directory, checkpoint, arguments.root)
                 options = ServerOptions(

@@ -46,12 +46,11 @@ def running(tmp_path_factory):
             if line.startswith(("swarm-bootstrap", "swarm-serve")):
                 ready = folder / f"{len(started)}.json"
                 text = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:0", line.replace("MODEL", str(CHECKPOINT)))
-                log = (folder / f"{len(started)}.log").open("w")
-                process = subprocess.Popen(
-                    [*shlex.split(text), "--ready-file", str(ready)], env=env, cwd=folder, stdout=log, stderr=log
-                )
-                started.append(process)
-                address = wait_ready(process, ready, Path(log.name))
+                log = folder / f"{len(started)}.log"
+                started_as = [*shlex.split(text), "--ready-file", str(ready)]
+                with log.open("w") as file:
+                    started.append(subprocess.Popen(started_as, env=env, cwd=folder, stdout=file, stderr=file))
+                address = wait_ready(started[-1], ready, log)
                 env.setdefault("SWARM_INITIAL_PEERS", address)
         yield env, folder
     finally:

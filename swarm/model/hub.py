@@ -1,9 +1,10 @@
 """A repository of the Hugging Face hub as a source of files: what is listed, hashed and fetched."""
 
 import errno
+import hashlib
+import logging
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
@@ -14,9 +15,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from swarm import config as settings
 from swarm.errors import DownloadFailed, ModelNotFound, UnsupportedCheckpoint
-from swarm.model.manifest import Manifest, sha256_of
+from swarm.model.manifest import Digest, Manifest, sha256_of, write_atomically
+
+logger = logging.getLogger(__name__)
 
 METADATA_TIMEOUT_S = 15.0
 PLAIN_BYTES_MAX = (
@@ -25,12 +30,22 @@ PLAIN_BYTES_MAX = (
 DISK_MARGIN_BYTES = 64 << 20  # stays free on the disk that we download to
 
 
-@dataclass(frozen=True, slots=True)
-class HubFile:
+class HubFile(BaseModel):
     """What the hub tells about a file without sending it."""
 
-    size_bytes: int
-    sha256: str | None  # None: a small file outside of LFS
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    size_bytes: int = Field(ge=0)
+    sha256: Digest | None  # None: a small file outside of LFS
+
+
+class Listing(BaseModel):
+    """What the hub tells about a revision; kept, so that a server starts again while the hub is away."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    commit: str = Field(pattern=r"^[0-9a-f]{40}$|^main$")
+    files: dict[str, HubFile]
 
 
 class HubSource:
@@ -52,7 +67,9 @@ class HubSource:
         self._cache_dir = cache_dir if cache_dir is not None else Path(constants.HF_HUB_CACHE)
         self._max_disk_bytes = max_disk_bytes
         self._endpoint = endpoint
-        self.commit, self._files = self._look_up(revision)
+        key = hashlib.sha256(f"{endpoint}\n{repository}\n{revision}".encode()).hexdigest()[:40]
+        listing = self._look_up(revision, settings.CACHE_DIR / "hub" / f"{key}.json")
+        self.commit, self._files = listing.commit, listing.files
 
     def names(self) -> tuple[str, ...]:
         """Names of the files at the top level."""
@@ -82,7 +99,8 @@ class HubSource:
             link.resolve().unlink(missing_ok=True)
             link.unlink(missing_ok=True)
 
-    def _look_up(self, revision: str | None) -> tuple[str, dict[str, HubFile]]:
+    def _look_up(self, revision: str | None, known: Path) -> Listing:
+        """Ask for a revision's commit and files; where the hub is away, return what it said the last time."""
         api = HfApi(endpoint=self._endpoint, token=self._token)
         try:
             info = api.model_info(self.repository, revision=revision, files_metadata=True, timeout=METADATA_TIMEOUT_S)
@@ -97,13 +115,20 @@ class HubSource:
         except RepositoryNotFoundError:
             why = "no such directory, and no such repository on the hub (or a private one: pass a token)"
             raise ModelNotFound(self.repository, why) from None
-        except Exception as error:  # the hub's library lets its HTTP library's errors through
-            raise DownloadFailed(self.repository, f"the hub does not answer: {_reason(error)}") from error
+        except Exception as error:
+            listing = _remembered(known)
+            if listing is None:
+                raise DownloadFailed(self.repository, f"the hub does not answer: {_reason(error)}") from error
+            logger.warning("the hub does not answer; using what it said about %s before", self.repository)
+            return listing
         files = {
-            item.rfilename: HubFile(item.size or 0, item.lfs.sha256 if item.lfs is not None else None)
+            item.rfilename: HubFile(size_bytes=item.size or 0, sha256=item.lfs.sha256 if item.lfs is not None else None)
             for item in info.siblings or ()
         }
-        return info.sha or "main", files
+        listing = Listing(commit=info.sha or "main", files=files)
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(known, listing.model_dump_json())
+        return listing
 
     def _file(self, name: str) -> HubFile:
         if name not in self._files:
@@ -147,6 +172,13 @@ class HubSource:
                 why = f"the disk is full ({os.strerror(error.errno)} in {self._cache_dir})"
                 raise DownloadFailed(f"{name} of {self.repository}", why) from error
             raise DownloadFailed(f"{name} of {self.repository}", _reason(error)) from error
+
+
+def _remembered(path: Path) -> Listing | None:
+    try:
+        return Listing.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def _reason(error: Exception) -> str:

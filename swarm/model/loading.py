@@ -19,7 +19,7 @@ from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedC
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, class_for, decoder_of, hollow_class, skeleton
 from swarm.model.ownership import own_weights
-from swarm.model.probe import check_span
+from swarm.model.probe import check_span, prove_direct_path
 from swarm.model.span import Span
 
 Dtype = torch.dtype | str  # "auto": the checkpoint's
@@ -36,6 +36,7 @@ def load_span(
     model = _load(checkpoint, blocks, dtype, torch.device(device))
     span = Span(model, checkpoint.traits, blocks)
     check_span(span)
+    prove_direct_path(span)
     return span
 
 

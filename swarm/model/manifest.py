@@ -48,7 +48,7 @@ class Manifest(BaseModel):
 
     def save(self, directory: Path) -> None:
         """Write the manifest into its checkpoint, in one step."""
-        _write_atomically(directory / MANIFEST_NAME, self.model_dump_json(indent=1))
+        write_atomically(directory / MANIFEST_NAME, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest | None":
@@ -104,7 +104,7 @@ class HashCache:
         if known is not None and known.size == entry.size and known.sha256 != actual and not accept_changes:
             raise ChecksumMismatch(str(path), known.sha256, actual)
         self._directory.mkdir(parents=True, exist_ok=True)
-        _write_atomically(self._file(path), entry.model_copy(update={"sha256": actual}).model_dump_json())
+        write_atomically(self._file(path), entry.model_copy(update={"sha256": actual}).model_dump_json())
         return actual
 
     def _file(self, path: Path) -> Path:
@@ -161,7 +161,8 @@ class WeightIndex(BaseModel):
         return json.dumps({"metadata": {}, "weight_map": kept}).encode()
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees either all of it or what was there before."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         partial.write_text(text)

@@ -17,6 +17,7 @@ from swarm.model.hollow import Placeholder, blocks_of
 from swarm.model.span import Span
 
 PROBE_TOKENS = (3, 1, 2)  # prefill, decode, a chunk after history
+PROBE_DECODES = 3
 PROBE_BLOCKS_MAX = 4  # one of each kind is enough, and probing reads a block's weights
 
 
@@ -40,6 +41,36 @@ def check_span(span: Span) -> None:
             raise UnsupportedArchitecture(name, f"block {index} computes something else when two sessions take turns")
         if watch.wrote:
             raise UnsupportedArchitecture(name, f"block {index} leaves data for later blocks in an argument they share")
+
+
+def prove_direct_path(span: Span) -> None:
+    """Let a span take the short way for decode, if on its blocks it gives the same bits as the parent's."""
+    span.learn_direct_path()
+    if not span.is_direct:
+        return
+    with torch.inference_mode():
+        samples = [span.part(Blocks(index, index + 1)) for index in _samples(span)]
+        try:
+            proved = all(_agrees(part, batch) for part in samples for batch in (1, 2))
+        except Exception:  # noqa: BLE001 - arguments that do not fit break a block in any way
+            proved = False
+    if not proved:
+        span.forget_direct_path()
+
+
+def _agrees(part: Span, batch: int) -> bool:
+    """Compare decode steps with and without the parent."""
+    generator = torch.Generator().manual_seed(1)
+    left, right = part.new_cache(), part.new_cache()
+    prompt = _random(part, PROBE_TOKENS[0], generator, batch)
+    part.forward_through_parent(prompt, cache=left)
+    part.forward_through_parent(prompt, cache=right)
+    for _ in range(PROBE_DECODES):
+        step = _random(part, 1, generator, batch)
+        direct = part.forward_directly(step, left)
+        if direct is None or not torch.equal(direct, part.forward_through_parent(step, cache=right)):
+            return False
+    return True
 
 
 def _samples(span: Span) -> list[int]:
@@ -67,8 +98,8 @@ def _sessions(part: Span) -> tuple[Tensor, Tensor]:
     return torch.cat(alone, 1), torch.cat(turns, 1)
 
 
-def _random(part: Span, tokens: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(1, tokens, part.hidden_size, generator=generator).to(part.device, part.dtype)
+def _random(part: Span, tokens: int, generator: torch.Generator, batch: int = 1) -> Tensor:
+    return torch.randn(batch, tokens, part.hidden_size, generator=generator).to(part.device, part.dtype)
 
 
 class _Watch:

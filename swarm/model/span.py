@@ -5,6 +5,7 @@ it. The first hosted block gets the real hidden state instead of what the parent
 output and ends the call, so that neither the parent's epilogue nor its placeholders behind the span run.
 """
 
+import contextlib
 import copy
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks
 from swarm.model.cache import SpanCache, new_cache
+from swarm.model.direct import DirectPath, NotDirectError, Record
 from swarm.model.hollow import Placeholder, decoder_of
 from swarm.model.traits import Traits
 
@@ -35,9 +37,12 @@ class Span:
         self._list_name = list_name
         self._run = _Run()
         self._decoder = _decoder_for(decoder, list_name, blocks, traits.returns, self._run)
+        self._direct: DirectPath | None = None
         self._parts: dict[Blocks, Span] = {blocks: self}
         weights = [*model.parameters(), *model.buffers()]
-        self.dtype: torch.dtype = next((w.dtype for w in weights if w.is_floating_point()), torch.float32)
+        # Of one-byte floats are only quantised weights, never hidden states.
+        wide = (weight.dtype for weight in weights if weight.is_floating_point() and weight.element_size() > 1)
+        self.dtype: torch.dtype = next(wide, torch.float32)
         self.device: torch.device = next((w.device for w in weights), torch.device("cpu"))
         self.weight_bytes = _storage_bytes(weights)
         self.numeric_class = _numeric_class(model, self.dtype)
@@ -76,6 +81,16 @@ class Span:
         positions: int64 [batch or 1, tokens]; None counts on from the cache's length.
         mask: [batch, cache.length + tokens], 1 where a position is real and 0 where it is padding; None for all real.
         """
+        if mask is None and cache is not None and hidden.shape[1] == 1:
+            output = self.forward_directly(hidden, cache, positions)
+            if output is not None:
+                return output
+        return self.forward_through_parent(hidden, cache=cache, positions=positions, mask=mask)
+
+    def forward_through_parent(
+        self, hidden: Tensor, *, cache: SpanCache | None, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Do what `forward` does by calling the whole hollow parent, as it does itself where it knows no short way."""
         past = cache.length if cache is not None else 0
         batch, tokens, width = hidden.shape
         assert width == self.hidden_size, f"hidden states of width {width}, the model's is {self.hidden_size}"
@@ -100,6 +115,52 @@ class Span:
             cache.advance(tokens)
         return output
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether decode steps go to the blocks without their parent."""
+        return self._direct is not None
+
+    def learn_direct_path(self) -> None:
+        """Find out whether decode steps can go without the parent; `swarm.model.probe` then proves it or drops it."""
+        decoder, _ = decoder_of(self.model)
+        recorders = [_Recorder(block, self.traits.returns) for block in _originals(getattr(decoder, self._list_name))]
+        shallow = _with_blocks(decoder, self._list_name, list(recorders))
+
+        def record(cache: SpanCache, positions: Tensor, batch: int) -> Record:
+            shape = batch, positions.shape[1], self.traits.embedding_size
+            dummy = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            arguments: dict[str, Any] = {"use_cache": True, self.traits.cache_argument: cache.inner}
+            if self.traits.takes_positions:
+                arguments["position_ids"] = positions
+            shallow(inputs_embeds=dummy, **arguments)
+            return [recorders[index].call for index in self.blocks]
+
+        layers = {index: recorders[index].original for index in self.blocks}
+        direct = None
+        with contextlib.suppress(NotDirectError), torch.inference_mode():
+            direct = DirectPath(layers, record, self.new_cache, self.device)
+        for part in self._parts.values():
+            part._direct = direct
+
+    def forget_direct_path(self) -> None:
+        """Let the parent do every step, in all parts."""
+        for part in self._parts.values():
+            part._direct = None
+
+    def forward_directly(self, hidden: Tensor, cache: SpanCache, positions: Tensor | None = None) -> Tensor | None:
+        """Run one decode step without the parent; None, and nothing has happened, where that is not known to be right.
+
+        It has to be the plain next position of every row. Arguments as `forward`'s; hidden: [batch, 1, hidden_size].
+        """
+        if self._direct is None or not cache.length or torch.is_grad_enabled():
+            return None
+        if positions is not None and any(position != cache.length for (position,) in positions.tolist()):
+            return None
+        output = self._direct.step(hidden, cache, self.blocks)
+        if output is not None:
+            cache.advance(1)
+        return output
+
 
 class SpanDone(BaseException):
     """The last hosted block has run: no error, and no `Exception`, so that no parent takes it for one."""
@@ -114,6 +175,17 @@ class _Run:
 
     hidden: Tensor | None = None
     cache: SpanCache | None = None
+
+
+class _Recorder(Placeholder):
+    """Stands for a hosted block and keeps what the parent calls it with, beside its hidden state."""
+
+    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the family's blocks take and return
+        """Hand the hidden state on."""
+        self.call = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return super().forward(*args, **kwargs)
 
 
 class _Hosted(Placeholder):
@@ -144,20 +216,29 @@ class _Hosted(Placeholder):
 
 def _decoder_for(decoder: PreTrainedModel, list_name: str, blocks: Blocks, returns: int, run: _Run) -> PreTrainedModel:
     """Return a shallow copy of the decoder that runs `blocks` alone and shares everything else."""
+    slots: list[nn.Module] = []
+    for index, block in enumerate(_originals(getattr(decoder, list_name))):
+        if index not in blocks:
+            slots.append(Placeholder(block, returns))
+        elif index in (blocks.start, blocks.stop - 1):
+            first, last = index == blocks.start, index == blocks.stop - 1
+            slots.append(_Hosted(block, returns, run, first=first, last=last))
+        else:
+            slots.append(block)
+    return _with_blocks(decoder, list_name, slots)
+
+
+def _with_blocks(decoder: PreTrainedModel, list_name: str, blocks: list[nn.Module]) -> PreTrainedModel:
+    """Return a shallow copy of the decoder with other blocks."""
     shallow = copy.copy(decoder)
     shallow.__dict__["_modules"] = dict(decoder._modules)
-    slots: list[nn.Module] = []
-    for index, block in enumerate(getattr(decoder, list_name)):
-        original = block.original if isinstance(block, Placeholder) else block
-        if index not in blocks:
-            slot: nn.Module = Placeholder(original, returns)
-        elif index in (blocks.start, blocks.stop - 1):
-            slot = _Hosted(original, returns, run, first=index == blocks.start, last=index == blocks.stop - 1)
-        else:
-            slot = block
-        slots.append(slot)
-    setattr(shallow, list_name, nn.ModuleList(slots))
+    setattr(shallow, list_name, nn.ModuleList(blocks))
     return shallow
+
+
+def _originals(layers: nn.ModuleList) -> list[nn.Module]:
+    """The blocks, and for those that are elsewhere what their placeholders stand for."""
+    return [layer.original if isinstance(layer, Placeholder) else layer for layer in layers]
 
 
 def _storage_bytes(tensors: list[Tensor]) -> int:
@@ -170,5 +251,9 @@ def _numeric_class(model: PreTrainedModel, dtype: torch.dtype) -> str:
     """Name dtype and quantisation: spans of different classes compute different numbers."""
     name = str(dtype).removeprefix("torch.")
     quantization = getattr(model.config, "quantization_config", None)
-    method = getattr(quantization, "quant_method", None) if quantization is not None else None
-    return f"{name}+{getattr(method, 'value', method)}" if method else name
+    if quantization is None:
+        return name
+    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    bits = [f"{width}bit" for width in (4, 8) if facts.get(f"load_in_{width}bit") or facts.get("bits") == width]
+    method = facts.get("quant_method", "quantized")
+    return "-".join([f"{name}+{getattr(method, 'value', method)}", *bits])

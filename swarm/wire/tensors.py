@@ -45,8 +45,10 @@ def meta_of(tensor: Tensor) -> TensorMeta:
 
 def encode_tensor(tensor: Tensor) -> memoryview:
     """Return the tensor's bytes, without a copy where it lies contiguous in the host's memory."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype is torch.bfloat16:  # numpy has no such type
+        host = host.view(torch.int16)
+    return memoryview(host.numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> tuple[Tensor | None, ...]:
@@ -54,15 +56,16 @@ def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> t
 
     payload: writable, since the tensors share its memory.
     """
-    sizes = [0 if meta is None else meta.n_bytes for meta in metas]
-    if max(sizes, default=0) > TENSOR_BYTES_MAX or sum(sizes) != len(payload):
-        raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {sum(sizes)}")
+    n_bytes = sum(meta.n_bytes for meta in metas if meta is not None)
+    if n_bytes != len(payload):
+        raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {n_bytes}")
     tensors: list[Tensor | None] = []
     offset = 0
-    for meta, size in zip(metas, sizes, strict=True):
+    for meta in metas:
         if meta is None:
             tensors.append(None)
             continue
-        tensors.append(torch.frombuffer(payload[offset : offset + size], dtype=DTYPES[meta.dtype]).reshape(meta.shape))
-        offset += size
+        dtype, count = DTYPES[meta.dtype], math.prod(meta.shape)
+        tensors.append(torch.frombuffer(payload, dtype=dtype, count=count, offset=offset).view(meta.shape))
+        offset += count * dtype.itemsize
     return tuple(tensors)

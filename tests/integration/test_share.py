@@ -158,12 +158,11 @@ def test_a_server_process_needs_memory_for_its_share_and_little_else(larger: Lar
 
 
 def test_a_client_without_servers_fails_and_says_which_blocks_nobody_serves(larger: Larger, home: Path):
-    with LocalSwarm(larger.directory, env=environment(home)) as swarm:
-        with join(larger.directory, swarm) as model:
-            with pytest.raises(NoRoute) as nobody:
-                model.generate(prompt(1, 8), max_new_tokens=2, pad_token_id=0)
-            assert nobody.value.missing == (0, 1, 2, 3, 4, 5)
-            assert "blocks 0:6: nobody serves them" in str(nobody.value)
+    with LocalSwarm(larger.directory, env=environment(home)) as swarm, join(larger.directory, swarm) as model:
+        with pytest.raises(NoRoute) as nobody:
+            model.generate(prompt(1, 8), max_new_tokens=2, pad_token_id=0)
+        assert nobody.value.missing == (0, 1, 2, 3, 4, 5)
+        assert "blocks 0:6: nobody serves them" in str(nobody.value)
 
 
 @pytest.mark.long

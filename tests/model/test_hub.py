@@ -151,6 +151,21 @@ def test_revisions_and_tokens_are_used(hub: Hub, open_from: Callable[..., Checkp
     assert open_from(token="hf_secret", revision="other").config.model_type == "qwen2"
 
 
+def test_a_server_starts_again_while_the_hub_is_away(
+    hub: Hub, open_from: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_from()
+    load_span(first, Blocks(2, 3))
+
+    def away(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(hub_module.HfApi, "model_info", away)
+    again = open_from()
+    assert again.root == first.root
+    assert load_span(again, Blocks(2, 3)).blocks == Blocks(2, 3)
+
+
 def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="the hub does not answer"):
         open_checkpoint("org/llama", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")

@@ -1,0 +1,295 @@
+"""The short way for decode: call the hosted blocks with the arguments that their parent would give them.
+
+A parent spends 170 to 550 us a step on masks, rotary tables and its own calls before the first block runs, and again
+on every hop. For one token without padding all of that is a function of the position and of the batch's size. So what
+the parent passes is recorded: constants as they are, tensors for a whole stretch of positions. Whatever else an
+argument may depend on shows as a difference between recordings, and then the parent is called for every step.
+
+`Span.forward_through_parent` is the slow twin. A span takes the short way only if both gave the same bits when it was
+loaded, and on a stretch only after its first, middle and last positions gave what the parent passes for them alone.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from swarm.blocks import Blocks
+from swarm.model.cache import SpanCache
+
+STRETCH_POSITIONS = 256  # tabulated at a time: about 2 ms of the parent's time
+STRETCHES_MAX = 64  # kept at a time, least recently used out first; 256 KiB each for a head of 128 in fp32
+TABLES_BYTES_MAX = 32 << 20  # of all stretches together: where masks are passed they have the length of the past
+
+_Path = tuple[int | str, ...]  # block, 0 for positional and 1 for keyword arguments, then indices and keys
+Record = list[tuple[tuple[Any, ...], dict[str, Any]]]  # per block: what the parent calls it with
+Recorder = Callable[
+    [SpanCache, Tensor, int], Record
+]  # cache, positions [1, tokens], batch -> the hosted blocks' record
+
+
+class NotDirectError(Exception):
+    """The blocks' arguments depend on more than position and batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Changing:
+    """Stands for a tensor that the position decides: number `index` of a stretch."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """Stands for the session's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """Stands for an empty container that the parent makes for every call."""
+
+    kind: type
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A tensor at all positions of a stretch.
+
+    It is always the same; or one of `rows`; or, where it grows along an axis, at offset i its first `length` + i
+    entries.
+    """
+
+    tensor: Tensor
+    rows: tuple[Tensor, ...] = ()
+    axis: int | None = None
+    length: int = 0
+
+    def at(self, offset: int) -> Tensor:
+        """The tensor at one position of the stretch."""
+        if self.rows:
+            return self.rows[offset]
+        return self.tensor if self.axis is None else self.tensor.narrow(self.axis, 0, self.length + offset)
+
+    def has(self, offset: int) -> bool:
+        """Whether there is a tensor for this offset."""
+        if self.rows:
+            return offset < len(self.rows)
+        return self.axis is None or self.length + offset <= self.tensor.shape[self.axis]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What blocks are called with at the positions of a stretch. Blocks with the same arguments share a template."""
+
+    first: int
+    tables: tuple[_Table, ...]
+    templates: tuple[Any, ...]
+    template_of: dict[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return sum(table.tensor.numel() * table.tensor.element_size() for table in self.tables)
+
+
+class DirectPath:
+    """Calls a span's blocks for one token, with what `record` found that their parent passes."""
+
+    def __init__(
+        self, layers: dict[int, nn.Module], record: Recorder, new_cache: Callable[[], SpanCache], device: torch.device
+    ) -> None:
+        """Try the first positions. Raises NotDirectError where position and batch do not decide the arguments."""
+        self._forwards = {index: layer.forward for index, layer in layers.items()}
+        self._record = record
+        self._new_cache = new_cache
+        self._device = device
+        windows = {x.sliding_window for x in new_cache().layers if isinstance(x, DynamicSlidingWindowLayer)}
+        # Masks may change at the first position, and where a window fills up.
+        self._edges = sorted({0, 1, *(edge for window in windows for edge in (window - 1, window) if edge > 1)})
+        self._stretches: OrderedDict[tuple[int, int], _Stretch | None] = OrderedDict()
+        self._tabulate(*self._bounds(1), batch=1)
+
+    def step(self, hidden: Tensor, cache: SpanCache, blocks: Blocks) -> Tensor | None:
+        """Run blocks on the position that comes next. hidden: [batch, 1, hidden_size]. Returns the same shape.
+
+        None means that the parent has to be called: on this stretch its arguments cannot be foretold.
+        """
+        stretch = self._stretch(cache.length, hidden.shape[0])
+        if stretch is None:
+            return None
+        inner = cache.inner
+        offset = cache.length - stretch.first
+        tensors = [table.at(offset) for table in stretch.tables]
+        filled = [_fill(template, tensors, inner) for template in stretch.templates]
+        inner.pending = 1
+        for index in blocks:
+            args, kwargs = filled[stretch.template_of[index]]
+            result = self._forwards[index](hidden, *args, **kwargs)
+            hidden = result[0] if isinstance(result, tuple) else result
+        return hidden
+
+    def _bounds(self, position: int) -> tuple[int, int]:
+        """The stretch that a position belongs to."""
+        first = position // STRETCH_POSITIONS * STRETCH_POSITIONS
+        at = bisect_right(self._edges, position)
+        following = self._edges[at] if at < len(self._edges) else first + STRETCH_POSITIONS
+        return max(first, self._edges[at - 1]), min(first + STRETCH_POSITIONS, following)
+
+    def _stretch(self, position: int, batch: int) -> _Stretch | None:
+        first, stop = self._bounds(position)
+        key = first, batch
+        if key in self._stretches:
+            self._stretches.move_to_end(key)
+            return self._stretches[key]
+        try:
+            stretch = self._tabulate(first, stop, batch)
+        except NotDirectError:
+            stretch = None
+        if stretch is not None and stretch.nbytes > TABLES_BYTES_MAX:
+            stretch = None
+        self._stretches[key] = stretch
+        while len(self._stretches) > STRETCHES_MAX or self._nbytes() > TABLES_BYTES_MAX:
+            self._stretches.popitem(last=False)
+        return stretch
+
+    def _nbytes(self) -> int:
+        return sum(stretch.nbytes for stretch in self._stretches.values() if stretch is not None)
+
+    def _tabulate(self, first: int, stop: int, batch: int) -> _Stretch:
+        """Record a stretch of positions at once, and some of them alone. Raises NotDirectError where they disagree."""
+        probes = sorted({first, (first + stop) // 2, stop - 1})
+        singles = []
+        for position in probes:
+            cache, calls = self._recorded(position, position + 1, past=position, batch=batch)
+            singles.append((_templates(calls, cache), calls))
+        (templates, paths), _ = singles[0]
+        if not all(_alike(other, templates) for (other, _), _ in singles):
+            raise NotDirectError("what blocks are called with changes with the position")
+        # Rows come from these positions without any past, or there would be masks of their number times its length.
+        bulk = self._recorded(first, stop, past=0, batch=batch)[1]
+        offsets = [position - first for position in probes]
+        tables = tuple(_table(_at(bulk, path), [_at(calls, path) for _, calls in singles], offsets) for path in paths)
+        distinct: list[Any] = []
+        for template in templates:
+            if not any(_alike(template, known) for known in distinct):
+                distinct.append(template)
+        template_of = {
+            index: next(number for number, known in enumerate(distinct) if _alike(template, known))
+            for index, template in zip(self._forwards, templates, strict=True)
+        }
+        return _Stretch(first, tables, tuple(distinct), template_of)
+
+    def _recorded(self, first: int, stop: int, *, past: int, batch: int) -> tuple[SpanCache, Record]:
+        """Record a step of some positions, on a cache that only claims to have a past."""
+        cache = self._new_cache()
+        _pretend(cache, past)
+        return cache, self._record(cache, torch.arange(first, stop, device=self._device)[None], batch)
+
+
+def _table(bulk: Any, singles: list[Tensor], offsets: list[int]) -> _Table:  # noqa: ANN401 - a tensor, if all is well
+    """Find how a tensor changes over a stretch, given it at some offsets alone. Raises NotDirectError."""
+    first, last = singles[0], singles[-1]
+    candidates = [_Table(first)]
+    differing = [i for i in range(first.dim()) if first.dim() == last.dim() and first.shape[i] != last.shape[i]]
+    if len(differing) == 1:
+        candidates.append(_Table(last, axis=differing[0], length=first.shape[differing[0]]))
+    if isinstance(bulk, Tensor) and bulk.dim() == first.dim():
+        axes = [axis for axis in range(bulk.dim()) if bulk.shape[axis] == offsets[-1] + 1]
+        candidates += [_Table(bulk, rows=tuple(bulk.split(1, axis))) for axis in axes]
+    for table in candidates:
+        if all(_is_at(table, offset, single) for offset, single in zip(offsets, singles, strict=True)):
+            return table
+    raise NotDirectError("a tensor does not follow the position")
+
+
+def _is_at(table: _Table, offset: int, single: Tensor) -> bool:
+    if not table.has(offset):
+        return False
+    tensor = table.at(offset)
+    return tensor.dtype == single.dtype and tensor.shape == single.shape and torch.equal(tensor, single)
+
+
+def _templates(calls: Record, cache: SpanCache) -> tuple[list[Any], list[_Path]]:
+    """Replace cache and tensors in recorded arguments by what stands for them; say where each tensor is found first."""
+    seen: list[Tensor] = []
+    paths: list[_Path] = []
+
+    def replace(value: Any, path: _Path) -> Any:  # noqa: ANN401 - any argument of any block
+        if value is cache.inner:
+            return _Past()
+        if isinstance(value, Tensor):
+            if not any(known is value for known in seen):
+                seen.append(value)
+                paths.append(path)
+            return _Changing(next(index for index, known in enumerate(seen) if known is value))
+        if isinstance(value, tuple):
+            return tuple(replace(item, (*path, at)) for at, item in enumerate(value))
+        if type(value) is dict:
+            return {key: replace(item, (*path, key)) for key, item in value.items()}
+        empty = hasattr(value, "__setitem__") and not len(value)
+        if not empty and value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
+            raise NotDirectError(f"a block takes a {type(value).__name__}")
+        return _Fresh(type(value)) if empty else value
+
+    return [replace(call, (number,)) for number, call in enumerate(calls)], paths
+
+
+def _at(value: Any, path: _Path) -> Any:  # noqa: ANN401 - nested arguments
+    """Follow a path into recorded arguments; None where they have no such place."""
+    for key in path:
+        try:
+            value = value[key]
+        except (TypeError, KeyError, IndexError):
+            return None
+    return value
+
+
+def _fill(template: Any, tensors: list[Tensor], inner: Any) -> Any:  # noqa: ANN401 - nested arguments
+    """Put a position's tensors and a session's cache into a template."""
+    kind = type(template)
+    if kind is _Changing:
+        return tensors[template.index]
+    if kind is tuple:
+        return tuple([_fill(item, tensors, inner) for item in template])
+    if kind is dict:
+        return {key: _fill(value, tensors, inner) for key, value in template.items()}
+    if kind is _Past:
+        return inner
+    if kind is _Fresh:
+        return template.kind()
+    return template
+
+
+def _alike(left: object, right: object) -> bool:
+    """Compare templates; True is not 1 here."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (tuple, list)) and isinstance(right, (tuple, list)):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_alike(value, right[key]) for key, value in left.items())
+    return left == right
+
+
+def _pretend(cache: SpanCache, length: int) -> None:
+    """Make a cache claim a past of `length` positions, without any memory: enough for a parent, not for a block."""
+    cache.inner.seen = length
+    if not length:
+        return
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = length
+        elif isinstance(layer, CacheLayerMixin):
+            layer.keys = layer.values = torch.empty(1, 1, 1, 1).expand(1, 1, length, 1)
+            layer.is_initialized = True
