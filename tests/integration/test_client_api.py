@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from swarm import AutoDistributedModel, AutoDistributedModelForCausalLM
 from swarm.demo.local import LocalProcess
-from swarm.errors import BadBlocks, PromptTooLong, UsageError
+from swarm.errors import BadBlocks, PromptTooLong, SessionClosed, UsageError
 from tests.support.swarms import World, eventually, prompt
 
 SAME = {"pad_token_id": 0, "eos_token_id": None}
@@ -216,7 +216,7 @@ def test_a_model_that_has_left_says_so(llama: World):
     model.generate(prompt(1, 4), max_new_tokens=2, **SAME)
     model.close()
     model.close()
-    with pytest.raises(UsageError, match="closed"):
+    with pytest.raises(SessionClosed, match="has left the swarm"):
         model.generate(prompt(1, 4), max_new_tokens=2, **SAME)
 
 
