@@ -105,9 +105,13 @@ def test_an_interrupted_hand_written_loop_can_go_on_with_a_fresh_cache(
     assert len(leases()) == 3
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def for_ever():
         while True:
             client(prompt(1, 6))
+
+    with pytest.raises(KeyboardInterrupt):
+        for_ever()
     del out
     gc.collect()
     eventually(lambda: not leases(), within_s=FREED_WITHIN_S)
