@@ -146,7 +146,8 @@ class Handler:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             channel = await self.dialer.connect(remote, record.addresses)
         except NetworkError as error:
-            self._fail(session, None, "next", str(error))
+            if not session.closed:
+                self._fail(session, None, "next", str(error))
             return
         if session.closed:
             self.dialer.release(channel)
