@@ -1,5 +1,7 @@
 """Sessions: chunks, windows, refusals, deadlines and leases, over real channels."""
 
+import copy
+import dataclasses
 import time
 
 import pytest
@@ -138,3 +140,19 @@ def test_rollback_and_gather_travel_with_the_next_step(model, full):
         got = model(IDS[:1, :4].expand(3, -1), past_key_values=remote).logits
         expected = full(IDS[:1, :4].expand(3, -1), past_key_values=local).logits
     assert torch.equal(got, expected)
+
+
+def test_a_model_that_declares_more_positions_than_a_message_can_say_works(model, monkeypatch):
+    """Some models declare ten million."""
+    monkeypatch.setattr(model, "backend", replaced(model.backend, positions_max=10_485_760))
+    cache = model.new_cache()
+    model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    assert cache.length == 3
+    cache.close()
+
+
+def replaced(backend, **traits):
+    """The same backend of a model with other traits."""
+    other = copy.copy(backend)
+    other.traits = dataclasses.replace(backend.traits, **traits)
+    return other
