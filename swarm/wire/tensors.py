@@ -11,6 +11,7 @@ from torch import Tensor
 from swarm.errors import InvalidMessage
 
 TENSOR_BYTES_MAX = 64 * 1024 * 1024
+CHUNK_BYTES = 1 << 20  # what is long travels in messages of about so much, so that others are not kept waiting
 RANK_MAX = 3
 DTYPES = {
     "float32": torch.float32,
