@@ -106,7 +106,7 @@ def rebuild_messages(session: str, epoch: int, pieces: Sequence[Past], hops: int
     if not pieces:
         return []
     past = _joined(pieces)
-    rows, tokens, width = past.hidden.shape
+    rows, _, width = past.hidden.shape
     size = max(1, CHUNK_BYTES // (rows * width * past.hidden.element_size()))
     messages = []
     for start in range(past.start, past.stop, size):
