@@ -151,7 +151,7 @@ class HostedSession:
 
     def _check_positions(self, positions: Tensor) -> None:
         """Out of range they could index beyond a table, or rescale a rotary embedding that all sessions share."""
-        limit = self._span.traits.positions_max or POSITIONS_MAX
+        limit = self.span.traits.positions_max or POSITIONS_MAX
         first, last = (int(bound) for bound in positions.aminmax())
         if first < 0 or last >= limit:
             raise Declined("bad_request", f"position ids from {first} to {last}, the model has 0 to {limit - 1}")
