@@ -195,7 +195,7 @@ class DistributedModel(PreTrainedModel):
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
             kwargs[name] = self._chat
-        before: list[RemoteCache] | None = getattr(self._calls, "made", None)
+        before = getattr(self._calls, "made", None)
         made: list[RemoteCache] = []
         self._calls.made = made  # by thread: several may generate at once
         result: Any = None

@@ -226,8 +226,7 @@ class Handler:
             message: Message = Output(session=step.session, epoch=step.epoch, step=step.step, hidden=meta)
             return Sent(step.step, message, [output] if step.want else [])
         left_ms = max(0, step.budget_ms - int(took_s * 1000))
-        assert tuple(output.shape) == step.hidden.shape  # so that what describes the input describes the output
-        message = step.model_copy(update={"budget_ms": left_ms})
+        message = step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output)})
         return Sent(step.step, message, [output, *(tensor for tensor in beside if tensor is not None)])
 
     # Ends

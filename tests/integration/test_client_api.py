@@ -105,8 +105,13 @@ def test_an_interrupted_hand_written_loop_can_go_on_with_a_fresh_cache(
     assert len(leases()) == 3
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
+
+    def for_ever():
+        while True:
+            client(prompt(1, 6))
+
     with pytest.raises(KeyboardInterrupt):
-        forward_for_ever(client)
+        for_ever()
     del out
     gc.collect()
     eventually(lambda: not leases(), within_s=FREED_WITHIN_S)
@@ -232,11 +237,6 @@ def test_two_threads_generate_through_one_model_at_once(llama: World, client: Pr
         thread.join()
     for seed in range(4):
         assert torch.equal(results[seed], llama.full.generate(prompt(1, 6, seed), max_new_tokens=10, **SAME))
-
-
-def forward_for_ever(model: PreTrainedModel):
-    while True:
-        model(prompt(1, 6))
 
 
 def difference(left: Tensor, right: Tensor) -> float:

@@ -123,8 +123,9 @@ def test_a_client_downloads_only_the_files_with_its_part_and_generates(
         "SWARM_INITIAL_PEERS": ",".join(started.swarm.initial_peers),
         "SWARM_NETWORK": started.swarm.network,
     }
-    line = [sys.executable, "-c", GENERATE]
-    run = subprocess.run(line, env=env, check=False, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", GENERATE], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert run.returncode == 0, run.stderr
     held, *tokens = map(int, run.stdout.partition("RESULT")[2].split())
     assert larger.fetched() == larger.files(None) < set(larger.weight_map.values())
