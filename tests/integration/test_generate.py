@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from tests.support.swarms import World, prompt, world
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, World, prompt, world
 
-FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom")
+FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "demo")
 LOGITS_TOLERANCE = 1e-5  # float32. 0.0 where measured; a BLAS may take another kernel where memory is aligned otherwise
+BFLOAT16_TOLERANCE = 0.05  # 0.0 where measured; bfloat16 itself is 0.19 away from float32 on these tokens
 SAME = {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
 ONE = torch.cat([prompt(1, 9)] * 3, dim=1)[:, :21]  # repeats itself, so that prompt look-up finds something
 THREE = prompt(3, 14)
@@ -47,7 +48,11 @@ def running(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], h
     if request.param == "llama":
         yield request.getfixturevalue("llama")
         return
-    with world(checkpoint(request.param), home) as started:
+    if request.param == "demo":
+        starting = world(DEMO_CHECKPOINT, home, DEMO_SPANS)
+    else:
+        starting = world(checkpoint(request.param), home)
+    with starting as started:
         yield started
 
 
@@ -169,8 +174,27 @@ def test_one_forward_gives_the_full_models_logits(running: World, client: PreTra
 
 def test_the_route_has_the_three_servers_in_order(running: World, client: PreTrainedModel):
     client.generate(ONE, **SAME)
-    assert [str(hop.blocks) for hop in client.route] == ["0:1", "1:4", "4:6"]
+    assert [str(hop.blocks) for hop in client.route] == [server.ready["blocks"] for server in running.swarm.servers]
     assert [hop.peer_id for hop in client.route] == [server.ready["peer_id"] for server in running.swarm.servers]
+
+
+def test_in_bfloat16_the_logits_stay_within_a_bound(demo: World):
+    """Teacher-forced on the same tokens, so that a near-tie that falls the other way changes nothing after it."""
+    client = demo.client()
+    ids = demo.full.generate(ONE, **SAME)
+    in_one = [demo.full(ids).logits.float()]
+    assert difference(in_one, [client(ids).logits.float()]) <= BFLOAT16_TOLERANCE
+    exact = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).eval()
+    assert difference(in_one, [exact(ids).logits]) > 2 * BFLOAT16_TOLERANCE
+
+    def decoded(model: PreTrainedModel) -> list[Tensor]:
+        out, logits = model(ONE), []
+        for position in range(ONE.shape[1], ids.shape[1]):
+            logits.append(out.logits[:, -1].float())
+            out = model(ids[:, position : position + 1], past_key_values=out.past_key_values)
+        return logits
+
+    assert difference(decoded(demo.full), decoded(client)) <= BFLOAT16_TOLERANCE
 
 
 def noised(full: PreTrainedModel) -> PreTrainedModel:
