@@ -271,7 +271,7 @@ class Session:
             tries += 1
             if tries > REPAIR_TRIES:
                 raise broken
-            _log.warning("repairing", session=self.id[:8], peer=broken.peer, span=broken.span, why=broken.why)
+            _log.info("repairing", session=self.id[:8], peer=broken.peer, span=broken.span, why=broken.why)
             self._failed.add(self.live.key_of(broken.peer))
             self._broken = None
             try:
@@ -285,7 +285,7 @@ class Session:
                 self._broken = HopFailed(refused.peer, refused.span, str(refused))
         self.repairs += 1
         route = [f"{hop.peer_id} {hop.blocks}" for hop in self.route]
-        _log.warning("repaired", session=self.id[:8], seconds=round(self._loop.time() - began, 3), route=route)
+        _log.info("repaired", session=self.id[:8], seconds=round(self._loop.time() - began, 3), route=route)
 
     def _break(self, error: HopFailed) -> None:
         """A hop has failed: whoever waits for it, or for a step that passes it, learns of it."""

@@ -58,6 +58,7 @@ class Hosting:
     root: str
     network: str
     span: Span
+    journal_bytes_max: int = 1 << 30  # of host memory, for all sessions together
 
 
 class Handler:
@@ -67,6 +68,7 @@ class Handler:
         """wall_clock: seconds since 1970, for the records that clients pass on."""
         self.draining = False
         self.steps_under_way = 0
+        self.journal_bytes = 0
         self.dialer: Dialer  # set by whoever builds both: each needs the other
         self.sessions: dict[str, HostedSession] = {}
         self._hosting = hosting
@@ -205,6 +207,8 @@ class Handler:
             self._refuse(channel, request, None, declined)
             return
         session.used_at = self._loop.time()
+        if request.reset or request.next_record is None:
+            self._drop_journal(session)
         session.reroute(request)
         journal = session.journal is not None and not request.reset
         self._connect(session, following, Rerouted(session=session.id, epoch=session.epoch, journal=journal))
@@ -264,8 +268,7 @@ class Handler:
         if isinstance(result, Exception):
             self._fail(session, None, "self", f"{type(result).__name__} while rebuilding")
             return
-        if session.journal is not None:
-            session.journal.add(Entry(session.step, None, Past(piece.start, result, *beside)))
+        self._note(session, Entry(session.step, None, Past(piece.start, result, *beside)))
         if piece.hops > 1:
             onward = piece.model_copy(update={"hops": piece.hops - 1, "hidden": meta_of(result)})
             self._send_on(session, onward, [result, *(tensor for tensor in beside if tensor is not None)])
@@ -337,9 +340,22 @@ class Handler:
             return
         sent = self._forwarded(session, step, beside, result, self._loop.time() - arrived_at)
         session.sent.append(sent)
-        if session.journal is not None:
-            session.journal.add(Entry(step.step, step.rows, Past(step.keep, result, *beside)))
+        self._note(session, Entry(step.step, step.rows, Past(step.keep, result, *beside)))
         self._pass_on(session, sent)
+
+    def _note(self, session: HostedSession, entry: Entry) -> None:
+        """Keep an output for replay. What is too much for all journals costs this session its own, and nothing else."""
+        if session.journal is None:
+            return
+        self.journal_bytes += session.journal.add(entry)
+        if self.journal_bytes > self._hosting.journal_bytes_max:
+            self._drop_journal(session)
+            _log.warning("journal dropped: --journal-memory is used up", session=session.id[:8])
+
+    def _drop_journal(self, session: HostedSession) -> None:
+        if session.journal is not None:
+            self.journal_bytes -= session.journal.n_bytes
+            session.journal = None
 
     def _pass_on(self, session: HostedSession, sent: Sent) -> None:
         """Send a step's output to whom it goes now, which a repair may have changed since it was computed."""
@@ -411,6 +427,7 @@ class Handler:
         session.closed = True
         session.lease.release()
         del self.sessions[session.id]
+        self._drop_journal(session)
         self._leave_next(session)
         _log.info("session ended", session=session.id[:8], sessions=len(self.sessions))
 

@@ -84,7 +84,8 @@ class HostedSession:
             self.sent.clear()
             self._step, self._length, self._rows = request.after_step, 0, 0
             self._rebuild_from = 0
-            self.journal = Journal() if self.has_next else None
+        if self.journal is None and self.has_next and self._length == 0:
+            self.journal = Journal()  # there is nothing yet that it would lack
 
     def repeated(self, number: int) -> Sent | None:
         """Return what was sent for a step that was applied before. Raises Declined for one that is forgotten."""

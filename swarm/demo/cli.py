@@ -29,8 +29,8 @@ PROMPT = '''def read_lines(path, encoding="utf-8"):
 def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
     """Start a bootstrap node and four servers of a small checkpoint on this machine, and generate through them.
 
-    Half-way a server is killed, and another takes over. The checkpoint comes with the package; nothing is downloaded, and
-    nothing is left running.
+    Half-way a server is killed, and another takes over. The checkpoint comes with the package; nothing is downloaded,
+    and nothing is left running.
     """
     configure_logging(log_level)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order

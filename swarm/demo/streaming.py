@@ -36,7 +36,6 @@ class TimedStreamer(TextStreamer):
         """Tokens per second after the first."""
         return (len(self._times) - 2) / max(self._times[-1] - self._times[1], 1e-9)
 
-
     @property
     def longest_s(self) -> float:
         """The longest time between two tokens, in seconds."""

@@ -73,12 +73,14 @@ class Journal:
         self.n_bytes = 0
         self._entries: list[Entry] = []
 
-    def add(self, entry: Entry) -> None:
-        """Note a step; they come in order."""
+    def add(self, entry: Entry) -> int:
+        """Note a step; they come in order. Returns by how many bytes the journal has grown."""
+        before = self.n_bytes
         self._entries.append(entry)
         self.n_bytes += entry.past.n_bytes
         if len(self._entries) > STEPS_UNFOLDED_MAX:
             self._fold(len(self._entries) // 2)
+        return self.n_bytes - before
 
     def past_after(self, step: int) -> tuple[Past, ...]:
         """Return the session's past as it was right after `step`, as pieces in order; none where nothing was.

@@ -1,6 +1,7 @@
 """Hops die in the middle of things, and the text comes out as if nothing had happened."""
 
 import copy
+import dataclasses
 import threading
 import time
 
@@ -188,7 +189,7 @@ def test_a_dropped_journal_only_means_that_more_is_computed_again(checkpoint, fu
 
             async def drop():
                 for session in middle.handler.sessions.values():
-                    session.journal = None
+                    middle.handler._drop_journal(session)
 
             swarm.loop.run(drop())
             crash(swarm, last)
@@ -196,6 +197,24 @@ def test_a_dropped_journal_only_means_that_more_is_computed_again(checkpoint, fu
             local = full(ONE, use_cache=True).past_key_values
             expected = full(ONE[:, :1], past_key_values=local).logits
         assert torch.equal(got, expected)
+
+
+def test_journals_stay_within_their_memory(checkpoint, full):
+    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
+        first = swarm.servers[0].handler
+        cache = model.new_cache()
+        with torch.no_grad():
+            model(ONE, past_key_values=cache)
+        assert first.journal_bytes == ONE.numel() * 64 * 4
+        first._hosting = dataclasses.replace(first._hosting, journal_bytes_max=first.journal_bytes)
+        with torch.no_grad():
+            got = model(ONE[:, :1], past_key_values=cache).logits
+            local = full(ONE, use_cache=True).past_key_values
+            assert torch.equal(got, full(ONE[:, :1], past_key_values=local).logits)
+        assert first.journal_bytes == 0
+        cache.close()
+        eventually(lambda: not first.sessions)
+        assert first.journal_bytes == 0
 
 
 def test_a_rollback_and_a_gather_before_the_failure_are_in_the_replay(checkpoint, full):
