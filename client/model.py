@@ -134,7 +134,6 @@ class DistributedModel(PreTrainedModel):
     backend: Backend
     _calls: threading.local
     _chat: RemoteCache | None
-    _made: list[RemoteCache]
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -196,16 +195,18 @@ class DistributedModel(PreTrainedModel):
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
             kwargs[name] = self._chat
-        before, self._made = self._made, []
+        before = getattr(self._calls, "made", None)
+        made: list[RemoteCache] = []
+        self._calls.made = made  # by thread: several may generate at once
         result: Any = None
         try:
             result = super().generate(*args, **kwargs)  # type: ignore[misc]
             return result
         finally:
-            for cache in self._made:
+            for cache in made:
                 if not isinstance(result, dict) or result.get(name) is not cache:
                     cache.close()
-            self._made = before
+            self._calls.made = before
 
     def _prepare_cache_for_generation(
         self,
@@ -226,7 +227,7 @@ class DistributedModel(PreTrainedModel):
             rollback = ASSISTED_ROLLBACK if generation_mode == GenerationMode.ASSISTED_GENERATION else 0
             cache = self.new_cache(rollback_max=rollback)
             model_kwargs[name] = cache
-            self._made.append(cache)
+            self._calls.made.append(cache)
 
     def _before_model(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of the outermost forward."""
@@ -304,7 +305,6 @@ def distribute(model: PreTrainedModel, backend: Backend) -> DistributedModel:
     model.backend = backend
     model._calls = threading.local()
     model._chat = None
-    model._made = []
     replace_blocks(model, backend.traits, model._run_blocks)
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)
     decoder, _ = decoder_of(model)

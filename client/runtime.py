@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from swarm.errors import SessionClosed
+
 Result = TypeVar("Result")
 STOP_TIMEOUT_S = 5.0
 
@@ -25,9 +27,12 @@ class LoopThread:
         """Run `work` in the loop and wait for it. An interrupt of this thread (Ctrl-C) cancels it.
 
         A queue and a task, where `run_coroutine_threadsafe` has two futures chained: every token comes through here.
-        Raises concurrent.futures.CancelledError if the loop ends before the work.
+        Raises concurrent.futures.CancelledError if the loop ends before the work, SessionClosed if it has ended.
         """
         assert threading.current_thread() is not self._thread, "would wait for itself"
+        if not self.alive:
+            work.close()
+            raise SessionClosed("this model has left the swarm; load it again")
         done: SimpleQueue[asyncio.Task[Result]] = SimpleQueue()
         started: list[asyncio.Task[Result]] = []
 

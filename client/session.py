@@ -224,15 +224,15 @@ class Session:
         try:
             for chunk in chunks:
                 if len(waiting) >= self._window:
-                    await self._collect(waiting.pop(0), outputs)
+                    await self._collect(waiting.pop(0), outputs, deadline)
                 waiting.append(self._send(chunk, deadline))
             while waiting:
-                await self._collect(waiting.pop(0), outputs)
+                await self._collect(waiting.pop(0), outputs, deadline)
         finally:
             self._in_flight.clear()
         return outputs
 
-    async def _collect(self, flight: _InFlight, outputs: list[Tensor]) -> None:
+    async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
         """Wait for one answer; a hop that has no room just now is asked again until the deadline."""
         while True:
             try:
@@ -241,6 +241,8 @@ class Session:
             except Refused as refused:
                 if refused.code != "no_room" or refused.retry_after_s is None:
                     raise
+                if self._loop.time() + refused.retry_after_s >= deadline:
+                    raise  # who is full says more than that time is over
                 await asyncio.sleep(refused.retry_after_s)
             for number in sorted(self._in_flight):
                 self._resend(self._in_flight[number])

@@ -15,7 +15,7 @@ from swarm.model.cache import SpanCache
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.pool import Lease
-from swarm.wire.messages import Message, Open, RefusalCode, Step
+from swarm.wire.messages import POSITIONS_MAX, Message, Open, RefusalCode, Step
 
 WINDOW_STEPS = 8  # steps of one session that may be under way at a hop: a prefill's chunks
 
@@ -97,6 +97,8 @@ class HostedSession:
             positions.dtype != torch.int64 or positions.shape not in {(1, tokens), (rows, tokens)}
         ):
             raise Declined("bad_request", f"position ids of shape {list(positions.shape)}")
+        if positions is not None:
+            self._check_positions(positions)
         if mask is not None and (mask.dtype != torch.uint8 or mask.shape != (rows, tokens)):
             raise Declined("bad_request", f"attention mask of shape {list(mask.shape)}")
         self.lease.resize(rows * length)
@@ -106,6 +108,13 @@ class HostedSession:
     def computed(self) -> None:
         """Note that one accepted step has come back from the compute thread."""
         self._under_way -= 1
+
+    def _check_positions(self, positions: Tensor) -> None:
+        """Out of range they could index beyond a table, or rescale a rotary embedding that all sessions share."""
+        limit = self._span.traits.positions_max or POSITIONS_MAX
+        first, last = (int(bound) for bound in positions.aminmax())
+        if first < 0 or last >= limit:
+            raise Declined("bad_request", f"position ids from {first} to {last}, the model has 0 to {limit - 1}")
 
     def _check_rows(self, step: Step, rows: int) -> None:
         if step.rows is not None:

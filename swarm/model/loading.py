@@ -18,7 +18,7 @@ from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, class_for, decoder_of, hollow_class, skeleton
-from swarm.model.ownership import own_weights
+from swarm.model.ownership import own_weights, return_free_memory
 from swarm.model.probe import check_span, prove_direct_path
 from swarm.model.span import Span
 
@@ -80,6 +80,7 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
         own_weights(model, {str(path.resolve()) for path in paths.values()})
         # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
         on_device: PreTrainedModel = model.to(device).eval()
+    return_free_memory()
     return on_device
 
 

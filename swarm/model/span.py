@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks
 from swarm.model.cache import SpanCache, new_cache
-from swarm.model.direct import DirectPath, NotDirectError, Record
+from swarm.model.direct import DirectPath, Record
 from swarm.model.hollow import Placeholder, decoder_of
 from swarm.model.traits import Traits
 
@@ -122,6 +122,7 @@ class Span:
 
     def learn_direct_path(self) -> None:
         """Find out whether decode steps can go without the parent; `swarm.model.probe` then proves it or drops it."""
+        assert all(part in self.blocks for part in self._parts), "only the whole span knows all of its blocks"
         decoder, _ = decoder_of(self.model)
         recorders = [_Recorder(block, self.traits.returns) for block in _originals(getattr(decoder, self._list_name))]
         shallow = _with_blocks(decoder, self._list_name, list(recorders))
@@ -137,7 +138,7 @@ class Span:
 
         layers = {index: recorders[index].original for index in self.blocks}
         direct = None
-        with contextlib.suppress(NotDirectError), torch.inference_mode():
+        with contextlib.suppress(Exception), torch.inference_mode():  # a parent may not bear what is tried on it here
             direct = DirectPath(layers, record, self.new_cache, self.device)
         for part in self._parts.values():
             part._direct = direct

@@ -168,7 +168,10 @@ def test_unreachable_initial_peers_are_named_within_15_seconds(tmp_path: Path) -
 
 
 def assert_ends(process: subprocess.Popen[str], code: int, words: str) -> None:
-    _, errors = process.communicate(timeout=30)
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()  # a command that wrongly runs on must not outlive the test
     lines = errors.strip().splitlines()
     assert process.returncode == code, errors
     assert len(lines) == 1, errors

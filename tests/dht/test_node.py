@@ -14,7 +14,7 @@ import uvloop
 
 from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
-from swarm.dht.node import SwarmNode
+from swarm.dht.node import SwarmNode, _merge
 from swarm.dht.protocol import pack_dictionary
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
@@ -317,3 +317,27 @@ async def test_a_clock_that_goes_wrong_later_does_not_end_a_running_node(tmp_pat
             while server.restarts < 1:
                 await asyncio.sleep(0.05)
         assert server.neighbours() == (boot.peer_id,)
+
+
+async def test_a_dead_neighbour_is_forgotten(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot:
+        async with node(tmp_path, "alice", boot.addresses) as server:
+            assert boot.neighbours() == (server.peer_id,)
+        async with asyncio.timeout(20):
+            while boot.neighbours():
+                await directory(boot).servers(ROOT, 12)
+
+
+def test_of_two_nodes_answers_the_newer_record_counts() -> None:
+    gate = RecordGate(NETWORK, time.time)
+    now = time.time()
+    old, new = (
+        Entry(data, facts, facts.span)
+        for data in (signed(ALICE, now=now - 20), signed(ALICE, now=now))
+        if (facts := gate.facts(data))
+    )
+    for answers in ((old, new), (new, old)):
+        found: dict[str, Entry] = {}
+        for answer in answers:
+            _merge(found, (answer,))
+        assert list(found.values()) == [new]

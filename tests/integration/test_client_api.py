@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from swarm import AutoDistributedModel, AutoDistributedModelForCausalLM
 from swarm.demo.local import LocalProcess
-from swarm.errors import BadBlocks, PromptTooLong, UsageError
+from swarm.errors import BadBlocks, PromptTooLong, SessionClosed, UsageError
 from tests.support.swarms import World, eventually, prompt
 
 SAME = {"pad_token_id": 0, "eos_token_id": None}
@@ -105,9 +105,13 @@ def test_an_interrupted_hand_written_loop_can_go_on_with_a_fresh_cache(
     assert len(leases()) == 3
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def for_ever():
         while True:
             client(prompt(1, 6))
+
+    with pytest.raises(KeyboardInterrupt):
+        for_ever()
     del out
     gc.collect()
     eventually(lambda: not leases(), within_s=FREED_WITHIN_S)
@@ -216,7 +220,7 @@ def test_a_model_that_has_left_says_so(llama: World):
     model.generate(prompt(1, 4), max_new_tokens=2, **SAME)
     model.close()
     model.close()
-    with pytest.raises(UsageError, match="closed"):
+    with pytest.raises(SessionClosed, match="has left the swarm"):
         model.generate(prompt(1, 4), max_new_tokens=2, **SAME)
 
 

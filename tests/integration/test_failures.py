@@ -168,4 +168,7 @@ def test_a_command_killed_with_9_leaves_no_child(command: str, checkpoint: Calla
 
 def running(process: psutil.Process) -> bool:
     """Whether a process lives; one that has ended and was not waited for does not."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

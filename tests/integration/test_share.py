@@ -36,7 +36,7 @@ from tests.support.swarms import prompt
 torch.set_num_threads(1)
 with AutoDistributedModel.from_pretrained() as model:
     got = model.generate(prompt(1, 8), max_new_tokens=6, pad_token_id=0, eos_token_id=None)
-    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters() if not parameter.is_meta)
+    held = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     print("RESULT", held, *got[0].tolist())
 """
 
@@ -123,7 +123,9 @@ def test_a_client_downloads_only_the_files_with_its_part_and_generates(
         "SWARM_INITIAL_PEERS": ",".join(started.swarm.initial_peers),
         "SWARM_NETWORK": started.swarm.network,
     }
-    run = subprocess.run([sys.executable, "-c", GENERATE], env=env, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", GENERATE], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert run.returncode == 0, run.stderr
     held, *tokens = map(int, run.stdout.partition("RESULT")[2].split())
     assert larger.fetched() == larger.files(None) < set(larger.weight_map.values())

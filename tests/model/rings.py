@@ -2,12 +2,12 @@
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from swarm.blocks import Blocks
 from swarm.model.cache import SpanCache
@@ -23,8 +23,13 @@ CUTS = ((0, 1), (1, 4), (4, 6))  # uneven; the second and third are without bloc
 
 def save_family(name: str, directory: Path) -> Path:
     """Write a family's tiny random model as a checkpoint of several files."""
+    return save_model(make(name), directory)
+
+
+def save_model(config: PretrainedConfig, directory: Path) -> Path:
+    """Write a random model of this config."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make(name)).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Biases that are all zero and norms that are all one would hide mistakes.
@@ -41,6 +46,7 @@ class Pair:
     full: PreTrainedModel
     checkpoint: Checkpoint
     ends: PreTrainedModel
+    loaded: dict[tuple[int, int], Span] = field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path) -> "Pair":
@@ -48,7 +54,11 @@ class Pair:
         return cls(AutoModelForCausalLM.from_pretrained(directory).eval(), checkpoint, load_ends(checkpoint))
 
     def spans(self, *cuts: tuple[int, int]) -> list[Span]:
-        return [load_span(self.checkpoint, Blocks(*cut)) for cut in cuts]
+        """Spans of these blocks, each loaded by itself and kept; their weights are not to be changed."""
+        for cut in cuts:
+            if cut not in self.loaded:
+                self.loaded[cut] = load_span(self.checkpoint, Blocks(*cut))
+        return [self.loaded[cut] for cut in cuts]
 
     def ring(self, spans: list[Span], rollback_max: int = 0) -> "Ring":
         return Ring(self, spans, rollback_max)

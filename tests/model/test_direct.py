@@ -14,7 +14,7 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.span import Span
 from tests.families import SPLIT, make
-from tests.model.rings import save_family
+from tests.model.rings import save_model
 
 FamilyDir = Callable[[str], Path]
 Schedule = list[int]
@@ -105,20 +105,33 @@ def test_what_is_no_plain_decode_step_goes_through_the_parent(span_of: Callable[
     assert span.forward_directly(step, cache, torch.tensor([[3], [3]])) is not None
 
 
-def test_longrope_goes_through_the_parent_where_its_tables_switch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_longrope_goes_through_the_parent_where_its_tables_switch(tmp_path: Path) -> None:
     config = make("phi3")
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **factors}
     config.original_max_position_embeddings = 20
     config.max_position_embeddings = 80
-    monkeypatch.setattr("tests.model.rings.make", lambda _: config)
-    span = load_span(open_checkpoint(save_family("phi3", tmp_path)), Blocks(0, 2))
+    span = load_span(open_checkpoint(save_model(config, tmp_path)), Blocks(0, 2))
     short, long = span.new_cache(), span.new_cache()
     for number, tokens in enumerate((15, *[1] * 10)):
         step = hidden_states(1, tokens, number)
         assert torch.equal(span.forward(step, cache=short), span.forward_through_parent(step, cache=long))
+
+
+def test_a_stretch_that_cannot_be_tabulated_goes_through_the_parent(
+    span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span, cache, twin = span_of("qwen3"), span_of("qwen3").new_cache(), span_of("qwen3").new_cache()
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    span.learn_direct_path()
+    monkeypatch.setattr(direct_module.DirectPath, "_tabulate", broken)
+    for number, tokens in enumerate((3, 1, 1)):
+        step = hidden_states(1, tokens, number)
+        assert torch.equal(span.forward(step, cache=cache), span.forward_through_parent(step, cache=twin))
+    assert cache.length == 5
 
 
 def test_a_family_whose_blocks_disagree_keeps_to_its_parent(

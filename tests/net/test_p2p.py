@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import os
 import signal
@@ -75,7 +76,7 @@ async def test_a_p2pd_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyP
         yield
 
     with pytest.raises(P2PFailed, match="3 times in a row"):
-        await supervise(P2PConfig(None, None), attach)
+        await asyncio.wait_for(supervise(P2PConfig(None, None), attach), 20)
     assert len(started) == 3
     assert not any(is_running(pid) for pid in started)
 

@@ -1,0 +1,645 @@
+"""What a server does with what peers send it: over real channels, between real spans, without a DHT."""
+
+import asyncio
+import itertools
+import time
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm import config as settings
+from swarm.blocks import Blocks
+from swarm.dht.records import Announcement, sign_announcement
+from swarm.identity import Identity
+from swarm.model.checkpoint import Checkpoint, open_checkpoint
+from swarm.model.loading import load_span
+from swarm.model.span import Span
+from swarm.net.channel import Channel, Remote, Self
+from swarm.net.noise import ChannelKey
+from swarm.net.tcp import Listener, dial
+from swarm.server.handler import SESSIONS_PER_PEER_MAX
+from swarm.server.server import Server, ServerOptions
+from swarm.server.session import WINDOW_STEPS
+from swarm.wire.messages import AnyMessage, Close, Failed, Message, Open, Opened, Output, Refused, Step
+from swarm.wire.tensors import meta_of
+from tests.model.rings import save_family
+
+NETWORK = "test"
+HIDDEN = 64
+POOL_TOKENS = 200
+WITHIN_S = 10.0
+TOLERANCE = 1e-4  # float32; for one product over all positions against several over parts of them
+FIRST, SECOND = Blocks(0, 3), Blocks(3, 6)
+_names = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint and two spans of it, loaded once."""
+
+    checkpoint: Checkpoint
+    spans: dict[Blocks, Span]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    threads, cache_dir = torch.get_num_threads(), settings.CACHE_DIR
+    torch.set_num_threads(1)
+    settings.CACHE_DIR = tmp_path_factory.mktemp("cache")
+    checkpoint = open_checkpoint(save_family("llama", tmp_path_factory.mktemp("llama")))
+    yield Loaded(checkpoint, {blocks: load_span(checkpoint, blocks) for blocks in (FIRST, SECOND)})
+    torch.set_num_threads(threads)
+    settings.CACHE_DIR = cache_dir
+
+
+@dataclass(slots=True)
+class Site:
+    """A server in this process."""
+
+    server: Server
+    identity: Identity
+    computed: list[int] = field(default_factory=list)  # tokens of every step that its span has run
+
+    @property
+    def peer(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of any session is left."""
+        return not self.server.handler.sessions and self.server.pool.used_tokens == 0
+
+    def record(self, *, signer: Identity | None = None, **changes: object) -> str:
+        """The server's announcement, as clients pass it on."""
+        now = time.time()
+        announcement = self.server.announcement("online").model_copy(update={"issued": now, "expires": now + 60})
+        return packed(announcement.model_copy(update=changes), signer or self.identity)
+
+
+@asynccontextmanager
+async def serving(loaded: Loaded, blocks: Blocks, pool_tokens: int = POOL_TOKENS) -> AsyncIterator[Site]:
+    identity = Identity.generate()
+    me = Self(identity, ChannelKey(), NETWORK)
+    server = Server(
+        loaded.checkpoint, loaded.spans[blocks], me, Listener(me, "127.0.0.1", 0), ServerOptions(pool_tokens)
+    )
+    site = Site(server, identity)
+    submit = server._executor.submit
+
+    def counted(job: Callable[[], Tensor], done: Callable[[object], None]) -> None:
+        def run() -> Tensor:
+            site.computed.append(1)
+            return job()
+
+        submit(run, done)
+
+    server._executor.submit = counted
+    await server.start()
+    try:
+        yield site
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def first(loaded: Loaded) -> AsyncIterator[Site]:
+    async with serving(loaded, FIRST) as site:
+        yield site
+
+
+@pytest.fixture
+async def second(loaded: Loaded) -> AsyncIterator[Site]:
+    async with serving(loaded, SECOND) as site:
+        yield site
+
+
+class Peer:
+    """Somebody with an identity who speaks to servers."""
+
+    def __init__(self, identity: Identity | None = None):
+        self.me = Self(identity or Identity.generate(), ChannelKey(), NETWORK)
+        self.inbox: asyncio.Queue[tuple[AnyMessage, tuple[Tensor | None, ...]]] = asyncio.Queue()
+        self.channels: dict[str, Channel] = {}
+
+    @property
+    def peer(self) -> str:
+        return self.me.identity.peer_id
+
+    async def to(self, site: Site) -> Channel:
+        """This peer's channel to a server."""
+        if site.peer not in self.channels or self.channels[site.peer].closed:
+            remote = Remote(site.peer, site.server.me.key.public)
+            self.channels[site.peer] = await dial(site.server.data_address, remote, self.me, self._received)
+        return self.channels[site.peer]
+
+    def _received(self, channel: Channel, message: AnyMessage, tensors: tuple[Tensor | None, ...]) -> None:
+        self.inbox.put_nowait((message, tensors))
+
+    async def ask(self, site: Site, message: Message, *tensors: Tensor) -> AnyMessage:
+        """Send a message and return the next that comes, from whomever."""
+        (await self.to(site)).send(message, tensors)
+        return await self.next()
+
+    async def next(self) -> AnyMessage:
+        async with asyncio.timeout(WITHIN_S):
+            return (await self.inbox.get())[0]
+
+    async def output(self) -> Tensor:
+        """Return the activations of the next message, which must be an output."""
+        async with asyncio.timeout(WITHIN_S):
+            message, tensors = await self.inbox.get()
+        assert isinstance(message, Output), message
+        assert tensors[0] is not None
+        return tensors[0].clone()
+
+    async def settled(self, site: Site) -> None:
+        """Wait until the server has taken everything that was sent to it."""
+        async with asyncio.timeout(WITHIN_S):
+            await (await self.to(site)).ping()
+
+    def leave(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+
+
+@pytest.fixture
+async def owner() -> AsyncIterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.leave()
+
+
+@pytest.fixture
+async def stranger() -> AsyncIterator[Peer]:
+    peer = Peer()
+    yield peer
+    peer.leave()
+
+
+# Sessions belong to whoever opened them -------------------------------------------------------------------------------
+
+
+async def test_a_step_goes_from_hop_to_hop_and_comes_back_to_the_owner(
+    loaded: Loaded, first: Site, second: Site, owner: Peer
+):
+    request = await opened_ring(owner, first, second)
+    hidden = activations(1, 5)
+    (await owner.to(first)).send(*step(request, 1, hidden, want=2))
+    got = await owner.output()
+    assert torch.equal(got, local(loaded, hidden)[:, -2:])
+    assert owner.inbox.empty()
+
+
+async def test_a_stranger_can_neither_push_into_a_session_nor_close_nor_open_it_again(
+    loaded: Loaded, first: Site, owner: Peer, stranger: Peer
+):
+    request = await opened(owner, first)
+    hidden = activations(1, 4)
+    refused = await stranger.ask(first, *flat(step(request, 1, hidden)))
+    assert code(refused) == "not_yours"
+    (await stranger.to(first)).send(Close(session=request.session))
+    await stranger.settled(first)
+    assert code(await stranger.ask(first, request)) == "not_yours"
+    assert code(await stranger.ask(first, request.model_copy(update={"epoch": 7}))) == "not_yours"
+    assert list(first.server.handler.sessions) == [request.session]
+    (await owner.to(first)).send(*step(request, 1, hidden, want=4))
+    assert torch.equal(await owner.output(), span_output(loaded, FIRST, hidden))
+    assert first.computed == [1]
+
+
+async def test_a_second_channel_of_the_same_identity_does_not_control_the_sessions_of_the_first(
+    first: Site, owner: Peer
+):
+    request = await opened(owner, first)
+    again = Peer(owner.me.identity)
+    (await again.to(first)).send(Close(session=request.session))
+    await again.settled(first)
+    assert list(first.server.handler.sessions) == [request.session]
+    again.leave()
+
+
+async def test_activations_count_from_the_named_previous_peer_only(
+    loaded: Loaded, second: Site, owner: Peer, stranger: Peer
+):
+    previous = Peer()
+    request = await opened(owner, second, previous=previous.peer, start=3, stop=6)
+    hidden = activations(1, 3)
+    for other in (owner, stranger):
+        assert code(await other.ask(second, *flat(step(request, 1, hidden)))) == "not_yours"
+    assert second.computed == []
+    (await previous.to(second)).send(*step(request, 1, hidden, want=3))
+    assert torch.equal(await owner.output(), span_output(loaded, SECOND, hidden))  # the owner gets what comes out
+    assert previous.inbox.empty()
+    (await previous.to(second)).send(Close(session=request.session))
+    await previous.settled(second)
+    assert list(second.server.handler.sessions) == [request.session]  # who sends activations controls nothing
+    previous.leave()
+
+
+async def test_a_step_of_another_epoch_is_rejected(first: Site, owner: Peer):
+    request = await opened(owner, first, epoch=5)
+    for epoch in (4, 6):
+        stale = request.model_copy(update={"epoch": epoch})
+        refused = await owner.ask(first, *flat(step(stale, 1, activations(1, 2))))
+        assert code(refused) == "not_yours"
+        assert "epoch" in refused.why
+    assert first.computed == []
+    (await owner.to(first)).send(*step(request, 1, activations(1, 2)))
+    await owner.output()
+
+
+async def test_a_step_for_no_session_says_so(first: Site, stranger: Peer):
+    answer = await stranger.ask(first, *flat(step(open_for(first), 1, activations(1, 2))))
+    assert isinstance(answer, Failed)
+    assert answer.why == "no such session"
+
+
+async def test_a_stranger_cannot_fail_a_session_by_speaking_as_its_next_hop(
+    loaded: Loaded, first: Site, second: Site, owner: Peer, stranger: Peer
+):
+    request = await opened_ring(owner, first, second)
+    lie = Failed(session=request.session, epoch=0, step=1, blame="self", why="a lie")
+    (await stranger.to(first)).send(lie)
+    await stranger.settled(first)
+    hidden = activations(1, 2)
+    (await owner.to(first)).send(*step(request, 1, hidden, want=2))
+    assert torch.equal(await owner.output(), local(loaded, hidden))
+
+
+async def test_a_message_that_only_servers_send_ends_the_channel(first: Site, stranger: Peer):
+    channel = await stranger.to(first)
+    channel.send(Opened(session="0" * 32, epoch=0, window=1))
+    async with asyncio.timeout(WITHIN_S):
+        await channel.ended
+
+
+# Opening --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"root": "ab" * 32},
+        {"numeric_class": "bfloat16"},
+        {"numeric_class": "float32+gptq"},
+        {"start": 2, "stop": 4},
+        {"start": 3, "stop": 6},
+        {"start": 2, "stop": 1},
+        {"start": 1, "stop": 1},
+        {"start": 0, "stop": 4096},
+    ],
+    ids=str,
+)
+async def test_what_is_not_served_is_refused(first: Site, owner: Peer, changes: dict[str, object]):
+    refused = await owner.ask(first, open_for(first).model_copy(update=changes))
+    assert code(refused) == "not_served"
+    assert first.idle
+
+
+async def test_a_part_of_the_span_is_served(loaded: Loaded, first: Site, owner: Peer):
+    request = await opened(owner, first, start=1, stop=2)
+    hidden = activations(1, 4)
+    (await owner.to(first)).send(*step(request, 1, hidden, want=4))
+    with torch.inference_mode():
+        expected = loaded.spans[FIRST].part(Blocks(1, 2)).forward(hidden, cache=None)
+    assert torch.equal(await owner.output(), expected)
+
+
+async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: Site, owner: Peer):
+    good = second.record()
+    past = time.time() - 120
+    bad = {
+        "not base64": "#" + good,
+        "a changed byte": good[:-8] + ("A" if good[-8] != "A" else "B") + good[-7:],
+        "a changed signature": ("A" if good[0] != "A" else "B") + good[1:],
+        "expired": second.record(issued=past, expires=past + 60),
+        "from the future": second.record(issued=time.time() + 300, expires=time.time() + 330),
+        "another network": second.record(network="other"),
+        "another model": second.record(root="cd" * 32),
+        "not adjacent": second.record(blocks=(4, 6)),
+        "behind": first.record(),
+        "another protocol": second.record(protocol=2),
+        "empty": "",
+    }
+    for what, record in bad.items():
+        refused = await owner.ask(first, open_for(first, next_record=record))
+        assert code(refused) == "bad_request", what
+        assert "next hop" in refused.why, what
+    assert first.idle
+    assert isinstance(await owner.ask(first, open_for(first, next_record=good)), Opened)
+
+
+async def test_a_next_record_signed_by_somebody_else_is_refused(first: Site, second: Site, owner: Peer):
+    forger = Identity.generate()
+    honest = second.server.announcement("online")
+    now = time.time()
+    forged = honest.model_copy(update={"issued": now, "expires": now + 60, "public_key": forger.public_key.hex()})
+    data = sign_announcement(forged, forger)
+    pretended = data.replace(forger.public_key.hex().encode(), second.identity.public_key.hex().encode())
+    refused = await owner.ask(first, open_for(first, next_record=b64encode(pretended).decode()))
+    assert code(refused) == "bad_request"
+    assert "signature" in refused.why
+
+
+async def test_a_next_hop_that_does_not_answer_fails_the_session_and_is_blamed(first: Site, second: Site, owner: Peer):
+    record = second.record(addresses=("127.0.0.1:1",))
+    failed = await owner.ask(first, open_for(first, next_record=record))
+    assert isinstance(failed, Failed)
+    assert failed.blame == "next"
+    assert first.idle
+
+
+async def test_a_draining_server_takes_no_new_sessions_and_serves_the_old_ones(first: Site, owner: Peer):
+    request = await opened(owner, first)
+    first.server.handler.draining = True
+    assert code(await owner.ask(first, open_for(first))) == "draining"
+    (await owner.to(first)).send(*step(request, 1, activations(1, 2)))
+    await owner.output()
+
+
+async def test_one_peer_opens_only_so_many_sessions_over_however_many_channels(
+    first: Site, owner: Peer, stranger: Peer
+):
+    again = Peer(owner.me.identity)
+    for number in range(SESSIONS_PER_PEER_MAX):
+        assert isinstance(await (again if number % 2 else owner).ask(first, open_for(first)), Opened)
+    assert code(await owner.ask(first, open_for(first))) == "no_room"
+    assert code(await again.ask(first, open_for(first))) == "no_room"
+    assert isinstance(await stranger.ask(first, open_for(first)), Opened)
+    again.leave()
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+BAD_STEPS: dict[str, tuple[dict[str, object], dict[str, Tensor]]] = {
+    "activations of another width": ({}, {"hidden": torch.zeros(2, 3, HIDDEN + 1)}),
+    "activations of whole numbers": ({}, {"hidden": torch.zeros(2, 3, HIDDEN, dtype=torch.int64)}),
+    "activations of rank 2": ({}, {"hidden": torch.zeros(3, HIDDEN)}),
+    "other rows than before": ({}, {"hidden": torch.zeros(3, 3, HIDDEN)}),
+    "position ids of another length": ({}, {"positions": torch.zeros(2, 4, dtype=torch.int64)}),
+    "position ids of another batch": ({}, {"positions": torch.zeros(3, 3, dtype=torch.int64)}),
+    "position ids of another dtype": ({}, {"positions": torch.zeros(2, 3)}),
+    "negative position ids": ({}, {"positions": torch.full((2, 3), -1, dtype=torch.int64)}),
+    "position ids beyond the model's end": ({}, {"positions": torch.full((2, 3), 256, dtype=torch.int64)}),
+    "a mask of another shape": ({}, {"mask": torch.ones(2, 4, dtype=torch.uint8)}),
+    "a mask of another dtype": ({}, {"mask": torch.ones(2, 3, dtype=torch.int64)}),
+    "too few rows gathered": ({"rows": (0,)}, {}),
+    "rows that do not exist": ({"rows": (0, 2)}, {}),
+    "no rows gathered": ({"rows": ()}, {}),
+    "more kept than there is": ({"keep": 7}, {}),
+    "a rollback beyond what was agreed": ({"keep": 3}, {}),
+    "more wanted than sent": ({"want": 4}, {}),
+    "longer than the session may get": ({}, {"hidden": torch.zeros(2, 60, HIDDEN)}),
+    "a step out of order": ({"step": 3}, {}),
+    "no time left": ({"budget_ms": 0}, {}),
+}
+CODES = {"a step out of order": "out_of_order", "no time left": "too_late"}
+
+
+@pytest.mark.parametrize("what", BAD_STEPS)
+async def test_a_malformed_step_is_refused_and_the_session_is_intact(
+    loaded: Loaded, first: Site, owner: Peer, what: str
+):
+    request = await opened(owner, first, positions_max=50, rollback_max=2)
+    before, after = activations(2, 6, seed=1), activations(2, 3, seed=2)
+    (await owner.to(first)).send(*step(request, 1, before))
+    await owner.output()
+    used = first.server.pool.used_tokens
+
+    changes, tensors = BAD_STEPS[what]
+    bad = step(request, 2, **({"hidden": after} | tensors), **({"keep": 6, "want": 1} | changes))
+    refused = await owner.ask(first, *flat(bad))
+    assert code(refused) == CODES.get(what, "bad_request")
+    assert first.server.pool.used_tokens == used
+
+    (await owner.to(first)).send(*step(request, 2, after, keep=6, want=3))
+    expected = span_output(loaded, FIRST, torch.cat([before, after], dim=1))[:, -3:]
+    assert (await owner.output() - expected).abs().max() < TOLERANCE
+    assert first.computed == [1, 1]
+
+
+async def test_a_repeated_step_is_answered_again_and_not_computed_again(first: Site, second: Site, owner: Peer):
+    request = await opened_ring(owner, first, second)
+    sent = [step(request, 1, activations(1, 4), want=4), step(request, 2, activations(1, 1, seed=2), keep=4)]
+    outputs = []
+    for message in sent:
+        (await owner.to(first)).send(*message)
+        outputs.append(await owner.output())
+    computed = (len(first.computed), len(second.computed))
+    for message, output in [*zip(sent, outputs, strict=True)] * 2:
+        (await owner.to(first)).send(*message)
+        assert torch.equal(await owner.output(), output)
+    assert (len(first.computed), len(second.computed)) == computed == (2, 2)
+    assert first.server.pool.used_tokens == 5
+
+
+async def test_a_step_that_is_long_past_is_refused(first: Site, owner: Peer):
+    request = await opened(owner, first)
+    for number in range(1, WINDOW_STEPS + 2):
+        (await owner.to(first)).send(*step(request, number, activations(1, 1), keep=number - 1))
+        await owner.output()
+    refused = await owner.ask(first, *flat(step(request, 1, activations(1, 1))))
+    assert code(refused) == "out_of_order"
+
+
+async def test_rollbacks_and_gathers_give_what_a_fresh_run_gives(loaded: Loaded, first: Site, owner: Peer):
+    request = await opened(owner, first, rollback_max=4)
+    start, more, tail = activations(2, 6, seed=1), activations(2, 2, seed=2), activations(3, 2, seed=3)
+    (await owner.to(first)).send(*step(request, 1, start))
+    await owner.output()
+    (await owner.to(first)).send(*step(request, 2, more, keep=6))
+    await owner.output()
+    (await owner.to(first)).send(*step(request, 3, tail, keep=5, rows=(1, 0, 1), want=2))
+    expected = span_output(loaded, FIRST, torch.cat([start[[1, 0, 1], :5], tail], dim=1))[:, -2:]
+    assert (await owner.output() - expected).abs().max() < TOLERANCE
+    assert first.server.pool.used_tokens == 3 * 7
+
+
+async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back(first: Site, owner: Peer):
+    request = await opened(owner, first, positions_max=POOL_TOKENS + 1)
+    refused = await owner.ask(first, *flat(step(request, 1, activations(1, POOL_TOKENS + 1))))
+    assert code(refused) == "no_room"
+    assert refused.retry_after_ms > 0
+    assert first.server.pool.used_tokens == 0
+    (await owner.to(first)).send(*step(request, 1, activations(1, POOL_TOKENS)))
+    await owner.output()
+
+
+async def test_a_step_refused_further_on_is_sent_again_and_computed_once_by_each_hop(
+    loaded: Loaded, first: Site, owner: Peer, stranger: Peer
+):
+    async with serving(loaded, SECOND, pool_tokens=10) as second:
+        holder = await opened(stranger, second, start=3, stop=6)
+        (await stranger.to(second)).send(*step(holder, 1, activations(1, 8)))
+        await stranger.output()
+        request = await opened_ring(owner, first, second)
+        hidden = activations(1, 5)
+        message = step(request, 1, hidden, want=5)
+        assert code(await owner.ask(first, *flat(message))) == "no_room"
+        (await stranger.to(second)).send(Close(session=holder.session))
+        await stranger.settled(second)
+        (await owner.to(first)).send(*message)
+        assert torch.equal(await owner.output(), local(loaded, hidden))
+        assert (len(first.computed), len(second.computed)) == (1, 2)
+
+
+async def test_more_steps_under_way_than_the_window_are_refused(first: Site, owner: Peer):
+    request = await opened(owner, first)
+    channel = await owner.to(first)
+    release = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    first.server._executor.submit(
+        lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(), lambda _: None
+    )
+    for number in range(1, WINDOW_STEPS + 2):
+        channel.send(*step(request, number, activations(1, 1), keep=number - 1))
+    assert code(await owner.next()) == "bad_request"
+    release.set()
+    for _ in range(WINDOW_STEPS):
+        await owner.output()
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_closed_session_leaves_nothing(first: Site, second: Site, owner: Peer):
+    request = await opened_ring(owner, first, second)
+    (await owner.to(first)).send(*step(request, 1, activations(2, 5)))
+    await owner.output()
+    assert (first.server.pool.used_tokens, second.server.pool.used_tokens) == (10, 10)
+    for site in (first, second):
+        (await owner.to(site)).send(Close(session=request.session))
+        await owner.settled(site)
+        assert site.idle
+
+
+async def test_sessions_end_with_their_owners_channel(first: Site, second: Site, owner: Peer, stranger: Peer):
+    kept = await opened(stranger, first)
+    request = await opened_ring(owner, first, second)
+    (await owner.to(first)).send(*step(request, 1, activations(2, 5)))
+    await owner.output()
+    owner.leave()
+    await until(lambda: second.idle and list(first.server.handler.sessions) == [kept.session])
+    assert first.server.pool.used_tokens == 0
+
+
+async def test_a_step_under_way_when_its_session_ends_is_dropped_and_leaves_nothing(first: Site, owner: Peer):
+    for _ in range(5):
+        request = await opened(owner, first)
+        channel = await owner.to(first)
+        for number in range(1, 5):
+            channel.send(*step(request, number, activations(1, 4), keep=4 * (number - 1)))
+        channel.send(Close(session=request.session))
+        await until(lambda: first.idle and first.server.handler.steps_under_way == 0)
+
+
+async def test_the_owner_learns_when_the_next_hop_goes(loaded: Loaded, first: Site, owner: Peer):
+    async with serving(loaded, SECOND) as second:
+        request = await opened(owner, first, next_record=second.record())
+    failed = await owner.next()
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.blame) == (request.session, "next")
+    assert first.idle
+
+
+async def test_a_server_that_stops_tells_the_owners_and_leaves_nothing(loaded: Loaded, owner: Peer):
+    async with serving(loaded, FIRST) as site:
+        request = await opened(owner, site)
+    failed = await owner.next()
+    assert isinstance(failed, Failed)
+    assert (failed.session, failed.blame) == (request.session, "self")
+    assert site.idle
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def open_for(site: Site, **changes: object) -> Open:
+    """What opens a session of the server's whole span, for its owner alone."""
+    span = site.server.span
+    request = Open(
+        session=f"{next(_names):032x}",
+        epoch=0,
+        root=site.server.announcement("online").root,
+        numeric_class="float32",
+        start=span.blocks.start,
+        stop=span.blocks.stop,
+        positions_max=100,
+        rollback_max=0,
+    )
+    return request.model_copy(update=changes)
+
+
+async def opened(owner: Peer, site: Site, **changes: object) -> Open:
+    request = open_for(site, **changes)
+    assert isinstance(await owner.ask(site, request), Opened)
+    return request
+
+
+async def opened_ring(owner: Peer, first: Site, second: Site) -> Open:
+    """Open one session on both: first hands on to second, and that to the owner."""
+    request = await opened(owner, first, next_record=second.record())
+    await opened(owner, second, session=request.session, previous=first.peer)
+    return request
+
+
+def step(
+    request: Open,
+    number: int,
+    hidden: Tensor,
+    *,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+    keep: int = 0,
+    want: int = 1,
+    **changes: object,
+) -> tuple[Step, list[Tensor]]:
+    message = Step(
+        session=request.session,
+        epoch=request.epoch,
+        step=number,
+        keep=keep,
+        budget_ms=60_000,
+        want=want,
+        hidden=meta_of(hidden),
+        positions=None if positions is None else meta_of(positions),
+        mask=None if mask is None else meta_of(mask),
+    )
+    return message.model_copy(update=changes), [tensor for tensor in (hidden, positions, mask) if tensor is not None]
+
+
+def flat(message: tuple[Step, list[Tensor]]) -> tuple[Step | Tensor, ...]:
+    return message[0], *message[1]
+
+
+def code(answer: AnyMessage) -> str:
+    assert isinstance(answer, Refused), answer
+    return answer.code
+
+
+def packed(announcement: Announcement, signer: Identity) -> str:
+    return b64encode(sign_announcement(announcement, signer)).decode()
+
+
+def activations(rows: int, tokens: int, seed: int = 1) -> Tensor:
+    return torch.randn(rows, tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def span_output(loaded: Loaded, blocks: Blocks, hidden: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return loaded.spans[blocks].forward(hidden, cache=None)
+
+
+def local(loaded: Loaded, hidden: Tensor) -> Tensor:
+    return span_output(loaded, SECOND, span_output(loaded, FIRST, hidden))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():
+            await asyncio.sleep(0.01)
