@@ -39,6 +39,7 @@ class SessionPlan:
     positions_max: int
     rollback_max: int
     step_timeout_s: float
+    wait_for_blocks_s: float
 
 
 @dataclass(slots=True)
@@ -129,8 +130,8 @@ class LiveRoute:
         await self._answered(rebuilt, sorted(lacking), REBUILD_TIMEOUT_S, "did not rebuild the past")
 
     def key_of(self, peer: str) -> str:
-        """Return the channel key of the hop that this peer is."""
-        return next(leg.hop.announcement.channel_key for leg in self.legs if leg.hop.peer_id == peer)
+        """Return the channel key of the hop that this peer is; the peer id where it is none any more."""
+        return next((leg.hop.announcement.channel_key for leg in self.legs if leg.hop.peer_id == peer), peer)
 
     def send(self, index: int, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send to one hop. Raises HopFailed."""

@@ -32,6 +32,7 @@ OPEN_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0  # a step that takes longer makes us ask every hop whether it lives, so often
 HEARTBEAT_TIMEOUT_S = 3.0
 REPAIR_TRIES = 8  # in a row
+WAIT_POLL_S = 1.0  # how often the directory is looked at while nobody serves some block
 
 FromHop = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Output | wire.Refused | wire.Failed
 
@@ -266,23 +267,35 @@ class Session:
     async def _repair(self) -> None:
         """Replace what failed, until the route stands. Raises NoRoute, or the last failure after REPAIR_TRIES."""
         began = self._loop.time()
+        forgiven: set[str] = set()
+        forgiving = False
         tries = 0
         while (broken := self._broken) is not None:
             tries += 1
             if tries > REPAIR_TRIES:
                 raise broken
             _log.info("repairing", session=self.id[:8], peer=broken.peer, span=broken.span, why=broken.why)
-            self._failed.add(self.live.key_of(broken.peer))
-            self._broken = None
+            if not forgiving:
+                self._failed.add(self.live.key_of(broken.peer))
+            forgiving, self._broken = False, None
             try:
                 await self.live.repair(self._failed, self._replan, self._journal, self._answered, self._sessions.watch)
-            except NoRoute as nobody:
-                why = f"nobody can take over from {broken.peer} ({broken.why})"
-                raise NoRoute(nobody.model, nobody.missing, why) from None
             except HopFailed as failed:
                 self._broken = failed
             except Refused as refused:
                 self._broken = HopFailed(refused.peer, refused.span, str(refused))
+            except NoRoute as nobody:
+                self._broken = broken
+                if self._failed - forgiven:  # perhaps it was but the connection: ask everybody again, once
+                    forgiven |= self._failed
+                    self._failed.clear()
+                    forgiving = True
+                elif self._loop.time() - began < self._plan.wait_for_blocks_s:
+                    await asyncio.sleep(WAIT_POLL_S)
+                    tries = 0
+                else:
+                    why = f"nobody can take over from {broken.peer} ({broken.why})"
+                    raise NoRoute(nobody.model, nobody.missing, why) from None
         self.repairs += 1
         route = [f"{hop.peer_id} {hop.blocks}" for hop in self.route]
         _log.info("repaired", session=self.id[:8], seconds=round(self._loop.time() - began, 3), route=route)

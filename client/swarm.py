@@ -13,7 +13,7 @@ from swarm.blocks import Blocks
 from swarm.client.live import Plan, SessionPlan
 from swarm.client.route import Hop, plan_route
 from swarm.client.runtime import LoopThread
-from swarm.client.session import Session, Sessions
+from swarm.client.session import WAIT_POLL_S, Session, Sessions
 from swarm.dht.directory import Directory
 from swarm.dht.records import SignedAnnouncement
 from swarm.errors import HopFailed, NoRoute, Refused, RootMismatch
@@ -26,7 +26,6 @@ from swarm.net.noise import ChannelKey
 OPEN_TRIES = 4  # routes tried for one session: each leaves out the peers that failed in the ones before
 DIRECTORY_AGE_S = 10.0  # a look-up is used again for so long
 STEP_TIMEOUT_S = 120.0
-WAIT_POLL_S = 1.0  # how often the directory is looked at meanwhile
 
 Join = Callable[[], AbstractAsyncContextManager[Directory]]
 
@@ -67,7 +66,13 @@ class Swarm:
 
     def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> "WaitingSession":
         """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed, Refused, StepTimeout."""
-        plan = SessionPlan(self._checkpoint.root, positions_max, rollback_max, self._options.step_timeout_s)
+        plan = SessionPlan(
+            root=self._checkpoint.root,
+            positions_max=positions_max,
+            rollback_max=rollback_max,
+            step_timeout_s=self._options.step_timeout_s,
+            wait_for_blocks_s=self._options.wait_for_blocks_s,
+        )
         return WaitingSession(self._loop, self._loop.run(self._open(blocks, plan)))
 
     def route(self) -> tuple[Hop, ...]:
@@ -127,23 +132,25 @@ class Swarm:
         numeric_class = route[0].announcement.numeric_class
 
         async def replan(blocks: Blocks, avoid: Collection[str]) -> tuple[Hop, ...]:
-            return await self._plan(blocks, avoid, numeric_class)
+            return await self._plan_now(blocks, avoid, numeric_class)
 
         return replan
 
-    async def _plan(self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None = None) -> tuple[Hop, ...]:
+    async def _plan(self, blocks: Blocks, avoid: Collection[str]) -> tuple[Hop, ...]:
         """Plan a route; while nobody serves some block, wait as long as the options say. Raises NoRoute."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.wait_for_blocks_s
         while True:
             try:
-                return await self._plan_now(blocks, avoid, numeric_class)
+                return await self._plan_now(blocks, avoid)
             except NoRoute:
                 if loop.time() >= deadline:
                     raise
             await asyncio.sleep(min(WAIT_POLL_S, max(0.0, deadline - loop.time())))
 
-    async def _plan_now(self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None) -> tuple[Hop, ...]:
+    async def _plan_now(
+        self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None = None
+    ) -> tuple[Hop, ...]:
         """Plan with the servers that were looked up lately, if they suffice; else look again."""
         name = self._checkpoint.public_name
         dtype = str(self.dtype).removeprefix("torch.")
