@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarm.client import session
 from swarm.demo.local import LocalSwarm
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
@@ -120,6 +121,20 @@ def test_a_step_waits_for_room_and_goes_on_when_there_is_some(small: World):
     assert torch.equal(got, small.full.generate(prompt(1, 20), max_new_tokens=4, **SAME))
 
 
+def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(
+    small: World, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session, "CHUNK_BYTES", 6 * small.full.config.hidden_size * 4)
+    holder, waiting = small.client(), small.client()
+    held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values  # 6 of the next ones fit, and 12 do not
+    release = threading.Timer(1.5, held.close)
+    release.start()
+    began = time.monotonic()
+    got = waiting.generate(prompt(1, 40), max_new_tokens=4, **SAME)
+    assert time.monotonic() - began > 1.0
+    assert torch.equal(got, small.full.generate(prompt(1, 40), max_new_tokens=4, **SAME))
+
+
 def test_a_step_that_finds_no_room_until_its_deadline_says_so(small: World):
     holder, waiting = small.client(), small.client(step_timeout_s=2.5)
     held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values
@@ -180,6 +195,8 @@ def test_a_command_killed_with_9_leaves_no_child(command: str, checkpoint: Calla
         victim = swarm.start_server("0:1").wait_ready() if command == "swarm-serve" else swarm.bootstrap
         children = psutil.Process(victim.process.pid).children(recursive=True)
         assert children
+        for child in children:
+            child.suspend()  # so that it cannot notice by itself
         victim.kill()
         eventually(lambda: not any(running(child) for child in children), within_s=5)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from swarm.client import session
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, World, prompt, world
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "demo")
@@ -170,6 +171,35 @@ def test_one_forward_gives_the_full_models_logits(running: World, client: PreTra
         without = client(ids, use_cache=False)
         assert difference([running.full(ids, use_cache=False).logits], [without.logits]) <= LOGITS_TOLERANCE
         assert without.get("past_key_values") is None
+
+
+def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(
+    running: World, client: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+):
+    """The full model takes the same pieces, one after the other: a router's near-ties must fall the same way."""
+    tokens, piece, tail = 100, 7, prompt(3, 20, seed=2)
+    monkeypatch.setattr(session, "CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
+    ids = prompt(3, tokens)  # more pieces than may be under way at once, and longer than any sliding window
+    mask = torch.ones(3, tokens + tail.shape[1], dtype=torch.int64)
+    padded = mask.clone()
+    padded[0, :9] = 0
+    for columns in (mask, padded):
+        expected, cache = [], None
+        for start, stop in pieces(tokens, piece):
+            out = running.full(ids[:, start:stop], attention_mask=columns[:, :stop], past_key_values=cache)
+            expected.append(out.logits)
+            cache = out.past_key_values
+        for start, stop in pieces(tail.shape[1], piece):
+            out = running.full(tail[:, start:stop], attention_mask=columns[:, : tokens + stop], past_key_values=cache)
+            expected.append(out.logits)
+        first = client(ids, attention_mask=columns[:, :tokens])
+        second = client(tail, attention_mask=columns, past_key_values=first.past_key_values)
+        both, real = torch.cat([first.logits, second.logits], dim=1), columns.bool()
+        assert difference([torch.cat(expected, dim=1)[real]], [both[real]]) <= LOGITS_TOLERANCE
+
+
+def pieces(tokens: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def test_the_route_has_the_three_servers_in_order(running: World, client: PreTrainedModel):
