@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from common import SEED, ByHand, Samples, cpu_ms, decoder_step, even_cuts, interleaved, table, tiny_llama, write_json
+from memory_ring import measure_software
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -54,6 +55,7 @@ def main() -> None:
         parts = measure_parts(Path(folder), local, tokens)
         with LocalSwarm(folder, [f"0:{options.blocks}"] * max(HOPS), log_level="warning") as swarm:
             steps, calls, cpu = measure_routes(swarm, local, tokens)
+        parts |= measure_software(tokens, WARM_UP, local.config.hidden_size)
     report(steps, calls, parts, cpu)
     samples = [*steps.values(), *calls.values(), *parts.values()]
     write_json(options.json, "hop_overhead", options.seed, samples, tokens=tokens, blocks=options.blocks, cpu_ms=cpu)

@@ -28,6 +28,7 @@ ROOT_HASH = "0" * 64
 NETWORK = "memory"
 BLOCKS = Blocks(0, 2)
 POSITIONS_MAX = 1 << 20
+NAMES = ("software: a hop, frame in to frame out", "software: client", "software: client, for a thread that waits")
 
 
 def measure_software(count: int, warm_up: int, hidden_size: int) -> dict[str, Samples]:
@@ -37,7 +38,7 @@ def measure_software(count: int, warm_up: int, hidden_size: int) -> dict[str, Sa
         ring = loop.run(_open(hidden_size))
         waiting = WaitingSession(loop, ring.session)
         hidden = torch.randn(1, 1, hidden_size)
-        samples = {name: Samples(name) for name in ("server", "client", "client, for a thread that waits")}
+        samples = {name: Samples(name) for name in NAMES}
         for number in range(warm_up + count):
             keep = 2 * number
             server, client = loop.run(ring.step(hidden, keep))

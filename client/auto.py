@@ -42,6 +42,7 @@ class AutoDistributedModel:
         network: str | None = None,
         identity: str | Path | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        wait_for_blocks_s: float = 0.0,
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
@@ -49,7 +50,8 @@ class AutoDistributedModel:
         cache_dir, network or identity are left out they come from SWARM_* or swarm.toml.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
         root: what the checkpoint's root must be. identity: key file; by default a fresh identity for this model.
-        step_timeout_s: the longest that one step may take.
+        step_timeout_s: the longest that one step may take, repairs included. wait_for_blocks_s: how long to wait where
+        nobody serves some block.
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside what `transformers` gives it.
@@ -76,7 +78,7 @@ class AutoDistributedModel:
         ends = load_ends(checkpoint, dtype=dtype, device=device)
         path = Path(identity) if identity is not None else settings.identity
         me = Identity.load_or_create(path) if path is not None else Identity.generate()
-        options = ClientOptions(network=network or settings.network, step_timeout_s=step_timeout_s)
+        options = ClientOptions(network or settings.network, step_timeout_s, wait_for_blocks_s)
         config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers)
 
         @asynccontextmanager

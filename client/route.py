@@ -41,6 +41,7 @@ def plan_route(
     servers: Iterable[SignedAnnouncement],
     *,
     dtype: str | None = None,
+    numeric_class: str | None = None,
     avoid: Collection[str] = (),
 ) -> tuple[Hop, ...]:
     """Return the hops that cover `wanted` in the least estimated time per token.
@@ -48,11 +49,16 @@ def plan_route(
     It is a shortest path over block boundaries: from boundary b, every span that holds block b leads to any later
     boundary up to its end. A part of a span costs its share of the time that the server needs for a token, plus HOP_MS.
     Two numeric classes are never mixed; the better one is taken. dtype: only classes that compute in it, as "float32".
-    avoid: peer ids that are left out. Raises NoRoute with the blocks that nobody serves.
+    numeric_class: only this one, as a route needs it that is repaired. avoid: peer ids, or channel keys (of single
+    processes), that are left out. Raises NoRoute with the blocks that nobody serves.
     """
-    usable = [s for s in servers if s.announcement.state == "online" and s.announcement.peer_id not in avoid]
+    usable = [s for s in servers if s.announcement.state == "online" and not _avoided(s.announcement, avoid)]
     classes = sorted({s.announcement.numeric_class for s in usable})
-    others = [name for name in classes if dtype is not None and name.partition("+")[0] != dtype]
+    others = [
+        name
+        for name in classes
+        if (dtype is not None and name.partition("+")[0] != dtype) or name != (numeric_class or name)
+    ]
     classes = [name for name in classes if name not in others]
     plans = []
     for name in classes:
@@ -68,6 +74,10 @@ def plan_route(
     if missing:
         raise NoRoute(model, missing)
     raise NoRoute(model, tuple(wanted), f"no single numeric class covers them ({', '.join(classes)})")
+
+
+def _avoided(announcement: Announcement, avoid: Collection[str]) -> bool:
+    return announcement.peer_id in avoid or announcement.channel_key in avoid
 
 
 def _cheapest(wanted: Blocks, servers: list[SignedAnnouncement]) -> tuple[float, tuple[Hop, ...]] | None:

@@ -2,44 +2,41 @@
 
 import asyncio
 import secrets
-from base64 import b64encode
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import structlog
 from torch import Tensor, cat
 
+from swarm.client.live import Leg, LiveRoute, Plan, SessionPlan, fail
 from swarm.client.route import Hop
 from swarm.errors import (
     ChannelClosed,
     HopFailed,
-    NetworkError,
+    NoRoute,
     PromptTooLong,
     Refused,
+    RouteError,
     SessionClosed,
     SessionError,
     StepTimeout,
+    SwarmError,
 )
-from swarm.net.channel import Channel, Remote, Tensors
+from swarm.net.channel import Channel, Tensors
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
-from swarm.wire.tensors import meta_of
+from swarm.wire.journal import Entry, Journal, Past
+from swarm.wire.tensors import CHUNK_BYTES, meta_of
 
-CHUNK_BYTES = 1 << 20  # a long prefill goes out in steps of about so much, which overlap along the route
-OPEN_TIMEOUT_S = 15.0
-PING_TIMEOUT_S = 5.0
+OPEN_TIMEOUT_S = 30.0
+HEARTBEAT_S = 2.0  # a step that takes longer makes us ask every hop whether it lives, so often
+HEARTBEAT_TIMEOUT_S = 3.0
+REPAIR_TRIES = 8  # in a row
+WAIT_POLL_S = 1.0  # how often the directory is looked at while nobody serves some block
 
-Result = TypeVar("Result")
+FromHop = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Output | wire.Refused | wire.Failed
 
-
-@dataclass(frozen=True, slots=True)
-class SessionPlan:
-    """What a session is opened for."""
-
-    root: str
-    positions_max: int
-    rollback_max: int
-    step_timeout_s: float
+_log = structlog.get_logger("swarm.session")
 
 
 @dataclass(slots=True)
@@ -61,18 +58,21 @@ class Sessions:
 
     def on_message(self, channel: Channel, message: wire.AnyMessage, tensors: Tensors) -> None:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
-        if isinstance(message, (wire.Opened, wire.Output, wire.Refused, wire.Failed)):
+        if isinstance(message, FromHop):
             session = self._by_id.get(message.session)
-            if session is not None and message.epoch == session.epoch:
+            if session is not None and message.epoch == session.live.epoch:
                 session.on_message(channel, message, tensors)
 
-    async def open(self, plan: SessionPlan, route: Sequence[Hop]) -> "Session":
-        """Open a session on every hop of the route. Raises HopFailed or Refused, and then nothing is left open."""
-        session = Session(self, plan, route)
+    async def open(self, plan: SessionPlan, route: Sequence[Hop], replan: Plan) -> "Session":
+        """Open a session on every hop of the route. Raises HopFailed or Refused, and then nothing is left open.
+
+        replan: finds hops to take over from those that fail later on.
+        """
+        session = Session(self, plan, route, replan)
         self._by_id[session.id] = session
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await session.connect()
+                await session.live.open(self.watch)
         except TimeoutError:
             await session.close()
             raise StepTimeout("the route", str(route[0].blocks.start), OPEN_TIMEOUT_S) from None
@@ -105,71 +105,34 @@ class Sessions:
 
 
 class Session:
-    """Made by `Sessions.open`. One step at a time; a long one is cut into chunks that are under way together."""
+    """Made by `Sessions.open`. One step at a time; a long one is cut into chunks that are under way together.
 
-    def __init__(self, sessions: Sessions, plan: SessionPlan, route: Sequence[Hop]) -> None:
+    A hop that fails is replaced, and nobody notices but by the time that it takes: see `LiveRoute.repair`. What was not
+    answered is then sent again; hops that have applied it already answer from what they remember.
+    """
+
+    def __init__(self, sessions: Sessions, plan: SessionPlan, route: Sequence[Hop], replan: Plan) -> None:
         self.id = secrets.token_hex(16)
-        self.epoch = 0
-        self.route = tuple(route)
         self.length = 0  # positions that every hop has
+        self.repairs = 0
+        self.live = LiveRoute(self.id, plan, route, sessions.dialer)
         self._plan = plan
+        self._replan = replan
         self._sessions = sessions
         self._loop = asyncio.get_running_loop()
-        self._channels: dict[int, Channel] = {}
-        self._opened: list[asyncio.Future[int]] = []
-        self._window = 1
+        self._journal = Journal()  # of the embeddings: the client is hop 0
         self._step = 0
+        self._answered = 0  # the last step that the last hop has answered
         self._in_flight: dict[int, _InFlight] = {}
-        self._ended: SessionError | None = None
+        self._failed: set[str] = set()  # channel keys of the processes that this session does without
+        self._broken: HopFailed | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._ended: SwarmError | None = None
 
-    # Opening
-
-    async def connect(self) -> None:
-        """Connect to all hops and open the session on each."""
-        await _all(map(self._dial, range(len(self.route))))
-        self._opened = [self._loop.create_future() for _ in self.route]
-        for index, channel in self._channels.items():
-            channel.send(self._open_message(index))
-        latencies, windows = await asyncio.gather(_all(map(self._ping, range(len(self.route)))), _all(self._opened))
-        self.route = tuple(
-            replace(hop, latency_ms=1000 * latency) for hop, latency in zip(self.route, latencies, strict=True)
-        )
-        self._window = min(windows)
-
-    async def _dial(self, index: int) -> None:
-        hop = self.route[index]
-        record = hop.announcement
-        try:
-            remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
-            channel = await self._sessions.dialer.connect(remote, record.addresses)
-        except NetworkError as error:
-            raise HopFailed(hop.peer_id, str(hop.blocks), str(error)) from None
-        self._channels[index] = channel
-        self._sessions.watch(channel)
-
-    async def _ping(self, index: int) -> float:
-        hop = self.route[index]
-        try:
-            async with asyncio.timeout(PING_TIMEOUT_S):
-                return await self._channels[index].ping()
-        except (TimeoutError, ChannelClosed) as error:
-            raise HopFailed(hop.peer_id, str(hop.blocks), str(error) or "no answer to a ping") from None
-
-    def _open_message(self, index: int) -> wire.Open:
-        hop = self.route[index]
-        following = self.route[index + 1].signed.data if index + 1 < len(self.route) else None
-        return wire.Open(
-            session=self.id,
-            epoch=self.epoch,
-            root=self._plan.root,
-            numeric_class=hop.announcement.numeric_class,
-            start=hop.blocks.start,
-            stop=hop.blocks.stop,
-            positions_max=self._plan.positions_max,
-            rollback_max=self._plan.rollback_max,
-            previous=self.route[index - 1].peer_id if index else None,
-            next_record=b64encode(following).decode() if following is not None else None,
-        )
+    @property
+    def route(self) -> tuple[Hop, ...]:
+        """The hops, in order."""
+        return self.live.hops
 
     # Steps
 
@@ -189,7 +152,8 @@ class Session:
         positions: int64 [batch or 1, tokens]; None counts on from `keep`.
         mask: uint8 [batch, tokens], the new columns of the attention mask; None for no padding among them.
         keep: positions that stay, at most `length`; None for all. rows: the batch is gathered by them first.
-        Raises StepTimeout, HopFailed, Refused, SessionClosed or PromptTooLong; the session has ended then.
+        Raises PromptTooLong, and nothing has changed; or StepTimeout, HopFailed, NoRoute, Refused or SessionClosed, and
+        the session has ended.
         """
         if self._ended is not None:
             raise self._ended
@@ -200,6 +164,7 @@ class Session:
             raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
         chunks = _chunks(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
         deadline = self._loop.time() + self._plan.step_timeout_s
+        patience = self._loop.call_later(HEARTBEAT_S, self._lose_patience)
         try:
             async with asyncio.timeout_at(deadline):
                 outputs = await self._run(chunks, deadline)
@@ -208,12 +173,17 @@ class Session:
             error = StepTimeout(late.peer_id, str(late.blocks), self._plan.step_timeout_s)
             self._end(error)
             raise error from None
-        except SessionError as failed:
+        except (SessionError, RouteError) as failed:
             self._end(failed)
             raise
         except asyncio.CancelledError:
             self._end(SessionClosed("it was interrupted"))
             raise
+        finally:
+            patience.cancel()
+            if self._heartbeat is not None:
+                self._heartbeat.cancel()
+                self._heartbeat = None
         self.length = keep + tokens
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
@@ -222,8 +192,10 @@ class Session:
         outputs: list[Tensor] = []
         waiting: list[_InFlight] = []
         try:
+            if self._broken is not None:
+                await self._repair()
             for chunk in chunks:
-                if len(waiting) >= self._window:
+                if len(waiting) >= self.live.window:
                     await self._collect(waiting.pop(0), outputs, deadline)
                 waiting.append(self._send(chunk, deadline))
             while waiting:
@@ -233,7 +205,7 @@ class Session:
         return outputs
 
     async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
-        """Wait for one answer; a hop that has no room just now is asked again until the deadline."""
+        """Wait for one answer, whatever it takes: a hop without room is asked again, one that fails is replaced."""
         while True:
             try:
                 output = await flight.answer
@@ -244,6 +216,8 @@ class Session:
                 if self._loop.time() + refused.retry_after_s >= deadline:
                     raise  # who is full says more than that time is over
                 await asyncio.sleep(refused.retry_after_s)
+            except HopFailed:
+                await self._repair()
             for number in sorted(self._in_flight):
                 self._resend(self._in_flight[number])
         self._in_flight.pop(flight.message.step, None)
@@ -254,7 +228,7 @@ class Session:
         self._step += 1
         message = wire.Step(
             session=self.id,
-            epoch=self.epoch,
+            epoch=self.live.epoch,
             step=self._step,
             keep=chunk.keep,
             rows=chunk.rows,
@@ -264,6 +238,8 @@ class Session:
             positions=meta_of(chunk.positions) if chunk.positions is not None else None,
             mask=meta_of(chunk.mask) if chunk.mask is not None else None,
         )
+        past = Past(chunk.keep, chunk.hidden, chunk.positions, chunk.mask)
+        self._journal.add(Entry(self._step, chunk.rows, past))
         tensors = [tensor for tensor in (chunk.hidden, chunk.positions, chunk.mask) if tensor is not None]
         flight = _InFlight(message, tensors, self._loop.create_future())
         self._in_flight[self._step] = flight
@@ -271,39 +247,107 @@ class Session:
         return flight
 
     def _resend(self, flight: _InFlight) -> None:
+        """Send a step again unless it has been answered."""
         if flight.answer.done():
+            if flight.answer.exception() is None:
+                return
             flight.answer = self._loop.create_future()
+        if flight.message.epoch != self.live.epoch:
+            flight.message = flight.message.model_copy(update={"epoch": self.live.epoch})
         self._transmit(flight)
 
     def _transmit(self, flight: _InFlight) -> None:
         try:
-            self._channels[0].send(flight.message, flight.tensors)
-        except ChannelClosed as closed:
-            hop = self.route[0]
-            raise HopFailed(hop.peer_id, str(hop.blocks), closed.why) from None
+            self.live.send(0, flight.message, flight.tensors)
+        except HopFailed as failed:
+            self._break(failed)
+
+    # When a hop fails
+
+    async def _repair(self) -> None:
+        """Replace what failed, until the route stands. Raises NoRoute, or the last failure after REPAIR_TRIES."""
+        began = self._loop.time()
+        forgiven: set[str] = set()
+        forgiving = False
+        tries = 0
+        while (broken := self._broken) is not None:
+            tries += 1
+            if tries > REPAIR_TRIES:
+                raise broken
+            _log.info("repairing", session=self.id[:8], peer=broken.peer, span=broken.span, why=broken.why)
+            if not forgiving:
+                self._failed.add(self.live.key_of(broken.peer))
+            forgiving, self._broken = False, None
+            try:
+                await self.live.repair(self._failed, self._replan, self._journal, self._answered, self._sessions.watch)
+            except HopFailed as failed:
+                self._broken = failed
+            except Refused as refused:
+                self._broken = HopFailed(refused.peer, refused.span, str(refused))
+            except NoRoute as nobody:
+                self._broken = broken
+                if self._failed - forgiven:  # perhaps it was but the connection: ask everybody again, once
+                    forgiven |= self._failed
+                    self._failed.clear()
+                    forgiving = True
+                elif self._loop.time() - began < self._plan.wait_for_blocks_s:
+                    await asyncio.sleep(WAIT_POLL_S)
+                    tries = 0
+                else:
+                    why = f"nobody can take over from {broken.peer} ({broken.why})"
+                    raise NoRoute(nobody.model, nobody.missing, why) from None
+        self.repairs += 1
+        route = [f"{hop.peer_id} {hop.blocks}" for hop in self.route]
+        _log.info("repaired", session=self.id[:8], seconds=round(self._loop.time() - began, 3), route=route)
+
+    def _break(self, error: HopFailed) -> None:
+        """A hop has failed: whoever waits for it, or for a step that passes it, learns of it."""
+        if self._broken is None:
+            self._broken = error
+        for leg in self.live.legs:
+            leg.fail(error)
+        for flight in self._in_flight.values():
+            fail(flight.answer, error)
+
+    def _lose_patience(self) -> None:
+        """A step takes long: from now on, ask the hops whether they live."""
+        self._heartbeat = self._loop.create_task(self._ask_hops())
+
+    async def _ask_hops(self) -> None:
+        """Ping every hop again and again; one that does not answer has failed, however open its connection is."""
+        while True:
+            await asyncio.gather(*(self._ask(leg) for leg in self.live.legs))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _ask(self, leg: Leg) -> None:
+        if leg.channel is None:
+            return
+        try:
+            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                await leg.channel.ping()
+        except TimeoutError:
+            self._break(leg.broken(f"no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s"))
+        except ChannelClosed:
+            return  # its end is told by `on_ended`
 
     # What hops say
 
-    def on_message(
-        self, channel: Channel, message: wire.Opened | wire.Output | wire.Refused | wire.Failed, tensors: Tensors
-    ) -> None:
+    def on_message(self, channel: Channel, message: FromHop, tensors: Tensors) -> None:
         """Take one message of this session. Only the hops of the route are listened to, each for its own part."""
-        index = next((i for i, known in self._channels.items() if known is channel), None)
+        index = self.live.leg_of(channel)
         if index is None:
             return
         match message:
-            case wire.Opened():
-                if not self._opened[index].done():
-                    self._opened[index].set_result(message.window)
             case wire.Output():
-                if index == len(self.route) - 1:
+                if index == len(self.live.legs) - 1:
                     self._on_output(message, tensors[0])
             case wire.Refused():
-                self._on_refused(index, message)
+                self._on_refused(self.live.legs[index], message)
             case wire.Failed():
                 blamed = min(max(index + {"self": 0, "next": 1, "previous": -1}[message.blame], 0), len(self.route) - 1)
-                hop = self.route[blamed]
-                self._end(HopFailed(hop.peer_id, str(hop.blocks), f"{message.why} (says {channel.peer})"))
+                self._break(self.live.legs[blamed].broken(f"{message.why} (says {channel.peer})"))
+            case _:
+                self.live.legs[index].hear(message)
 
     def _on_output(self, message: wire.Output, hidden: Tensor | None) -> None:
         flight = self._in_flight.get(message.step)
@@ -313,49 +357,41 @@ class Session:
         shape = (sent.hidden.shape[0], sent.want, sent.hidden.shape[2])
         got = None if hidden is None else tuple(hidden.shape)
         if got == (shape if sent.want else None) and (hidden is None or hidden.dtype.is_floating_point):
+            self._answered = message.step
             flight.answer.set_result(hidden)
             return
-        last = self.route[-1]
-        self._end(HopFailed(last.peer_id, str(last.blocks), f"it answered {got} where {shape} is due"))
+        self._break(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
 
-    def _on_refused(self, index: int, message: wire.Refused) -> None:
-        hop = self.route[index]
+    def _on_refused(self, leg: Leg, message: wire.Refused) -> None:
         retry_after_s = None if message.retry_after_ms is None else message.retry_after_ms / 1000
-        error = Refused(hop.peer_id, str(hop.blocks), message.code, message.why, retry_after_s)
+        error = Refused(leg.hop.peer_id, str(leg.hop.blocks), message.code, message.why, retry_after_s)
         if message.step is None:
-            _fail(self._opened[index], error)
+            leg.fail(error)
             return
         flight = self._in_flight.get(message.step)
         if message.code == "out_of_order" or flight is None or flight.answer.done():
             return  # follows from an earlier refusal, whose step is sent again with all that came after it
-        _fail(flight.answer, error)
+        fail(flight.answer, error)
 
     def on_ended(self, channel: Channel, why: str) -> None:
-        """A channel has ended; if it was to one of our hops, the session cannot go on."""
-        for index, known in self._channels.items():
-            if known is channel:
-                hop = self.route[index]
-                self._end(HopFailed(hop.peer_id, str(hop.blocks), f"the connection ended: {why}"))
+        """A channel has ended; if it was to one of our hops, that hop has failed."""
+        index = self.live.leg_of(channel)
+        if index is not None:
+            self._break(self.live.legs[index].broken(f"the connection ended: {why}"))
 
     # The end
 
     async def close(self) -> None:
         """End the session and free its leases. Closing twice is fine."""
-        for channel in self._channels.values():
-            if not channel.closed:
-                channel.send(wire.Close(session=self.id))
-            self._sessions.dialer.release(channel)
-        self._channels = {}
         self._end(SessionClosed("it was closed"))
+        self.live.close()
         self._sessions.forget(self)
 
-    def _end(self, error: SessionError) -> None:
+    def _end(self, error: SwarmError) -> None:
         if self._ended is None:
             self._ended = error
-        for opened in self._opened:
-            _fail(opened, error)
         for flight in self._in_flight.values():
-            _fail(flight.answer, error)
+            fail(flight.answer, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,22 +425,3 @@ def _chunks(
             rows=tuple(rows) if rows is not None and start == 0 else None,
             want=max(0, min(stop - start, stop - (tokens - want))),
         )
-
-
-async def _all(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Run all at once; when one fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-def _fail(future: "asyncio.Future[Result]", error: Exception) -> None:
-    """Fail a future that perhaps nobody waits for."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()

@@ -1,7 +1,8 @@
 """The client's place in a swarm: its event loop, its channels, its sessions. A distributed model stands on it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from swarm.blocks import Blocks
+from swarm.client.live import Plan, SessionPlan
 from swarm.client.route import Hop, plan_route
 from swarm.client.runtime import LoopThread
-from swarm.client.session import Session, SessionPlan, Sessions
+from swarm.client.session import WAIT_POLL_S, Session, Sessions
 from swarm.dht.directory import Directory
 from swarm.dht.records import SignedAnnouncement
 from swarm.errors import HopFailed, NoRoute, Refused, RootMismatch
@@ -30,10 +32,15 @@ Join = Callable[[], AbstractAsyncContextManager[Directory]]
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How a client behaves. step_timeout_s: the longest that one step may take, its waiting included."""
+    """How a client behaves.
+
+    step_timeout_s: the longest that one step may take, with all its waiting and repairs. wait_for_blocks_s: how long to
+    wait for somebody to serve blocks that nobody serves.
+    """
 
     network: str = "public"
     step_timeout_s: float = STEP_TIMEOUT_S
+    wait_for_blocks_s: float = 0.0
 
 
 class Swarm:
@@ -59,7 +66,13 @@ class Swarm:
 
     def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> "WaitingSession":
         """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed, Refused, StepTimeout."""
-        plan = SessionPlan(self._checkpoint.root, positions_max, rollback_max, self._options.step_timeout_s)
+        plan = SessionPlan(
+            root=self._checkpoint.root,
+            positions_max=positions_max,
+            rollback_max=rollback_max,
+            step_timeout_s=self._options.step_timeout_s,
+            wait_for_blocks_s=self._options.wait_for_blocks_s,
+        )
         return WaitingSession(self._loop, self._loop.run(self._open(blocks, plan)))
 
     def route(self) -> tuple[Hop, ...]:
@@ -102,7 +115,7 @@ class Swarm:
         while True:
             route = await self._plan(blocks, avoid)
             try:
-                self._latest = await self._sessions.open(plan, route)
+                self._latest = await self._sessions.open(plan, route, self._replanner(route))
                 return self._latest
             except (HopFailed, Refused) as error:
                 avoid.append(error.peer)
@@ -114,20 +127,46 @@ class Swarm:
             except NoRoute:
                 raise failed from None  # what is wrong with the only holder says more than that there is no other
 
-    async def _plan(self, blocks: Blocks, avoid: Sequence[str]) -> tuple[Hop, ...]:
-        dtype = str(self.dtype).removeprefix("torch.")
+    def _replanner(self, route: Sequence[Hop]) -> Plan:
+        """Return how hops are found to take over in this route: in its numeric class."""
+        numeric_class = route[0].announcement.numeric_class
+
+        async def replan(blocks: Blocks, avoid: Collection[str]) -> tuple[Hop, ...]:
+            return await self._plan_now(blocks, avoid, numeric_class)
+
+        return replan
+
+    async def _plan(self, blocks: Blocks, avoid: Collection[str]) -> tuple[Hop, ...]:
+        """Plan a route; while nobody serves some block, wait as long as the options say. Raises NoRoute."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._options.wait_for_blocks_s
+        while True:
+            try:
+                return await self._plan_now(blocks, avoid)
+            except NoRoute:
+                if loop.time() >= deadline:
+                    raise
+            await asyncio.sleep(min(WAIT_POLL_S, max(0.0, deadline - loop.time())))
+
+    async def _plan_now(
+        self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None = None
+    ) -> tuple[Hop, ...]:
+        """Plan with the servers that were looked up lately, if they suffice; else look again."""
         name = self._checkpoint.public_name
+        dtype = str(self.dtype).removeprefix("torch.")
+
+        def plan(servers: Sequence[SignedAnnouncement]) -> tuple[Hop, ...]:
+            return plan_route(name, blocks, servers, dtype=dtype, numeric_class=numeric_class, avoid=avoid)
+
         looked_up_at, servers = self._servers
         now = asyncio.get_running_loop().time()
         if now - looked_up_at < DIRECTORY_AGE_S:
-            try:
-                return plan_route(name, blocks, servers, dtype=dtype, avoid=avoid)
-            except NoRoute:
-                pass  # look again before giving up
+            with contextlib.suppress(NoRoute):
+                return plan(servers)
         survey = await self._directory.survey(self._checkpoint.root, self._checkpoint.n_blocks)
         self._servers = (now, survey.servers)
         try:
-            return plan_route(name, blocks, survey.servers, dtype=dtype, avoid=avoid)
+            return plan(survey.servers)
         except NoRoute as nobody:
             if not survey.servers:
                 await self._explain(nobody)

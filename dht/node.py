@@ -13,6 +13,8 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import structlog
 from hivemind.dht.node import DHTNode
@@ -26,7 +28,7 @@ from swarm.dht.records import SKEW_MAX_S, key_id
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate
 from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
-from swarm.net.p2p import Daemon, P2PConfig, split_multiaddr, supervise
+from swarm.net.p2p import POLL_S, Daemon, P2PConfig, split_multiaddr, supervise
 
 JOIN_TIMEOUT_S = 10.0  # with p2pd's start, an unreachable swarm is reported within 15 s
 POPULATE_TIMEOUT_S = 3.0  # for learning one's neighbours while joining
@@ -43,6 +45,7 @@ OWN_MAX = 256  # of our own entries, which are stored again when p2pd was replac
 
 StreamHandler = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
+Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.dht")
 
 
@@ -92,21 +95,19 @@ class SwarmNode:
         entries = tuple(entries)
         self._remember(entries)
         async with self._deadline("storing records", PUT_TIMEOUT_S):
-            running = await self._usable()
-            counts = [0] * len(entries)
+            counts: list[int] = []
             for first in range(0, len(entries), STORES_MAX):
                 part = entries[first : first + STORES_MAX]
-                counts[first : first + STORES_MAX] = await self._put_part(running, part)
+                counts += await self._on_running(partial(self._put_part, entries=part))
             return tuple(counts)
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key. Raises Unreachable."""
         found: dict[str, tuple[bytes, ...]] = {}
         async with self._deadline("looking up records", GET_TIMEOUT_S):
-            running = await self._usable()
             for first in range(0, len(keys), GET_KEYS_MAX):
                 part = {key: DHTID.from_bytes(key_id(key)) for key in keys[first : first + GET_KEYS_MAX]}
-                entries = await self._search(running, tuple(part.values()))
+                entries = await self._on_running(partial(self._search, keys=tuple(part.values())))
                 found |= {key: tuple(entry.data for entry in entries[node].values()) for key, node in part.items()}
         return found
 
@@ -296,6 +297,23 @@ class SwarmNode:
                     await self._learn(running)
             except SwarmError as error:
                 _log.warning("cannot rejoin the swarm", why=str(error))
+
+    async def _on_running(self, work: Callable[[_Running], Awaitable[Result]]) -> Result:
+        """Do `work` on the node, and once more if p2pd dies meanwhile; under the caller's deadline.
+
+        hivemind's search then ends with an assertion of its own. Raises Unreachable for that if p2pd lives.
+        """
+        while True:
+            running = await self._usable()
+            try:
+                return await work(running)
+            except SwarmError:
+                raise
+            except Exception as error:  # noqa: BLE001 - hivemind raises many kinds
+                await asyncio.sleep(2 * POLL_S)  # by then a dead p2pd has been noticed
+                if self._running is running:
+                    raise Unreachable("the swarm", self._config.initial_peers, 0.0, repr(error)[:200]) from None
+                _log.debug("once more on the next p2pd", error=repr(error)[:200])
 
     async def _usable(self) -> _Running:
         """Return the running node, after its replacement if need be."""

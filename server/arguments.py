@@ -23,5 +23,6 @@ class ServeArguments:
     cache_dir: Path | None
     max_disk_space: int | None  # bytes
     public_name: str
+    journal_memory: int  # bytes
     initial_peers: tuple[str, ...]
     network: str

@@ -78,6 +78,13 @@ class HostPortText(click.ParamType[str]):
     default=None,
     help="size of the KV pool; by default what half of the free memory holds",
 )
+@click.option(
+    "--journal-memory",
+    type=Size(),
+    default="1GB",
+    show_default=True,
+    help="host memory for outputs that are replayed when the next server vanishes",
+)
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--root", default=None, help="root that the checkpoint must have, 64 hex digits")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")

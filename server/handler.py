@@ -21,7 +21,25 @@ from swarm.net.dialer import Dialer
 from swarm.server.executor import Executor
 from swarm.server.pool import KvPool, NoRoom
 from swarm.server.session import WINDOW_STEPS, Declined, HostedSession, Sent
-from swarm.wire.messages import AnyMessage, Close, Failed, Message, Open, Opened, Output, Refused, Step
+from swarm.wire.journal import Entry, Past, rebuild_messages
+from swarm.wire.messages import (
+    TEXT_MAX,
+    AnyMessage,
+    Blame,
+    Close,
+    Failed,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Rebuild,
+    Rebuilt,
+    Refused,
+    Replay,
+    Reroute,
+    Rerouted,
+    Step,
+)
 from swarm.wire.tensors import meta_of
 
 SESSIONS_MAX = 1024
@@ -40,6 +58,7 @@ class Hosting:
     root: str
     network: str
     span: Span
+    journal_bytes_max: int = 1 << 30  # of host memory, for all sessions together
 
 
 class Handler:
@@ -49,6 +68,7 @@ class Handler:
         """wall_clock: seconds since 1970, for the records that clients pass on."""
         self.draining = False
         self.steps_under_way = 0
+        self.journal_bytes = 0
         self.dialer: Dialer  # set by whoever builds both: each needs the other
         self.sessions: dict[str, HostedSession] = {}
         self._hosting = hosting
@@ -66,6 +86,12 @@ class Handler:
                 self._on_step(channel, message, tensors)
             case Open():
                 self._on_open(channel, message)
+            case Reroute():
+                self._on_reroute(channel, message)
+            case Replay():
+                self._on_replay(channel, message)
+            case Rebuild():
+                self._on_rebuild(channel, message, tensors)
             case Close():
                 self._on_close(channel, message)
             case Refused() | Failed():
@@ -93,19 +119,14 @@ class Handler:
     def _on_open(self, channel: Channel, request: Open) -> None:
         try:
             session = self._admit(channel, request)
-            following = self._following(request)
+            following = self._following(request.next_record, request.stop)
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
         self.sessions[session.id] = session
         self._watch(channel)
         _log.info("session opened", session=session.id[:8], owner=channel.peer, sessions=len(self.sessions))
-        if following is None:
-            self._opened(session)
-        else:
-            task = asyncio.create_task(self._connect_next(session, following))
-            self._openings.add(task)
-            task.add_done_callback(self._openings.discard)
+        self._connect(session, following, Opened(session=session.id, epoch=session.epoch, window=WINDOW_STEPS))
 
     def _admit(self, channel: Channel, request: Open) -> HostedSession:
         """Check a request and make its session. Raises Declined."""
@@ -128,36 +149,139 @@ class Handler:
             raise Declined("not_served", str(error)) from None
         return HostedSession(request, channel, part, self._pool.lease(), self._loop.time())
 
-    def _following(self, request: Open) -> Announcement | None:
-        """Read the record of the next hop. Raises Declined."""
-        if request.next_record is None:
+    def _following(self, next_record: str | None, stop: int) -> Announcement | None:
+        """Read the record of the next hop, which must begin where this one stops. Raises Declined."""
+        if next_record is None:
             return None
         try:
-            data = b64decode(request.next_record, validate=True)
+            data = b64decode(next_record, validate=True)
             record = open_announcement(data, now=self._wall_clock(), network=self._hosting.network)
         except (RecordError, ValueError) as error:
             raise Declined("bad_request", f"the next hop's record: {error}") from None
-        if record.root != self._hosting.root or request.stop not in record.span:
-            raise Declined("bad_request", f"the next hop does not serve block {request.stop}")
+        if record.root != self._hosting.root or stop not in record.span:
+            raise Declined("bad_request", f"the next hop does not serve block {stop}")
         return record
 
-    async def _connect_next(self, session: HostedSession, record: Announcement) -> None:
+    def _connect(self, session: HostedSession, following: Announcement | None, then: Message) -> None:
+        """Connect to the next hop if there is one; then tell the owner."""
+        if following is None:
+            self._leave_next(session)
+            self._tell(session.owner, then)
+            return
+        task = asyncio.create_task(self._connect_next(session, session.epoch, following, then))
+        self._openings.add(task)
+        task.add_done_callback(self._openings.discard)
+
+    async def _connect_next(self, session: HostedSession, epoch: int, record: Announcement, then: Message) -> None:
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             channel = await self.dialer.connect(remote, record.addresses)
         except NetworkError as error:
-            if not session.closed:
-                self._fail(session, None, "next", str(error))
+            if not session.closed and session.epoch == epoch:
+                self._complain(session, None, "next", str(error))
             return
-        if session.closed:
+        if session.closed or session.epoch != epoch:
             self.dialer.release(channel)
             return
+        self._leave_next(session)
         session.next = channel
         self._watch(channel)
-        self._opened(session)
+        self._tell(session.owner, then)
 
-    def _opened(self, session: HostedSession) -> None:
-        self._tell(session.owner, Opened(session=session.id, epoch=session.epoch, window=WINDOW_STEPS))
+    def _leave_next(self, session: HostedSession) -> None:
+        if session.next is not None:
+            self.dialer.release(session.next)
+            session.next = None
+
+    # Repair
+
+    def _on_reroute(self, channel: Channel, request: Reroute) -> None:
+        session = self._owned(channel, request)
+        if session is None:
+            return
+        try:
+            if request.epoch <= session.epoch:
+                raise Declined("not_yours", f"epoch {request.epoch} is not after {session.epoch}")
+            following = self._following(request.next_record, session.span.blocks.stop)
+        except Declined as declined:
+            self._refuse(channel, request, None, declined)
+            return
+        session.used_at = self._loop.time()
+        if request.reset or request.next_record is None:
+            self._drop_journal(session)
+        session.reroute(request)
+        journal = session.journal is not None and not request.reset
+        self._connect(session, following, Rerouted(session=session.id, epoch=session.epoch, journal=journal))
+
+    def _on_replay(self, channel: Channel, request: Replay) -> None:
+        """Send the next hops the past that they lack."""
+        session = self._owned(channel, request)
+        if session is None or request.epoch != session.epoch:
+            return
+        journal = session.journal
+        if journal is None:
+            self._refuse(channel, request, None, Declined("bad_request", "there is no journal of this session"))
+            return
+        self._executor.submit(
+            lambda: rebuild_messages(session.id, request.epoch, journal.past_after(request.step), request.hops),
+            partial(self._on_replayed, session, request.epoch),
+        )
+
+    def _on_replayed(
+        self, session: HostedSession, epoch: int, result: list[tuple[Rebuild, list[Tensor]]] | Exception
+    ) -> None:
+        if isinstance(result, Exception):
+            self._complain(session, None, "self", f"{type(result).__name__} while replaying")
+        elif session.epoch == epoch:
+            for message, tensors in result:
+                self._send_on(session, message, tensors)
+
+    def _on_rebuild(self, channel: Channel, piece: Rebuild, tensors: Tensors) -> None:
+        session = self.sessions.get(piece.session)
+        if session is None or channel.peer != session.previous or piece.epoch != session.epoch:
+            return
+        session.used_at = self._loop.time()
+        hidden, positions, mask = tensors
+        assert hidden is not None
+        try:
+            session.accept_rebuild(piece, hidden, positions, mask)
+        except Declined as declined:
+            self._refuse(session.owner, piece, None, declined)
+            return
+        except NoRoom as full:
+            self._refuse(session.owner, piece, None, Declined("no_room", str(full), RETRY_AFTER_S))
+            return
+        self._executor.submit(
+            lambda: session.compute_rebuild(piece, hidden, positions, mask),
+            partial(self._on_rebuilt, session, piece, (positions, mask)),
+        )
+
+    def _on_rebuilt(
+        self,
+        session: HostedSession,
+        piece: Rebuild,
+        beside: tuple[Tensor | None, Tensor | None],
+        result: Tensor | Exception | None,
+    ) -> None:
+        if session.closed or result is None or session.epoch != piece.epoch:
+            return
+        if isinstance(result, Exception):
+            self._fail(session, None, "self", f"{type(result).__name__} while rebuilding")
+            return
+        self._note(session, Entry(session.step, None, Past(piece.start, result, *beside)))
+        if piece.hops > 1:
+            onward = piece.model_copy(update={"hops": piece.hops - 1, "hidden": meta_of(result)})
+            self._send_on(session, onward, [result, *(tensor for tensor in beside if tensor is not None)])
+        if piece.start + result.shape[1] == piece.total:
+            self._tell(session.owner, Rebuilt(session=session.id, epoch=session.epoch))
+
+    def _owned(self, channel: Channel, request: Reroute | Replay) -> HostedSession | None:
+        """Return the session if it is this channel's; else say that it is not."""
+        session = self.sessions.get(request.session)
+        if session is not None and session.owner is channel:
+            return session
+        self._refuse(channel, request, None, Declined("not_yours", "no session of yours has this name"))
+        return None
 
     # Steps
 
@@ -178,7 +302,7 @@ class Handler:
         assert hidden is not None
         try:
             if sent := session.repeated(step.step):
-                self._tell(session.next or session.owner, sent.message, sent.tensors)
+                self._pass_on(session, sent)
                 return
             if step.budget_ms == 0:
                 raise Declined("too_late", "the step's time is over")
@@ -192,12 +316,13 @@ class Handler:
         self.steps_under_way += 1
         self._executor.submit(
             lambda: session.compute(step, hidden, positions, mask),
-            partial(self._on_computed, session, step, (positions, mask), arrived_at),
+            partial(self._on_computed, session, session.generation, step, (positions, mask), arrived_at),
         )
 
     def _on_computed(
         self,
         session: HostedSession,
+        generation: int,
         step: Step,
         beside: tuple[Tensor | None, Tensor | None],
         arrived_at: float,
@@ -205,7 +330,7 @@ class Handler:
     ) -> None:
         session.computed()
         self.steps_under_way -= 1
-        if session.closed or result is None:
+        if session.closed or result is None or session.generation != generation:
             return
         if isinstance(result, Exception):
             _log.error(
@@ -215,16 +340,46 @@ class Handler:
             return
         sent = self._forwarded(session, step, beside, result, self._loop.time() - arrived_at)
         session.sent.append(sent)
-        self._tell(session.next or session.owner, sent.message, sent.tensors)
+        self._note(session, Entry(step.step, step.rows, Past(step.keep, result, *beside)))
+        self._pass_on(session, sent)
+
+    def _note(self, session: HostedSession, entry: Entry) -> None:
+        """Keep an output for replay. What is too much for all journals costs this session its own, and nothing else."""
+        if session.journal is None:
+            return
+        self.journal_bytes += session.journal.add(entry)
+        if self.journal_bytes > self._hosting.journal_bytes_max:
+            self._drop_journal(session)
+            _log.warning("journal dropped: --journal-memory is used up", session=session.id[:8])
+
+    def _drop_journal(self, session: HostedSession) -> None:
+        if session.journal is not None:
+            self.journal_bytes -= session.journal.n_bytes
+            session.journal = None
+
+    def _pass_on(self, session: HostedSession, sent: Sent) -> None:
+        """Send a step's output to whom it goes now, which a repair may have changed since it was computed."""
+        message = sent.message
+        if message.epoch != session.epoch:
+            message = message.model_copy(update={"epoch": session.epoch})
+        if session.has_next:
+            self._send_on(session, message, sent.tensors)
+        else:
+            self._tell(session.owner, message, sent.tensors)
+
+    def _send_on(self, session: HostedSession, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send to the next hop. What it does not get it will be sent again: the owner sees to that."""
+        if session.next is not None:
+            self._tell(session.next, message, tensors)
 
     @staticmethod
     def _forwarded(
         session: HostedSession, step: Step, beside: tuple[Tensor | None, Tensor | None], output: Tensor, took_s: float
     ) -> Sent:
         """What goes on: the same step with new activations, or at the route's end what the client wants of them."""
-        if session.next is None:
+        if not session.has_next:
             meta = meta_of(output) if step.want else None
-            message: Message = Output(session=step.session, epoch=step.epoch, step=step.step, hidden=meta)
+            message: Step | Output = Output(session=step.session, epoch=step.epoch, step=step.step, hidden=meta)
             return Sent(step.step, message, [output] if step.want else [])
         left_ms = max(0, step.budget_ms - int(took_s * 1000))
         message = step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output)})
@@ -241,10 +396,7 @@ class Handler:
         """The next hop could not tell the client itself, since it does not know the session."""
         session = self.sessions.get(message.session)
         if session is not None and session.next is channel and message.epoch == session.epoch:
-            self._tell(
-                session.owner,
-                Failed(session=session.id, epoch=session.epoch, step=message.step, blame="next", why=message.why),
-            )
+            self._complain(session, message.step, "next", message.why)
 
     def _watch(self, channel: Channel) -> None:
         """Learn of a channel's end, once for all sessions that use it."""
@@ -258,27 +410,30 @@ class Handler:
             if session.owner is channel:
                 self._end(session)
             elif session.next is channel:
-                self._fail(session, None, "next", f"the connection to the next hop ended: {why}")
+                session.next = None
+                self._complain(session, None, "next", f"the connection to the next hop ended: {why}")
 
-    def _fail(self, session: HostedSession, step: int | None, blame: str, why: str) -> None:
+    def _fail(self, session: HostedSession, step: int | None, blame: Blame, why: str) -> None:
         """End a session that cannot go on, and tell its owner."""
-        self._tell(
-            session.owner,
-            Failed.model_validate(
-                {"session": session.id, "epoch": session.epoch, "step": step, "blame": blame, "why": why[:300]}
-            ),
-        )
+        self._complain(session, step, blame, why)
         self._end(session)
+
+    def _complain(self, session: HostedSession, step: int | None, blame: Blame, why: str) -> None:
+        """Tell the owner what does not work; what this hop has of the session stays."""
+        message = Failed(session=session.id, epoch=session.epoch, step=step, blame=blame, why=why[:TEXT_MAX])
+        self._tell(session.owner, message)
 
     def _end(self, session: HostedSession) -> None:
         session.closed = True
         session.lease.release()
         del self.sessions[session.id]
-        if session.next is not None:
-            self.dialer.release(session.next)
+        self._drop_journal(session)
+        self._leave_next(session)
         _log.info("session ended", session=session.id[:8], sessions=len(self.sessions))
 
-    def _refuse(self, channel: Channel, request: Open | Step, step: int | None, declined: Declined) -> None:
+    def _refuse(
+        self, channel: Channel, request: Open | Reroute | Replay | Rebuild | Step, step: int | None, declined: Declined
+    ) -> None:
         retry_ms = None if declined.retry_after_s is None else int(declined.retry_after_s * 1000)
         self._tell(
             channel,
@@ -287,7 +442,7 @@ class Handler:
                 epoch=request.epoch,
                 step=step,
                 code=declined.code,
-                why=declined.why[:300],
+                why=declined.why[:TEXT_MAX],
                 retry_after_ms=retry_ms,
             ),
         )

@@ -69,6 +69,7 @@ async def serve(
                     announce=arguments.announce_address or (_reachable(listener.address),),
                     threads=arguments.threads,
                     public_name=arguments.public_name,
+                    journal_bytes=arguments.journal_memory,
                 )
                 server = Server(checkpoint, span, me, listener, options)
                 await server.start()

@@ -25,13 +25,15 @@ from swarm.version import __version__
 class ServerOptions:
     """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
 
-    cache_tokens: the KV pool's capacity. threads: cores for one operation; None leaves torch's choice.
+    cache_tokens: the KV pool's capacity. journal_bytes: host memory for what repairs replay. threads: cores for one
+    operation; None leaves torch's choice.
     """
 
     cache_tokens: int
     announce: tuple[str, ...] = ()
     threads: int | None = None
     public_name: str = ""
+    journal_bytes: int = 1 << 30
 
 
 class Server:
@@ -56,7 +58,8 @@ class Server:
         self._options = options
         self._wall_clock = wall_clock
         self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
-        self.handler = Handler(Hosting(checkpoint.root, me.network, span), self._executor, self.pool, wall_clock)
+        hosting = Hosting(checkpoint.root, me.network, span, options.journal_bytes)
+        self.handler = Handler(hosting, self._executor, self.pool, wall_clock)
         self.handler.dialer = Dialer(me, self.handler.on_message)
         self._sweeper: asyncio.Task[None] | None = None
 

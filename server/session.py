@@ -15,7 +15,8 @@ from swarm.model.cache import SpanCache
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.pool import Lease
-from swarm.wire.messages import POSITIONS_MAX, Message, Open, RefusalCode, Step
+from swarm.wire.journal import Journal
+from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
 
 WINDOW_STEPS = 8  # steps of one session that may be under way at a hop: a prefill's chunks
 
@@ -35,7 +36,7 @@ class Sent:
     """What a step's output was, for the case that the step arrives again."""
 
     step: int
-    message: Message
+    message: Step | Output
     tensors: Sequence[Tensor]
 
 
@@ -48,21 +49,43 @@ class HostedSession:
         self.epoch = request.epoch
         self.owner = owner
         self.previous = request.previous or owner.peer
-        self.next: Channel | None = None  # None: outputs go to the owner
+        self.has_next = request.next_record is not None  # else outputs go to the owner
+        self.next: Channel | None = None  # while there is a connection to it
+        self.journal: Journal | None = Journal() if self.has_next else None
         self.lease = lease
         self.used_at = now
         self.closed = False
+        self.generation = 0  # raised when the past is forgotten: what was computed before counts no more
         self.sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
         self._positions_max = request.positions_max
         self._rollback_max = request.rollback_max
-        self._step = 0  # the last accepted one
+        self._step = request.after_step  # the last accepted one
         self._rows = 0
         self._length = 0
         self._under_way = 0
-        self._span = span
+        self.span = span
+        self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
         self._past = _Past(span.new_cache(request.rollback_max))
 
     # In the loop
+
+    @property
+    def step(self) -> int:
+        """The last step that was accepted."""
+        return self._step
+
+    def reroute(self, request: Reroute) -> None:
+        """Take new neighbours; forget the past if it is to come anew."""
+        self.epoch = request.epoch
+        self.previous = request.previous or self.owner.peer
+        self.has_next = request.next_record is not None
+        if request.reset:
+            self.generation += 1
+            self.sent.clear()
+            self._step, self._length, self._rows = request.after_step, 0, 0
+            self._rebuild_from = 0
+        if self.journal is None and self.has_next and self._length == 0:
+            self.journal = Journal()  # there is nothing yet that it would lack
 
     def repeated(self, number: int) -> Sent | None:
         """Return what was sent for a step that was applied before. Raises Declined for one that is forgotten."""
@@ -77,14 +100,13 @@ class HostedSession:
 
     def accept(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
         """Check a new step against the session and charge its memory. Raises Declined, and then nothing has changed."""
+        if self._rebuild_from is not None:
+            raise Declined("out_of_order", "the past is being rebuilt")
         if step.step != self._step + 1:
             raise Declined("out_of_order", f"step {step.step} came, {self._step + 1} is the next")
         if self._under_way >= WINDOW_STEPS:
             raise Declined("bad_request", f"more than {WINDOW_STEPS} steps under way")
-        # Some families add up residuals in fp32 between bf16 blocks, so any floating dtype may come.
-        if hidden.dim() != 3 or hidden.shape[2] != self._span.hidden_size or not hidden.dtype.is_floating_point:
-            raise Declined("bad_request", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
-        rows, tokens, _ = hidden.shape
+        rows, tokens = self._check_tensors(hidden, positions, mask)
         self._check_rows(step, rows)
         taken_back = self._length - step.keep
         if taken_back < 0 or (step.keep and taken_back > (self._rollback_max or self._length)):
@@ -94,6 +116,27 @@ class HostedSession:
             raise Declined("bad_request", f"{length} positions, the session was opened for {self._positions_max}")
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
+        self.lease.resize(rows * length)
+        self._step, self._rows, self._length = step.step, rows, length
+        self._under_way += 1
+
+    def accept_rebuild(self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
+        """Check a piece of the past and charge its memory. Raises Declined or NoRoom."""
+        rows, tokens = self._check_tensors(hidden, positions, mask)
+        if piece.start != self._rebuild_from or not piece.start + tokens <= piece.total <= self._positions_max:
+            raise Declined("bad_request", f"positions from {piece.start}, {self._rebuild_from} is the next to rebuild")
+        if piece.start and rows != self._rows:
+            raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
+        self.lease.resize(rows * (piece.start + tokens))
+        self._rows, self._length = rows, piece.start + tokens
+        self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
+
+    def _check_tensors(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> tuple[int, int]:
+        """Return rows and tokens of activations and what comes with them. Raises Declined."""
+        # Some families add up residuals in fp32 between bf16 blocks, so any floating dtype may come.
+        if hidden.dim() != 3 or hidden.shape[2] != self.span.hidden_size or not hidden.dtype.is_floating_point:
+            raise Declined("bad_request", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
+        rows, tokens, _ = hidden.shape
         if positions is not None and (
             positions.dtype != torch.int64 or positions.shape not in {(1, tokens), (rows, tokens)}
         ):
@@ -102,9 +145,7 @@ class HostedSession:
             self._check_positions(positions)
         if mask is not None and (mask.dtype != torch.uint8 or mask.shape != (rows, tokens)):
             raise Declined("bad_request", f"attention mask of shape {list(mask.shape)}")
-        self.lease.resize(rows * length)
-        self._step, self._rows, self._length = step.step, rows, length
-        self._under_way += 1
+        return rows, tokens
 
     def computed(self) -> None:
         """Note that one accepted step has come back from the compute thread."""
@@ -112,7 +153,7 @@ class HostedSession:
 
     def _check_positions(self, positions: Tensor) -> None:
         """Out of range they could index beyond a table, or rescale a rotary embedding that all sessions share."""
-        limit = self._span.traits.positions_max or POSITIONS_MAX
+        limit = self.span.traits.positions_max or POSITIONS_MAX
         first, last = (int(bound) for bound in positions.aminmax())
         if first < 0 or last >= limit:
             raise Declined("bad_request", f"position ids from {first} to {last}, the model has 0 to {limit - 1}")
@@ -130,18 +171,31 @@ class HostedSession:
         """Run one accepted step. Returns the output on the host: all positions, or for the owner the wanted ones."""
         if self.closed:
             return None
-        past, device = self._past, self._span.device
-        past.rewind(step.keep, step.rows)
+        self._past.rewind(step.keep, step.rows)
+        output = self._forward(hidden, positions, mask)
+        if not self.has_next:
+            output = output[:, output.shape[1] - step.want :]
+        return output.to("cpu")
+
+    def compute_rebuild(
+        self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
+    ) -> Tensor | None:
+        """Run an accepted piece of the past. Returns the output on the host, all positions."""
+        if self.closed:
+            return None
+        if piece.start == 0:
+            self._past.rewind(0, None)
+        return self._forward(hidden, positions, mask).to("cpu")
+
+    def _forward(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        past, device = self._past, self.span.device
         full_mask = past.extend_mask(mask, hidden.shape[0], hidden.shape[1])
-        output = self._span.forward(
+        return self.span.forward(
             hidden.to(device),
             cache=past.cache,
             positions=positions.to(device) if positions is not None else None,
             mask=full_mask.to(device) if full_mask is not None else None,
         )
-        if self.next is None:
-            output = output[:, output.shape[1] - step.want :]
-        return output.to("cpu")
 
 
 @dataclass(slots=True)

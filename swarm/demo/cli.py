@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,8 +12,11 @@ from swarm.commands import LOG_LEVELS, configure_logging, run_click
 from swarm.demo.local import LocalSwarm
 from swarm.errors import SwarmError
 
+if TYPE_CHECKING:
+    from swarm.client.model import DistributedModel
+
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-SPANS = ("0:4", "4:8", "8:12")
+SPANS = ("0:4", "4:8", "8:12", "4:8")  # two hold the middle: one of them is killed
 PROMPT = '''def read_lines(path, encoding="utf-8"):
     """Return the lines of a file."""
 '''
@@ -23,15 +27,16 @@ PROMPT = '''def read_lines(path, encoding="utf-8"):
 @click.option("--max-new-tokens", type=click.IntRange(1, 400), default=96, show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
-    """Start a bootstrap node and three servers of a small checkpoint on this machine, and generate through them.
+    """Start a bootstrap node and four servers of a small checkpoint on this machine, and generate through them.
 
-    The checkpoint comes with the package; nothing is downloaded, and nothing is left running.
+    Half-way a server is killed, and another takes over. The checkpoint comes with the package; nothing is downloaded,
+    and nothing is left running.
     """
     configure_logging(log_level)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order
     began = time.monotonic()
     with LocalSwarm(CHECKPOINT, SPANS, on_start=lambda name: click.echo(f"starting {name}")) as swarm:
-        click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on three servers\n")
+        click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on four servers\n")
         _generate(swarm, prompt, max_new_tokens)
 
 
@@ -46,16 +51,25 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     with AutoDistributedModel.from_pretrained(
         CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network
     ) as model:
-        streamer = TimedStreamer(tokenizer)
+        streamer = TimedStreamer(tokenizer, half_way=max_new_tokens // 2, then=lambda: _kill_the_middle(swarm, model))
         tokens = continue_prompt(model, tokenizer, prompt, options, streamer)
-        click.echo("\nroute:")
+        click.echo("\nroute at the end:")
         for hop in model.route:
             click.echo(f"  blocks {hop.blocks!s:6} {hop.peer_id}  {hop.latency_ms:.1f} ms away")
-    click.echo(f"time to first token {1000 * streamer.first_s:.0f} ms, {streamer.tokens_per_s:.1f} tokens per second")
+    click.echo(
+        f"time to first token {1000 * streamer.first_s:.0f} ms, {streamer.tokens_per_s:.1f} tokens per second; "
+        f"the token after the kill took {1000 * streamer.longest_s:.0f} ms"
+    )
     expected = continue_prompt(local_model(CHECKPOINT), tokenizer, prompt, options)
     if tokens.tolist() != expected.tolist():
         raise SwarmError("the swarm's tokens differ from the local model's")
     click.echo(f"the local model gives the same {tokens.shape[1]} tokens")
+
+
+def _kill_the_middle(swarm: LocalSwarm, model: "DistributedModel") -> None:
+    """Kill (SIGKILL) the server that the middle of the route runs through."""
+    peer = model.route[1].peer_id
+    next(server for server in swarm.servers if server.ready["peer_id"] == peer).kill()
 
 
 def main() -> None:

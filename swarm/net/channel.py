@@ -170,10 +170,13 @@ class Channel:
         if self.closed:
             return
         try:
+            if self._handshake is None and not self._unread:
+                self._unread += data[self._read_frames(data) :]  # mostly nothing: whole frames are not copied
+                return
             self._unread += data
             if self._handshake is not None and not self._shake_hands():
                 return
-            self._read_frames()
+            del self._unread[: self._read_frames(self._unread)]
         except SwarmError as error:
             self._fail(error)
 
@@ -235,23 +238,27 @@ class Channel:
         assert self._sealer is not None
         self._carrier.write(self._sealer.seal(parts))
 
-    def _read_frames(self) -> None:
+    def _read_frames(self, data: bytes | bytearray) -> int:
+        """Take the whole frames that `data` begins with. Returns how many bytes they are."""
         assert self._opener is not None
-        while len(self._unread) >= 4 and not self.closed:
-            size = int.from_bytes(self._unread[:4], "big")
+        taken = 0
+        while len(data) - taken >= 4 and not self.closed:
+            start = taken + 4
+            size = int.from_bytes(data[taken:start], "big")
             if not TAG_BYTES < size <= (FRAME_BYTES_MAX if self.ready.done() else HELLO_BYTES_MAX):
                 raise FrameRejected(self.peer, f"it claims {size} bytes")
-            if len(self._unread) < 4 + size:
-                return
-            frame = self._unread[: 4 + size]
-            del self._unread[: 4 + size]
-            try:
-                plaintext = self._opener.open(frame)
-            except InvalidTag:
-                raise FrameRejected(self.peer, "it fails authentication") from None
+            if len(data) < start + size:
+                break
+            taken = start + size
+            with memoryview(data) as view, view[start - 4 : taken] as frame:
+                try:
+                    plaintext = self._opener.open(frame)
+                except InvalidTag:
+                    raise FrameRejected(self.peer, "it fails authentication") from None
             self.received_at = self._loop.time()
             message, tensors = decode(memoryview(plaintext))
             self._dispatch(message, tensors)
+        return taken
 
     def _dispatch(self, message: AnyMessage, tensors: Tensors) -> None:
         if not self.ready.done():
@@ -306,10 +313,11 @@ class Sealer:
         self._aead.encrypt_into(self._nonce(), plaintext, bytes(frame[:4]), memoryview(frame)[4:])
         return frame
 
-    def open(self, frame: bytearray) -> bytearray:
+    def open(self, frame: bytearray | memoryview) -> bytearray:
         """Return the plaintext of u32 length and ciphertext. Raises InvalidTag."""
         plaintext = bytearray(len(frame) - 4 - TAG_BYTES)
-        self._aead.decrypt_into(self._nonce(), memoryview(frame)[4:], bytes(frame[:4]), plaintext)
+        with memoryview(frame)[4:] as sealed:
+            self._aead.decrypt_into(self._nonce(), sealed, bytes(frame[:4]), plaintext)
         return plaintext
 
     def _nonce(self) -> bytes:

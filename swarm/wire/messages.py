@@ -2,9 +2,9 @@
 
 A message is a JSON header and, for two kinds, tensors behind it. `encode` and `decode` are the only way in and out.
 
-    client -> hop          Open, Close, Ping
-    hop -> client          Opened, Refused, Failed, Pong
-    along the route        Step (activations in), Output (what the client asked to have back)
+    client -> hop          Open, Reroute, Replay, Close, Ping
+    hop -> client          Opened, Rerouted, Rebuilt, Refused, Failed, Pong
+    along the route        Step (activations in), Output (what the client asked to have back), Rebuild (a replay)
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,9 @@ RefusalCode = Literal[
     "too_late",  # the client's patience ended before the step began
     "bad_request",
 ]
+
+
+Blame = Literal["self", "next", "previous"]
 
 
 class Message(BaseModel):
@@ -83,6 +86,8 @@ class Open(Message):
     positions_max: the longest that the session may get. rollback_max: the most positions that a step takes back.
     previous: the only peer whose activations count; None for the client itself.
     next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
+    next_record: the signed announcement (base64) of the only peer that gets the outputs; None: the client itself.
+    steps wait until it is complete.
     """
 
     kind: Literal["open"] = "open"
@@ -96,6 +101,8 @@ class Open(Message):
     rollback_max: Annotated[int, Field(ge=0, le=ROLLBACK_MAX)]
     previous: PeerId | None = None
     next_record: Annotated[str, Field(max_length=4096)] | None = None
+    after_step: StepNumber = 0
+    rebuild: bool = False
 
 
 class Opened(Message):
@@ -105,6 +112,65 @@ class Opened(Message):
     session: SessionId
     epoch: Epoch
     window: Annotated[int, Field(ge=1, le=64)]
+
+
+class Reroute(Message):
+    """Changes a session's neighbours on a hop that goes on. Only its owner may, and only with a higher epoch.
+
+    reset: forget the past, which comes anew by Rebuild messages; after_step as in Open.
+    """
+
+    kind: Literal["reroute"] = "reroute"
+    session: SessionId
+    epoch: Epoch
+    previous: PeerId | None = None
+    next_record: Annotated[str, Field(max_length=4096)] | None = None
+    reset: bool = False
+    after_step: StepNumber = 0
+
+
+class Rerouted(Message):
+    """The hop has its new neighbours. journal: whether it can replay its outputs to the next one."""
+
+    kind: Literal["rerouted"] = "rerouted"
+    session: SessionId
+    epoch: Epoch
+    journal: bool
+
+
+class Replay(Message):
+    """Asks a hop to send the past that its journal has, as it was right after `step`, to the next `hops` hops."""
+
+    kind: Literal["replay"] = "replay"
+    session: SessionId
+    epoch: Epoch
+    step: StepNumber
+    hops: Annotated[int, Field(ge=1, le=BLOCKS_MAX)]
+
+
+class Rebuild(Message):
+    """A piece of a session's past, on its way to `hops` hops that have none: they compute it and tell nobody.
+
+    start: its first position, of `total` in all.
+    """
+
+    kind: Literal["rebuild"] = "rebuild"
+    session: SessionId
+    epoch: Epoch
+    start: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
+    total: Annotated[int, Field(ge=1, le=POSITIONS_MAX)]
+    hops: Annotated[int, Field(ge=1, le=BLOCKS_MAX)]
+    hidden: TensorMeta
+    positions: TensorMeta | None = None
+    mask: TensorMeta | None = None
+
+
+class Rebuilt(Message):
+    """A hop has all of a session's past again."""
+
+    kind: Literal["rebuilt"] = "rebuilt"
+    session: SessionId
+    epoch: Epoch
 
 
 class Step(Message):
@@ -160,7 +226,7 @@ class Failed(Message):
     session: SessionId
     epoch: Epoch
     step: StepNumber | None = None
-    blame: Literal["self", "next", "previous"]
+    blame: Blame
     why: Text
 
 
@@ -172,7 +238,22 @@ class Close(Message):
 
 
 AnyMessage = Annotated[
-    Hello | Ping | Pong | Open | Opened | Step | Output | Refused | Failed | Close, Field(discriminator="kind")
+    Hello
+    | Ping
+    | Pong
+    | Open
+    | Opened
+    | Reroute
+    | Rerouted
+    | Replay
+    | Rebuild
+    | Rebuilt
+    | Step
+    | Output
+    | Refused
+    | Failed
+    | Close,
+    Field(discriminator="kind"),
 ]
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 
@@ -205,7 +286,7 @@ def decode(frame: memoryview) -> tuple[AnyMessage, tuple[Tensor | None, ...]]:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise InvalidMessage("message", f"{place}: {first['msg']}"[:TEXT_MAX]) from None
-    if isinstance(message, Step):
+    if isinstance(message, (Step, Rebuild)):
         return message, decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
     if isinstance(message, Output):
         return message, decode_tensors((message.hidden,), frame[start:])

@@ -11,6 +11,7 @@ from torch import Tensor
 from swarm.errors import InvalidMessage
 
 TENSOR_BYTES_MAX = 64 * 1024 * 1024
+CHUNK_BYTES = 1 << 20  # what is long travels in messages of about so much, so that others are not kept waiting
 RANK_MAX = 3
 DTYPES = {
     "float32": torch.float32,
@@ -56,9 +57,6 @@ def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> t
 
     payload: writable, since the tensors share its memory.
     """
-    n_bytes = sum(meta.n_bytes for meta in metas if meta is not None)
-    if n_bytes != len(payload):
-        raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {n_bytes}")
     tensors: list[Tensor | None] = []
     offset = 0
     for meta in metas:
@@ -66,6 +64,11 @@ def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> t
             tensors.append(None)
             continue
         dtype, count = DTYPES[meta.dtype], math.prod(meta.shape)
+        end = offset + count * dtype.itemsize
+        if end > len(payload):
+            raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {end}")
         tensors.append(torch.frombuffer(payload, dtype=dtype, count=count, offset=offset).view(meta.shape))
-        offset += count * dtype.itemsize
+        offset = end
+    if offset != len(payload):
+        raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {offset}")
     return tuple(tensors)

@@ -8,6 +8,15 @@ from tests.families import make
 from tests.support.inprocess import inprocess
 
 
+@pytest.fixture(scope="package", autouse=True)
+def one_thread():
+    """The stock model computes as the servers do: with more threads sums are added in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("client") / "llama"

@@ -46,6 +46,23 @@ async def test_what_one_node_announces_a_client_finds(tmp_path: Path) -> None:
         await directory(server, ALICE).withdraw()
 
 
+async def test_a_p2pd_that_dies_in_the_middle_of_an_announcement_costs_a_moment(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
+        assert server._running is not None
+        search = server._running.dht.find_nearest_nodes
+
+        async def killed(*args: object, **options: object) -> object:
+            assert server.p2pd_pid is not None
+            os.kill(server.p2pd_pid, signal.SIGKILL)
+            return await search(*args, **options)
+
+        server._running.dht.find_nearest_nodes = killed
+        published = await directory(server, ALICE).announce(announcement(ALICE))
+        assert published.replicas == 1
+        assert server.restarts == 1
+        assert await directory(server).servers(ROOT, 12) == (published.signed,)
+
+
 async def test_p2pd_that_dies_is_replaced_and_the_record_announced_again(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
         await directory(server, ALICE).announce(announcement(ALICE))

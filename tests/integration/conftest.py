@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from swarm import config as settings
-from tests.support.swarms import World, make_checkpoint, world
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, World, make_checkpoint, world
 
 
 @pytest.fixture(scope="session")
@@ -46,4 +46,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def llama(checkpoint: Callable[[str], Path], home: Path) -> Iterator[World]:
     """A llama over three servers. Tests that break something start a swarm of their own."""
     with world(checkpoint("llama"), home) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def demo(home: Path) -> Iterator[World]:
+    """The small checkpoint that comes with the package, as it is: bfloat16, over three servers."""
+    with world(DEMO_CHECKPOINT, home, DEMO_SPANS, torch.bfloat16) as running:
         yield running

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from tests.support.swarms import World, prompt, world
+from swarm.client import session
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, World, prompt, world
 
-FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom")
+FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "demo")
 LOGITS_TOLERANCE = 1e-5  # float32. 0.0 where measured; a BLAS may take another kernel where memory is aligned otherwise
+BFLOAT16_TOLERANCE = 0.05  # 0.0 where measured; bfloat16 itself is 0.19 away from float32 on these tokens
 SAME = {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
 ONE = torch.cat([prompt(1, 9)] * 3, dim=1)[:, :21]  # repeats itself, so that prompt look-up finds something
 THREE = prompt(3, 14)
@@ -47,7 +49,11 @@ def running(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], h
     if request.param == "llama":
         yield request.getfixturevalue("llama")
         return
-    with world(checkpoint(request.param), home) as started:
+    if request.param == "demo":
+        starting = world(DEMO_CHECKPOINT, home, DEMO_SPANS)
+    else:
+        starting = world(checkpoint(request.param), home)
+    with starting as started:
         yield started
 
 
@@ -167,10 +173,58 @@ def test_one_forward_gives_the_full_models_logits(running: World, client: PreTra
         assert without.get("past_key_values") is None
 
 
+def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(
+    running: World, client: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+):
+    """The full model takes the same pieces, one after the other: a router's near-ties must fall the same way."""
+    tokens, piece, tail = 100, 7, prompt(3, 20, seed=2)
+    monkeypatch.setattr(session, "CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
+    ids = prompt(3, tokens)  # more pieces than may be under way at once, and longer than any sliding window
+    mask = torch.ones(3, tokens + tail.shape[1], dtype=torch.int64)
+    padded = mask.clone()
+    padded[0, :9] = 0
+    for columns in (mask, padded):
+        expected, cache = [], None
+        for start, stop in pieces(tokens, piece):
+            out = running.full(ids[:, start:stop], attention_mask=columns[:, :stop], past_key_values=cache)
+            expected.append(out.logits)
+            cache = out.past_key_values
+        for start, stop in pieces(tail.shape[1], piece):
+            out = running.full(tail[:, start:stop], attention_mask=columns[:, : tokens + stop], past_key_values=cache)
+            expected.append(out.logits)
+        first = client(ids, attention_mask=columns[:, :tokens])
+        second = client(tail, attention_mask=columns, past_key_values=first.past_key_values)
+        both, real = torch.cat([first.logits, second.logits], dim=1), columns.bool()
+        assert difference([torch.cat(expected, dim=1)[real]], [both[real]]) <= LOGITS_TOLERANCE
+
+
+def pieces(tokens: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
 def test_the_route_has_the_three_servers_in_order(running: World, client: PreTrainedModel):
     client.generate(ONE, **SAME)
-    assert [str(hop.blocks) for hop in client.route] == ["0:1", "1:4", "4:6"]
+    assert [str(hop.blocks) for hop in client.route] == [server.ready["blocks"] for server in running.swarm.servers]
     assert [hop.peer_id for hop in client.route] == [server.ready["peer_id"] for server in running.swarm.servers]
+
+
+def test_in_bfloat16_the_logits_stay_within_a_bound(demo: World):
+    """Teacher-forced on the same tokens, so that a near-tie that falls the other way changes nothing after it."""
+    client = demo.client()
+    ids = demo.full.generate(ONE, **SAME)
+    in_one = [demo.full(ids).logits.float()]
+    assert difference(in_one, [client(ids).logits.float()]) <= BFLOAT16_TOLERANCE
+    exact = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).eval()
+    assert difference(in_one, [exact(ids).logits]) > 2 * BFLOAT16_TOLERANCE
+
+    def decoded(model: PreTrainedModel) -> list[Tensor]:
+        out, logits = model(ONE), []
+        for position in range(ONE.shape[1], ids.shape[1]):
+            logits.append(out.logits[:, -1].float())
+            out = model(ids[:, position : position + 1], past_key_values=out.past_key_values)
+        return logits
+
+    assert difference(decoded(demo.full), decoded(client)) <= BFLOAT16_TOLERANCE
 
 
 def noised(full: PreTrainedModel) -> PreTrainedModel:

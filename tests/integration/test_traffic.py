@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm.client.swarm import WaitingSession
-from swarm.errors import HopFailed, StepTimeout
+from swarm.errors import StepTimeout
 from swarm.wire.messages import Step, encode
 from swarm.wire.tensors import meta_of
 from tests.support.proxy import ByteProxy, Link, holds_port, listening_address_of
@@ -169,16 +169,18 @@ PLACES = (4, 5, 20, 60, 150, 200, 300, 400, 500, -17, -16, -1)  # header, paddin
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_a_flipped_bit_ends_the_channel_and_is_a_named_error(watched: Watched, client: PreTrainedModel, edge: str):
+def test_a_flipped_bit_ends_the_channel_and_costs_a_repair_but_no_token(
+    watched: Watched, client: PreTrainedModel, edge: str
+):
     dialler, server, direction = EDGES[edge]
     for number, place in enumerate(PLACES):
         out = client(prompt(1, 6))
+        local = watched.world.full(prompt(1, 6), use_cache=True)
         link = watched.link(dialler, server)
         link.flip_bit(direction, place, number % 8)
-        with pytest.raises(HopFailed) as failed:
-            client(prompt(1, 1), past_key_values=out.past_key_values)
+        got = client(prompt(1, 1), past_key_values=out.past_key_values).logits
+        assert torch.equal(got, watched.world.full(prompt(1, 1), past_key_values=local.past_key_values).logits)
         assert not link.flips
-        assert failed.value.peer == watched.world.swarm.servers[server].ready["peer_id"]
         eventually(lambda link=link: not link.open, within_s=5)
     assert torch.equal(greedy(client), greedy(watched.world.full))
 
@@ -190,8 +192,11 @@ def test_a_flipped_bit_in_a_frames_length_never_gives_a_wrong_token(watched: Wat
             out = client(prompt(1, 6))
             link = watched.link(dialler, server)
             link.flip_bit(direction, place, 7)
-            with pytest.raises((HopFailed, StepTimeout)):
-                client(prompt(1, 1), past_key_values=out.past_key_values)
+            # either the claimed length is refused at once, and repaired; or the rest of the frame never comes
+            with suppress(StepTimeout):
+                got = client(prompt(1, 1), past_key_values=out.past_key_values).logits
+                local = watched.world.full(prompt(1, 6), use_cache=True).past_key_values
+                assert torch.equal(got, watched.world.full(prompt(1, 1), past_key_values=local).logits)
             assert not link.flips
             client.close()
     with watched.world.client() as fresh:

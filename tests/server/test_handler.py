@@ -26,7 +26,22 @@ from swarm.net.tcp import Listener, dial
 from swarm.server.handler import SESSIONS_PER_PEER_MAX
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
-from swarm.wire.messages import AnyMessage, Close, Failed, Message, Open, Opened, Output, Refused, Step
+from swarm.wire.messages import (
+    AnyMessage,
+    Close,
+    Failed,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Rebuild,
+    Rebuilt,
+    Refused,
+    Replay,
+    Reroute,
+    Rerouted,
+    Step,
+)
 from swarm.wire.tensors import meta_of
 from tests.model.rings import save_family
 
@@ -347,12 +362,14 @@ async def test_a_next_record_signed_by_somebody_else_is_refused(first: Site, sec
     assert "signature" in refused.why
 
 
-async def test_a_next_hop_that_does_not_answer_fails_the_session_and_is_blamed(first: Site, second: Site, owner: Peer):
+async def test_a_next_hop_that_does_not_answer_is_blamed_and_its_owner_decides(first: Site, second: Site, owner: Peer):
     record = second.record(addresses=("127.0.0.1:1",))
-    failed = await owner.ask(first, open_for(first, next_record=record))
+    request = open_for(first, next_record=record)
+    failed = await owner.ask(first, request)
     assert isinstance(failed, Failed)
     assert failed.blame == "next"
-    assert first.idle
+    (await owner.to(first)).send(Close(session=request.session))
+    await until(lambda: first.idle)
 
 
 async def test_a_session_that_was_closed_while_its_next_hop_was_dialled_is_over(first: Site, second: Site, owner: Peer):
@@ -565,13 +582,15 @@ async def test_a_step_under_way_when_its_session_ends_is_dropped_and_leaves_noth
         await until(lambda: first.idle and first.server.handler.steps_under_way == 0)
 
 
-async def test_the_owner_learns_when_the_next_hop_goes(loaded: Loaded, first: Site, owner: Peer):
+async def test_the_owner_learns_when_the_next_hop_goes_and_the_past_stays(loaded: Loaded, first: Site, owner: Peer):
     async with serving(loaded, SECOND) as second:
         request = await opened(owner, first, next_record=second.record())
     failed = await owner.next()
     assert isinstance(failed, Failed)
     assert (failed.session, failed.blame) == (request.session, "next")
-    assert first.idle
+    assert not first.idle  # a repair can go on from here
+    (await owner.to(first)).send(Close(session=request.session))
+    await until(lambda: first.idle)
 
 
 async def test_a_server_that_stops_tells_the_owners_and_leaves_nothing(loaded: Loaded, owner: Peer):
@@ -584,6 +603,83 @@ async def test_a_server_that_stops_tells_the_owners_and_leaves_nothing(loaded: L
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+# Repair ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stranger_can_neither_reroute_nor_replay_a_session(
+    first: Site, second: Site, owner: Peer, stranger: Peer
+):
+    request = await opened_ring(owner, first, second)
+    reroute = Reroute(session=request.session, epoch=5, previous=stranger.peer)
+    assert code(await stranger.ask(first, reroute)) == "not_yours"
+    replay = Replay(session=request.session, epoch=request.epoch, step=0, hops=1)
+    assert code(await stranger.ask(first, replay)) == "not_yours"
+    (await owner.to(first)).send(*step(request, 1, activations(1, 3)))
+    await owner.output()  # the session is as it was
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+async def test_a_reroute_needs_a_later_epoch(first: Site, owner: Peer, epoch: int):
+    request = await opened(owner, first, epoch=1)
+    assert code(await owner.ask(first, Reroute(session=request.session, epoch=epoch))) == "not_yours"
+    assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=2)), Rerouted)
+
+
+async def test_after_a_reroute_the_old_epoch_and_the_old_neighbour_are_out(
+    loaded: Loaded, first: Site, owner: Peer, stranger: Peer
+):
+    request = await opened(owner, first, previous=stranger.peer)
+    (await stranger.to(first)).send(*step(request, 1, activations(1, 3)))
+    await owner.output()
+    assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=1)), Rerouted)
+    late, hidden = step(request, 2, activations(1, 1), keep=3)
+    assert code(await stranger.ask(first, late, *hidden)) == "not_yours"
+    assert code(await stranger.ask(first, late.model_copy(update={"epoch": 1}), *hidden)) == "not_yours"
+    (await owner.to(first)).send(late.model_copy(update={"epoch": 1}), hidden)
+    expected = span_output(loaded, FIRST, torch.cat([activations(1, 3), activations(1, 1)], dim=1))[:, -1:]
+    assert (await owner.output() - expected).abs().max() < TOLERANCE
+
+
+async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Site, owner: Peer):
+    request = await opened(owner, first, after_step=7, rebuild=True)
+    channel = await owner.to(first)
+    early, token = step(request, 8, activations(1, 1), keep=6)
+    assert code(await owner.ask(first, early, *token)) == "out_of_order"  # it has no past yet
+    past = activations(1, 6)
+    for start in (0, 4):
+        piece = past[:, start : start + 4]
+        channel.send(rebuild(request, start, 6, piece), [piece])
+    assert isinstance(await owner.next(), Rebuilt)
+    channel.send(early, token)
+    expected = span_output(loaded, FIRST, torch.cat([past, activations(1, 1)], dim=1))[:, -1:]
+    assert (await owner.output() - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("start", "total", "rows"), [(1, 6, 1), (0, 2, 1), (0, 10_000, 1)], ids=str)
+async def test_a_malformed_piece_of_the_past_is_refused(first: Site, owner: Peer, start: int, total: int, rows: int):
+    request = await opened(owner, first, after_step=1, rebuild=True)
+    piece = activations(rows, 3)
+    assert code(await owner.ask(first, rebuild(request, start, total, piece), piece)) == "bad_request"
+
+
+async def test_a_past_that_nobody_asked_for_is_refused_and_a_strangers_is_not_looked_at(
+    first: Site, owner: Peer, stranger: Peer
+):
+    request = await opened(owner, first)
+    piece = activations(1, 3)
+    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), piece)) == "bad_request"
+    (await stranger.to(first)).send(rebuild(request, 0, 3, piece), [piece])
+    await stranger.settled(first)
+    assert stranger.inbox.empty()
+    assert first.server.pool.used_tokens == 0
+
+
+def rebuild(request: Open, start: int, total: int, piece: Tensor) -> Rebuild:
+    return Rebuild(
+        session=request.session, epoch=request.epoch, start=start, total=total, hops=1, hidden=meta_of(piece)
+    )
 
 
 def open_for(site: Site, **changes: object) -> Open:

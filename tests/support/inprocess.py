@@ -56,14 +56,14 @@ class InProcessSwarm:
         """A view of the directory, for reading or for one identity to announce in."""
         return Directory(self.store, identity=identity, network=NETWORK, clock=time.time)
 
-    def client(self, *, step_timeout_s: float = 30.0) -> DistributedModel:
+    def client(self, *, step_timeout_s: float = 30.0, wait_for_blocks_s: float = 0.0) -> DistributedModel:
         """A distributed model; `close` it."""
 
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:
             yield self.directory()
 
-        options = ClientOptions(network=NETWORK, step_timeout_s=step_timeout_s)
+        options = ClientOptions(NETWORK, step_timeout_s, wait_for_blocks_s)
         swarm = Swarm(self.checkpoint, torch.float32, join, Identity.generate(), options)
         return distribute(load_ends(self.checkpoint, dtype=torch.float32), swarm)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,6 +17,8 @@ from tests.model.rings import save_family
 
 REPOSITORY = Path(__file__).parents[2]
 SPANS = ("0:1", "1:4", "4:6")
+DEMO_SPANS = ("0:4", "4:8", "8:12")
+DEMO_CHECKPOINT = REPOSITORY / "swarm" / "demo" / "checkpoint"
 NETWORK = "local"
 
 
@@ -32,6 +33,7 @@ class World:
 
     def client(self, **options: Any) -> PreTrainedModel:
         """Join with a fresh client; it leaves when the world ends, if not before."""
+        options = {"dtype": self.full.dtype, **options}
         return self._closing.enter_context(join(self.directory, self.swarm, **options))
 
 
@@ -42,10 +44,17 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def world(directory: Path, home: Path, spans: Sequence[str] = SPANS, **options: Any) -> Iterator[World]:
-    """Run a swarm on a checkpoint. options: as for LocalSwarm."""
-    full = AutoModelForCausalLM.from_pretrained(directory).eval()
-    with LocalSwarm(directory, spans, env=environment(home), **options) as swarm, ExitStack() as closing:
+def world(
+    directory: Path,
+    home: Path,
+    spans: Sequence[str] = SPANS,
+    dtype: torch.dtype = torch.float32,
+    options: Sequence[str] = (),
+) -> Iterator[World]:
+    """Run a swarm on a checkpoint. options: more arguments for every server."""
+    full = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    options = ("--dtype", str(dtype).removeprefix("torch."), *options)
+    with LocalSwarm(directory, spans, env=environment(home), options=options) as swarm, ExitStack() as closing:
         yield World(directory, full, swarm, closing)
 
 
@@ -81,8 +90,3 @@ def eventually(what: Callable[[], object], within_s: float, every_s: float = 0.0
 def prompt(batch: int, tokens: int, seed: int = 1) -> torch.Tensor:
     """Random token ids without special ones, [batch, tokens]."""
     return torch.randint(3, 120, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def quiet_logs() -> None:
-    """Keep the client's own log lines out of the tests' output."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))

@@ -1,0 +1,157 @@
+"""What a hop keeps of its own outputs, so that a replacement of the next hop can be brought to where that one was.
+
+A journal is a log of steps. The past of a session after any of its last steps is found by playing the log: gathers and
+rollbacks are not carried out when they happen but when somebody asks, since hardly anybody ever does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm.wire.messages import Rebuild
+from swarm.wire.tensors import CHUNK_BYTES, meta_of
+
+STEPS_UNFOLDED_MAX = 256  # then older steps are put together into one
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Some positions of a session, from `start` on, as the next hop needs them.
+
+    hidden: [rows, tokens, hidden_size]. positions: int64 [1 or rows, tokens]; None where they are start, start + 1, ...
+    mask: uint8 [rows, tokens], columns of the 2-D attention mask; None where there is no padding.
+    """
+
+    start: int
+    hidden: Tensor
+    positions: Tensor | None
+    mask: Tensor | None
+
+    def part(self, first: int, last: int) -> "Past":
+        """Return positions [first, last) of the session; both within this past."""
+        a, b = first - self.start, last - self.start
+        return Past(
+            first,
+            self.hidden[:, a:b],
+            None if self.positions is None else self.positions[:, a:b],
+            None if self.mask is None else self.mask[:, a:b],
+        )
+
+    def gathered(self, rows: Tensor) -> "Past":
+        """Return the past whose row i is our row rows[i]."""
+        positions = self.positions
+        if positions is not None and positions.shape[0] > 1:
+            positions = positions[rows]
+        return Past(self.start, self.hidden[rows], positions, None if self.mask is None else self.mask[rows])
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last one."""
+        return self.start + self.hidden.shape[1]
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that the tensors take."""
+        return sum(t.nbytes for t in (self.hidden, self.positions, self.mask) if t is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One step: what stayed before it (keep = past.start), how rows were gathered, and its own positions."""
+
+    step: int
+    rows: tuple[int, ...] | None
+    past: Past
+
+
+class Journal:
+    """The outputs of one session on one hop, or the client's embeddings."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self._entries: list[Entry] = []
+
+    def add(self, entry: Entry) -> int:
+        """Note a step; they come in order. Returns by how many bytes the journal has grown."""
+        before = self.n_bytes
+        self._entries.append(entry)
+        self.n_bytes += entry.past.n_bytes
+        if len(self._entries) > STEPS_UNFOLDED_MAX:
+            self._fold(len(self._entries) // 2)
+        return self.n_bytes - before
+
+    def past_after(self, step: int) -> tuple[Past, ...]:
+        """Return the session's past as it was right after `step`, as pieces in order; none where nothing was.
+
+        Only for the last STEPS_UNFOLDED_MAX // 2 steps: older ones have been put together.
+        """
+        pieces: list[Past] = []
+        for entry in self._entries:
+            if entry.step > step:
+                break
+            pieces = _applied(pieces, entry)
+        return tuple(pieces)
+
+    def _fold(self, count: int) -> None:
+        """Put the first `count` steps together."""
+        last = self._entries[count - 1].step
+        pieces = self.past_after(last)
+        folded = [Entry(last, None, _joined(pieces))] if pieces else []
+        self._entries = [*folded, *self._entries[count:]]
+        self.n_bytes = sum(entry.past.n_bytes for entry in self._entries)
+
+
+def rebuild_messages(session: str, epoch: int, pieces: Sequence[Past], hops: int) -> list[tuple[Rebuild, list[Tensor]]]:
+    """Write a past as messages of about CHUNK_BYTES, with their tensors."""
+    if not pieces:
+        return []
+    past = _joined(pieces)
+    rows, _, width = past.hidden.shape
+    size = max(1, CHUNK_BYTES // (rows * width * past.hidden.element_size()))
+    messages = []
+    for start in range(past.start, past.stop, size):
+        part = past.part(start, min(start + size, past.stop))
+        message = Rebuild(
+            session=session,
+            epoch=epoch,
+            start=start,
+            total=past.stop,
+            hops=hops,
+            hidden=meta_of(part.hidden),
+            positions=None if part.positions is None else meta_of(part.positions),
+            mask=None if part.mask is None else meta_of(part.mask),
+        )
+        messages.append((message, [t for t in (part.hidden, part.positions, part.mask) if t is not None]))
+    return messages
+
+
+def _applied(pieces: Sequence[Past], entry: Entry) -> list[Past]:
+    keep = entry.past.start
+    kept = [piece.part(piece.start, min(piece.stop, keep)) for piece in pieces if piece.start < keep]
+    if entry.rows is not None:
+        index = torch.tensor(entry.rows)
+        kept = [piece.gathered(index) for piece in kept]
+    return [*kept, entry.past]
+
+
+def _joined(pieces: Sequence[Past]) -> Past:
+    """Put neighbouring pieces into one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    rows = pieces[0].hidden.shape[0]
+    positions = mask = None
+    if any(piece.positions is not None for piece in pieces):
+        positions = torch.cat([_positions(piece).expand(rows, -1) for piece in pieces], dim=1)
+    if any(piece.mask is not None for piece in pieces):
+        mask = torch.cat([_mask(piece) for piece in pieces], dim=1)
+    return Past(pieces[0].start, torch.cat([piece.hidden for piece in pieces], dim=1), positions, mask)
+
+
+def _positions(piece: Past) -> Tensor:
+    return piece.positions if piece.positions is not None else torch.arange(piece.start, piece.stop)[None]
+
+
+def _mask(piece: Past) -> Tensor:
+    return piece.mask if piece.mask is not None else torch.ones(piece.hidden.shape[:2], dtype=torch.uint8)

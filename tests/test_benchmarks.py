@@ -1,0 +1,31 @@
+"""The benchmarks run, and write what the documentation says that they write."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [
+        ("hop_overhead", {"local", "1 hop", "2 hops", "3 hops", "generate, local", "generate, 3 hops"}),
+        ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
+    ],
+)
+def test_a_benchmark_prints_a_table_and_writes_its_raw_samples(name, measured, tmp_path):
+    path = tmp_path / "result.json"
+    line = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(path)]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "median" in run.stdout
+    result = json.loads(path.read_text())
+    assert {"commit", "machine", "seed", "samples"} <= result.keys()
+    samples = {sample["name"]: sample["ms"] for sample in result["samples"]}
+    assert measured <= samples.keys()
+    assert all(samples.values())
