@@ -164,7 +164,8 @@ class LiveRoute:
                 index += 1
             gap = Blocks(self.legs[first].hop.blocks.start, self.legs[index - 1].hop.blocks.stop)
             kept = {leg.hop.peer_id for leg in self.legs if self._usable(leg, failed)}
-            legs += [Leg(hop) for hop in await plan(gap, {*failed, *kept})]
+            chosen = {leg.hop.peer_id for leg in legs}  # a peer holds one part of a session
+            legs += [Leg(hop) for hop in await plan(gap, {*failed, *kept, *chosen})]
         for leg in self.legs:
             if not any(leg is kept for kept in legs):
                 self._drop(leg)
