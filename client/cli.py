@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from swarm.commands import LOG_LEVELS, configure_logging, run_click, split_peers
+from swarm.commands import DTYPES, LOG_LEVELS, NETWORK, configure_logging, ending_at_once, run_click, split_peers
 
 
 @click.command("swarm-generate")
@@ -19,12 +19,20 @@ from swarm.commands import LOG_LEVELS, configure_logging, run_click, split_peers
 @click.option("--top-p", type=click.FloatRange(0.0, 1.0), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=None, help="makes sampling repeatable")
 @click.option("--chat", is_flag=True, help="put the prompt into the model's chat template")
-@click.option("--dtype", default="auto", show_default=True, help="what the servers compute in")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="what the servers compute in"
+)
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
-@click.option("--initial-peers", multiple=True, callback=split_peers, help="MULTIADDR of a node to join through")
-@click.option("--network", default=None, help="swarms of different names do not mix")
+@click.option(
+    "--initial-peers",
+    multiple=True,
+    metavar="MULTIADDR",
+    callback=split_peers,
+    help="node to join through; may be repeated",
+)
+@click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(
     model: str | None,
@@ -46,14 +54,24 @@ def command(
     """
     if not model:
         raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
-    text = prompt if prompt is not None else sys.stdin.read()
+    text = prompt if prompt is not None else _read_prompt()
     if not text:
         raise click.UsageError("the prompt is empty")
     configure_logging(log_level)
-    from swarm.client.text import TextOptions, stream_text  # noqa: PLC0415 - torch: it takes seconds, --help none
+    with ending_at_once(130):
+        from swarm.client.text import TextOptions, stream_text  # noqa: PLC0415 - torch: it takes seconds, --help none
 
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, chat=chat)
     stream_text(model, text, options, initial_peers=initial_peers or None, **joining)
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("type the prompt, then Ctrl-D:", file=sys.stderr)
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        raise click.UsageError("the prompt is not text in UTF-8") from None
 
 
 def main() -> None:

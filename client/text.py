@@ -34,9 +34,10 @@ def stream_text(
     **joining: Any,  # noqa: ANN401 - handed on to from_pretrained, which names and types them
 ) -> None:
     """Generate through the swarm and print as it comes. Raises SwarmError."""
-    tokenizer = load_tokenizer(name, revision=revision, token=token, cache_dir=cache_dir)
     model = AutoDistributedModel.from_pretrained(name, revision=revision, token=token, cache_dir=cache_dir, **joining)
     try:
+        tokenizer = load_tokenizer(name, revision=revision, token=token, cache_dir=cache_dir)
+        _ = model.route  # what nobody serves is said before the prompt is printed
         streamer = TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
         continue_prompt(model, tokenizer, prompt, options, streamer)
     finally:

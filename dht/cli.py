@@ -8,12 +8,12 @@ from swarm.commands import (
     HOST_PORT,
     common_options,
     default_identity,
+    ending_at_once,
     hold_identity,
     ready_writer,
     run_click,
     run_until_stopped,
 )
-from swarm.errors import BadConfiguration
 
 
 @click.command("swarm-bootstrap")
@@ -28,22 +28,16 @@ def command(
     log_level: str,
 ) -> None:
     """Run a node of the swarm's DHT for others to join through."""
-    check_network(network)
     path = identity or default_identity("bootstrap")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
-        # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
-        from swarm.dht.bootstrap import bootstrap  # noqa: PLC0415
-        from swarm.dht.node import NodeConfig  # noqa: PLC0415
-        from swarm.net.p2p import P2PConfig  # noqa: PLC0415
+        with ending_at_once():
+            # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
+            from swarm.dht.bootstrap import bootstrap  # noqa: PLC0415
+            from swarm.dht.node import NodeConfig  # noqa: PLC0415
+            from swarm.net.p2p import P2PConfig  # noqa: PLC0415
 
         config = NodeConfig(network, P2PConfig(path, listen), initial_peers)
         run_until_stopped(lambda stop: bootstrap(config, held, ready, stop), log_level)
-
-
-def check_network(name: str) -> None:
-    """Raise BadConfiguration for a network name that no record could carry."""
-    if not (0 < len(name) <= 32 and name.replace("-", "a").isalnum() and name.isascii() and name == name.lower()):
-        raise BadConfiguration("network", f"{name!r} is not 1 to 32 small letters, digits and dashes")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from swarm.blocks import BLOCKS_MAX, Blocks
-from swarm.config import PROTOCOL_VERSION
+from swarm.config import NETWORK_PATTERN, PROTOCOL_VERSION
 from swarm.errors import RecordError, RecordExpired
 from swarm.identity import SIGNATURE_BYTES, Identity, peer_id_of, verify
 
@@ -32,6 +32,7 @@ REFRESH_S = 20.0  # two refreshes may get lost before a live server's record is 
 SKEW_MAX_S = 30.0  # clocks farther apart are reported as ClockSkew
 ADDRESSES_MAX = 8
 RTTS_MAX = 16
+PUBLIC_NAME_MAX = 64  # characters
 SPANS_PER_KEY = 8  # first blocks that share one DHT key: a model of 128 blocks has 16 keys
 MODEL_SHARDS = 16  # DHT keys over which the names of models are spread
 INTEGER_MAX = 2**53 - 1  # what every JSON reader represents exactly
@@ -41,14 +42,15 @@ _DOMAIN = b"swarm announcement"
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def _printable(text: str) -> str:
+def check_printable(text: str) -> str:
+    """Return a name that can be shown to people. Raises ValueError."""
     if not text.isprintable() or text != text.strip():
         raise ValueError("not printable, or with spaces around it")
     return text
 
 
-def _address(text: str) -> str:
-    """Check "host:port", "1.2.3.4:port" or "[::1]:port"."""
+def check_address(text: str) -> str:
+    """Return an address that a record can carry: "host:port", "1.2.3.4:port" or "[::1]:port". Raises ValueError."""
     host, colon, port = text.rpartition(":")
     if not colon or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
         raise ValueError("not host:port")
@@ -66,8 +68,8 @@ def _hex(n_bytes: int) -> StringConstraints:
 
 
 Hex32 = Annotated[str, _hex(32)]
-Printable = Annotated[str, AfterValidator(_printable)]
-Address = Annotated[str, StringConstraints(max_length=128), AfterValidator(_address)]
+Printable = Annotated[str, AfterValidator(check_printable)]
+Address = Annotated[str, StringConstraints(max_length=128), AfterValidator(check_address)]
 Count = Annotated[int, Field(ge=0, le=INTEGER_MAX)]
 Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Moment = Annotated[float, Field(gt=0, le=1e11, allow_inf_nan=False)]  # wall seconds since 1970
@@ -93,7 +95,7 @@ class Envelope(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
     protocol: int = Field(default=PROTOCOL_VERSION, ge=1, le=65535, description="the major version")
-    network: str = Field(pattern=r"^[a-z0-9-]{1,32}$")
+    network: str = Field(pattern=NETWORK_PATTERN)
     public_key: Hex32
     root: Hex32
     model: Annotated[Printable, StringConstraints(min_length=1, max_length=128)]
@@ -140,7 +142,7 @@ class Announcement(Envelope):
     load: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     state: Literal["joining", "online", "draining", "withdrawn"]
     rtts: Annotated[tuple[Rtt, ...], Field(max_length=RTTS_MAX)] = ()
-    public_name: Annotated[Printable, StringConstraints(max_length=64)] = ""
+    public_name: Annotated[Printable, StringConstraints(max_length=PUBLIC_NAME_MAX)] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,21 @@ import click
 
 from swarm.blocks import Blocks
 from swarm.commands import (
+    DTYPES,
     HOST_PORT,
     common_options,
     default_identity,
+    ending_at_once,
     hold_identity,
     ready_writer,
     run_click,
     run_until_stopped,
 )
+from swarm.dht.records import PUBLIC_NAME_MAX, check_address, check_printable
 from swarm.server.arguments import ServeArguments
 
 DATA_PORT = 31330
 P2P_PORT = 31331
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -47,7 +49,38 @@ class HostPortText(click.ParamType[str]):
         host, port = HOST_PORT.convert(value, param, ctx)
         if port == 0:
             self.fail("others cannot dial port 0", param, ctx)
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            return check_address(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except ValueError as error:
+            self.fail(f"{value!r} cannot be announced: {error}", param, ctx)
+
+
+class PublicName(click.ParamType[str]):
+    """What the swarm calls a server."""
+
+    name = "text"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check that a record can carry it."""
+        text = str(value)
+        if len(text) > PUBLIC_NAME_MAX:
+            self.fail(f"at most {PUBLIC_NAME_MAX} characters", param, ctx)
+        try:
+            return check_printable(text)
+        except ValueError as error:
+            self.fail(f"{text!r} is {error}", param, ctx)
+
+
+class Root(click.ParamType[str]):
+    """A checkpoint's root."""
+
+    name = "hex"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the form."""
+        if re.fullmatch(r"[0-9a-f]{64}", str(value)) is None:
+            self.fail(f"{value!r} is not 64 hex digits", param, ctx)
+        return str(value)
 
 
 @click.command("swarm-serve")
@@ -86,11 +119,11 @@ class HostPortText(click.ParamType[str]):
     help="host memory for outputs that are replayed when the next server vanishes",
 )
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
-@click.option("--root", default=None, help="root that the checkpoint must have, 64 hex digits")
+@click.option("--root", type=Root(), default=None, help="root that the checkpoint must have, 64 hex digits")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
 @click.option("--max-disk-space", type=Size(), default=None, help="the most that downloads may take, such as 100GB")
-@click.option("--public-name", default="", help="shown on the health page")
+@click.option("--public-name", type=PublicName(), default="", help="what this server is called, for people")
 @common_options
 def command(
     model: str | None,
@@ -113,7 +146,8 @@ def command(
     Blocks.parse(arguments.blocks)
     path = identity or default_identity("server")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
-        from swarm.server.serve import serve  # noqa: PLC0415 - torch: a wrong argument is answered without it
+        with ending_at_once():
+            from swarm.server.serve import serve  # noqa: PLC0415 - torch: a wrong argument is answered without it
 
         run_until_stopped(lambda stop: serve(arguments, held, path, ready, stop), log_level)
 

@@ -166,7 +166,7 @@ def _load(arguments: ServeArguments) -> tuple[Checkpoint, Span, int]:
         root=arguments.root,
     )
     blocks = Blocks.parse(arguments.blocks, checkpoint.n_blocks)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(arguments.device)
     dtype = "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     try:
         span = load_span(checkpoint, blocks, dtype=dtype, device=device)
@@ -175,6 +175,16 @@ def _load(arguments: ServeArguments) -> tuple[Checkpoint, Span, int]:
     with torch.inference_mode():
         tokens = arguments.cache_tokens or default_pool_tokens(span)
     return checkpoint, span, tokens
+
+
+def _device(name: str | None) -> torch.device:
+    """Return the device of this name, or the one to take where none is named. Raises BadConfiguration."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it asserts
+        raise BadConfiguration(f"--device {name}", str(error).splitlines()[0][:200]) from None
+    return device
 
 
 async def _check_root(directory: Directory, checkpoint: Checkpoint, confirmed: str | None) -> None:

@@ -28,13 +28,14 @@ import click
 import uvloop
 from pydantic import BaseModel, ConfigDict
 
-from swarm.config import DATA_DIR, load_settings
+from swarm.config import DATA_DIR, NETWORK_PATTERN, load_settings
 from swarm.errors import BadConfiguration, SwarmError, UsageError
 from swarm.events import configure_events
 from swarm.identity import Identity, IdentityLock
 
 ENVIRONMENT_PREFIX = "SWARM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -124,6 +125,21 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
             raise
 
 
+@contextmanager
+def ending_at_once(code: int = 0) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process within the block, in which libraries are imported.
+
+    Nothing needs to be cleaned up yet, and `transformers` would take a KeyboardInterrupt for a library that is missing.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: _leave(code or 128 + number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def _end(text: str, code: int) -> NoReturn:
     print("error: " + " ".join(text.split()), file=sys.stderr)
     _leave(code)
@@ -171,6 +187,8 @@ def ready_writer(path: Path | None) -> Iterator[Callable[[Ready], None]]:
             raise BadConfiguration(f"ready file {path}", error.strerror or str(error)) from None
 
     remove_ready_file(path)
+    if path is not None and not path.parent.is_dir():  # else it would be noticed when all the work is done
+        raise BadConfiguration(f"ready file {path}", "there is no such directory")
     try:
         yield write
     finally:
@@ -229,6 +247,21 @@ class HostPort(click.ParamType[tuple[str, int]]):
 HOST_PORT = HostPort()
 
 
+class NetworkName(click.ParamType[str]):
+    """The name of a swarm, as records carry it."""
+
+    name = "name"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the form."""
+        if re.fullmatch(NETWORK_PATTERN, str(value)) is None:
+            self.fail(f"{value!r} is not 1 to 32 small letters, digits and dashes", param, ctx)
+        return str(value)
+
+
+NETWORK = NetworkName()
+
+
 def split_peers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
     """Let one --initial-peers, or SWARM_INITIAL_PEERS, hold several addresses with commas or spaces between them."""
     return tuple(part for text in value for part in re.split(r"[,\s]+", text) if part)
@@ -238,12 +271,18 @@ def common_options(function: Command) -> Command:
     """Add the options that every long-running command takes."""
     options = (
         click.option(
-            "--initial-peers", multiple=True, callback=split_peers, help="MULTIADDR of a node to join through"
+            "--initial-peers",
+            multiple=True,
+            metavar="MULTIADDR",
+            callback=split_peers,
+            help="node to join through; may be repeated",
         ),
         click.option("--identity", type=click.Path(path_type=Path), default=None, help="key file; made at first use"),
-        click.option("--network", default="public", help="swarms of different names do not mix"),
+        click.option(
+            "--network", type=NETWORK, default="public", show_default=True, help="swarms of different names do not mix"
+        ),
         click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),
-        click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info"),
+        click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True),
     )
     for option in reversed(options):
         function = option(function)

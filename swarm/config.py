@@ -16,6 +16,7 @@ from pydantic_settings import (
 
 from swarm.errors import BadConfiguration
 
+NETWORK_PATTERN = r"^[a-z0-9-]{1,32}$"
 PROTOCOL_VERSION = 1  # the major version: peers of different majors do not talk
 CONFIG_DIR = Path(platformdirs.user_config_dir("swarm"))
 CACHE_DIR = Path(platformdirs.user_cache_dir("swarm"))
@@ -31,7 +32,7 @@ class Settings(BaseSettings):
     model: str | None = Field(None, description="hub id or local directory")
     revision: str | None = Field(None, description="branch, tag or commit of a hub repository")
     initial_peers: Annotated[tuple[str, ...], NoDecode] = Field((), description="multiaddrs, split at commas or spaces")
-    network: str = Field("public", description="swarms of different names do not mix", pattern=r"^[a-z0-9-]{1,32}$")
+    network: str = Field("public", description="swarms of different names do not mix", pattern=NETWORK_PATTERN)
     identity: Path | None = Field(None, description="key file")
     cache_dir: Path | None = Field(None, description="where the hub's files are kept")
     log_level: str | None = Field(None, pattern="^(debug|info|warning|error)$")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -70,6 +71,60 @@ def test_blocks_out_of_range_name_the_range(tmp_path, model):
     code, line, _ = serve(tmp_path, model, "--blocks", "4:9")
     assert code == 2
     assert "the model has blocks 0:6" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--network", "Not A Name", "small letters"),
+        ("--public-name", "x" * 65, "at most 64"),
+        ("--public-name", " x", "not printable"),
+        ("--announce-address", "under_score:80", "cannot be announced"),
+        ("--announce-address", "host:0", "port 0"),
+        ("--root", "abc", "64 hex digits"),
+        ("--ready-file", "/no/such/folder/ready", "no such directory"),
+        ("--dtype", "int8", "not one of"),
+    ],
+)
+def test_an_option_that_no_server_could_keep_is_refused_at_once(tmp_path, model, option, value, says):
+    code, line, took_s = serve(tmp_path, model, "--blocks", "0:2", option, value)
+    assert (code, says in line) == (2, True), line
+    assert took_s < 5, "it must not load torch for that"
+
+
+@pytest.mark.parametrize("device", ["toaster", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(tmp_path, model, device):
+    code, line, _ = serve(tmp_path, model, "--blocks", "0:2", "--device", device)
+    assert (code, f"--device {device}" in line) == (2, True), line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "says"),
+    [
+        (("/no/such/model",), b"def f(x):", "no such model"),
+        (("/no/such/model",), bytes(range(128, 256)), "UTF-8"),
+        (("/no/such/model",), b"", "the prompt is empty"),
+        (("/no/such/model", "--network", "Not A Name"), b"", "small letters"),
+        ((), b"x", "SWARM_MODEL"),
+    ],
+)
+def test_swarm_generate_says_what_is_wrong_in_one_line(arguments, given, says):
+    line = (sys.executable, "-m", "swarm.client.cli", *arguments, "--initial-peers", NOWHERE)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
+    run = subprocess.run(line, input=given, env=env, capture_output=True, timeout=DEADLINE_S, check=False)
+    errors = run.stderr.decode().splitlines()
+    assert (run.returncode, len(errors), says in errors[-1]) == (2, 1, True), run.stderr
+
+
+def test_an_interrupt_while_libraries_are_imported_is_no_error():
+    line = (sys.executable, "-m", "swarm.client.cli", "/no/such/model", "--prompt", "x", "--initial-peers", NOWHERE)
+    for after_s in (0.5, 0.8, 1.1, 1.4):
+        run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        time.sleep(after_s)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=DEADLINE_S)
+        assert "Traceback" not in errors, errors
+        assert run.returncode in {130, 2}, "2: it was done before"
 
 
 def test_a_missing_model_says_what_a_model_is(tmp_path):

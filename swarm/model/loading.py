@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,10 +141,14 @@ def _staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | No
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Unexpected keys are the point here: keep the report about them off the terminal."""
-    level = transformers.logging.get_verbosity()
+    """Unexpected keys are the point here: keep the report about them off the terminal, and bars out of logs."""
+    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
