@@ -23,10 +23,17 @@ class Announcer:
         self._directory = directory
         self._current = current
         self._changed = asyncio.Event()
+        self._alone = False
 
     async def announce(self) -> SignedAnnouncement:
         """Announce now. Returns the signed record. Raises NetworkError."""
         published = await self._directory.announce(self._current(self.state))
+        if self._alone != (published.replicas == 0):
+            self._alone = not self._alone
+            if self._alone:
+                _log.warning("no other node takes this server's announcement: nobody can find it until one does")
+            else:
+                _log.info("announced to others again", replicas=published.replicas)
         return published.signed
 
     async def run(self) -> None:

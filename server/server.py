@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement
 from swarm.dht.records import Span as AnnouncedSpan
@@ -19,6 +21,8 @@ from swarm.server.handler import Handler, Hosting
 from swarm.server.measure import Throughput, measure_throughput
 from swarm.server.pool import KvPool
 from swarm.version import __version__
+
+_log = structlog.get_logger("swarm.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Server:
         await self.handler.close()
         await self._listener.close()
         await self.handler.dialer.close()
-        self._executor.stop()
+        await asyncio.to_thread(self._executor.stop)  # a long step must not keep the loop from a second signal
 
     @property
     def data_address(self) -> str:
@@ -84,14 +88,17 @@ class Server:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def measure(self) -> None:
-        """Measure the span's throughput, in the compute thread and so between other people's steps."""
-        done: asyncio.Future[Throughput] = asyncio.get_running_loop().create_future()
+        """Measure the span's throughput, in the compute thread and so between other people's steps.
+
+        A span that does not bear it serves all the same, and announces no throughput.
+        """
+        done: asyncio.Future[Throughput | None] = asyncio.get_running_loop().create_future()
 
         def finish(result: Throughput | Exception) -> None:
             if isinstance(result, Exception):
-                done.set_exception(result)
-            else:
-                done.set_result(result)
+                _log.warning("throughput not measured", error=type(result).__name__, exc_info=result)
+            if not done.done():  # else the server is leaving
+                done.set_result(result if isinstance(result, Throughput) else None)
 
         self._executor.submit(lambda: measure_throughput(self.span), finish)
         self.throughput = await done

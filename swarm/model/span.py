@@ -20,6 +20,8 @@ from swarm.model.direct import DirectPath, Record
 from swarm.model.hollow import Placeholder, decoder_of
 from swarm.model.traits import Traits
 
+PARTS_MAX = 64  # remembered: strangers choose them, and each has a module for every block of the model
+
 
 class Span:
     """One hosted block range. Not re-entrant: one compute thread runs a span and all of its parts.
@@ -38,7 +40,8 @@ class Span:
         self._run = _Run()
         self._decoder = _decoder_for(decoder, list_name, blocks, traits.returns, self._run)
         self._direct: DirectPath | None = None
-        self._parts: dict[Blocks, Span] = {blocks: self}
+        self._whole = blocks
+        self._parts: dict[Blocks, Span] = {blocks: self}  # the latest ones; sessions hold on to theirs
         weights = [*model.parameters(), *model.buffers()]
         # Of one-byte floats are only quantised weights, never hidden states.
         wide = (weight.dtype for weight in weights if weight.is_floating_point() and weight.element_size() > 1)
@@ -55,6 +58,8 @@ class Span:
         if blocks not in self.blocks:
             raise BadBlocks(str(blocks), f"this span has blocks {self.blocks}")
         if blocks not in self._parts:
+            if len(self._parts) > PARTS_MAX:
+                del self._parts[next(known for known in self._parts if known != self._whole)]
             part = copy.copy(self)
             part.blocks = blocks
             part._run = _Run()

@@ -17,12 +17,14 @@ from swarm import config as settings
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.identity import Identity
+from swarm.model import span as span_module
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
+from swarm.server import server as server_module
 from swarm.server.handler import SESSIONS_PER_PEER_MAX
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
@@ -324,6 +326,40 @@ async def test_a_part_of_the_span_is_served(loaded: Loaded, first: Site, owner: 
     with torch.inference_mode():
         expected = loaded.spans[FIRST].part(Blocks(1, 2)).forward(hidden, cache=None)
     assert torch.equal(await owner.output(), expected)
+
+
+async def test_what_strangers_open_is_not_remembered_for_ever(
+    loaded: Loaded, first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(span_module, "PARTS_MAX", 2)
+    requests = [await opened(owner, first, start=a, stop=b) for a, b in ((0, 1), (0, 2), (1, 2), (1, 3), (0, 3))]
+    assert len(first.server.span._parts) <= 3
+    assert first.server.span.part(FIRST) is first.server.span
+    hidden = activations(1, 4)
+    (await owner.to(first)).send(*step(requests[0], 1, hidden, want=4))
+    with torch.inference_mode():
+        expected = loaded.spans[FIRST].part(Blocks(0, 1)).forward(hidden, cache=None)
+    assert torch.equal(await owner.output(), expected)
+
+
+async def test_a_span_that_cannot_be_measured_serves_all_the_same(first: Site, monkeypatch: pytest.MonkeyPatch):
+    def broken(_: Span):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server_module, "measure_throughput", broken)
+    await first.server.measure()
+    assert first.server.announcement("online").decode_tps is None
+
+
+async def test_a_server_that_leaves_while_it_is_measured_is_not_told(first: Site, monkeypatch: pytest.MonkeyPatch):
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    monkeypatch.setattr(server_module, "measure_throughput", lambda _: time.sleep(0.2))
+    measuring = asyncio.create_task(first.server.measure())
+    await asyncio.sleep(0.05)
+    measuring.cancel()
+    await asyncio.sleep(0.4)
+    assert reported == []
 
 
 async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: Site, owner: Peer):
