@@ -6,6 +6,7 @@ it to the hops that lack it. They compute it and tell nobody; when the last of t
 """
 
 import asyncio
+import contextlib
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,6 +134,11 @@ class LiveRoute:
         """Return the channel key of the hop that this peer is; the peer id where it is none any more."""
         return next((leg.hop.announcement.channel_key for leg in self.legs if leg.hop.peer_id == peer), peer)
 
+    def late(self) -> HopFailed:
+        """Name the hop that opening waits for."""
+        leg = next((leg for leg in self.legs if leg.channel is None or leg.waiting), self.legs[0])
+        return leg.broken("it does not answer in time")
+
     def send(self, index: int, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send to one hop. Raises HopFailed."""
         leg = self.legs[index]
@@ -164,7 +170,8 @@ class LiveRoute:
                 index += 1
             gap = Blocks(self.legs[first].hop.blocks.start, self.legs[index - 1].hop.blocks.stop)
             kept = {leg.hop.peer_id for leg in self.legs if self._usable(leg, failed)}
-            legs += [Leg(hop) for hop in await plan(gap, {*failed, *kept})]
+            chosen = {leg.hop.peer_id for leg in legs}  # a peer holds one part of a session
+            legs += [Leg(hop) for hop in await plan(gap, {*failed, *kept, *chosen})]
         for leg in self.legs:
             if not any(leg is kept for kept in legs):
                 self._drop(leg)
@@ -294,7 +301,7 @@ class LiveRoute:
     def _drop(self, leg: Leg) -> None:
         leg.fail(leg.broken("it was left out"))
         if leg.channel is not None:
-            if not leg.channel.closed:
+            with contextlib.suppress(ChannelClosed):
                 leg.channel.send(wire.Close(session=self._session))
             self._dialer.release(leg.channel)
             leg.channel = None

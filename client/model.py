@@ -25,6 +25,7 @@ from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.model.traits import Traits
+from swarm.wire.messages import POSITIONS_MAX
 
 POSITIONS_DEFAULT = 1 << 20  # for models that declare no limit
 UNSUPPORTED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -165,7 +166,7 @@ class DistributedModel(PreTrainedModel):
     def new_cache(self, max_length: int | None = None, rollback_max: int = 0) -> RemoteCache:
         """Make an empty cache on the servers; its leases are freed when it is collected."""
         limit = self.backend.traits.positions_max or POSITIONS_DEFAULT
-        positions_max = min(max_length or limit, limit)
+        positions_max = min(max_length or limit, limit, POSITIONS_MAX)
         blocks = Blocks(0, self.backend.traits.n_blocks)
         backend, opened = self.backend, []
 

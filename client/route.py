@@ -1,7 +1,8 @@
 """Planning a route: from announcements to the spans that a session runs through. Pure."""
 
 import heapq
-from collections.abc import Collection, Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from swarm.blocks import Blocks, missing_blocks
@@ -85,30 +86,53 @@ def _cheapest(wanted: Blocks, servers: list[SignedAnnouncement]) -> tuple[float,
     best: dict[int, tuple[float, int]] = {}
     came: dict[int, tuple[int, SignedAnnouncement]] = {}
     queue: list[tuple[float, int, int]] = [(0.0, 0, wanted.start)]
-    ordered = sorted(servers, key=lambda s: s.announcement.peer_id)
+    fastest_first = sorted(servers, key=lambda s: (_block_ms(s.announcement), s.announcement.peer_id))
+    starts = sorted({s.announcement.blocks.start for s in servers})
     while queue:
         cost, hops, at = heapq.heappop(queue)
         if at == wanted.stop:
-            return cost, _walk_back(wanted, came)
+            route = _once_each(_walk_back(wanted, came))
+            return sum(map(_cost_ms, route)), route
         if best.get(at, (cost, hops)) < (cost, hops):
             continue
-        for server in ordered:
-            span = server.announcement.span
-            if at not in span:
-                continue
-            end = min(span.stop, wanted.stop)
-            for to in _useful_ends(at, end, ordered):
-                reached = (cost + HOP_MS + (to - at) * _block_ms(server.announcement), hops + 1)
-                if to not in best or reached < best[to]:
-                    best[to] = reached
-                    came[to] = (at, server)
-                    heapq.heappush(queue, (*reached, to))
+        for to, server in _useful_ends(at, wanted.stop, starts, fastest_first):
+            reached = (cost + _cost_ms(Hop(server, Blocks(at, to))), hops + 1)
+            if to not in best or reached < best[to]:
+                best[to] = reached
+                came[to] = (at, server)
+                heapq.heappush(queue, (*reached, to))
     return None
 
 
-def _useful_ends(at: int, end: int, servers: list[SignedAnnouncement]) -> list[int]:
-    """Where it can pay to leave a span: at its end, or where another one begins."""
-    return sorted({end, *(s.announcement.blocks.start for s in servers if at < s.announcement.blocks.start < end)})
+def _useful_ends(
+    at: int, stop: int, starts: list[int], fastest_first: list[SignedAnnouncement]
+) -> Iterator[tuple[int, SignedAnnouncement]]:
+    """Where it can pay to leave the spans that hold block `at`, and the fastest of those that get there.
+
+    That is at a span's end, or where another one begins. A slower span adds only what lies beyond the faster ones.
+    """
+    reached = at
+    for server in fastest_first:
+        span = server.announcement.span
+        end = min(span.stop, stop)
+        if at in span and end > reached:
+            yield from ((to, server) for to in starts[bisect_right(starts, reached) : bisect_left(starts, end)])
+            yield end, server
+            reached = end
+
+
+def _once_each(route: tuple[Hop, ...]) -> tuple[Hop, ...]:
+    """Let a span that a route comes back to keep everything between: a peer holds one part of a session."""
+    for index, hop in enumerate(route):
+        last = max(i for i, other in enumerate(route) if other.signed is hop.signed)
+        if last > index:
+            whole = Hop(hop.signed, Blocks(hop.blocks.start, route[last].blocks.stop))
+            return (*route[:index], whole, *_once_each(route[last + 1 :]))
+    return route
+
+
+def _cost_ms(hop: Hop) -> float:
+    return HOP_MS + len(hop.blocks) * _block_ms(hop.announcement)
 
 
 def _block_ms(announcement: Announcement) -> float:

@@ -74,8 +74,9 @@ class Sessions:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await session.live.open(self.watch)
         except TimeoutError:
+            late = session.live.late()
             await session.close()
-            raise StepTimeout("the route", str(route[0].blocks.start), OPEN_TIMEOUT_S) from None
+            raise late from None
         except BaseException:
             await session.close()
             raise

@@ -65,7 +65,7 @@ class Swarm:
             raise
 
     def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> "WaitingSession":
-        """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed, Refused, StepTimeout."""
+        """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused."""
         plan = SessionPlan(
             root=self._checkpoint.root,
             positions_max=positions_max,

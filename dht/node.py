@@ -35,7 +35,7 @@ POPULATE_TIMEOUT_S = 3.0  # for learning one's neighbours while joining
 UP_TIMEOUT_S = 15.0  # what a call waits for while p2pd is being replaced
 GET_TIMEOUT_S = 20.0
 PUT_TIMEOUT_S = 20.0
-MAINTAIN_S = 15.0  # how often neighbours are looked at, and lost initial peers are tried again
+MAINTAIN_S = 15.0  # how often neighbours are looked at, and initial peers called on that are none (any more)
 GET_KEYS_MAX = 16  # keys in one search; more are looked up one search after the other
 GET_BEAM = 2 * REPLICAS  # nodes that a search asks for one key
 SEARCH_WORKERS = 4
@@ -236,7 +236,7 @@ class SwarmNode:
         known = self._config.initial_peers[:INITIAL_PEERS_MAX]
         if not known:
             return
-        tries = await asyncio.gather(*(self._join_at(running, address) for address in known))
+        tries = await self._call_on(running, known)
         skews = [skew for skew in tries if isinstance(skew, float)]
         if not skews:
             if must:
@@ -251,6 +251,18 @@ class SwarmNode:
                 raise skew
             _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
         await self._learn(running)
+
+    async def _rejoin(self, running: _Running) -> None:
+        """Call on the initial peers that are no neighbours: one that was away would else know nobody for good."""
+        peer_ids = running.protocol.routing_table.peer_id_to_uid
+        known = self._config.initial_peers[:INITIAL_PEERS_MAX]
+        own = running.daemon.p2p.peer_id
+        lost = [address for address in known if (peer := split_multiaddr(address)[0]) not in peer_ids and peer != own]
+        if any(isinstance(answer, float) for answer in await self._call_on(running, lost)):
+            _log.info("an initial peer is back")
+
+    async def _call_on(self, running: _Running, addresses: Sequence[str]) -> "list[float | Unreachable]":
+        return await asyncio.gather(*(self._join_at(running, address) for address in addresses))
 
     async def _join_at(self, running: _Running, address: str) -> float | Unreachable:
         """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""
@@ -281,6 +293,7 @@ class SwarmNode:
                 if not running.protocol.routing_table.uid_to_peer_id:
                     await self._join(running, must=False)
                 else:
+                    await self._rejoin(running)
                     await self._learn(running)
             except SwarmError as error:
                 _log.warning("cannot rejoin the swarm", why=str(error))

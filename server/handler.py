@@ -177,7 +177,7 @@ class Handler:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             channel = await self.dialer.connect(remote, record.addresses)
         except NetworkError as error:
-            if session.epoch == epoch:
+            if not session.closed and session.epoch == epoch:
                 self._complain(session, None, "next", str(error))
             return
         if session.closed or session.epoch != epoch:

@@ -108,7 +108,8 @@ class HostedSession:
             raise Declined("bad_request", f"more than {WINDOW_STEPS} steps under way")
         rows, tokens = self._check_tensors(hidden, positions, mask)
         self._check_rows(step, rows)
-        if not 0 <= self._length - step.keep <= (self._rollback_max or self._length):
+        taken_back = self._length - step.keep
+        if taken_back < 0 or (step.keep and taken_back > (self._rollback_max or self._length)):
             raise Declined("bad_request", f"keep {step.keep} of {self._length} positions")
         length = step.keep + tokens
         if length > self._positions_max:

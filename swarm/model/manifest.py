@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +61,7 @@ class Manifest(BaseModel):
             raise UnsupportedCheckpoint(str(directory), f"{MANIFEST_NAME} cannot be read: {error}") from None
 
 
-def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
+def sha256_of(path: Path) -> str:
     """Hash a file of any size; shows a progress bar for large ones. Returns 64 hex digits."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -74,9 +73,6 @@ def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             bar.update(count)
-            if progress is not None:
-                progress(count)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_NORMAL)
     return digest.hexdigest()
 
 

@@ -23,7 +23,15 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
 from swarm.config import PROTOCOL_VERSION
-from swarm.errors import ChannelClosed, FrameRejected, HandshakeFailed, InvalidMessage, ProtocolMismatch, SwarmError
+from swarm.errors import (
+    ChannelClosed,
+    FrameRejected,
+    HandshakeFailed,
+    InvalidMessage,
+    NetworkError,
+    ProtocolMismatch,
+    SwarmError,
+)
 from swarm.identity import Identity, peer_id_of, verify
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
 from swarm.version import __version__
@@ -87,8 +95,8 @@ class Channel:
     def __init__(self, carrier: Carrier, me: Self, on_message: OnMessage, remote: Remote | None = None) -> None:
         """remote: whom to reach, which makes this side the initiator; None waits for whoever comes.
 
-        `ready` is done when the peer has proven who it is, or raises why not; `ended` is done, with the reason,
-        when the channel is over.
+        `ready` is done when the peer has proven who it is, or raises the NetworkError that says why not; `ended` is
+        done, with the reason, when the channel is over.
         """
         self._loop = asyncio.get_running_loop()
         self.peer = remote.peer if remote is not None else "an unproven peer"
@@ -112,7 +120,10 @@ class Channel:
         self._sealer: Sealer | None = None
         self._opener: Sealer | None = None
         if remote is not None:
-            carrier.write(PREFACE + self._handshake.write())
+            try:
+                carrier.write(PREFACE + self._handshake.write())
+            except HandshakeFailed as error:  # whoever announced such a key; `ready` tells
+                self._fail(error)
 
     # Sending
 
@@ -285,7 +296,8 @@ class Channel:
     def _fail(self, error: SwarmError) -> None:
         _log.info("channel failed", peer=self.peer, why=str(error))
         if not self.ready.done():
-            self.ready.set_exception(error)
+            known = error if isinstance(error, NetworkError) else HandshakeFailed(self.peer, str(error))
+            self.ready.set_exception(known)
         self._end(str(error))
         self._carrier.close()
 

@@ -31,6 +31,7 @@ class Dialer:
             if len(self._dials) >= PEERS_MAX:
                 raise Unreachable(remote.peer, tuple(addresses), 0.0, f"already connected to {PEERS_MAX} peers")
             task = self._dials[remote] = asyncio.create_task(self._dial(remote, addresses))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have gone
         channel = await asyncio.shield(task)
         if channel.closed:
             raise ChannelClosed(remote.peer, channel.ended.result())
@@ -69,6 +70,7 @@ class Dialer:
                 del self._dials[remote]
 
         channel.ended.add_done_callback(forget)
+        asyncio.get_running_loop().call_later(IDLE_S, self._close_if_idle, channel)  # whoever asked may have gone
         return channel
 
     async def _first(self, remote: Remote, addresses: Sequence[str]) -> Channel:

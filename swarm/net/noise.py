@@ -61,8 +61,11 @@ class Handshake:
         self._noise.start_handshake()
 
     def write(self, payload: bytes = b"") -> bytes:
-        """Return the next message to send."""
-        return bytes(self._noise.write_message(payload))
+        """Return the next message to send. Raises HandshakeFailed for a remote key that no secret comes of."""
+        try:
+            return bytes(self._noise.write_message(payload))
+        except ValueError as error:
+            raise HandshakeFailed("the other side", "its channel key is no usable point of the curve") from error
 
     def read(self, message: bytes) -> bytes:
         """Take the other side's message; returns its payload. Raises HandshakeFailed."""

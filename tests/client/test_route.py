@@ -3,9 +3,11 @@
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swarm.blocks import Blocks
-from swarm.client.route import plan_route
+from swarm.client.route import Hop, _cost_ms, plan_route
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement, SignedAnnouncement, Span
 from swarm.errors import NoRoute
@@ -23,7 +25,7 @@ def server(start, stop, *, tps=None, dtype="float32", state="online", load=0.0):
             public_key=identity.public_key.hex(),
             root="0" * 64,
             model="m",
-            n_blocks=12,
+            n_blocks=200,
             blocks=Span(start, stop),
             numeric_class=dtype,
             addresses=("127.0.0.1:1",),
@@ -99,3 +101,51 @@ def test_a_plan_is_repeatable():
     servers = [server(0, 12) for _ in range(20)]
     first = plan_route("m", Blocks(0, 12), servers)
     assert all(plan_route("m", Blocks(0, 12), servers[i:] + servers[:i]) == first for i in range(20))
+
+
+def test_a_route_never_comes_back_to_a_peer():
+    """A hop holds one part of a session: coming back to it would be refused."""
+    slow, fast = server(0, 12, tps=5), server(4, 8, tps=1000)
+    hops = plan_route("m", Blocks(0, 12), [slow, fast])
+    assert [(hop.peer_id, str(hop.blocks)) for hop in hops] == [(slow.announcement.peer_id, "0:12")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 11), st.integers(1, 12), st.sampled_from([5.0, 20.0, 80.0, 1000.0])), max_size=6
+    )
+)
+def test_a_plan_costs_no_more_than_any_other(spans):
+    """Against the slow twin: every way from boundary to boundary."""
+    servers = [server(a, min(a + n, 12), tps=tps) for a, n, tps in spans]
+
+    def every_way(at, used):
+        if at == 12:
+            yield 0.0
+        for s in servers:
+            if at in s.announcement.span and s not in used:
+                for to in range(at + 1, s.announcement.span.stop + 1):
+                    for rest in every_way(to, (*used, s)):
+                        yield _cost_ms(Hop(s, Blocks(at, to))) + rest
+
+    least = min(every_way(0, ()), default=None)
+    if least is None:
+        with pytest.raises(NoRoute):
+            plan_route("m", Blocks(0, 12), servers)
+        return
+    route = plan_route("m", Blocks(0, 12), servers)
+    assert len({hop.peer_id for hop in route}) == len(route)
+    assert [b for hop in route for b in hop.blocks] == list(range(12))
+    ranges = [s.announcement.span for s in servers]
+    nested = any(outer.start < inner.start and inner.stop < outer.stop for outer in ranges for inner in ranges)
+    assert nested or sum(map(_cost_ms, route)) == pytest.approx(least)
+
+
+def test_a_directory_full_of_servers_is_planned_in_a_moment():
+    servers = [server(n % 125, n % 125 + 1 + n % 3) for n in range(500)] * 8
+    began = time.monotonic()
+    with pytest.raises(NoRoute):
+        plan_route("m", Blocks(0, 200), servers)
+    plan_route("m", Blocks(0, 125), servers)
+    assert time.monotonic() - began < 2

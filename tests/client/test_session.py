@@ -1,12 +1,17 @@
 """Sessions: chunks, windows, refusals, deadlines and leases, over real channels."""
 
+import copy
+import dataclasses
+import socket
 import time
 
 import pytest
 import torch
 
 from swarm.client import session as session_module
+from swarm.dht.records import Span
 from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout
+from swarm.identity import Identity
 from tests.support.inprocess import inprocess
 
 IDS = torch.randint(3, 120, (2, 50), generator=torch.Generator().manual_seed(3))
@@ -138,3 +143,37 @@ def test_rollback_and_gather_travel_with_the_next_step(model, full):
         got = model(IDS[:1, :4].expand(3, -1), past_key_values=remote).logits
         expected = full(IDS[:1, :4].expand(3, -1), past_key_values=local).logits
     assert torch.equal(got, expected)
+
+
+def test_a_model_that_declares_more_positions_than_a_message_can_say_works(model, monkeypatch):
+    """Some models declare ten million."""
+    monkeypatch.setattr(model, "backend", replaced(model.backend, positions_max=10_485_760))
+    cache = model.new_cache()
+    model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    assert cache.length == 3
+    cache.close()
+
+
+def replaced(backend, **traits):
+    """The same backend of a model with other traits."""
+    other = copy.copy(backend)
+    other.traits = dataclasses.replace(backend.traits, **traits)
+    return other
+
+
+def test_a_hop_that_never_answers_is_left_out_of_the_next_route(swarm, model, full, monkeypatch):
+    """Its addresses are tried one after the other, for longer than opening may take."""
+    monkeypatch.setattr(session_module, "OPEN_TIMEOUT_S", 0.5)
+    silent = Identity.generate()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        facts = {"public_key": silent.public_key.hex(), "addresses": (address,) * 2, "decode_tps": 1e6}
+        claim = swarm.servers[0].announcement("online").model_copy(update=facts | {"blocks": Span(0, 6)})
+        directory = swarm.directory(silent)
+        swarm.loop.run(directory.announce(claim))
+        try:
+            with torch.no_grad():
+                assert torch.allclose(model(input_ids=IDS).logits, full(input_ids=IDS).logits, atol=1e-4)
+            assert silent.peer_id not in {hop.peer_id for hop in model.route}
+        finally:
+            swarm.loop.run(directory.withdraw())

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from swarm.dht import node as node_module
 from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
-from swarm.dht.node import SwarmNode, _merge
+from swarm.dht.node import NodeConfig, SwarmNode, _merge, open_node
 from swarm.dht.protocol import pack_dictionary
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
@@ -343,6 +344,28 @@ async def test_a_dead_neighbour_is_forgotten(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while boot.neighbours():
                 await directory(boot).servers(ROOT, 12)
+
+
+async def test_an_initial_peer_that_was_away_learns_of_the_others_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that know each other must not leave a restarted bootstrap node, and all who join through it, alone."""
+    monkeypatch.setattr(node_module, "MAINTAIN_S", 0.5)
+    key = Identity.generate()
+    async with AsyncExitStack() as servers:
+        async with node(tmp_path, "boot", identity=key) as boot:
+            address = boot.addresses[0]
+            alice = await servers.enter_async_context(node(tmp_path, "alice", boot.addresses, identity=ALICE))
+            await servers.enter_async_context(node(tmp_path, "bob", boot.addresses, identity=BOB))
+        async with asyncio.timeout(20):
+            while boot.peer_id in alice.neighbours():
+                await directory(alice, ALICE).announce(announcement(ALICE))
+        assert alice.neighbours() == (BOB.peer_id,)
+        port = int(address.split("/")[4])
+        again = NodeConfig(NETWORK, P2PConfig(tmp_path / "boot", ("127.0.0.1", port)))
+        async with open_node(again, clock=time.time) as boot, asyncio.timeout(20):
+            while set(boot.neighbours()) != {ALICE.peer_id, BOB.peer_id}:
+                await asyncio.sleep(0.1)
 
 
 def test_of_two_nodes_answers_the_newer_record_counts() -> None:

@@ -10,7 +10,7 @@ from swarm.identity import Identity
 from swarm.net import channel as channel_module
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
-from swarm.wire.messages import Close, Output, Step
+from swarm.wire.messages import Close, Output, Step, encode
 from swarm.wire.tensors import meta_of
 
 SESSION = "ab" * 16
@@ -171,6 +171,19 @@ class ForeignSigner:
 
     def sign(self, domain, message):
         return self._identity.sign(domain, bytes(32))
+
+
+async def test_a_hello_that_is_none_is_a_failed_handshake():
+    """Whatever a peer sends before it is proven, who dialled it gets a NetworkError."""
+    for garbage in ([b"no message"], list(encode(Close(session=SESSION)))):
+        pair = Pair()
+        pair.to_b.deliver()
+        handshake, _hello = pair.to_a.held
+        pair.b._sealer._number = 0
+        pair.to_a.held = [handshake, bytes(pair.b._sealer.seal(garbage))]
+        pair.to_a.deliver()
+        with pytest.raises(HandshakeFailed):
+            pair.a.ready.result()
 
 
 async def test_another_network_cannot_complete_a_handshake():

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -371,6 +372,21 @@ async def test_a_next_hop_that_does_not_answer_is_blamed_and_its_owner_decides(f
     await until(lambda: first.idle)
 
 
+async def test_a_session_that_was_closed_while_its_next_hop_was_dialled_is_over(first: Site, second: Site, owner: Peer):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        request = open_for(first, next_record=second.record(addresses=(f"{host}:{port}",)))
+        (await owner.to(first)).send(request)
+        (await owner.to(first)).send(Close(session=request.session))
+        await owner.settled(first)
+        (dialling,) = first.server.handler._openings
+    silent.close()  # the dial fails now
+    async with asyncio.timeout(WITHIN_S):
+        await dialling
+    assert owner.inbox.empty()
+    assert first.idle
+
+
 async def test_a_draining_server_takes_no_new_sessions_and_serves_the_old_ones(first: Site, owner: Peer):
     request = await opened(owner, first)
     first.server.handler.draining = True
@@ -475,6 +491,17 @@ async def test_rollbacks_and_gathers_give_what_a_fresh_run_gives(loaded: Loaded,
     expected = span_output(loaded, FIRST, torch.cat([start[[1, 0, 1], :5], tail], dim=1))[:, -2:]
     assert (await owner.output() - expected).abs().max() < TOLERANCE
     assert first.server.pool.used_tokens == 3 * 7
+
+
+async def test_a_session_may_always_begin_again(first: Site, owner: Peer):
+    request = await opened(owner, first, rollback_max=2)
+    (await owner.to(first)).send(*step(request, 1, activations(1, 6)))
+    await owner.output()
+    (await owner.to(first)).send(*step(request, 2, activations(1, 4, seed=1), keep=0, want=4))
+    again = await owner.output()
+    fresh = await opened(owner, first)
+    (await owner.to(first)).send(*step(fresh, 1, activations(1, 4, seed=1), want=4))
+    assert torch.equal(again, await owner.output())
 
 
 async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back(first: Site, owner: Peer):

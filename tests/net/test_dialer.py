@@ -1,0 +1,94 @@
+"""Shared channels: who opens them, and when they end."""
+
+import asyncio
+import gc
+
+import pytest
+
+from swarm.errors import HandshakeFailed, Unreachable
+from swarm.identity import Identity
+from swarm.net import dialer as dialer_module
+from swarm.net.channel import Remote, Self
+from swarm.net.dialer import Dialer
+from swarm.net.noise import ChannelKey
+from swarm.net.tcp import Listener
+
+
+def somebody():
+    return Self(Identity.generate(), ChannelKey(), "public")
+
+
+@pytest.fixture
+async def listener():
+    listener = Listener(somebody(), "127.0.0.1", 0)
+    await listener.start(lambda *_: None)
+    yield listener
+    await listener.close()
+
+
+@pytest.fixture
+async def dialer():
+    dialer = Dialer(somebody(), lambda *_: None)
+    yield dialer
+    await dialer.close()
+
+
+def remote(listener):
+    return Remote(listener._me.identity.peer_id, listener._me.key.public)
+
+
+def address(listener):
+    return f"{listener.address[0]}:{listener.address[1]}"
+
+
+async def test_all_who_need_a_peer_share_one_channel(listener, dialer):
+    first, second = await asyncio.gather(*(dialer.connect(remote(listener), [address(listener)]) for _ in range(2)))
+    assert first is second
+
+
+async def test_a_channel_that_nobody_uses_ends(listener, dialer, monkeypatch):
+    monkeypatch.setattr(dialer_module, "IDLE_S", 0.05)
+    channel = await dialer.connect(remote(listener), [address(listener)])
+    await asyncio.sleep(0.1)
+    assert not channel.closed, "somebody uses it"
+    dialer.release(channel)
+    async with asyncio.timeout(5):
+        await asyncio.shield(channel.ended)
+
+
+async def test_a_channel_whose_user_has_gone_before_it_was_open_ends(listener, dialer, monkeypatch):
+    monkeypatch.setattr(dialer_module, "IDLE_S", 0.05)
+    asking = asyncio.create_task(dialer.connect(remote(listener), [address(listener)]))
+    await asyncio.sleep(0)
+    asking.cancel()
+    async with asyncio.timeout(5):
+        while not listener._channels:
+            await asyncio.sleep(0.005)
+        while listener._channels:
+            await asyncio.sleep(0.005)
+    assert not dialer._users
+    assert not dialer._dials
+
+
+async def test_a_failure_that_nobody_waits_for_is_not_reported_by_the_loop(dialer):
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    asking = asyncio.create_task(dialer.connect(Remote("nobody", ChannelKey().public), ["127.0.0.1:1"]))
+    await asyncio.sleep(0)
+    asking.cancel()
+    async with asyncio.timeout(5):
+        while dialer._dials:
+            await asyncio.sleep(0.005)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert reported == []
+
+
+async def test_no_address_is_unreachable(dialer):
+    with pytest.raises(Unreachable, match="no address"):
+        await dialer.connect(Remote("nobody", ChannelKey().public), [])
+
+
+async def test_an_announced_key_that_is_no_point_of_the_curve_fails_the_handshake(listener, dialer):
+    with pytest.raises(HandshakeFailed, match="no usable point"):
+        await dialer.connect(Remote(listener._me.identity.peer_id, bytes(32)), [address(listener)])
