@@ -42,6 +42,7 @@ MAGIC = b"swarm"
 PREFACE = MAGIC + bytes([PROTOCOL_VERSION])
 FRAME_BYTES_MAX = TENSOR_BYTES_MAX + 64 * 1024 + 16  # one message: header, tensors and tag
 UNSENT_BYTES_MAX = 256 * 1024 * 1024  # a peer that does not read is cut off
+FRAME_TIMEOUT_S = 30.0  # from its first byte to its last; a claimed length that never comes ends the channel
 TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
 PINGS_MAX = 8
@@ -109,6 +110,7 @@ class Channel:
         self._on_message = on_message
         self._remote = remote
         self._unread = bytearray()
+        self._unfinished: asyncio.TimerHandle | None = None
         self._nonces = itertools.count()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._handshake: Handshake | None = Handshake(
@@ -171,12 +173,18 @@ class Channel:
             return
         try:
             if self._handshake is None and not self._unread:
-                self._unread += data[self._read_frames(data) :]  # mostly nothing: whole frames are not copied
+                rest = data[self._read_frames(data) :]  # mostly nothing: whole frames are not copied
+                if rest:
+                    self._unread += rest
+                    self._await_rest()
                 return
             self._unread += data
             if self._handshake is not None and not self._shake_hands():
                 return
-            del self._unread[: self._read_frames(self._unread)]
+            read = self._read_frames(self._unread)
+            del self._unread[:read]
+            if read:
+                self._await_rest()
         except SwarmError as error:
             self._fail(error)
 
@@ -274,6 +282,15 @@ class Channel:
         else:
             self._on_message(self, message, tensors)
 
+    def _await_rest(self) -> None:
+        """A frame has begun, or the one before it is complete: what is unread must be complete in time."""
+        if self._unfinished is not None:
+            self._unfinished.cancel()
+            self._unfinished = None
+        if self._unread:
+            late = FrameRejected(self.peer, f"its rest did not come within {FRAME_TIMEOUT_S:.0f} s")
+            self._unfinished = self._loop.call_later(FRAME_TIMEOUT_S, self._fail, late)
+
     # The end
 
     def _fail(self, error: SwarmError) -> None:
@@ -289,6 +306,8 @@ class Channel:
             return
         self.ended.set_result(why)
         self._unread.clear()
+        if self._unfinished is not None:
+            self._unfinished.cancel()
         if not self.ready.done():
             self.ready.set_exception(HandshakeFailed(self.peer, f"the connection ended: {why}"))
         for waiting in self._pings.values():

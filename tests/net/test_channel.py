@@ -228,6 +228,25 @@ async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch):
     assert pair.a.closed
 
 
+async def test_a_frame_that_never_ends_ends_the_channel(monkeypatch):
+    monkeypatch.setattr(channel_module, "FRAME_TIMEOUT_S", 0.1)
+    pair = Pair().shake()
+    message, hidden = step()
+    pair.a.send(message, [hidden])
+    frame = pair.to_b.held.pop()
+    pair.b.receive(frame[:40])
+    await asyncio.sleep(0.05)
+    pair.b.receive(frame[40:])
+    await asyncio.sleep(0.1)
+    assert not pair.b.closed  # it came in time, and nothing is unfinished
+    pair.a.send(message, [hidden])
+    pair.b.receive(pair.to_b.held.pop()[:-1])
+    await asyncio.sleep(0.05)
+    pair.b.receive(b"")  # a byte now and then, or none, makes no difference
+    async with asyncio.timeout(5):
+        assert "did not come" in await pair.b.ended
+
+
 async def test_sending_on_a_closed_channel_says_so():
     pair = Pair().shake()
     pair.a.close()
