@@ -29,7 +29,7 @@ REBUILD_TIMEOUT_S = 120.0
 Result = TypeVar("Result")
 Reply = wire.Opened | wire.Rerouted | wire.Rebuilt
 Plan = Callable[[Blocks, Collection[str]], Awaitable[tuple[Hop, ...]]]
-"""`await plan(blocks, avoid)`: hops for some blocks, without these peers or channel keys. Raises NoRoute."""
+"""`await plan(blocks, avoid)`: hops for some blocks, without these peers or processes. Raises NoRoute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ class LiveRoute:
 
     async def repair(
         self,
-        failed: Collection[str],  # channel keys: a server that was started again is another one
+        failed: Collection[str],  # processes, as in `Hop.process`: a server that was started again is another one
         plan: Plan,
         journal: Journal,
         after_step: int,
         watch: Callable[[Channel], None],
     ) -> None:
-        """Replace the legs with failed channel keys and bring the new hops to where the session was after `after_step`.
+        """Replace the legs whose processes failed and bring the new hops to where the session was after `after_step`.
 
         Raises HopFailed or Refused when another hop gives up meanwhile, and NoRoute when nobody can take over.
         """
@@ -130,9 +130,9 @@ class LiveRoute:
             self._replay(first, count, journal, after_step)
         await self._answered(rebuilt, sorted(lacking), REBUILD_TIMEOUT_S, "did not rebuild the past")
 
-    def key_of(self, peer: str) -> str:
-        """Return the channel key of the hop that this peer is; the peer id where it is none any more."""
-        return next((leg.hop.announcement.channel_key for leg in self.legs if leg.hop.peer_id == peer), peer)
+    def process_of(self, peer: str) -> str:
+        """Return the process of the hop that this peer is; the peer id where it is none any more."""
+        return next((leg.hop.process for leg in self.legs if leg.hop.peer_id == peer), peer)
 
     def late(self) -> HopFailed:
         """Name the hop that opening waits for."""
@@ -181,7 +181,7 @@ class LiveRoute:
     @staticmethod
     def _usable(leg: Leg, failed: Collection[str]) -> bool:
         connected = leg.opened and leg.channel is not None and not leg.channel.closed
-        return connected and leg.hop.announcement.channel_key not in failed
+        return connected and leg.hop.process not in failed
 
     async def _establish(
         self,

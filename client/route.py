@@ -31,9 +31,22 @@ class Hop:
         """The peer that serves it."""
         return self.announcement.peer_id
 
+    @property
+    def process(self) -> str:
+        """The process that serves it, for `avoid`."""
+        return process_of(self.announcement)
+
     def __str__(self) -> str:
         latency = "" if self.latency_ms is None else f", {self.latency_ms:.1f} ms"
         return f"{self.peer_id} {self.blocks}{latency}"
+
+
+def process_of(announcement: Announcement) -> str:
+    """Name the process that announces: a peer that is started again has another channel key.
+
+    With the peer's id, since anybody could announce somebody else's channel key, to have him avoided.
+    """
+    return f"{announcement.peer_id}/{announcement.channel_key}"
 
 
 def plan_route(
@@ -50,8 +63,8 @@ def plan_route(
     It is a shortest path over block boundaries: from boundary b, every span that holds block b leads to any later
     boundary up to its end. A part of a span costs its share of the time that the server needs for a token, plus HOP_MS.
     Two numeric classes are never mixed; the better one is taken. dtype: only classes that compute in it, as "float32".
-    numeric_class: only this one, as a route needs it that is repaired. avoid: peer ids, or channel keys (of single
-    processes), that are left out. Raises NoRoute with the blocks that nobody serves.
+    numeric_class: only this one, as a route needs it that is repaired. avoid: peer ids, or processes as in
+    `Hop.process`, that are left out. Raises NoRoute with the blocks that nobody serves.
     """
     usable = [s for s in servers if s.announcement.state == "online" and not _avoided(s.announcement, avoid)]
     classes = sorted({s.announcement.numeric_class for s in usable})
@@ -78,7 +91,7 @@ def plan_route(
 
 
 def _avoided(announcement: Announcement, avoid: Collection[str]) -> bool:
-    return announcement.peer_id in avoid or announcement.channel_key in avoid
+    return announcement.peer_id in avoid or process_of(announcement) in avoid
 
 
 def _cheapest(wanted: Blocks, servers: list[SignedAnnouncement]) -> tuple[float, tuple[Hop, ...]] | None:

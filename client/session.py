@@ -125,7 +125,7 @@ class Session:
         self._step = 0
         self._answered = 0  # the last step that the last hop has answered
         self._in_flight: dict[int, _InFlight] = {}
-        self._failed: set[str] = set()  # channel keys of the processes that this session does without
+        self._failed: set[str] = set()  # processes that this session does without
         self._broken: HopFailed | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._ended: SwarmError | None = None
@@ -277,7 +277,7 @@ class Session:
                 raise broken
             _log.info("repairing", session=self.id[:8], peer=broken.peer, span=broken.span, why=broken.why)
             if not forgiving:
-                self._failed.add(self.live.key_of(broken.peer))
+                self._failed.add(self.live.process_of(broken.peer))
             forgiving, self._broken = False, None
             try:
                 await self.live.repair(self._failed, self._replan, self._journal, self._answered, self._sessions.watch)

@@ -118,7 +118,8 @@ class Swarm:
                 self._latest = await self._sessions.open(plan, route, self._replanner(route))
                 return self._latest
             except (HopFailed, Refused) as error:
-                avoid.append(error.peer)
+                # A process, not its peer: a server that was started again has a record that is newer than ours.
+                avoid.append(next((hop.process for hop in route if hop.peer_id == error.peer), error.peer))
                 failed = error
             if len(avoid) >= OPEN_TRIES:
                 raise failed

@@ -114,7 +114,7 @@ class Directory:
                 _log.debug("record left out", why=error.why)
         usable = [
             signed
-            for signed in servers
+            for signed in _of_latest_process(servers)
             if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
             and signed.announcement.state != "withdrawn"
         ]
@@ -158,6 +158,16 @@ class Directory:
         except RecordError:
             return set()
         return {envelope.protocol} - {PROTOCOL_VERSION}
+
+
+def _of_latest_process(servers: list[SignedAnnouncement]) -> list[SignedAnnouncement]:
+    """Leave out what a peer announced before it was started again, with other blocks: that channel key is gone."""
+    latest: dict[str, Announcement] = {}
+    for record in (signed.announcement for signed in servers):
+        known = latest.get(record.public_key)
+        if known is None or known.sequence < record.sequence:
+            latest[record.public_key] = record
+    return [s for s in servers if s.announcement.channel_key == latest[s.announcement.public_key].channel_key]
 
 
 def _flat(groups: Iterable[tuple[bytes, ...]]) -> list[bytes]:

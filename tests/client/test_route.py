@@ -97,6 +97,15 @@ def test_avoided_peers_are_left_out():
     assert plan_route("m", Blocks(0, 12), [bad, good], avoid=[bad.announcement.peer_id])[0].signed is good
 
 
+def test_who_announces_anothers_channel_key_does_not_have_him_avoided():
+    honest, mallory = server(0, 12), server(0, 12, tps=1e6)
+    assert honest.announcement.channel_key == mallory.announcement.channel_key
+    (hop,) = plan_route("m", Blocks(0, 12), [honest, mallory])
+    assert hop.signed is mallory
+    (hop,) = plan_route("m", Blocks(0, 12), [honest, mallory], avoid=[hop.process])
+    assert hop.signed is honest
+
+
 def test_a_plan_is_repeatable():
     servers = [server(0, 12) for _ in range(20)]
     first = plan_route("m", Blocks(0, 12), servers)

@@ -177,3 +177,21 @@ def test_a_hop_that_never_answers_is_left_out_of_the_next_route(swarm, model, fu
             assert silent.peer_id not in {hop.peer_id for hop in model.route}
         finally:
             swarm.loop.run(directory.withdraw())
+
+
+def test_a_server_that_was_started_again_is_found_at_once(checkpoint, full, monkeypatch):
+    """Though the client has read the directory a moment ago, and knows its former process only."""
+    keys = Identity.generate(), Identity.generate()
+    with inprocess(checkpoint) as swarm:
+        for identity, blocks in zip(keys, ("0:3", "3:6"), strict=True):
+            with monkeypatch.context() as patch:
+                patch.setattr(Identity, "generate", lambda identity=identity: identity)
+                swarm.serve(blocks)
+        with swarm.client() as model, torch.no_grad():
+            expected = full(input_ids=IDS).logits
+            assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)
+            swarm.loop.run(swarm.servers[1].stop())
+            with monkeypatch.context() as patch:
+                patch.setattr(Identity, "generate", lambda: keys[1])
+                swarm.serve("3:6")
+            assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)

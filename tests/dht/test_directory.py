@@ -67,6 +67,16 @@ async def test_a_withdrawn_record_is_gone_and_its_replay_does_not_bring_it_back(
     assert len(await alice.servers(ROOT, 12)) == 1
 
 
+async def test_of_a_peer_that_was_started_again_with_other_blocks_the_old_ones_are_left_out(store: MemoryStore) -> None:
+    await directory(store, ALICE).announce(announcement(ALICE, 0, 4))
+    await directory(store, BOB).announce(announcement(BOB, 0, 4))
+    again = directory(store, ALICE)
+    for start in (4, 8):
+        await again.announce(announcement(ALICE, start, start + 4, channel_key="ef" * 32))
+    found = [s.announcement for s in await directory(store, None).servers(ROOT, 12)]
+    assert [(a.peer_id, a.blocks.start) for a in found] == [(BOB.peer_id, 0), (ALICE.peer_id, 4), (ALICE.peer_id, 8)]
+
+
 async def test_a_claim_of_another_size_is_left_out(store: MemoryStore) -> None:
     await directory(store, MALLORY).announce(announcement(MALLORY, 0, 13, n_blocks=13))
     assert await directory(store, None).servers(ROOT, 12) == ()
