@@ -20,6 +20,7 @@ from swarm.commands import (
 )
 from swarm.dht.records import PUBLIC_NAME_MAX, check_address, check_printable
 from swarm.server.arguments import ServeArguments
+from swarm.server.lean import leave_out_what_no_server_needs
 
 DATA_PORT = 31330
 P2P_PORT = 31331
@@ -147,6 +148,7 @@ def command(
     path = identity or default_identity("server")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
         with ending_at_once():
+            leave_out_what_no_server_needs()
             from swarm.server.serve import serve  # noqa: PLC0415 - torch: a wrong argument is answered without it
 
         run_until_stopped(lambda stop: serve(arguments, held, path, ready, stop), log_level)
