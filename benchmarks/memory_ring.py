@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,10 +11,12 @@ from common import Samples
 from torch import Tensor
 
 from swarm.blocks import Blocks
+from swarm.client.live import SessionPlan
 from swarm.client.route import Hop
 from swarm.client.runtime import LoopThread
-from swarm.client.session import Session, SessionPlan, Sessions
+from swarm.client.session import Session, Sessions
 from swarm.client.swarm import WaitingSession
+from swarm.errors import NoRoute
 from swarm.identity import Identity
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
@@ -84,8 +86,15 @@ async def _open(hidden_size: int) -> _Ring:
         peer_id=remote.peer, channel_key=server.key.public.hex(), addresses=(), numeric_class="float32"
     )
     hop = Hop(cast(Any, SimpleNamespace(announcement=announcement, data=b"")), BLOCKS)
-    session = await sessions.open(SessionPlan(ROOT_HASH, POSITIONS_MAX, 0, 60.0), [hop])
+    plan = SessionPlan(
+        root=ROOT_HASH, positions_max=POSITIONS_MAX, rollback_max=0, step_timeout_s=60.0, wait_for_blocks_s=0.0
+    )
+    session = await sessions.open(plan, [hop], _nobody)
     return _Ring(session, back)
+
+
+async def _nobody(blocks: Blocks, avoid: Collection[str]) -> tuple[Hop, ...]:
+    raise NoRoute("ring", tuple(blocks), f"without {len(avoid)} peers there is nobody here")
 
 
 class _Wire:
