@@ -1,5 +1,6 @@
 """A repository of the Hugging Face hub as a source of files: what is listed, hashed and fetched."""
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -126,8 +127,9 @@ class HubSource:
             for item in info.siblings or ()
         }
         listing = Listing(commit=info.sha or "main", files=files)
-        known.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(known, listing.model_dump_json())
+        with contextlib.suppress(OSError):  # then a start without the hub is not possible
+            known.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(known, listing.model_dump_json())
         return listing
 
     def _file(self, name: str) -> HubFile:

@@ -4,6 +4,7 @@ Two parties that have the same root compute with the same files, wherever they g
 go into the root; paths, sizes, repositories and revisions do not.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -99,8 +100,9 @@ class HashCache:
         actual = sha256_of(path)
         if known is not None and known.size == entry.size and known.sha256 != actual and not accept_changes:
             raise ChecksumMismatch(str(path), known.sha256, actual)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file(path), entry.model_copy(update={"sha256": actual}).model_dump_json())
+        with contextlib.suppress(OSError):  # where nothing can be remembered it is hashed again
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file(path), entry.model_copy(update={"sha256": actual}).model_dump_json())
         return actual
 
     def _file(self, path: Path) -> Path:

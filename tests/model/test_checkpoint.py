@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from swarm import config as settings
 from swarm.blocks import Blocks
 from swarm.errors import (
     BadBlocks,
@@ -113,6 +114,15 @@ def test_files_are_hashed_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     os.utime(shards(llama)[0], (1, 1))
     assert open_checkpoint(llama).root == first.root
     assert hashed == [shards(llama)[0].name]
+
+
+def test_a_cache_that_cannot_be_written_only_means_hashing_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    expected = open_checkpoint(llama).root
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path / "file" / "cache")
+    assert open_checkpoint(llama).root == expected
 
 
 def test_a_checkpoint_that_carries_its_manifest_needs_only_the_files_of_its_span(llama: Path) -> None:
