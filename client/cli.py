@@ -7,9 +7,11 @@ from typing import Any
 import click
 
 from swarm.commands import DTYPES, LOG_LEVELS, NETWORK, configure_logging, ending_at_once, run_click, split_peers
+from swarm.version import __version__
 
 
 @click.command("swarm-generate")
+@click.version_option(__version__)
 @click.argument("model", envvar="SWARM_MODEL", required=False)
 @click.option("--prompt", default=None, help="what to continue; without it, standard input is read")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)

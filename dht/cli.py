@@ -14,9 +14,11 @@ from swarm.commands import (
     run_click,
     run_until_stopped,
 )
+from swarm.version import __version__
 
 
 @click.command("swarm-bootstrap")
+@click.version_option(__version__)
 @click.option("--listen", type=HOST_PORT, default="0.0.0.0:31337", show_default=True, help="port 0 picks a free one")
 @common_options
 def command(

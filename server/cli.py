@@ -21,6 +21,7 @@ from swarm.commands import (
 from swarm.dht.records import PUBLIC_NAME_MAX, check_address, check_printable
 from swarm.server.arguments import ServeArguments
 from swarm.server.lean import leave_out_what_no_server_needs
+from swarm.version import __version__
 
 DATA_PORT = 31330
 P2P_PORT = 31331
@@ -85,6 +86,7 @@ class Root(click.ParamType[str]):
 
 
 @click.command("swarm-serve")
+@click.version_option(__version__)
 @click.argument("model", envvar="SWARM_MODEL", required=False)
 @click.option("--blocks", required=True, metavar="A:B", help="blocks A, A+1, ..., B-1, such as 20:40")
 @click.option(

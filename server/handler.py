@@ -158,8 +158,9 @@ class Handler:
             record = open_announcement(data, now=self._wall_clock(), network=self._hosting.network)
         except (RecordError, ValueError) as error:
             raise Declined("bad_request", f"the next hop's record: {error}") from None
-        if record.root != self._hosting.root or stop not in record.span:
-            raise Declined("bad_request", f"the next hop does not serve block {stop}")
+        served = (record.root, record.numeric_class) == (self._hosting.root, self._hosting.span.numeric_class)
+        if not served or stop not in record.span:
+            raise Declined("bad_request", f"the next hop does not serve block {stop} of this model and numeric class")
         return record
 
     def _connect(self, session: HostedSession, following: Announcement | None, then: Message) -> None:

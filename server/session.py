@@ -17,8 +17,10 @@ from swarm.net.channel import Channel
 from swarm.server.pool import Lease
 from swarm.wire.journal import Journal
 from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
+from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX
 
 WINDOW_STEPS = 8  # steps of one session that may be under way at a hop: a prefill's chunks
+STEP_BYTES_MAX = 4 * CHUNK_BYTES  # of one step's activations, unless it is but one token of every row
 
 
 class Declined(Exception):
@@ -137,6 +139,10 @@ class HostedSession:
         if hidden.dim() != 3 or hidden.shape[2] != self.span.hidden_size or not hidden.dtype.is_floating_point:
             raise Declined("bad_request", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
         rows, tokens, _ = hidden.shape
+        if hidden.nbytes > STEP_BYTES_MAX and tokens > 1:
+            raise Declined("bad_request", f"a step of {hidden.nbytes} bytes; cut it into parts of {CHUNK_BYTES}")
+        if 4 * hidden.numel() > TENSOR_BYTES_MAX:  # what comes out may be fp32, and must fit into a frame
+            raise Declined("bad_request", f"{rows} rows are too many for this model")
         if positions is not None and (
             positions.dtype != torch.int64 or positions.shape not in {(1, tokens), (rows, tokens)}
         ):

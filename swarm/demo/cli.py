@@ -11,6 +11,7 @@ import click
 from swarm.commands import LOG_LEVELS, configure_logging, run_click
 from swarm.demo.local import LocalSwarm
 from swarm.errors import SwarmError
+from swarm.version import __version__
 
 if TYPE_CHECKING:
     from swarm.client.model import DistributedModel
@@ -23,6 +24,7 @@ PROMPT = '''def read_lines(path, encoding="utf-8"):
 
 
 @click.command("swarm-demo")
+@click.version_option(__version__)
 @click.option("--prompt", default=PROMPT, help="the start of some Python code")
 @click.option("--max-new-tokens", type=click.IntRange(1, 400), default=96, show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)

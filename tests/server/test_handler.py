@@ -373,6 +373,7 @@ async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: 
         "from the future": second.record(issued=time.time() + 300, expires=time.time() + 330),
         "another network": second.record(network="other"),
         "another model": second.record(root="cd" * 32),
+        "another numeric class": second.record(numeric_class="bfloat16"),
         "not adjacent": second.record(blocks=(4, 6)),
         "behind": first.record(),
         "another protocol": second.record(protocol=2),
@@ -490,6 +491,15 @@ async def test_a_malformed_step_is_refused_and_the_session_is_intact(
     expected = span_output(loaded, FIRST, torch.cat([before, after], dim=1))[:, -3:]
     assert (await owner.output() - expected).abs().max() < TOLERANCE
     assert first.computed == [1, 1]
+
+
+async def test_a_step_of_too_many_bytes_is_refused_and_one_token_of_many_rows_is_not(first: Site, owner: Peer):
+    request = await opened(owner, first)
+    message, hidden = step(request, 1, activations(1024, 17))
+    assert code(await owner.ask(first, message, *hidden)) == "bad_request"
+    message, hidden = step(request, 1, activations(100, 1))
+    (await owner.to(first)).send(message, hidden)
+    assert (await owner.output()).shape[0] == 100
 
 
 async def test_a_repeated_step_is_answered_again_and_not_computed_again(first: Site, second: Site, owner: Peer):
