@@ -30,7 +30,8 @@ NETWORK = "inprocess"
 class InProcessSwarm:
     """Servers in one event loop, each with its compute thread."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
         self.checkpoint = open_checkpoint(directory)
         self.store = MemoryStore.make(NETWORK, time.time)
         self.loop = LoopThread()
@@ -38,7 +39,7 @@ class InProcessSwarm:
 
     def serve(self, blocks: str, *, cache_tokens: int = 100_000) -> Server:
         """Start a server of these blocks and announce it."""
-        span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=torch.float32)
+        span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype)
 
         async def start() -> Server:
             identity = Identity.generate()
@@ -64,8 +65,8 @@ class InProcessSwarm:
             yield self.directory()
 
         options = ClientOptions(NETWORK, step_timeout_s, wait_for_blocks_s)
-        swarm = Swarm(self.checkpoint, torch.float32, join, Identity.generate(), options)
-        return distribute(load_ends(self.checkpoint, dtype=torch.float32), swarm)
+        swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
+        return distribute(load_ends(self.checkpoint, dtype=self.dtype), swarm)
 
     def close(self) -> None:
         """End every server."""
@@ -79,9 +80,9 @@ class InProcessSwarm:
 
 
 @contextmanager
-def inprocess(directory: Path, *spans: str) -> Iterator[InProcessSwarm]:
+def inprocess(directory: Path, *spans: str, dtype: torch.dtype = torch.float32) -> Iterator[InProcessSwarm]:
     """Run servers of these spans while the block runs."""
-    swarm = InProcessSwarm(directory)
+    swarm = InProcessSwarm(directory, dtype)
     try:
         for blocks in spans:
             swarm.serve(blocks)
