@@ -20,9 +20,16 @@ from swarm.version import __version__
 @click.command("swarm-bootstrap")
 @click.version_option(__version__)
 @click.option("--listen", type=HOST_PORT, default="0.0.0.0:31337", show_default=True, help="port 0 picks a free one")
+@click.option(
+    "--announce-address",
+    type=HOST_PORT,
+    multiple=True,
+    help="where others reach --listen, if not directly; may be repeated",
+)
 @common_options
 def command(
     listen: tuple[str, int],
+    announce_address: tuple[tuple[str, int], ...],
     initial_peers: tuple[str, ...],
     identity: Path | None,
     network: str,
@@ -36,9 +43,10 @@ def command(
             # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
             from swarm.dht.bootstrap import bootstrap  # noqa: PLC0415
             from swarm.dht.node import NodeConfig  # noqa: PLC0415
-            from swarm.net.p2p import P2PConfig  # noqa: PLC0415
+            from swarm.net.p2p import P2PConfig, multiaddr_of  # noqa: PLC0415
 
-        config = NodeConfig(network, P2PConfig(path, listen), initial_peers)
+        announced = tuple(multiaddr_of(*address) for address in announce_address)
+        config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers)
         run_until_stopped(lambda stop: bootstrap(config, held, ready, stop), log_level)
 
 

@@ -13,6 +13,7 @@ class ServeArguments:
     listen: tuple[str, int]
     p2p_listen: tuple[str, int]
     announce_address: tuple[str, ...]
+    p2p_announce_address: tuple[tuple[str, int], ...]
     device: str | None
     dtype: str
     threads: int | None

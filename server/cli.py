@@ -105,6 +105,12 @@ class Root(click.ParamType[str]):
     multiple=True,
     help="where others reach --listen, if not directly; may be repeated",
 )
+@click.option(
+    "--p2p-announce-address",
+    type=HOST_PORT,
+    multiple=True,
+    help="where others reach --p2p-listen, if not directly; may be repeated",
+)
 @click.option("--device", default=None, help="cuda, cuda:1, cpu, ...; the first GPU if there is one")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the compute thread")

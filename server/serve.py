@@ -26,7 +26,7 @@ from swarm.model.loading import load_span
 from swarm.model.span import Span
 from swarm.net.channel import Self
 from swarm.net.noise import ChannelKey
-from swarm.net.p2p import P2PConfig
+from swarm.net.p2p import P2PConfig, multiaddr_of
 from swarm.net.tcp import Listener
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
@@ -55,7 +55,9 @@ async def serve(
     """Serve until asked to stop. Raises UsageError, CheckpointError or NetworkError while starting."""
     me = Self(identity, ChannelKey(), arguments.network)
     listener = Listener(me, *arguments.listen)
-    config = NodeConfig(me.network, P2PConfig(identity_path, arguments.p2p_listen), arguments.initial_peers)
+    announced = tuple(multiaddr_of(*address) for address in arguments.p2p_announce_address)
+    p2p = P2PConfig(identity_path, arguments.p2p_listen, announced)
+    config = NodeConfig(me.network, p2p, arguments.initial_peers)
     with ungrouped():
         async with asyncio.TaskGroup() as group:
             loading = group.create_task(_in_thread(lambda: _load(arguments)))

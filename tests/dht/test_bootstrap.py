@@ -94,6 +94,11 @@ async def test_serves_and_ends_cleanly_on_a_signal(tmp_path: Path, number: signa
         assert (tmp_path / "identity").stat().st_mode & 0o777 == 0o600
 
 
+async def test_behind_a_router_it_tells_the_address_that_it_was_given(tmp_path: Path) -> None:
+    with bootstrap(tmp_path, "--announce-address", "203.0.113.7:4001") as running:
+        assert running.addresses == (f"/ip4/203.0.113.7/tcp/4001/p2p/{running.ready['peer_id']}",)
+
+
 def test_kill_9_leaves_no_child(tmp_path: Path) -> None:
     with bootstrap(tmp_path) as running:
         running.process.kill()
