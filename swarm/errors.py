@@ -150,11 +150,12 @@ class ChecksumMismatch(CheckpointError):
     file: str
     expected: str
     actual: str
+    remedy: str = "fetch the file again"
 
     def __str__(self) -> str:
         return (
             f"{self.file} is damaged or was changed: its SHA-256 is {self.actual[:16]}..., "
-            f"the manifest says {self.expected[:16]}...; fetch the file again"
+            f"and was {self.expected[:16]}...; {self.remedy}"
         )
 
 

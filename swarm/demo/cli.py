@@ -37,7 +37,10 @@ def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
     configure_logging(log_level)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order
     began = time.monotonic()
-    with LocalSwarm(CHECKPOINT, SPANS, on_start=lambda name: click.echo(f"starting {name}")) as swarm:
+    # In float32, since in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
+    with LocalSwarm(
+        CHECKPOINT, SPANS, options=("--dtype", "float32"), on_start=lambda name: click.echo(f"starting {name}")
+    ) as swarm:
         click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on four servers\n")
         _generate(swarm, prompt, max_new_tokens)
 
@@ -51,7 +54,7 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
     tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
     with AutoDistributedModel.from_pretrained(
-        CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network
+        CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network, dtype="float32"
     ) as model:
         streamer = TimedStreamer(tokenizer, half_way=max_new_tokens // 2, then=lambda: _kill_the_middle(swarm, model))
         tokens = continue_prompt(model, tokenizer, prompt, options, streamer)

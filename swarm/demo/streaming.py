@@ -44,6 +44,6 @@ class TimedStreamer(TextStreamer):
 
 def local_model(checkpoint: Path) -> PreTrainedModel:
     """Load the whole model here, as everybody else would."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
     model.eval()
     return model

@@ -23,6 +23,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from swarm.model.checkpoint import open_checkpoint
+
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 VOCABULARY = 2048
 CONTEXT = 1024  # positions; the last fifth of the training uses all of them
@@ -239,6 +241,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    open_checkpoint(out, accept_changes=True).manifest.save(out)  # a damaged copy refuses to load, wherever it is
 
 
 def report(directory: Path, held_out: Corpus) -> None:

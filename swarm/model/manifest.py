@@ -99,7 +99,8 @@ class HashCache:
             return known.sha256
         actual = sha256_of(path)
         if known is not None and known.size == entry.size and known.sha256 != actual and not accept_changes:
-            raise ChecksumMismatch(str(path), known.sha256, actual)
+            remedy = f"fetch the file again, or delete {self._file(path)} if it was changed on purpose"
+            raise ChecksumMismatch(str(path), known.sha256, actual, remedy)
         with contextlib.suppress(OSError):  # where nothing can be remembered it is hashed again
             self._directory.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file(path), entry.model_copy(update={"sha256": actual}).model_dump_json())
