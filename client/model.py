@@ -38,7 +38,7 @@ class Backend(Protocol):
     dtype: torch.dtype
 
     def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> RemoteSession:
-        """Open a session along the best route through `blocks`."""
+        """Return a session that opens with its first step, along the best route through `blocks`."""
         ...
 
     def route(self) -> tuple[Hop, ...]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import socket
 import time
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from swarm.client import session as session_module
+from swarm.client.runtime import LoopThread
 from swarm.dht.records import Span
 from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout
 from swarm.identity import Identity
@@ -195,3 +197,18 @@ def test_a_server_that_was_started_again_is_found_at_once(checkpoint, full, monk
                 patch.setattr(Identity, "generate", lambda: keys[1])
                 swarm.serve("3:6")
             assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)
+
+
+def test_an_interrupt_right_after_a_session_was_opened_leaves_no_lease(swarm, model, monkeypatch):
+    run = LoopThread.run
+
+    def interrupted(self, work):
+        run(self, work)
+        monkeypatch.undo()
+        raise KeyboardInterrupt  # what the work returned is lost
+
+    monkeypatch.setattr(LoopThread, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(IDS)
+    gc.collect()
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)

@@ -31,6 +31,7 @@ LFS_BYTES_MIN = 10 * 2**20  # a larger file is stored as LFS whatever it is call
 POINTER_BYTES = 134  # what the hub gives as the size of an LFS pointer; nobody uses it
 CHUNK_BYTES = 64 * 1024
 IDLE_S = 60.0  # a connection that asks nothing for so long is closed
+SETTLED_S = 2.0  # how long a look at the log waits for requests that are being answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class Hub:
         self._faults: dict[tuple[str, str], list[Fault]] = {}
         self._requests: list[Request] = []
         self._lock = threading.Lock()
+        self._being_answered = 0
+        self._answered = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._server = _Server(("127.0.0.1", 0), _handler_for(self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="hub", daemon=True)
@@ -200,8 +203,9 @@ class Hub:
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """Everything that was answered, in order of completion."""
-        with self._lock:
+        """Everything that was answered, in order of completion; a client has its answer before the log has it."""
+        with self._answered:
+            self._answered.wait_for(lambda: self._being_answered == 0, SETTLED_S)
             return tuple(self._requests)
 
     def files_fetched(self, repo: str) -> set[str]:
@@ -219,10 +223,17 @@ class Hub:
         with self._lock:
             self._requests.clear()
 
+    def begin(self) -> None:
+        """A request has come in."""
+        with self._lock:
+            self._being_answered += 1
+
     def record(self, request: Request) -> None:
         """Log one answered request."""
-        with self._lock:
+        with self._answered:
+            self._being_answered -= 1
             self._requests.append(request)
+            self._answered.notify_all()
 
     # What it answers ----------------------------------------------------------------------------------------------
 
@@ -327,8 +338,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._status, self._sent = 0, 0
         self._repo: str | None = None
         self._file: str | None = None
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.hub.begin()
         try:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self._route([unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")], body)
         except _Refusal as refusal:
             self._refuse(refusal)
