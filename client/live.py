@@ -1,8 +1,9 @@
 """A live route: the hops of one session with their connections, opened together, repaired when one of them fails.
 
-Every repair raises the epoch. Hops that go on get a Reroute with their new neighbours; new ones get an Open. Then the
-past is replayed: the nearest hop upstream that has a journal of its outputs, or the client with its embeddings, sends
-it to the hops that lack it. They compute it and tell nobody; when the last of them has it all, the route is as it was.
+Opening a route is its first repair: all of it is missing. Every repair raises the epoch. Hops that go on get a Reroute
+with their new neighbours; new ones get an Open. Then the past is replayed: the nearest hop upstream that has a journal
+of its outputs, or the client with its embeddings, sends it to the hops that lack it. They compute it and tell nobody;
+when the last of them has it all, the route is as it was.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from swarm.blocks import Blocks
+from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.route import Hop
 from swarm.errors import ChannelClosed, HopFailed, NetworkError
 from swarm.net.channel import Channel, Remote
@@ -22,14 +24,24 @@ from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
 from swarm.wire.journal import Journal, rebuild_messages
 
+CONNECT_TIMEOUT_S = 2.5  # somebody else may be quicker
 PING_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the next hop included
 REBUILD_TIMEOUT_S = 120.0
 
 Result = TypeVar("Result")
-Reply = wire.Opened | wire.Rerouted | wire.Rebuilt
-Plan = Callable[[Blocks, Collection[str]], Awaitable[tuple[Hop, ...]]]
-"""`await plan(blocks, avoid)`: hops for some blocks, without these peers or processes. Raises NoRoute."""
+Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Progress
+Plan = Callable[[Blocks, Collection[str], str | None], Awaitable[tuple[Hop, ...]]]
+"""`await plan(blocks, avoid, numeric_class)`: hops for blocks, without these peers or processes. Raises NoRoute."""
+
+
+class EdgeDown(Exception):
+    """Two hops cannot talk to each other; that is nobody's fault. certainly: to try again is of no use."""
+
+    def __init__(self, edge: Edge, why: str, *, certainly: bool) -> None:
+        super().__init__(why)
+        self.edge = edge
+        self.certainly = certainly
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class Leg:
     hop: Hop
     channel: Channel | None = None
     opened: bool = False
+    whole: bool = False  # it has all of the session's past
     window: int = 1
     waiting: dict[type[Reply], "asyncio.Future[Reply]"] = field(default_factory=dict)
 
@@ -76,14 +89,21 @@ class Leg:
 
 
 class LiveRoute:
-    """Made for one session. Its owner hands it what hops say about the route, and sends steps through `first`."""
+    """Made for one session. Its owner hands it what hops say about the route, and sends steps through `send`."""
 
-    def __init__(self, session: str, plan: SessionPlan, hops: Sequence[Hop], dialer: Dialer) -> None:
+    def __init__(self, session: str, plan: SessionPlan, blocks: Blocks, dialer: Dialer, avoidance: Avoidance) -> None:
+        """blocks: what the route is to cover. Nothing is connected before the first `repair`."""
         self.epoch = 0
-        self.legs = [Leg(hop) for hop in hops]
+        self.legs: list[Leg] = []
+        self.stands = False  # all hops are connected and have the session's past
+        self.rebuilding: tuple[frozenset[int], int] | None = None  # hops that lack the past, and its length
         self._session = session
         self._plan = plan
+        self._blocks = blocks
         self._dialer = dialer
+        self._avoidance = avoidance
+        self._numeric_class: str | None = None  # of the whole session, once it stands
+        self._relayed: frozenset[int] = frozenset()
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -99,33 +119,71 @@ class LiveRoute:
         """Return the index of the leg that this channel belongs to."""
         return next((i for i, leg in enumerate(self.legs) if leg.channel is channel), None)
 
-    async def open(self, watch: Callable[[Channel], None]) -> None:
-        """Connect to all hops and open the session on each. Raises HopFailed or Refused."""
-        await self._establish(set(range(len(self.legs))), (), 0, False, watch)
+    def has(self, leg: Leg) -> bool:
+        """Whether this leg is still a part of the route."""
+        return any(leg is ours for ours in self.legs)
+
+    def edge(self, index: int) -> Edge:
+        """The connection from this hop to the next."""
+        return self.legs[index].hop.process, self.legs[index + 1].hop.process
+
+    def is_relayed(self, index: int) -> bool:
+        """Whether this hop's outputs come to the client, to be handed on to the next hop."""
+        return index in self._relayed
 
     async def repair(
         self,
-        failed: Collection[str],  # processes, as in `Hop.process`: a server that was started again is another one
+        without: Collection[str],  # processes, as in `Hop.process`: a server that was started again is another one
         plan: Plan,
         journal: Journal,
         after_step: int,
         watch: Callable[[Channel], None],
     ) -> None:
-        """Replace the legs whose processes failed and bring the new hops to where the session was after `after_step`.
+        """Replace the legs of some processes and bring the new hops to where the session was after `after_step`.
 
-        Raises HopFailed or Refused when another hop gives up meanwhile, and NoRoute when nobody can take over.
+        Raises NoRoute when nobody can take over, and then nothing has changed; HopFailed, Refused or EdgeDown when
+        something else gives way meanwhile.
         """
+        legs = await self._splice(without, plan)
+        self.stands = False
+        for leg in self.legs:
+            if not any(leg is kept for kept in legs):
+                self._drop(leg)
+        self.legs = legs
+        try:
+            await self._bring_up(journal, after_step, watch)
+        finally:
+            self.rebuilding = None
+        self.stands = True
+        self._numeric_class = self.legs[0].hop.announcement.numeric_class
+
+    async def _bring_up(self, journal: Journal, after_step: int, watch: Callable[[Channel], None]) -> None:
         self.epoch += 1
-        new = await self._splice(failed, plan)
+        new = {index for index, leg in enumerate(self.legs) if not leg.opened}
+        partly = {index for index, leg in enumerate(self.legs) if leg.opened and not leg.whole}
         past = journal.past_after(after_step)
-        journals = await self._establish(new, (), after_step, bool(past), watch)
-        if not past:
-            return
-        lacking = self._lacking(new, journals)
-        if lacking != new:  # a journal was dropped: hops in between forget their past and get it anew
+        journals = await self._establish(new, partly, after_step, bool(past), watch)
+        if past:
+            await self._rebuild(new | partly, journals, journal, after_step, watch)
+        for leg in self.legs:
+            leg.whole = True
+
+    async def _rebuild(
+        self,
+        empty: set[int],
+        journals: Collection[int],
+        journal: Journal,
+        after_step: int,
+        watch: Callable[[Channel], None],
+    ) -> None:
+        lacking = self._lacking(empty, journals)
+        for index in lacking:
+            self.legs[index].whole = False
+        if lacking != empty:  # a journal was dropped: hops in between forget their past and get it anew
             self.epoch += 1
             await self._establish(set(), lacking, after_step, True, watch)
-        rebuilt = [self.legs[index].expect(wire.Rebuilt) for index in lacking]
+        self.rebuilding = frozenset(lacking), journal.past_after(after_step)[-1].stop
+        rebuilt = [self.legs[index].expect(wire.Rebuilt) for index in sorted(lacking)]
         for first, count in _runs(lacking):
             self._replay(first, count, journal, after_step)
         await self._answered(rebuilt, sorted(lacking), REBUILD_TIMEOUT_S, "did not rebuild the past")
@@ -136,7 +194,9 @@ class LiveRoute:
 
     def late(self) -> HopFailed:
         """Name the hop that opening waits for."""
-        leg = next((leg for leg in self.legs if leg.channel is None or leg.waiting), self.legs[0])
+        if not self.legs:
+            return HopFailed("nobody", str(self._blocks), "no route was found in time")
+        leg = next((leg for leg in self.legs if leg.channel is None or leg.waiting), self.legs[-1])
         return leg.broken("it does not answer in time")
 
     def send(self, index: int, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
@@ -156,27 +216,19 @@ class LiveRoute:
 
     # Steps of a repair
 
-    async def _splice(self, failed: Collection[str], plan: Plan) -> set[int]:
-        """Put new legs where failed ones are. Returns the indices of all legs that the session is not open on."""
+    async def _splice(self, without: Collection[str], plan: Plan) -> list[Leg]:
+        """Return the legs with new ones in place of those that cannot be used."""
+        kept = [leg for leg in self.legs if self._usable(leg, without)]
+        taken = {leg.hop.peer_id for leg in kept}  # a peer holds one part of a session
+        bounds = [self._blocks.start, *(at for leg in kept for at in (leg.hop.blocks.start, leg.hop.blocks.stop))]
         legs: list[Leg] = []
-        index = 0
-        while index < len(self.legs):
-            if self._usable(self.legs[index], failed):
-                legs.append(self.legs[index])
-                index += 1
-                continue
-            first = index
-            while index < len(self.legs) and not self._usable(self.legs[index], failed):
-                index += 1
-            gap = Blocks(self.legs[first].hop.blocks.start, self.legs[index - 1].hop.blocks.stop)
-            kept = {leg.hop.peer_id for leg in self.legs if self._usable(leg, failed)}
-            chosen = {leg.hop.peer_id for leg in legs}  # a peer holds one part of a session
-            legs += [Leg(hop) for hop in await plan(gap, {*failed, *kept, *chosen})]
-        for leg in self.legs:
-            if not any(leg is kept for kept in legs):
-                self._drop(leg)
-        self.legs = legs
-        return {index for index, leg in enumerate(legs) if not leg.opened}
+        for start, stop, leg in zip(bounds[::2], [*bounds[1::2], self._blocks.stop], [*kept, None], strict=True):
+            if start < stop:
+                hops = await plan(Blocks(start, stop), {*without, *taken}, self._numeric_class)
+                taken |= {hop.peer_id for hop in hops}
+                legs += [Leg(hop) for hop in hops]
+            legs += [leg] if leg is not None else []
+        return legs
 
     @staticmethod
     def _usable(leg: Leg, failed: Collection[str]) -> bool:
@@ -192,7 +244,9 @@ class LiveRoute:
         watch: Callable[[Channel], None],
     ) -> set[int]:
         """Open the session on the new legs and reroute the others. Returns the legs that have a journal."""
-        await all_or_first_error(self._dial(index, watch) for index in new)
+        await all_or_first_error(self._dial(index, watch) for index in sorted(new))
+        edges = range(len(self.legs) - 1)
+        self._relayed = frozenset(index for index in edges if self._avoidance.blocked(self.edge(index)))
         replies = []
         for index, leg in enumerate(self.legs):
             replies.append(leg.expect(wire.Opened if index in new else wire.Rerouted))
@@ -200,13 +254,13 @@ class LiveRoute:
                 self.send(index, self._open_message(index, after_step, rebuild))
             else:
                 self.send(index, self._reroute_message(index, after_step, reset=index in reset))
-        pings = asyncio.ensure_future(all_or_first_error(self._ping(index) for index in new))
+        pings = asyncio.ensure_future(all_or_first_error(self._ping(index) for index in sorted(new)))
         try:
             answers = await self._answered(replies, range(len(self.legs)), REPLY_TIMEOUT_S, "did not answer")
             latencies_s = await pings
         finally:
             pings.cancel()
-        for index, latency_s in zip(new, latencies_s, strict=True):
+        for index, latency_s in zip(sorted(new), latencies_s, strict=True):
             self.legs[index].hop = replace(self.legs[index].hop, latency_ms=1000 * latency_s)
         for leg, answer in zip(self.legs, answers, strict=True):
             leg.opened = True
@@ -218,7 +272,10 @@ class LiveRoute:
         record = leg.hop.announcement
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
-            leg.channel = await self._dialer.connect(remote, record.addresses)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                leg.channel = await self._dialer.connect(remote, record.addresses)
+        except TimeoutError:
+            raise leg.broken(f"not connected within {CONNECT_TIMEOUT_S} s") from None
         except NetworkError as error:
             raise leg.broken(str(error)) from None
         watch(leg.channel)
@@ -234,10 +291,12 @@ class LiveRoute:
 
     def _neighbours(self, index: int) -> tuple[str | None, str | None]:
         """Return the previous hop's peer id and the next hop's record, each None where it is the client."""
-        previous = self.legs[index - 1].hop.peer_id if index else None
-        if index + 1 == len(self.legs):
-            return previous, None
-        return previous, b64encode(self.legs[index + 1].hop.signed.data).decode()
+        from_hop = index > 0 and index - 1 not in self._relayed
+        to_hop = index + 1 < len(self.legs) and index not in self._relayed
+        return (
+            self.legs[index - 1].hop.peer_id if from_hop else None,
+            b64encode(self.legs[index + 1].hop.signed.data).decode() if to_hop else None,
+        )
 
     def _open_message(self, index: int, after_step: int, rebuild: bool) -> wire.Open:
         hop = self.legs[index].hop
@@ -251,10 +310,11 @@ class LiveRoute:
             stop=hop.blocks.stop,
             positions_max=self._plan.positions_max,
             rollback_max=self._plan.rollback_max,
-            previous=previous,
-            next_record=next_record,
             after_step=after_step,
             rebuild=rebuild,
+            previous=previous,
+            next_record=next_record,
+            relay=index in self._relayed,
         )
 
     def _reroute_message(self, index: int, after_step: int, *, reset: bool) -> wire.Reroute:
@@ -262,16 +322,17 @@ class LiveRoute:
         return wire.Reroute(
             session=self._session,
             epoch=self.epoch,
-            previous=previous,
-            next_record=next_record,
             reset=reset,
             after_step=after_step,
+            previous=previous,
+            next_record=next_record,
+            relay=index in self._relayed,
         )
 
-    def _lacking(self, new: Collection[int], journals: Collection[int]) -> set[int]:
-        """Return the legs that must get the past anew: the new ones, and those between them and the next journal up."""
-        lacking = set(new)
-        for index in sorted(new, reverse=True):
+    def _lacking(self, empty: Collection[int], journals: Collection[int]) -> set[int]:
+        """Return the legs that must get the past: those without, and those between them and the next journal up."""
+        lacking = set(empty)
+        for index in sorted(empty, reverse=True):
             source = index - 1
             while source >= 0 and source not in journals:
                 lacking.add(source)

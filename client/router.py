@@ -1,4 +1,4 @@
-"""Where sessions get their routes from: the directory as it was looked up lately, and who failed. In the event loop."""
+"""Where sessions get their routes from: the directory as it was looked up lately. Runs in the client's event loop."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swarm.blocks import Blocks
-from swarm.client.live import Plan, SessionPlan
+from swarm.client.live import SessionPlan
 from swarm.client.route import Hop, plan_route
-from swarm.client.session import WAIT_POLL_S, Session, Sessions
+from swarm.client.session import Session, Sessions
 from swarm.dht.directory import Directory
 from swarm.dht.records import SignedAnnouncement
-from swarm.errors import HopFailed, NoRoute, Refused, RootMismatch
+from swarm.errors import NoRoute, RootMismatch
 
-OPEN_TRIES = 4  # routes tried for one session: each leaves out the peers that failed in the ones before
 DIRECTORY_AGE_S = 10.0  # a look-up is used again for so long
 
 
@@ -30,56 +29,30 @@ class Wanted:
 class Router:
     """Plans routes through one model and opens sessions along them."""
 
-    def __init__(self, model: Wanted, directory: Directory, sessions: Sessions, wait_for_blocks_s: float) -> None:
-        """wait_for_blocks_s: how long opening waits for somebody to serve blocks that nobody serves."""
+    def __init__(self, model: Wanted, directory: Directory, sessions: Sessions) -> None:
         self._model = model
         self._directory = directory
         self._sessions = sessions
-        self._wait_for_blocks_s = wait_for_blocks_s
         self._looked_up: tuple[float, tuple[SignedAnnouncement, ...]] = (float("-inf"), ())
 
     async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
         """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused."""
-        avoid: list[str] = []
-        while True:
-            route = await self.plan(blocks, avoid)
-            try:
-                return await self._sessions.open(plan, route, self._replanner(route))
-            except (HopFailed, Refused) as error:
-                # A process, not its peer: a server that was started again has a record that is newer than ours.
-                avoid.append(next((hop.process for hop in route if hop.peer_id == error.peer), error.peer))
-                failed = error
-            if len(avoid) >= OPEN_TRIES:
-                raise failed
-            try:
-                await self.plan(blocks, avoid)
-            except NoRoute:
-                raise failed from None  # what is wrong with the only holder says more than that there is no other
+        return await self._sessions.open(plan, blocks, self.plan)
 
-    async def plan(self, blocks: Blocks, avoid: Collection[str] = ()) -> tuple[Hop, ...]:
-        """Plan a route; while nobody serves some block, wait as long as the options say. Raises NoRoute."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._wait_for_blocks_s
-        while True:
-            try:
-                return await self._plan_now(blocks, avoid)
-            except NoRoute:
-                if loop.time() >= deadline:
-                    raise
-            await asyncio.sleep(min(WAIT_POLL_S, max(0.0, deadline - loop.time())))
-
-    def _replanner(self, route: Sequence[Hop]) -> Plan:
-        """Return how hops are found to take over in this route: in its numeric class."""
-        numeric_class = route[0].announcement.numeric_class
-
-        async def replan(blocks: Blocks, avoid: Collection[str]) -> tuple[Hop, ...]:
-            return await self._plan_now(blocks, avoid, numeric_class)
-
-        return replan
-
-    async def _plan_now(
-        self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None = None
+    async def plan(
+        self, blocks: Blocks, avoid: Collection[str] = (), numeric_class: str | None = None
     ) -> tuple[Hop, ...]:
+        """Plan a route, or a part of one that is to be repaired: then in its numeric class. Raises NoRoute.
+
+        avoid: peers and processes that are out of the question. Those that failed lately are taken if nobody else is.
+        """
+        lately = self._sessions.avoidance.processes
+        if lately - set(avoid):
+            with contextlib.suppress(NoRoute):
+                return await self._plan_now(blocks, {*avoid, *lately}, numeric_class)
+        return await self._plan_now(blocks, avoid, numeric_class)
+
+    async def _plan_now(self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None) -> tuple[Hop, ...]:
         """Plan with the servers that were looked up lately, if they suffice; else look again."""
         model = self._model
 

@@ -3,13 +3,17 @@
 import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import structlog
 from torch import Tensor, cat
 
-from swarm.client.live import Leg, LiveRoute, Plan, SessionPlan, fail
+from swarm.blocks import Blocks
+from swarm.client.avoidance import Avoidance
+from swarm.client.live import EdgeDown, Leg, LiveRoute, Plan, SessionPlan, fail
 from swarm.client.route import Hop
+from swarm.client.watch import WEDGED_S, StepTimes, Stuck, Watch, Wedged
 from swarm.errors import (
     ChannelClosed,
     HopFailed,
@@ -29,12 +33,27 @@ from swarm.wire.journal import Entry, Journal, Past
 from swarm.wire.tensors import CHUNK_BYTES, meta_of
 
 OPEN_TIMEOUT_S = 30.0
-HEARTBEAT_S = 2.0  # a step that takes longer makes us ask every hop whether it lives, so often
-HEARTBEAT_TIMEOUT_S = 3.0
-REPAIR_TRIES = 8  # in a row
+RESTORE_TRIES = 16  # in a row
+RESTORE_TRIES_AT_ONCE = 4  # then with a pause before each
+RESTORE_PAUSE_S = 0.5
+DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
 WAIT_POLL_S = 1.0  # how often the directory is looked at while nobody serves some block
 
-FromHop = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Output | wire.Refused | wire.Failed
+FromHop = (
+    wire.Opened
+    | wire.Rerouted
+    | wire.Rebuilt
+    | wire.Progress
+    | wire.Leaving
+    | wire.Step
+    | wire.Rebuild
+    | wire.Output
+    | wire.Refused
+    | wire.Failed
+)
+AnyEpoch = wire.Progress | wire.Leaving  # true of the hop, whatever the route
+
+Trouble = HopFailed | Refused | EdgeDown
 
 _log = structlog.get_logger("swarm.session")
 
@@ -52,6 +71,7 @@ class Sessions:
     """The client's open sessions, by their id: where messages from hops go."""
 
     def __init__(self) -> None:
+        self.avoidance = Avoidance(asyncio.get_running_loop().time)
         self._by_id: dict[str, Session] = {}
         self._watched: set[Channel] = set()
         self.dialer: Dialer  # set by whoever builds both: each needs the other
@@ -60,23 +80,18 @@ class Sessions:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):
             session = self._by_id.get(message.session)
-            if session is not None and message.epoch == session.live.epoch:
+            if session is not None and (message.epoch == session.live.epoch or isinstance(message, AnyEpoch)):
                 session.on_message(channel, message, tensors)
 
-    async def open(self, plan: SessionPlan, route: Sequence[Hop], replan: Plan) -> "Session":
-        """Open a session on every hop of the route. Raises HopFailed or Refused, and then nothing is left open.
+    async def open(self, plan: SessionPlan, blocks: Blocks, planner: Plan) -> "Session":
+        """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
 
-        replan: finds hops to take over from those that fail later on.
+        planner: finds the hops, and later on those that take over from others.
         """
-        session = Session(self, plan, route, replan)
+        session = Session(self, plan, blocks, planner)
         self._by_id[session.id] = session
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await session.live.open(self.watch)
-        except TimeoutError:
-            late = session.live.late()
-            await session.close()
-            raise late from None
+            await session.open()
         except BaseException:
             await session.close()
             raise
@@ -108,32 +123,46 @@ class Sessions:
 class Session:
     """Made by `Sessions.open`. One step at a time; a long one is cut into chunks that are under way together.
 
-    A hop that fails is replaced, and nobody notices but by the time that it takes: see `LiveRoute.repair`. What was not
-    answered is then sent again; hops that have applied it already answer from what they remember.
+    What goes wrong is a *trouble*: a hop that fails or refuses, or an edge between two of them. With the first one the
+    route stops; `_restore` mends it until nothing is in its way. What was not answered is then sent again; hops that
+    have applied it already answer from what they remember. Nobody notices but by the time that it takes.
     """
 
-    def __init__(self, sessions: Sessions, plan: SessionPlan, route: Sequence[Hop], replan: Plan) -> None:
+    def __init__(self, sessions: Sessions, plan: SessionPlan, blocks: Blocks, planner: Plan) -> None:
         self.id = secrets.token_hex(16)
         self.length = 0  # positions that every hop has
         self.repairs = 0
-        self.live = LiveRoute(self.id, plan, route, sessions.dialer)
+        self.live = LiveRoute(self.id, plan, blocks, sessions.dialer, sessions.avoidance)
         self._plan = plan
-        self._replan = replan
+        self._planner = planner
         self._sessions = sessions
+        self._avoidance = sessions.avoidance
         self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._journal = Journal()  # of the embeddings: the client is hop 0
+        self._times = StepTimes()
         self._step = 0
         self._answered = 0  # the last step that the last hop has answered
         self._in_flight: dict[int, _InFlight] = {}
-        self._failed: set[str] = set()  # processes that this session does without
-        self._broken: HopFailed | None = None
-        self._heartbeat: asyncio.Task[None] | None = None
+        self._troubles: list[Trouble] = []
+        self._leaving: set[str] = set()  # processes that asked to be left
+        self._mover: asyncio.Task[None] | None = None
         self._ended: SwarmError | None = None
 
     @property
     def route(self) -> tuple[Hop, ...]:
         """The hops, in order."""
         return self.live.hops
+
+    async def open(self) -> None:
+        """Find a route and open the session on it. Called once, by `Sessions.open`."""
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S + self._plan.wait_for_blocks_s), self._lock:
+                with self._watched():
+                    await self._restore()
+        except TimeoutError:
+            raise self.live.late() from None
+        self.repairs = 0
 
     # Steps
 
@@ -156,22 +185,20 @@ class Session:
         Raises PromptTooLong, and nothing has changed; or StepTimeout, HopFailed, NoRoute, Refused or SessionClosed, and
         the session has ended.
         """
-        if self._ended is not None:
-            raise self._ended
-        keep = self.length if keep is None else keep
-        tokens = hidden.shape[1]
-        want = tokens if want is None else min(want, tokens)
-        if keep + tokens > self._plan.positions_max:
-            raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
-        chunks = _chunks(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
         deadline = self._loop.time() + self._plan.step_timeout_s
-        patience = self._loop.call_later(HEARTBEAT_S, self._lose_patience)
         try:
-            async with asyncio.timeout_at(deadline):
-                outputs = await self._run(chunks, deadline)
+            async with asyncio.timeout_at(deadline), self._lock:
+                self._raise_if_ended()
+                keep = self.length if keep is None else keep
+                tokens = hidden.shape[1]
+                want = tokens if want is None else min(want, tokens)
+                if keep + tokens > self._plan.positions_max:
+                    raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
+                chunks = _chunks(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
+                outputs = await self._run(chunks, tokens, deadline)
         except TimeoutError:
-            late = self.route[-1]
-            error = StepTimeout(late.peer_id, str(late.blocks), self._plan.step_timeout_s)
+            late = self.live.late()
+            error = StepTimeout(late.peer, late.span, self._plan.step_timeout_s)
             self._end(error)
             raise error from None
         except (SessionError, RouteError) as failed:
@@ -180,33 +207,33 @@ class Session:
         except asyncio.CancelledError:
             self._end(SessionClosed("it was interrupted"))
             raise
-        finally:
-            patience.cancel()
-            if self._heartbeat is not None:
-                self._heartbeat.cancel()
-                self._heartbeat = None
         self.length = keep + tokens
+        self._move_if_asked()
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
-    async def _run(self, chunks: Iterator["_Chunk"], deadline: float) -> list[Tensor]:
+    async def _run(self, chunks: Iterator["_Chunk"], tokens: int, deadline: float) -> list[Tensor]:
         """Send chunks, at most a window of them under way, and collect what is wanted of each."""
+        began, repairs = self._loop.time(), self.repairs
         outputs: list[Tensor] = []
         waiting: list[_InFlight] = []
-        try:
-            if self._broken is not None:
-                await self._repair()
-            for chunk in chunks:
-                if len(waiting) >= self.live.window:
+        with self._watched():
+            try:
+                await self._restore()
+                for chunk in chunks:
+                    if len(waiting) >= self.live.window:
+                        await self._collect(waiting.pop(0), outputs, deadline)
+                    waiting.append(self._send(chunk, deadline))
+                while waiting:
                     await self._collect(waiting.pop(0), outputs, deadline)
-                waiting.append(self._send(chunk, deadline))
-            while waiting:
-                await self._collect(waiting.pop(0), outputs, deadline)
-        finally:
-            self._in_flight.clear()
+            finally:
+                self._in_flight.clear()
+        if self.repairs == repairs:
+            self._times.observe(self._loop.time() - began, tokens)
         return outputs
 
     async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
-        """Wait for one answer, whatever it takes: a hop without room is asked again, one that fails is replaced."""
+        """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too."""
+        asked_again = False
         while True:
             try:
                 output = await flight.answer
@@ -214,13 +241,14 @@ class Session:
             except Refused as refused:
                 if refused.code != "no_room" or refused.retry_after_s is None:
                     raise
-                if self._loop.time() + refused.retry_after_s >= deadline:
-                    raise  # who is full says more than that time is over
-                await asyncio.sleep(refused.retry_after_s)
-            except HopFailed:
-                await self._repair()
-            for number in sorted(self._in_flight):
-                self._resend(self._in_flight[number])
+                if not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
+                    if self._loop.time() + refused.retry_after_s >= deadline:
+                        raise  # who is full says more than that time is over
+                    await asyncio.sleep(refused.retry_after_s)
+                asked_again = True
+            except (HopFailed, EdgeDown):
+                await self._restore()
+            self._resend_all()
         self._in_flight.pop(flight.message.step, None)
         if output is not None:
             outputs.append(output)
@@ -247,89 +275,208 @@ class Session:
         self._transmit(flight)
         return flight
 
-    def _resend(self, flight: _InFlight) -> None:
-        """Send a step again unless it has been answered."""
-        if flight.answer.done():
-            if flight.answer.exception() is None:
-                return
-            flight.answer = self._loop.create_future()
-        if flight.message.epoch != self.live.epoch:
-            flight.message = flight.message.model_copy(update={"epoch": self.live.epoch})
-        self._transmit(flight)
+    def _resend_all(self) -> None:
+        """Send again what has not been answered, in order."""
+        for flight in [self._in_flight[number] for number in sorted(self._in_flight)]:
+            if flight.answer.done():
+                if flight.answer.exception() is None:
+                    continue
+                flight.answer = self._loop.create_future()
+            if flight.message.epoch != self.live.epoch:
+                flight.message = flight.message.model_copy(update={"epoch": self.live.epoch})
+            self._transmit(flight)
 
     def _transmit(self, flight: _InFlight) -> None:
         try:
             self.live.send(0, flight.message, flight.tensors)
         except HopFailed as failed:
-            self._break(failed)
+            self._stop_for(failed)
 
-    # When a hop fails
+    # When something goes wrong
 
-    async def _repair(self) -> None:
-        """Replace what failed, until the route stands. Raises NoRoute, or the last failure after REPAIR_TRIES."""
-        began = self._loop.time()
-        forgiven: set[str] = set()
-        forgiving = False
-        tries = 0
-        while (broken := self._broken) is not None:
-            tries += 1
-            if tries > REPAIR_TRIES:
-                raise broken
-            _log.info("repairing", session=self.id[:8], peer=broken.peer, span=broken.span, why=broken.why)
-            if not forgiving:
-                self._failed.add(self.live.process_of(broken.peer))
-            forgiving, self._broken = False, None
+    def _stop_for(self, trouble: Trouble) -> None:
+        """The route does not stand any more: whoever waits for a hop, or for a step, learns of it."""
+        self._troubles.append(trouble)
+        self.live.stands = False
+        for leg in self.live.legs:
+            leg.fail(trouble)
+        for flight in self._in_flight.values():
+            fail(flight.answer, trouble)
+
+    async def _restore(self) -> None:
+        """Mend the route until it stands. Raises NoRoute; in a new session also what is wrong with the only holder."""
+        mending = _Mending(self._loop.time())
+        while not self.live.stands:
+            self._raise_if_ended()
+            for mending.last in self._troubles:
+                mending.without |= self._learn(mending.last)
+            self._troubles.clear()
+            if mending.last is not None and mending.tries >= RESTORE_TRIES:
+                raise mending.last if not isinstance(mending.last, EdgeDown) else self.live.late()
+            if mending.tries >= RESTORE_TRIES_AT_ONCE:
+                await asyncio.sleep(RESTORE_PAUSE_S)
+            mending.tries += 1
             try:
-                await self.live.repair(self._failed, self._replan, self._journal, self._answered, self._sessions.watch)
-            except HopFailed as failed:
-                self._broken = failed
-            except Refused as refused:
-                self._broken = HopFailed(refused.peer, refused.span, str(refused))
+                await self._repair(mending.without)
             except NoRoute as nobody:
-                self._broken = broken
-                if self._failed - forgiven:  # perhaps it was but the connection: ask everybody again, once
-                    forgiven |= self._failed
-                    self._failed.clear()
-                    forgiving = True
-                elif self._loop.time() - began < self._plan.wait_for_blocks_s:
-                    await asyncio.sleep(WAIT_POLL_S)
-                    tries = 0
-                else:
-                    why = f"nobody can take over from {broken.peer} ({broken.why})"
-                    raise NoRoute(nobody.model, nobody.missing, why) from None
+                await self._wait_for_somebody(mending, nobody)
+        if mending.tries == 0:
+            return
         self.repairs += 1
         route = [f"{hop.peer_id} {hop.blocks}" for hop in self.route]
-        _log.info("repaired", session=self.id[:8], seconds=round(self._loop.time() - began, 3), route=route)
+        _log.info("route stands", session=self.id[:8], seconds=round(self._loop.time() - mending.began, 3), route=route)
 
-    def _break(self, error: HopFailed) -> None:
-        """A hop has failed: whoever waits for it, or for a step that passes it, learns of it."""
-        if self._broken is None:
-            self._broken = error
-        for leg in self.live.legs:
-            leg.fail(error)
-        for flight in self._in_flight.values():
-            fail(flight.answer, error)
+    async def _wait_for_somebody(self, mending: "_Mending", nobody: NoRoute) -> None:
+        """Nobody can take over. Returns when it is worth another try; else raises."""
+        last = mending.last
+        if self._answered and mending.without - mending.forgiven:
+            mending.forgiven |= mending.without  # perhaps it was but the connection: ask them again, once
+            mending.without.clear()
+        elif self._loop.time() - mending.began < self._plan.wait_for_blocks_s:
+            await asyncio.sleep(WAIT_POLL_S)
+            mending.begin_again()
+        elif self._answered and isinstance(last, Refused) and last.retry_after_s is not None:
+            await asyncio.sleep(last.retry_after_s)
+            mending.begin_again()
+        elif last is None:
+            raise nobody
+        elif self._answered:
+            raise NoRoute(nobody.model, nobody.missing, f"nobody can take over ({last})") from None
+        else:
+            raise last if not isinstance(last, EdgeDown) else nobody from None
 
-    def _lose_patience(self) -> None:
-        """A step takes long: from now on, ask the hops whether they live."""
-        self._heartbeat = self._loop.create_task(self._ask_hops())
+    async def _repair(self, without: set[str]) -> None:
+        """Mend the route once; what gives way meanwhile is the next trouble. Raises NoRoute."""
+        try:
+            await self.live.repair(without, self._planner, self._journal, self._answered, self._sessions.watch)
+        except (HopFailed, Refused, EdgeDown) as trouble:
+            if trouble not in self._troubles:
+                self._stop_for(trouble)
+        if self._troubles:
+            self.live.stands = False
+
+    def _learn(self, trouble: Trouble) -> set[str]:
+        """Remember who or what is at fault, for all sessions. Returns the processes to do without."""
+        _log.info("route broken", session=self.id[:8], why=str(trouble))
+        if isinstance(trouble, EdgeDown):
+            self._avoidance.edge_failed(trouble.edge, certainly=trouble.certainly)
+            return set()
+        process = self.live.process_of(trouble.peer)
+        if isinstance(trouble, Refused):
+            self._avoidance.declined(process, trouble.retry_after_s or DECLINED_S)
+        else:
+            self._avoidance.failed(process)
+        return {process}
+
+    # Leaving hops that are in good order
+
+    async def _move_away(self, processes: set[str]) -> bool:
+        """Move to others. Returns False, and nothing has changed, where there are none."""
+        for process in processes:
+            self._avoidance.declined(process, DECLINED_S)
+        try:
+            await self._repair(processes)
+        except NoRoute:
+            return False
+        await self._restore()
+        return True
+
+    def _move_if_asked(self) -> None:
+        """A hop is about to leave: move between two steps, while it still serves."""
+        if self._leaving and not self._lock.locked() and (self._mover is None or self._mover.done()):
+            self._mover = self._loop.create_task(self._move())
+
+    async def _move(self) -> None:
+        async with self._lock:
+            leaving, self._leaving = self._leaving & {hop.process for hop in self.route}, set()
+            if self._ended is not None or not self.live.stands or not leaving:
+                return
+            try:
+                async with asyncio.timeout(self._plan.step_timeout_s):
+                    with self._watched():
+                        moved = await self._move_away(leaving)
+            except (TimeoutError, SessionError, RouteError) as error:
+                _log.info("could not move", session=self.id[:8], why=str(error))  # the next step will see to it
+                return
+        if not moved:
+            _log.info("nobody can take over from hops that leave", session=self.id[:8], hops=sorted(leaving))
+
+    # Watching
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """While this lasts too long, ask the hops how they are."""
+        watcher: asyncio.Task[None] | None = None
+
+        def lose_patience() -> None:
+            nonlocal watcher
+            watcher = self._loop.create_task(self._ask_hops())
+
+        patience = self._loop.call_later(self._times.patience_s, lose_patience)
+        try:
+            yield
+        finally:
+            patience.cancel()
+            if watcher is not None:
+                watcher.cancel()
 
     async def _ask_hops(self) -> None:
-        """Ping every hop again and again; one that does not answer has failed, however open its connection is."""
+        """Ask every hop again and again; one that does not answer has failed, however open its connection is."""
+        watch = Watch()
         while True:
-            await asyncio.gather(*(self._ask(leg) for leg in self.live.legs))
-            await asyncio.sleep(HEARTBEAT_S)
+            epoch = self.live.epoch
+            answers = await asyncio.gather(*(self._ask(leg) for leg in self.live.legs))
+            said = [answer for answer in answers if answer is not None]
+            if len(said) == len(self.live.legs) and epoch == self.live.epoch and not self._troubles:
+                self._judge(watch, said)
+            await asyncio.sleep(self._times.patience_s)
 
-    async def _ask(self, leg: Leg) -> None:
+    async def _ask(self, leg: Leg) -> wire.Progress | None:
         if leg.channel is None:
-            return
+            return None
+        asked_at = self._loop.time()
         try:
-            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                await leg.channel.ping()
+            async with asyncio.timeout(self._times.answer_s):
+                if not leg.opened:
+                    await leg.channel.ping()
+                    return None
+                answer = leg.expect(wire.Progress)
+                leg.channel.send(wire.Inquiry(session=self.id, epoch=self.live.epoch))
+                progress = await answer
+                assert isinstance(progress, wire.Progress)
+                return progress
         except TimeoutError:
-            self._break(leg.broken(f"no sign of life for {HEARTBEAT_TIMEOUT_S:.0f} s"))
+            if leg.channel is not None and leg.channel.heard_at <= asked_at and self.live.has(leg):
+                self._stop_for(leg.broken(f"no sign of life for {self._times.answer_s:.1f} s"))
         except ChannelClosed:
-            return  # its end is told by `on_ended`
+            pass  # its end is told by `on_ended`
+        except Refused as refused:
+            self._stop_for(leg.broken(f"it has lost the session: {refused.why}"))
+        except (HopFailed, EdgeDown):
+            pass  # known, by `_stop_for`
+        return None
+
+    def _judge(self, watch: Watch, hops: list[wire.Progress]) -> None:
+        """Find out what a step, or the past on its way to new hops, waits for."""
+        waiting = [step for step, flight in self._in_flight.items() if not flight.answer.done()]
+        if self.live.rebuilding is not None:
+            lacking, length = self.live.rebuilding
+            done = [i not in lacking or (hop.length >= length and not hop.under_way) for i, hop in enumerate(hops)]
+        elif self.live.stands and waiting:
+            done = [hop.applied >= min(waiting) for hop in hops]
+        else:
+            return
+        last = len(hops) - 1
+        match watch.judge(hops, done, self._loop.time()):
+            case Wedged(front):
+                self._stop_for(self.live.legs[front].broken(f"it has computed nothing for {WEDGED_S:.0f} s"))
+            case Stuck(_, again=True):
+                if self.live.rebuilding is None:
+                    self._resend_all()
+            case Stuck(front) if 0 < front <= last:
+                self._stop_for(EdgeDown(self.live.edge(front - 1), "nothing comes through", certainly=True))
+            case Stuck(front):
+                self._stop_for(self.live.legs[min(front, last)].broken("what is sent to or from it does not arrive"))
 
     # What hops say
 
@@ -338,17 +485,33 @@ class Session:
         index = self.live.leg_of(channel)
         if index is None:
             return
+        leg = self.live.legs[index]
         match message:
             case wire.Output():
                 if index == len(self.live.legs) - 1:
                     self._on_output(message, tensors[0])
+            case wire.Step() | wire.Rebuild():
+                if self.live.is_relayed(index):
+                    self._hand_on(index + 1, message, tensors)
             case wire.Refused():
-                self._on_refused(self.live.legs[index], message)
+                self._on_refused(leg, message)
+            case wire.Leaving():
+                self._leaving.add(leg.hop.process)
+                self._move_if_asked()
+            case wire.Failed(blame="next") if index + 1 < len(self.live.legs):
+                why = f"{message.why} (says {channel.peer})"
+                self._stop_for(EdgeDown(self.live.edge(index), why, certainly=bool(leg.waiting)))
             case wire.Failed():
-                blamed = min(max(index + {"self": 0, "next": 1, "previous": -1}[message.blame], 0), len(self.route) - 1)
-                self._break(self.live.legs[blamed].broken(f"{message.why} (says {channel.peer})"))
+                self._stop_for(leg.broken(message.why))
             case _:
-                self.live.legs[index].hear(message)
+                leg.hear(message)
+
+    def _hand_on(self, index: int, message: wire.Step | wire.Rebuild, tensors: Tensors) -> None:
+        """Carry what a hop cannot send to the next one itself."""
+        try:
+            self.live.send(index, message, [tensor for tensor in tensors if tensor is not None])
+        except HopFailed as failed:
+            self._stop_for(failed)
 
     def _on_output(self, message: wire.Output, hidden: Tensor | None) -> None:
         flight = self._in_flight.get(message.step)
@@ -361,7 +524,7 @@ class Session:
             self._answered = message.step
             flight.answer.set_result(hidden)
             return
-        self._break(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
+        self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
 
     def _on_refused(self, leg: Leg, message: wire.Refused) -> None:
         retry_after_s = None if message.retry_after_ms is None else message.retry_after_ms / 1000
@@ -370,29 +533,50 @@ class Session:
             leg.fail(error)
             return
         flight = self._in_flight.get(message.step)
-        if message.code == "out_of_order" or flight is None or flight.answer.done():
-            return  # follows from an earlier refusal, whose step is sent again with all that came after it
+        if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():
+            return  # it follows from what happened before, and the step will be sent again
         fail(flight.answer, error)
 
     def on_ended(self, channel: Channel, why: str) -> None:
         """A channel has ended; if it was to one of our hops, that hop has failed."""
         index = self.live.leg_of(channel)
         if index is not None:
-            self._break(self.live.legs[index].broken(f"the connection ended: {why}"))
+            self._stop_for(self.live.legs[index].broken(f"the connection ended: {why}"))
 
     # The end
 
     async def close(self) -> None:
         """End the session and free its leases. Closing twice is fine."""
         self._end(SessionClosed("it was closed"))
+        if self._mover is not None:
+            self._mover.cancel()
         self.live.close()
         self._sessions.forget(self)
+
+    def _raise_if_ended(self) -> None:
+        if self._ended is not None:
+            raise self._ended
 
     def _end(self, error: SwarmError) -> None:
         if self._ended is None:
             self._ended = error
         for flight in self._in_flight.values():
             fail(flight.answer, error)
+
+
+@dataclass(slots=True)
+class _Mending:
+    """What has been tried to make a route stand again. without: processes not to use; forgiven: asked once more."""
+
+    began: float
+    without: set[str] = field(default_factory=set)
+    forgiven: set[str] = field(default_factory=set)
+    last: Trouble | None = None
+    tries: int = 0
+
+    def begin_again(self) -> None:
+        """Time has passed: everybody may be asked anew."""
+        self.without, self.forgiven, self.tries = set(), set(), 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Swarm:
         async with join() as directory:
             sessions = Sessions()
             sessions.dialer = Dialer(self._me, sessions.on_message)
-            self._router = Router(self._wanted, directory, sessions, self._options.wait_for_blocks_s)
+            self._router = Router(self._wanted, directory, sessions)
             try:
                 joined.set_result(None)
                 await asyncio.get_running_loop().create_future()  # until cancelled

@@ -4,6 +4,7 @@ Everything here runs in the event loop and never blocks: dialling is a task, com
 """
 
 import asyncio
+import contextlib
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,13 @@ from swarm.wire.messages import (
     Blame,
     Close,
     Failed,
+    Inquiry,
+    Leaving,
     Message,
     Open,
     Opened,
     Output,
+    Progress,
     Rebuild,
     Rebuilt,
     Refused,
@@ -68,6 +72,7 @@ class Handler:
         """wall_clock: seconds since 1970, for the records that clients pass on."""
         self.draining = False
         self.steps_under_way = 0
+        self.jobs_done = 0  # since the start, for all sessions
         self.journal_bytes = 0
         self.dialer: Dialer  # set by whoever builds both: each needs the other
         self.sessions: dict[str, HostedSession] = {}
@@ -77,6 +82,7 @@ class Handler:
         self._wall_clock = wall_clock
         self._loop = asyncio.get_running_loop()
         self._watched: set[Channel] = set()
+        self._session_ended = asyncio.Event()
         self._openings: set[asyncio.Task[None]] = set()
 
     def on_message(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
@@ -92,6 +98,8 @@ class Handler:
                 self._on_replay(channel, message)
             case Rebuild():
                 self._on_rebuild(channel, message, tensors)
+            case Inquiry():
+                self._on_inquiry(channel, message)
             case Close():
                 self._on_close(channel, message)
             case Refused() | Failed():
@@ -107,6 +115,20 @@ class Handler:
                 if self._loop.time() - session.used_at > SESSION_IDLE_S:
                     self._fail(session, None, "self", f"nothing happened for {SESSION_IDLE_S:.0f} s")
 
+    async def drain(self, within_s: float) -> None:
+        """Take no new sessions, ask the owners of the others to move them, and serve those until they have.
+
+        Returns when no session is left, or after `within_s`.
+        """
+        self.draining = True
+        for session in list(self.sessions.values()):
+            self._tell(session.owner, Leaving(session=session.id, epoch=session.epoch))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.sessions:
+                    self._session_ended.clear()
+                    await self._session_ended.wait()
+
     async def close(self) -> None:
         """End every session."""
         for task in self._openings:
@@ -119,7 +141,7 @@ class Handler:
     def _on_open(self, channel: Channel, request: Open) -> None:
         try:
             session = self._admit(channel, request)
-            following = self._following(request.next_record, request.stop)
+            following = self._following(request, request.stop)
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
@@ -149,12 +171,14 @@ class Handler:
             raise Declined("not_served", str(error)) from None
         return HostedSession(request, channel, part, self._pool.lease(), self._loop.time())
 
-    def _following(self, next_record: str | None, stop: int) -> Announcement | None:
+    def _following(self, request: Open | Reroute, stop: int) -> Announcement | None:
         """Read the record of the next hop, which must begin where this one stops. Raises Declined."""
-        if next_record is None:
+        if request.next_record is None:
             return None
+        if request.relay:
+            raise Declined("bad_request", "outputs go to the next hop or to the client, not to both")
         try:
-            data = b64decode(next_record, validate=True)
+            data = b64decode(request.next_record, validate=True)
             record = open_announcement(data, now=self._wall_clock(), network=self._hosting.network)
         except (RecordError, ValueError) as error:
             raise Declined("bad_request", f"the next hop's record: {error}") from None
@@ -165,8 +189,9 @@ class Handler:
 
     def _connect(self, session: HostedSession, following: Announcement | None, then: Message) -> None:
         """Connect to the next hop if there is one; then tell the owner."""
+        self._leave_next(session)
         if following is None:
-            self._leave_next(session)
+            session.next = session.owner if session.has_next else None
             self._tell(session.owner, then)
             return
         task = asyncio.create_task(self._connect_next(session, session.epoch, following, then))
@@ -184,7 +209,6 @@ class Handler:
         if session.closed or session.epoch != epoch:
             self.dialer.release(channel)
             return
-        self._leave_next(session)
         session.next = channel
         self._watch(channel)
         self._tell(session.owner, then)
@@ -203,12 +227,12 @@ class Handler:
         try:
             if request.epoch <= session.epoch:
                 raise Declined("not_yours", f"epoch {request.epoch} is not after {session.epoch}")
-            following = self._following(request.next_record, session.span.blocks.stop)
+            following = self._following(request, session.span.blocks.stop)
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
         session.used_at = self._loop.time()
-        if request.reset or request.next_record is None:
+        if request.reset or (request.next_record is None and not request.relay):
             self._drop_journal(session)
         session.reroute(request)
         journal = session.journal is not None and not request.reset
@@ -231,6 +255,7 @@ class Handler:
     def _on_replayed(
         self, session: HostedSession, epoch: int, result: list[tuple[Rebuild, list[Tensor]]] | Exception
     ) -> None:
+        self.jobs_done += 1
         if isinstance(result, Exception):
             self._complain(session, None, "self", f"{type(result).__name__} while replaying")
         elif session.epoch == epoch:
@@ -242,6 +267,7 @@ class Handler:
         if session is None or channel.peer != session.previous or piece.epoch != session.epoch:
             return
         session.used_at = self._loop.time()
+        session.source = channel
         hidden, positions, mask = tensors
         assert hidden is not None
         try:
@@ -264,6 +290,8 @@ class Handler:
         beside: tuple[Tensor | None, Tensor | None],
         result: Tensor | Exception | None,
     ) -> None:
+        self.jobs_done += 1
+        session.under_way -= 1
         if session.closed or result is None or session.epoch != piece.epoch:
             return
         if isinstance(result, Exception):
@@ -276,7 +304,23 @@ class Handler:
         if piece.start + result.shape[1] == piece.total:
             self._tell(session.owner, Rebuilt(session=session.id, epoch=session.epoch))
 
-    def _owned(self, channel: Channel, request: Reroute | Replay) -> HostedSession | None:
+    def _on_inquiry(self, channel: Channel, request: Inquiry) -> None:
+        session = self._owned(channel, request)
+        if session is None:
+            return
+        quiet_s = self._loop.time() - (session.source or channel).heard_at
+        progress = Progress(
+            session=session.id,
+            epoch=session.epoch,
+            applied=session.applied,
+            length=session.length,
+            under_way=session.under_way,
+            jobs_done=self.jobs_done,
+            quiet_ms=max(0, int(1000 * quiet_s)),
+        )
+        self._tell(channel, progress)
+
+    def _owned(self, channel: Channel, request: Reroute | Replay | Inquiry) -> HostedSession | None:
         """Return the session if it is this channel's; else say that it is not."""
         session = self.sessions.get(request.session)
         if session is not None and session.owner is channel:
@@ -299,6 +343,7 @@ class Handler:
             self._refuse(channel, step, step.step, Declined("not_yours", why))
             return
         arrived_at = session.used_at = self._loop.time()
+        session.source = channel
         hidden, positions, mask = tensors
         assert hidden is not None
         try:
@@ -329,8 +374,9 @@ class Handler:
         arrived_at: float,
         result: Tensor | Exception | None,
     ) -> None:
-        session.computed()
+        self.jobs_done += 1
         self.steps_under_way -= 1
+        session.computed()
         if session.closed or result is None or session.generation != generation:
             return
         if isinstance(result, Exception):
@@ -430,10 +476,15 @@ class Handler:
         del self.sessions[session.id]
         self._drop_journal(session)
         self._leave_next(session)
+        self._session_ended.set()
         _log.info("session ended", session=session.id[:8], sessions=len(self.sessions))
 
     def _refuse(
-        self, channel: Channel, request: Open | Reroute | Replay | Rebuild | Step, step: int | None, declined: Declined
+        self,
+        channel: Channel,
+        request: Open | Reroute | Replay | Inquiry | Rebuild | Step,
+        step: int | None,
+        declined: Declined,
     ) -> None:
         retry_ms = None if declined.retry_after_s is None else int(declined.retry_after_s * 1000)
         self._tell(

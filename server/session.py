@@ -51,20 +51,22 @@ class HostedSession:
         self.epoch = request.epoch
         self.owner = owner
         self.previous = request.previous or owner.peer
-        self.has_next = request.next_record is not None  # else outputs go to the owner
-        self.next: Channel | None = None  # while there is a connection to it
+        self.has_next = request.next_record is not None or request.relay  # else outputs are the route's
+        self.next: Channel | None = None  # while there is a connection to it; the owner's, where that one relays
+        self.source: Channel | None = None  # where activations last came from
         self.journal: Journal | None = Journal() if self.has_next else None
         self.lease = lease
         self.used_at = now
         self.closed = False
         self.generation = 0  # raised when the past is forgotten: what was computed before counts no more
         self.sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
+        self.under_way = 0  # accepted steps and pieces of the past that are not computed yet
         self._positions_max = request.positions_max
         self._rollback_max = request.rollback_max
         self._step = request.after_step  # the last accepted one
         self._rows = 0
         self._length = 0
-        self._under_way = 0
+        self._steps_under_way = 0
         self.span = span
         self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
         self._past = _Past(span.new_cache(request.rollback_max))
@@ -76,11 +78,21 @@ class HostedSession:
         """The last step that was accepted."""
         return self._step
 
+    @property
+    def applied(self) -> int:
+        """The last step that was computed."""
+        return max(0, self._step - self._steps_under_way)
+
+    @property
+    def length(self) -> int:
+        """Positions, those of accepted steps included."""
+        return self._length
+
     def reroute(self, request: Reroute) -> None:
         """Take new neighbours; forget the past if it is to come anew."""
         self.epoch = request.epoch
         self.previous = request.previous or self.owner.peer
-        self.has_next = request.next_record is not None
+        self.has_next = request.next_record is not None or request.relay
         if request.reset:
             self.generation += 1
             self.sent.clear()
@@ -96,7 +108,7 @@ class HostedSession:
         for sent in self.sent:
             if sent.step == number:
                 return sent
-        if number > self._step - self._under_way:
+        if number > self.applied:
             raise Declined("out_of_order", f"step {number} is still being computed")
         raise Declined("out_of_order", f"step {number} is long past; the next is {self._step + 1}")
 
@@ -106,7 +118,7 @@ class HostedSession:
             raise Declined("out_of_order", "the past is being rebuilt")
         if step.step != self._step + 1:
             raise Declined("out_of_order", f"step {step.step} came, {self._step + 1} is the next")
-        if self._under_way >= WINDOW_STEPS:
+        if self._steps_under_way >= WINDOW_STEPS:
             raise Declined("bad_request", f"more than {WINDOW_STEPS} steps under way")
         rows, tokens = self._check_tensors(hidden, positions, mask)
         self._check_rows(step, rows)
@@ -120,7 +132,8 @@ class HostedSession:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
         self.lease.resize(rows * length)
         self._step, self._rows, self._length = step.step, rows, length
-        self._under_way += 1
+        self._steps_under_way += 1
+        self.under_way += 1
 
     def accept_rebuild(self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
         """Check a piece of the past and charge its memory. Raises Declined or NoRoom."""
@@ -132,6 +145,7 @@ class HostedSession:
         self.lease.resize(rows * (piece.start + tokens))
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
+        self.under_way += 1
 
     def _check_tensors(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> tuple[int, int]:
         """Return rows and tokens of activations and what comes with them. Raises Declined."""
@@ -155,7 +169,8 @@ class HostedSession:
 
     def computed(self) -> None:
         """Note that one accepted step has come back from the compute thread."""
-        self._under_way -= 1
+        self._steps_under_way -= 1
+        self.under_way -= 1
 
     def _check_positions(self, positions: Tensor) -> None:
         """Out of range they could index beyond a table, or rescale a rotary embedding that all sessions share."""

@@ -104,7 +104,7 @@ class Channel:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
         self.ended: asyncio.Future[str] = self._loop.create_future()
-        self.received_at = self._loop.time()  # when a frame last arrived: for heartbeats
+        self.heard_at = self._loop.time()  # when bytes last arrived
         self._carrier = carrier
         self._me = me
         self._on_message = on_message
@@ -171,6 +171,7 @@ class Channel:
         """Take bytes as they arrive, in any pieces."""
         if self.closed:
             return
+        self.heard_at = self._loop.time()
         try:
             if self._handshake is None and not self._unread:
                 rest = data[self._read_frames(data) :]  # mostly nothing: whole frames are not copied
@@ -263,7 +264,6 @@ class Channel:
                     plaintext = self._opener.open(frame)
                 except InvalidTag:
                     raise FrameRejected(self.peer, "it fails authentication") from None
-            self.received_at = self._loop.time()
             message, tensors = decode(memoryview(plaintext))
             self._dispatch(message, tensors)
         return taken

@@ -9,7 +9,7 @@ from swarm.errors import AddressInUse, BadConfiguration, Unreachable
 from swarm.net.channel import Channel, OnMessage, Remote, Self
 
 HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
-DIAL_TIMEOUT_S = 10.0  # connection and handshake together
+DIAL_TIMEOUT_S = 4.0  # connection and handshake together: some three round trips, and one lost packet
 HANDSHAKES_MAX = 256  # connections that have not proven who they are
 CHANNELS_MAX = 4096
 

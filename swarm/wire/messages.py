@@ -2,8 +2,8 @@
 
 A message is a JSON header and, for two kinds, tensors behind it. `encode` and `decode` are the only way in and out.
 
-    client -> hop          Open, Reroute, Replay, Close, Ping
-    hop -> client          Opened, Rerouted, Rebuilt, Refused, Failed, Pong
+    client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
+    hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
     along the route        Step (activations in), Output (what the client asked to have back), Rebuild (a replay)
 """
 
@@ -44,7 +44,7 @@ RefusalCode = Literal[
 ]
 
 
-Blame = Literal["self", "next", "previous"]
+Blame = Literal["self", "next"]
 
 
 class Message(BaseModel):
@@ -86,7 +86,8 @@ class Open(Message):
     positions_max: the longest that the session may get. rollback_max: the most positions that a step takes back.
     previous: the only peer whose activations count; None for the client itself.
     next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
-    next_record: the signed announcement (base64) of the only peer that gets the outputs; None: the client itself.
+    relay: the client gets them, and hands them on to the next hop, which this one cannot reach; no next_record then.
+    after_step: the session is behind this step already. rebuild: what it was until then comes by Rebuild messages, and
     steps wait until it is complete.
     """
 
@@ -101,6 +102,7 @@ class Open(Message):
     rollback_max: Annotated[int, Field(ge=0, le=ROLLBACK_MAX)]
     previous: PeerId | None = None
     next_record: Annotated[str, Field(max_length=4096)] | None = None
+    relay: bool = False
     after_step: StepNumber = 0
     rebuild: bool = False
 
@@ -117,7 +119,7 @@ class Opened(Message):
 class Reroute(Message):
     """Changes a session's neighbours on a hop that goes on. Only its owner may, and only with a higher epoch.
 
-    reset: forget the past, which comes anew by Rebuild messages; after_step as in Open.
+    reset: forget the past, which comes anew by Rebuild messages; relay and after_step as in Open.
     """
 
     kind: Literal["reroute"] = "reroute"
@@ -125,6 +127,7 @@ class Reroute(Message):
     epoch: Epoch
     previous: PeerId | None = None
     next_record: Annotated[str, Field(max_length=4096)] | None = None
+    relay: bool = False
     reset: bool = False
     after_step: StepNumber = 0
 
@@ -169,6 +172,41 @@ class Rebuilt(Message):
     """A hop has all of a session's past again."""
 
     kind: Literal["rebuilt"] = "rebuilt"
+    session: SessionId
+    epoch: Epoch
+
+
+class Inquiry(Message):
+    """Asks a hop how far a session is, of which the client has not heard for a while."""
+
+    kind: Literal["inquiry"] = "inquiry"
+    session: SessionId
+    epoch: Epoch
+
+
+class Progress(Message):
+    """How far a session is at one hop: whether it is alive, at work, or waits for what does not come.
+
+    applied: the last step that was computed and sent on. length: positions, those under way included.
+    under_way: steps and pieces of the past that wait for the processor or have it.
+    jobs_done: how much the hop has computed for anybody since it started; while it rises, a busy hop is a healthy one.
+    quiet_ms: for how long no byte has come from whoever sends this session's activations.
+    """
+
+    kind: Literal["progress"] = "progress"
+    session: SessionId
+    epoch: Epoch
+    applied: StepNumber
+    length: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
+    under_way: Annotated[int, Field(ge=0, le=1 << 20)]
+    jobs_done: Annotated[int, Field(ge=0, lt=1 << 53)]
+    quiet_ms: Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class Leaving(Message):
+    """The server is about to leave: it goes on serving for a while, and the client should move the session."""
+
+    kind: Literal["leaving"] = "leaving"
     session: SessionId
     epoch: Epoch
 
@@ -248,6 +286,9 @@ AnyMessage = Annotated[
     | Replay
     | Rebuild
     | Rebuilt
+    | Inquiry
+    | Progress
+    | Leaving
     | Step
     | Output
     | Refused

@@ -1,0 +1,70 @@
+"""Whom a client does without for now. After each failure for twice as long; forgotten when nothing more happens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+AVOID_S = 5.0  # after the first failure
+AVOID_S_MAX = 600.0
+FORGET_S = 900.0  # after a failure, when none has followed
+BLOCKED_FAILURES = 2  # of an edge, until its traffic goes through the client
+ENTRIES_MAX = 4096
+
+Edge = tuple[str, str]  # two processes, in the order in which activations flow
+
+
+@dataclass(slots=True)
+class _Entry:
+    failures: int
+    failed_at: float
+    until: float
+
+
+class Avoidance:
+    """What a client's sessions have learned, by process: one that is started again is another (see `Hop.process`)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """clock: seconds, monotonic."""
+        self._clock = clock
+        self._entries: dict[str | Edge, _Entry] = {}
+
+    def failed(self, process: str) -> None:
+        """It ended, broke or stalled: avoid it for AVOID_S * 2 ** (earlier failures)."""
+        self._strike(process, 1)
+
+    def declined(self, process: str, for_s: float) -> None:
+        """It has no room, or is leaving: not a failure, but there is no use in asking before `for_s` are over."""
+        now = self._clock()
+        entry = self._entry(process, now)
+        entry.until = max(entry.until, now + min(for_s, AVOID_S_MAX))
+
+    def edge_failed(self, edge: Edge, *, certainly: bool) -> None:
+        """Two hops could not talk to each other; that is nobody's fault. certainly: trying again is of no use."""
+        self._strike(edge, BLOCKED_FAILURES if certainly else 1)
+
+    def blocked(self, edge: Edge) -> bool:
+        """Whether this edge's traffic goes through the client."""
+        entry = self._entries.get(edge)
+        return entry is not None and entry.failures >= BLOCKED_FAILURES and self._clock() < entry.failed_at + FORGET_S
+
+    @property
+    def processes(self) -> frozenset[str]:
+        """Whom to avoid now."""
+        now = self._clock()
+        return frozenset(key for key, entry in self._entries.items() if isinstance(key, str) and now < entry.until)
+
+    def _strike(self, key: str | Edge, weight: int) -> None:
+        now = self._clock()
+        entry = self._entry(key, now)
+        entry.until = now + min(AVOID_S_MAX, AVOID_S * 2.0 ** min(entry.failures, 32))
+        entry.failures += weight
+        entry.failed_at = now
+
+    def _entry(self, key: str | Edge, now: float) -> _Entry:
+        if len(self._entries) >= ENTRIES_MAX:
+            self._entries = {k: e for k, e in self._entries.items() if now < e.until}
+        while len(self._entries) >= ENTRIES_MAX:
+            del self._entries[next(iter(self._entries))]  # the oldest
+        entry = self._entries.get(key)
+        if entry is None or (now > entry.failed_at + FORGET_S and now > entry.until):
+            entry = self._entries[key] = _Entry(0, now, now)
+        return entry
