@@ -434,19 +434,21 @@ class Session:
     async def _ask(self, leg: Leg) -> wire.Progress | None:
         if leg.channel is None:
             return None
-        asked_at = self._loop.time()
+        channel = leg.channel
+        asked_at, unsent = self._loop.time(), channel.unsent_bytes
         try:
             async with asyncio.timeout(self._times.answer_s):
                 if not leg.opened:
-                    await leg.channel.ping()
+                    await channel.ping()
                     return None
                 answer = leg.expect(wire.Progress)
-                leg.channel.send(wire.Inquiry(session=self.id, epoch=self.live.epoch))
+                channel.send(wire.Inquiry(session=self.id, epoch=self.live.epoch))
                 progress = await answer
                 assert isinstance(progress, wire.Progress)
                 return progress
         except TimeoutError:
-            if leg.channel is not None and leg.channel.heard_at <= asked_at and self.live.has(leg):
+            takes_what_we_send = channel.unsent_bytes < unsent
+            if channel.heard_at <= asked_at and not takes_what_we_send and self.live.has(leg):
                 self._stop_for(leg.broken(f"no sign of life for {self._times.answer_s:.1f} s"))
         except ChannelClosed:
             pass  # its end is told by `on_ended`

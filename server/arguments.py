@@ -25,5 +25,6 @@ class ServeArguments:
     max_disk_space: int | None  # bytes
     public_name: str
     journal_memory: int  # bytes
+    drain_timeout: float  # seconds
     initial_peers: tuple[str, ...]
     network: str

@@ -127,6 +127,14 @@ class Root(click.ParamType[str]):
     show_default=True,
     help="host memory for outputs that are replayed when the next server vanishes",
 )
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(0, 3600),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="how long sessions may take to move elsewhere when this server is stopped",
+)
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--root", type=Root(), default=None, help="root that the checkpoint must have, 64 hex digits")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
@@ -148,6 +156,9 @@ def command(
     Start your own:  run swarm-bootstrap, and pass the address that it prints.
 
     MODEL and every option can also come from SWARM_MODEL, SWARM_BLOCKS, ... or from swarm.toml.
+
+    Ctrl-C or SIGTERM: takes no new sessions, lets those that it has move to others, and exits. A second one exits at
+    once.
     """
     if not model:
         raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")

@@ -4,7 +4,6 @@ Everything here runs in the event loop and never blocks: dialling is a task, com
 """
 
 import asyncio
-import contextlib
 from base64 import b64decode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -123,11 +122,13 @@ class Handler:
         self.draining = True
         for session in list(self.sessions.values()):
             self._tell(session.owner, Leaving(session=session.id, epoch=session.epoch))
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(within_s):
                 while self.sessions:
                     self._session_ended.clear()
                     await self._session_ended.wait()
+        except TimeoutError:
+            _log.warning("still has sessions, whose clients found nobody to take over", sessions=len(self.sessions))
 
     async def close(self) -> None:
         """End every session."""
@@ -308,7 +309,9 @@ class Handler:
         session = self._owned(channel, request)
         if session is None:
             return
-        quiet_s = self._loop.time() - (session.source or channel).heard_at
+        # The inquiry itself comes from the owner, behind everything that he has sent before.
+        source = session.source or session.owner
+        quiet_s = self._loop.time() - (session.used_at if source is session.owner else source.heard_at)
         progress = Progress(
             session=session.id,
             epoch=session.epoch,

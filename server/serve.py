@@ -76,7 +76,7 @@ async def serve(
                 server = Server(checkpoint, span, me, listener, options)
                 await server.start()
                 try:
-                    await _live(server, node, directory, checkpoint, ready, stop)
+                    await _live(server, node, directory, checkpoint, ready, stop, arguments.drain_timeout)
                 finally:
                     await server.stop()
 
@@ -88,15 +88,17 @@ async def _live(
     checkpoint: Checkpoint,
     ready: Callable[[Ready], None],
     stop: Stop,
+    drain_timeout_s: float,
 ) -> None:
-    """Announce, become online, serve, withdraw."""
+    """Announce, become online, serve; then drain and withdraw."""
     await serve_dial_back(node, dialling_as(server.me))
     announcer = Announcer(directory, server.announcement)
     async with asyncio.TaskGroup() as group:
         life = group.create_task(_announce(announcer, server, node, checkpoint, ready))
         await stop.wait()
-        _log.info("leaving")
-        server.handler.draining = True
+        _log.info("leaving", sessions=len(server.handler.sessions), within_s=drain_timeout_s)
+        announcer.change("draining")
+        await server.handler.drain(drain_timeout_s)
         life.cancel()
     try:
         async with asyncio.timeout(LEAVE_TIMEOUT_S):

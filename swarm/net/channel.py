@@ -156,6 +156,11 @@ class Channel:
         return self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
 
     @property
+    def unsent_bytes(self) -> int:
+        """What is queued and not yet on its way."""
+        return 0 if self.closed else self._carrier.unsent_bytes()
+
+    @property
     def closed(self) -> bool:
         """Whether the channel has ended."""
         return self.ended.done()

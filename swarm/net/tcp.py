@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import Callable
 from typing import cast
 
@@ -12,6 +13,8 @@ HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
 DIAL_TIMEOUT_S = 4.0  # connection and handshake together: some three round trips, and one lost packet
 HANDSHAKES_MAX = 256  # connections that have not proven who they are
 CHANNELS_MAX = 4096
+KERNEL_BYTES = 128 * 1024  # that wait in the kernel to be sent
+TCP_NOTSENT_LOWAT = {"linux": 25, "darwin": 0x201}.get(sys.platform)
 
 
 class _TcpCarrier(asyncio.Protocol):
@@ -24,6 +27,7 @@ class _TcpCarrier(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own are no subclass of it
+        _keep_little_in_the_kernel(transport.get_extra_info("socket"))
         self.channel = self._make_channel(self)
 
     def data_received(self, data: bytes) -> None:
@@ -128,6 +132,12 @@ async def dial(address: str, remote: Remote, me: Self, on_message: OnMessage) ->
     finally:
         if carrier.channel is not None and not carrier.channel.proven:
             carrier.channel.close()
+
+
+def _keep_little_in_the_kernel(sock: socket.socket) -> None:
+    """Let the kernel take what it can send soon: `unsent_bytes` tells then whether what we send gets through."""
+    if TCP_NOTSENT_LOWAT is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_BYTES)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -1,6 +1,7 @@
 """What people see when servers die, leave, fill up or are started twice."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -12,9 +13,10 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from swarm.client import session
-from swarm.demo.local import LocalSwarm
+from swarm.demo.local import LocalProcess, LocalSwarm
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import NoRoute, Refused
@@ -73,30 +75,46 @@ def test_without_anybody_to_take_over_a_killed_server_is_a_named_error_until_the
     assert model.route[1].peer_id == replacement.ready["peer_id"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_a_server_that_dies_stalls_or_leaves_in_the_middle_is_replaced_and_the_text_is_the_same(
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_dies_or_stalls_in_the_middle_is_replaced_and_the_text_is_the_same(
     two_hops: World, number: signal.Signals
 ):
     two_hops.swarm.start_server("3:6").wait_ready()  # either may be used, and the other takes over
     model = two_hops.client()
-    model.generate(prompt(1, 6), max_new_tokens=1, **SAME)
-    peer = model.route[1].peer_id
-    used = next(server for server in two_hops.swarm.servers if server.ready["peer_id"] == peer)
+    used = used_last(two_hops, model)
     try:
         began = time.monotonic()
-
-        def strike():
-            os.kill(used.process.pid, number)
-            if number == signal.SIGTERM:  # it still serves while it leaves: see the end of it before the next token
-                used.process.wait(20)
-
-        got = model.generate(prompt(1, 6), max_new_tokens=40, streamer=After(5, strike), **SAME)
+        strike = After(5, lambda: os.kill(used.process.pid, number))
+        got = model.generate(prompt(1, 6), max_new_tokens=40, streamer=strike, **SAME)
         assert torch.equal(got, two_hops.full.generate(prompt(1, 6), max_new_tokens=40, **SAME))
         assert time.monotonic() - began < 20
-        assert model.route[1].peer_id != peer
+        assert model.route[1].peer_id != used.ready["peer_id"]
     finally:
         if number == signal.SIGSTOP:
             used.process.send_signal(signal.SIGCONT)
+
+
+def test_a_server_that_is_asked_to_stop_hands_its_sessions_on_before_it_goes(two_hops: World):
+    two_hops.swarm.start_server("3:6").wait_ready()
+    model = two_hops.client()
+    used = used_last(two_hops, model)
+    text = After(5, used.ask_to_stop)
+    got = model.generate(prompt(1, 6), max_new_tokens=40, streamer=text, **SAME)
+    assert torch.equal(got, two_hops.full.generate(prompt(1, 6), max_new_tokens=40, **SAME))
+    assert model.route[1].peer_id != used.ready["peer_id"]
+    assert used.process.wait(timeout=20) == 0
+    events = [json.loads(line) for line in used.log.read_text().splitlines() if line.startswith("{")]
+    leaving = next(number for number, event in enumerate(events) if event["event"] == "leaving")
+    assert events[leaving]["sessions"] == 1
+    assert [event["sessions"] for event in events[leaving + 1 :] if event["event"] == "session ended"] == [0]
+    assert not any("still has sessions" in event["event"] for event in events)
+
+
+def used_last(world: World, model: PreTrainedModel) -> LocalProcess:
+    """The server that runs the last blocks of a route; the next one will be the same."""
+    model.generate(prompt(1, 6), max_new_tokens=1, **SAME)
+    peer = model.route[1].peer_id
+    return next(server for server in world.swarm.servers if server.ready["peer_id"] == peer)
 
 
 def test_a_server_that_is_asked_to_stop_withdraws_and_leaves_nothing_behind(two_hops: World):
