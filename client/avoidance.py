@@ -6,7 +6,7 @@ from dataclasses import dataclass
 AVOID_S = 5.0  # after the first failure
 AVOID_S_MAX = 600.0
 FORGET_S = 900.0  # after a failure, when none has followed
-BLOCKED_FAILURES = 2  # of an edge, until its traffic goes through the client
+RELAY_S = 60.0  # what a blocked edge would carry goes through the client, the first time for so long
 ENTRIES_MAX = 4096
 
 Edge = tuple[str, str]  # two processes, in the order in which activations flow
@@ -29,7 +29,7 @@ class Avoidance:
 
     def failed(self, process: str) -> None:
         """It ended, broke or stalled: avoid it for AVOID_S * 2 ** (earlier failures)."""
-        self._strike(process, 1)
+        self._strike(process, AVOID_S)
 
     def declined(self, process: str, for_s: float) -> None:
         """It has no room, or is leaving: not a failure, but there is no use in asking before `for_s` are over."""
@@ -37,14 +37,14 @@ class Avoidance:
         entry = self._entry(process, now)
         entry.until = max(entry.until, now + min(for_s, AVOID_S_MAX))
 
-    def edge_failed(self, edge: Edge, *, certainly: bool) -> None:
-        """Two hops could not talk to each other; that is nobody's fault. certainly: trying again is of no use."""
-        self._strike(edge, BLOCKED_FAILURES if certainly else 1)
+    def block(self, edge: Edge) -> None:
+        """Two hops that both live cannot talk to each other: that is nobody's fault."""
+        self._strike(edge, RELAY_S)
 
     def blocked(self, edge: Edge) -> bool:
         """Whether this edge's traffic goes through the client."""
         entry = self._entries.get(edge)
-        return entry is not None and entry.failures >= BLOCKED_FAILURES and self._clock() < entry.failed_at + FORGET_S
+        return entry is not None and self._clock() < entry.until
 
     @property
     def processes(self) -> frozenset[str]:
@@ -52,11 +52,11 @@ class Avoidance:
         now = self._clock()
         return frozenset(key for key, entry in self._entries.items() if isinstance(key, str) and now < entry.until)
 
-    def _strike(self, key: str | Edge, weight: int) -> None:
+    def _strike(self, key: str | Edge, first_s: float) -> None:
         now = self._clock()
         entry = self._entry(key, now)
-        entry.until = now + min(AVOID_S_MAX, AVOID_S * 2.0 ** min(entry.failures, 32))
-        entry.failures += weight
+        entry.until = now + min(AVOID_S_MAX, first_s * 2.0 ** min(entry.failures, 32))
+        entry.failures += 1
         entry.failed_at = now
 
     def _entry(self, key: str | Edge, now: float) -> _Entry:

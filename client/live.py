@@ -36,12 +36,12 @@ Plan = Callable[[Blocks, Collection[str], str | None], Awaitable[tuple[Hop, ...]
 
 
 class EdgeDown(Exception):
-    """Two hops cannot talk to each other; that is nobody's fault. certainly: to try again is of no use."""
+    """Two hops cannot talk to each other; that is nobody's fault. blocked: to connect again would be of no use."""
 
-    def __init__(self, edge: Edge, why: str, *, certainly: bool) -> None:
+    def __init__(self, edge: Edge, why: str, *, blocked: bool) -> None:
         super().__init__(why)
         self.edge = edge
-        self.certainly = certainly
+        self.blocked = blocked
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import structlog
 from torch import Tensor, cat
 
 from swarm.blocks import Blocks
-from swarm.client.avoidance import Avoidance
+from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.live import EdgeDown, Leg, LiveRoute, Plan, SessionPlan, fail
 from swarm.client.route import Hop
 from swarm.client.watch import WEDGED_S, StepTimes, Stuck, Watch, Wedged
@@ -145,6 +145,7 @@ class Session:
         self._answered = 0  # the last step that the last hop has answered
         self._in_flight: dict[int, _InFlight] = {}
         self._troubles: list[Trouble] = []
+        self._reconnected: set[Edge] = set()  # that broke, with no answer since
         self._leaving: set[str] = set()  # processes that asked to be left
         self._mover: asyncio.Task[None] | None = None
         self._ended: SwarmError | None = None
@@ -359,7 +360,9 @@ class Session:
         """Remember who or what is at fault, for all sessions. Returns the processes to do without."""
         _log.info("route broken", session=self.id[:8], why=str(trouble))
         if isinstance(trouble, EdgeDown):
-            self._avoidance.edge_failed(trouble.edge, certainly=trouble.certainly)
+            if trouble.blocked or trouble.edge in self._reconnected:
+                self._avoidance.block(trouble.edge)
+            self._reconnected.add(trouble.edge)
             return set()
         process = self.live.process_of(trouble.peer)
         if isinstance(trouble, Refused):
@@ -476,7 +479,7 @@ class Session:
                 if self.live.rebuilding is None:
                     self._resend_all()
             case Stuck(front) if 0 < front <= last:
-                self._stop_for(EdgeDown(self.live.edge(front - 1), "nothing comes through", certainly=True))
+                self._stop_for(EdgeDown(self.live.edge(front - 1), "nothing comes through", blocked=True))
             case Stuck(front):
                 self._stop_for(self.live.legs[min(front, last)].broken("what is sent to or from it does not arrive"))
 
@@ -502,7 +505,7 @@ class Session:
                 self._move_if_asked()
             case wire.Failed(blame="next") if index + 1 < len(self.live.legs):
                 why = f"{message.why} (says {channel.peer})"
-                self._stop_for(EdgeDown(self.live.edge(index), why, certainly=bool(leg.waiting)))
+                self._stop_for(EdgeDown(self.live.edge(index), why, blocked=bool(leg.waiting)))
             case wire.Failed():
                 self._stop_for(leg.broken(message.why))
             case _:
@@ -524,6 +527,7 @@ class Session:
         got = None if hidden is None else tuple(hidden.shape)
         if got == (shape if sent.want else None) and (hidden is None or hidden.dtype.is_floating_point):
             self._answered = message.step
+            self._reconnected.clear()
             flight.answer.set_result(hidden)
             return
         self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))

@@ -1,6 +1,6 @@
 """Whom a client does without, and for how long."""
 
-from swarm.client.avoidance import AVOID_S, AVOID_S_MAX, ENTRIES_MAX, FORGET_S, Avoidance
+from swarm.client.avoidance import AVOID_S, AVOID_S_MAX, ENTRIES_MAX, FORGET_S, RELAY_S, Avoidance
 
 
 class Clock:
@@ -49,19 +49,18 @@ def test_a_refusal_is_no_failure():
     assert avoided_for(avoidance, clock, "a") == AVOID_S
 
 
-def test_an_edge_is_given_up_at_the_second_failure_or_at_once_and_costs_no_process_its_name():
+def test_a_blocked_edge_has_a_direction_and_an_end_and_costs_no_process_its_name():
     clock = Clock()
     avoidance = Avoidance(clock)
-    avoidance.edge_failed(("a", "b"), certainly=False)
-    assert not avoidance.blocked(("a", "b"))
-    avoidance.edge_failed(("a", "b"), certainly=False)
-    avoidance.edge_failed(("c", "d"), certainly=True)
+    avoidance.block(("a", "b"))
     assert avoidance.blocked(("a", "b"))
-    assert avoidance.blocked(("c", "d"))
     assert not avoidance.blocked(("b", "a"))
     assert not avoidance.processes
-    clock.now += FORGET_S + 1
+    clock.now += RELAY_S + 1
     assert not avoidance.blocked(("a", "b"))
+    avoidance.block(("a", "b"))
+    clock.now += RELAY_S + 1
+    assert avoidance.blocked(("a", "b"))
 
 
 def test_what_is_remembered_is_bounded():

@@ -2,8 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,10 +63,16 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(checkpoint: Callable[[str], Path], home: Path) -> Iterator[Watched]:
+    with watch(checkpoint("llama"), home, SPANS) as watched:
+        yield watched
+
+
+@contextmanager
+def watch(checkpoint: Path, home: Path, spans: Sequence[str]) -> Iterator[Watched]:
     with ExitStack() as stack:
-        started = stack.enter_context(world(checkpoint("llama"), home, spans=()))
+        started = stack.enter_context(world(checkpoint, home, spans=()))
         proxies = []
-        for blocks in SPANS:
+        for blocks in spans:
             targets: list[int] = []
             proxy = stack.enter_context(ByteProxy(partial(_target, targets)))
             server = started.swarm.start_server(blocks, "--announce-address", proxy.address)
@@ -201,6 +207,32 @@ def test_a_flipped_bit_in_a_frames_length_never_gives_a_wrong_token(watched: Wat
             client.close()
     with watched.world.client() as fresh:
         assert torch.equal(greedy(fresh), greedy(watched.world.full))
+
+
+def test_a_failover_sends_again_what_the_dead_hop_had_received_and_nothing_else(
+    checkpoint: Callable[[str], Path], home: Path
+):
+    tokens = 120
+    past, control = tokens * HIDDEN * FLOAT_BYTES, 8 * 1024  # a record, some 1.5 kB, comes with Open and with Reroute
+    with watch(checkpoint("llama"), home, (*SPANS, SPANS[1])) as watched, watched.world.client() as client:
+        out = client(prompt(1, tokens))
+        dead, twin = sorted((1, 3), key=lambda n: watched.world.swarm.servers[n].ready["peer_id"] not in route(client))
+        before = watched.bytes_by_edge()
+        watched.world.swarm.servers[dead].kill()
+        got = client(prompt(1, 1), past_key_values=out.past_key_values).logits
+        local = watched.world.full(prompt(1, tokens), use_cache=True).past_key_values
+        assert torch.equal(got, watched.world.full(prompt(1, 1), past_key_values=local).logits)
+        grown = watched.bytes_by_edge()
+        grown.subtract(before)
+        replayed = grown.pop(("server-0", twin, "sent"))
+        assert past < replayed < past + 3 * HIDDEN * FLOAT_BYTES + control
+        others = {edge: count for edge, count in grown.items() if edge[1] != dead}
+        assert {("client", 0, "sent"), ("client", twin, "sent"), (f"server-{twin}", 2, "sent")} <= others.keys()
+        assert max(others.values()) < control < past / 3
+
+
+def route(client: PreTrainedModel) -> list[str]:
+    return [hop.peer_id for hop in client.route]
 
 
 def greedy(model: PreTrainedModel) -> Tensor:
