@@ -91,17 +91,29 @@ class Leg:
 class LiveRoute:
     """Made for one session. Its owner hands it what hops say about the route, and sends steps through `send`."""
 
-    def __init__(self, session: str, plan: SessionPlan, blocks: Blocks, dialer: Dialer, avoidance: Avoidance) -> None:
-        """blocks: what the route is to cover. Nothing is connected before the first `repair`."""
+    def __init__(
+        self,
+        session: str,
+        plan: SessionPlan,
+        blocks: Blocks,
+        dialer: Dialer,
+        avoidance: Avoidance,
+        watch: Callable[[Channel], None],
+    ) -> None:
+        """blocks: what the route is to cover. watch: told of every channel whose end the session must learn of.
+
+        Nothing is connected before the first `repair`.
+        """
         self.epoch = 0
         self.legs: list[Leg] = []
         self.stands = False  # all hops are connected and have the session's past
         self.rebuilding: tuple[frozenset[int], int] | None = None  # hops that lack the past, and its length
-        self._session = session
         self._plan = plan
         self._blocks = blocks
         self._dialer = dialer
         self._avoidance = avoidance
+        self._watch = watch
+        self.session = session
         self._numeric_class: str | None = None  # of the whole session, once it stands
         self._relayed: frozenset[int] = frozenset()
 
@@ -137,7 +149,6 @@ class LiveRoute:
         plan: Plan,
         journal: Journal,
         after_step: int,
-        watch: Callable[[Channel], None],
     ) -> None:
         """Replace the legs of some processes and bring the new hops to where the session was after `after_step`.
 
@@ -151,20 +162,20 @@ class LiveRoute:
                 self._drop(leg)
         self.legs = legs
         try:
-            await self._bring_up(journal, after_step, watch)
+            await self._bring_up(journal, after_step)
         finally:
             self.rebuilding = None
         self.stands = True
         self._numeric_class = self.legs[0].hop.announcement.numeric_class
 
-    async def _bring_up(self, journal: Journal, after_step: int, watch: Callable[[Channel], None]) -> None:
+    async def _bring_up(self, journal: Journal, after_step: int) -> None:
         self.epoch += 1
         new = {index for index, leg in enumerate(self.legs) if not leg.opened}
         partly = {index for index, leg in enumerate(self.legs) if leg.opened and not leg.whole}
         past = journal.past_after(after_step)
-        journals = await self._establish(new, partly, after_step, bool(past), watch)
+        journals = await self._establish(new, partly, after_step, bool(past))
         if past:
-            await self._rebuild(new | partly, journals, journal, after_step, watch)
+            await self._rebuild(new | partly, journals, journal, after_step)
         for leg in self.legs:
             leg.whole = True
 
@@ -174,14 +185,13 @@ class LiveRoute:
         journals: Collection[int],
         journal: Journal,
         after_step: int,
-        watch: Callable[[Channel], None],
     ) -> None:
         lacking = self._lacking(empty, journals)
         for index in lacking:
             self.legs[index].whole = False
         if lacking != empty:  # a journal was dropped: hops in between forget their past and get it anew
             self.epoch += 1
-            await self._establish(set(), lacking, after_step, True, watch)
+            await self._establish(set(), lacking, after_step, True)
         self.rebuilding = frozenset(lacking), journal.past_after(after_step)[-1].stop
         rebuilt = [self.legs[index].expect(wire.Rebuilt) for index in sorted(lacking)]
         for first, count in _runs(lacking):
@@ -241,10 +251,9 @@ class LiveRoute:
         reset: Collection[int],
         after_step: int,
         rebuild: bool,
-        watch: Callable[[Channel], None],
     ) -> set[int]:
         """Open the session on the new legs and reroute the others. Returns the legs that have a journal."""
-        await all_or_first_error(self._dial(index, watch) for index in sorted(new))
+        await all_or_first_error(self._dial(index) for index in sorted(new))
         edges = range(len(self.legs) - 1)
         self._relayed = frozenset(index for index in edges if self._avoidance.blocked(self.edge(index)))
         replies = []
@@ -267,7 +276,7 @@ class LiveRoute:
             leg.window = answer.window if isinstance(answer, wire.Opened) else leg.window
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
 
-    async def _dial(self, index: int, watch: Callable[[Channel], None]) -> None:
+    async def _dial(self, index: int) -> None:
         leg = self.legs[index]
         record = leg.hop.announcement
         try:
@@ -278,7 +287,7 @@ class LiveRoute:
             raise leg.broken(f"not connected within {CONNECT_TIMEOUT_S} s") from None
         except NetworkError as error:
             raise leg.broken(str(error)) from None
-        watch(leg.channel)
+        self._watch(leg.channel)
 
     async def _ping(self, index: int) -> float:
         leg = self.legs[index]
@@ -302,7 +311,7 @@ class LiveRoute:
         hop = self.legs[index].hop
         previous, next_record = self._neighbours(index)
         return wire.Open(
-            session=self._session,
+            session=self.session,
             epoch=self.epoch,
             root=self._plan.root,
             numeric_class=hop.announcement.numeric_class,
@@ -320,7 +329,7 @@ class LiveRoute:
     def _reroute_message(self, index: int, after_step: int, *, reset: bool) -> wire.Reroute:
         previous, next_record = self._neighbours(index)
         return wire.Reroute(
-            session=self._session,
+            session=self.session,
             epoch=self.epoch,
             reset=reset,
             after_step=after_step,
@@ -342,10 +351,10 @@ class LiveRoute:
     def _replay(self, first: int, count: int, journal: Journal, after_step: int) -> None:
         """Have the past sent to `count` legs from `first` on, by the hop before them or by the client."""
         if first > 0:
-            request = wire.Replay(session=self._session, epoch=self.epoch, step=after_step, hops=count)
+            request = wire.Replay(session=self.session, epoch=self.epoch, step=after_step, hops=count)
             self.send(first - 1, request)
             return
-        for message, tensors in rebuild_messages(self._session, self.epoch, journal.past_after(after_step), count):
+        for message, tensors in rebuild_messages(self.session, self.epoch, journal.past_after(after_step), count):
             self.send(0, message, tensors)
 
     async def _answered(
@@ -363,7 +372,7 @@ class LiveRoute:
         leg.fail(leg.broken("it was left out"))
         if leg.channel is not None:
             with contextlib.suppress(ChannelClosed):
-                leg.channel.send(wire.Close(session=self._session))
+                leg.channel.send(wire.Close(session=self.session))
             self._dialer.release(leg.channel)
             leg.channel = None
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from swarm.blocks import Blocks
 from swarm.client.live import SessionPlan
 from swarm.client.route import Hop, plan_route
-from swarm.client.session import Session, Sessions
+from swarm.client.session import Session
+from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.dht.records import SignedAnnouncement
 from swarm.errors import NoRoute, RootMismatch

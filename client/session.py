@@ -1,21 +1,18 @@
 """A session: one stateful run along a route, as the client sees it. Everything here runs in the client's event loop."""
 
 import asyncio
-import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import structlog
 from torch import Tensor, cat
 
-from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance, Edge
+from swarm.client.chunks import Chunk, cut
 from swarm.client.live import EdgeDown, Leg, LiveRoute, Plan, SessionPlan, fail
 from swarm.client.route import Hop
-from swarm.client.watch import WEDGED_S, StepTimes, Stuck, Watch, Wedged
+from swarm.client.watch import Watcher
 from swarm.errors import (
-    ChannelClosed,
     HopFailed,
     NoRoute,
     PromptTooLong,
@@ -27,10 +24,9 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.net.channel import Channel, Tensors
-from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
 from swarm.wire.journal import Entry, Journal, Past
-from swarm.wire.tensors import CHUNK_BYTES, meta_of
+from swarm.wire.tensors import meta_of
 
 OPEN_TIMEOUT_S = 30.0
 RESTORE_TRIES = 16  # in a row
@@ -67,59 +63,6 @@ class _InFlight:
     answer: asyncio.Future[Tensor | None]
 
 
-class Sessions:
-    """The client's open sessions, by their id: where messages from hops go."""
-
-    def __init__(self) -> None:
-        self.avoidance = Avoidance(asyncio.get_running_loop().time)
-        self._by_id: dict[str, Session] = {}
-        self._watched: set[Channel] = set()
-        self.dialer: Dialer  # set by whoever builds both: each needs the other
-
-    def on_message(self, channel: Channel, message: wire.AnyMessage, tensors: Tensors) -> None:
-        """Hand a message to its session; what belongs to none (any more) is dropped."""
-        if isinstance(message, FromHop):
-            session = self._by_id.get(message.session)
-            if session is not None and (message.epoch == session.live.epoch or isinstance(message, AnyEpoch)):
-                session.on_message(channel, message, tensors)
-
-    async def open(self, plan: SessionPlan, blocks: Blocks, planner: Plan) -> "Session":
-        """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
-
-        planner: finds the hops, and later on those that take over from others.
-        """
-        session = Session(self, plan, blocks, planner)
-        self._by_id[session.id] = session
-        try:
-            await session.open()
-        except BaseException:
-            await session.close()
-            raise
-        return session
-
-    async def close(self) -> None:
-        """End all sessions and all channels."""
-        for session in list(self._by_id.values()):
-            await session.close()
-        await self.dialer.close()
-
-    def watch(self, channel: Channel) -> None:
-        """Tell sessions of a channel's end, by one callback for all that use it."""
-
-        def ended(reason: asyncio.Future[str]) -> None:
-            self._watched.discard(channel)
-            for session in list(self._by_id.values()):
-                session.on_ended(channel, reason.result())
-
-        if channel not in self._watched:
-            self._watched.add(channel)
-            channel.ended.add_done_callback(ended)
-
-    def forget(self, session: "Session") -> None:
-        """The session has ended."""
-        self._by_id.pop(session.id, None)
-
-
 class Session:
     """Made by `Sessions.open`. One step at a time; a long one is cut into chunks that are under way together.
 
@@ -128,19 +71,21 @@ class Session:
     have applied it already answer from what they remember. Nobody notices but by the time that it takes.
     """
 
-    def __init__(self, sessions: Sessions, plan: SessionPlan, blocks: Blocks, planner: Plan) -> None:
-        self.id = secrets.token_hex(16)
+    def __init__(
+        self, session_id: str, plan: SessionPlan, planner: Plan, live: LiveRoute, avoidance: Avoidance
+    ) -> None:
+        """planner: finds hops. live: a route on which nothing is connected yet."""
+        self.id = session_id
+        self.live = live
         self.length = 0  # positions that every hop has
         self.repairs = 0
-        self.live = LiveRoute(self.id, plan, blocks, sessions.dialer, sessions.avoidance)
         self._plan = plan
         self._planner = planner
-        self._sessions = sessions
-        self._avoidance = sessions.avoidance
+        self._avoidance = avoidance
         self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()  # done when it is closed
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._journal = Journal()  # of the embeddings: the client is hop 0
-        self._times = StepTimes()
         self._step = 0
         self._answered = 0  # the last step that the last hop has answered
         self._in_flight: dict[int, _InFlight] = {}
@@ -149,6 +94,7 @@ class Session:
         self._leaving: set[str] = set()  # processes that asked to be left
         self._mover: asyncio.Task[None] | None = None
         self._ended: SwarmError | None = None
+        self._watcher = Watcher(live, self._unanswered, self._stop_for, self._resend_all)
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -159,7 +105,7 @@ class Session:
         """Find a route and open the session on it. Called once, by `Sessions.open`."""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S + self._plan.wait_for_blocks_s), self._lock:
-                with self._watched():
+                with self._watcher.watching():
                     await self._restore()
         except TimeoutError:
             raise self.live.late() from None
@@ -195,7 +141,7 @@ class Session:
                 want = tokens if want is None else min(want, tokens)
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
-                chunks = _chunks(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
+                chunks = cut(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
                 outputs = await self._run(chunks, tokens, deadline)
         except TimeoutError:
             late = self.live.late()
@@ -212,12 +158,12 @@ class Session:
         self._move_if_asked()
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
-    async def _run(self, chunks: Iterator["_Chunk"], tokens: int, deadline: float) -> list[Tensor]:
+    async def _run(self, chunks: Iterator[Chunk], tokens: int, deadline: float) -> list[Tensor]:
         """Send chunks, at most a window of them under way, and collect what is wanted of each."""
         began, repairs = self._loop.time(), self.repairs
         outputs: list[Tensor] = []
         waiting: list[_InFlight] = []
-        with self._watched():
+        with self._watcher.watching():
             try:
                 await self._restore()
                 for chunk in chunks:
@@ -229,7 +175,7 @@ class Session:
             finally:
                 self._in_flight.clear()
         if self.repairs == repairs:
-            self._times.observe(self._loop.time() - began, tokens)
+            self._watcher.times.observe(self._loop.time() - began, tokens)
         return outputs
 
     async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
@@ -254,7 +200,7 @@ class Session:
         if output is not None:
             outputs.append(output)
 
-    def _send(self, chunk: "_Chunk", deadline: float) -> _InFlight:
+    def _send(self, chunk: Chunk, deadline: float) -> _InFlight:
         self._step += 1
         message = wire.Step(
             session=self.id,
@@ -275,6 +221,10 @@ class Session:
         self._in_flight[self._step] = flight
         self._transmit(flight)
         return flight
+
+    def _unanswered(self) -> list[int]:
+        """The steps that are under way."""
+        return [step for step, flight in self._in_flight.items() if not flight.answer.done()]
 
     def _resend_all(self) -> None:
         """Send again what has not been answered, in order."""
@@ -349,7 +299,7 @@ class Session:
     async def _repair(self, without: set[str]) -> None:
         """Mend the route once; what gives way meanwhile is the next trouble. Raises NoRoute."""
         try:
-            await self.live.repair(without, self._planner, self._journal, self._answered, self._sessions.watch)
+            await self.live.repair(without, self._planner, self._journal, self._answered)
         except (HopFailed, Refused, EdgeDown) as trouble:
             if trouble not in self._troubles:
                 self._stop_for(trouble)
@@ -396,92 +346,13 @@ class Session:
                 return
             try:
                 async with asyncio.timeout(self._plan.step_timeout_s):
-                    with self._watched():
+                    with self._watcher.watching():
                         moved = await self._move_away(leaving)
             except (TimeoutError, SessionError, RouteError) as error:
                 _log.info("could not move", session=self.id[:8], why=str(error))  # the next step will see to it
                 return
         if not moved:
             _log.info("nobody can take over from hops that leave", session=self.id[:8], hops=sorted(leaving))
-
-    # Watching
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """While this lasts too long, ask the hops how they are."""
-        watcher: asyncio.Task[None] | None = None
-
-        def lose_patience() -> None:
-            nonlocal watcher
-            watcher = self._loop.create_task(self._ask_hops())
-
-        patience = self._loop.call_later(self._times.patience_s, lose_patience)
-        try:
-            yield
-        finally:
-            patience.cancel()
-            if watcher is not None:
-                watcher.cancel()
-
-    async def _ask_hops(self) -> None:
-        """Ask every hop again and again; one that does not answer has failed, however open its connection is."""
-        watch = Watch()
-        while True:
-            epoch = self.live.epoch
-            answers = await asyncio.gather(*(self._ask(leg) for leg in self.live.legs))
-            said = [answer for answer in answers if answer is not None]
-            if len(said) == len(self.live.legs) and epoch == self.live.epoch and not self._troubles:
-                self._judge(watch, said)
-            await asyncio.sleep(self._times.patience_s)
-
-    async def _ask(self, leg: Leg) -> wire.Progress | None:
-        if leg.channel is None:
-            return None
-        channel = leg.channel
-        asked_at, unsent = self._loop.time(), channel.unsent_bytes
-        try:
-            async with asyncio.timeout(self._times.answer_s):
-                if not leg.opened:
-                    await channel.ping()
-                    return None
-                answer = leg.expect(wire.Progress)
-                channel.send(wire.Inquiry(session=self.id, epoch=self.live.epoch))
-                progress = await answer
-                assert isinstance(progress, wire.Progress)
-                return progress
-        except TimeoutError:
-            takes_what_we_send = channel.unsent_bytes < unsent
-            if channel.heard_at <= asked_at and not takes_what_we_send and self.live.has(leg):
-                self._stop_for(leg.broken(f"no sign of life for {self._times.answer_s:.1f} s"))
-        except ChannelClosed:
-            pass  # its end is told by `on_ended`
-        except Refused as refused:
-            self._stop_for(leg.broken(f"it has lost the session: {refused.why}"))
-        except (HopFailed, EdgeDown):
-            pass  # known, by `_stop_for`
-        return None
-
-    def _judge(self, watch: Watch, hops: list[wire.Progress]) -> None:
-        """Find out what a step, or the past on its way to new hops, waits for."""
-        waiting = [step for step, flight in self._in_flight.items() if not flight.answer.done()]
-        if self.live.rebuilding is not None:
-            lacking, length = self.live.rebuilding
-            done = [i not in lacking or (hop.length >= length and not hop.under_way) for i, hop in enumerate(hops)]
-        elif self.live.stands and waiting:
-            done = [hop.applied >= min(waiting) for hop in hops]
-        else:
-            return
-        last = len(hops) - 1
-        match watch.judge(hops, done, self._loop.time()):
-            case Wedged(front):
-                self._stop_for(self.live.legs[front].broken(f"it has computed nothing for {WEDGED_S:.0f} s"))
-            case Stuck(_, again=True):
-                if self.live.rebuilding is None:
-                    self._resend_all()
-            case Stuck(front) if 0 < front <= last:
-                self._stop_for(EdgeDown(self.live.edge(front - 1), "nothing comes through", blocked=True))
-            case Stuck(front):
-                self._stop_for(self.live.legs[min(front, last)].broken("what is sent to or from it does not arrive"))
 
     # What hops say
 
@@ -557,7 +428,8 @@ class Session:
         if self._mover is not None:
             self._mover.cancel()
         self.live.close()
-        self._sessions.forget(self)
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def _raise_if_ended(self) -> None:
         if self._ended is not None:
@@ -583,36 +455,3 @@ class _Mending:
     def begin_again(self) -> None:
         """Time has passed: everybody may be asked anew."""
         self.without, self.forgiven, self.tries = set(), set(), 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """The part of a step that travels as one message."""
-
-    hidden: Tensor
-    positions: Tensor | None
-    mask: Tensor | None
-    keep: int
-    rows: tuple[int, ...] | None
-    want: int
-
-
-def _chunks(
-    hidden: Tensor, *, positions: Tensor | None, mask: Tensor | None, keep: int, rows: Sequence[int] | None, want: int
-) -> Iterator[_Chunk]:
-    """Cut a step so that each part has about CHUNK_BYTES. Rollback and gather go with the first."""
-    batch, tokens, width = hidden.shape
-    size = max(1, CHUNK_BYTES // (batch * width * hidden.element_size()))
-    if tokens <= size:
-        yield _Chunk(hidden, positions, mask, keep, None if rows is None else tuple(rows), want)
-        return
-    for start in range(0, tokens, size):
-        stop = min(start + size, tokens)
-        yield _Chunk(
-            hidden=hidden[:, start:stop],
-            positions=None if positions is None else positions[:, start:stop],
-            mask=None if mask is None else mask[:, start:stop],
-            keep=keep + start,
-            rows=tuple(rows) if rows is not None and start == 0 else None,
-            want=max(0, min(stop - start, stop - (tokens - want))),
-        )

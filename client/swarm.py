@@ -14,7 +14,8 @@ from swarm.client.live import SessionPlan
 from swarm.client.route import Hop
 from swarm.client.router import Router, Wanted
 from swarm.client.runtime import LoopThread
-from swarm.client.session import Session, Sessions
+from swarm.client.session import Session
+from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.errors import SessionClosed
 from swarm.identity import Identity

@@ -5,10 +5,14 @@ answer, the *front* is the first hop that is not done: if it computes, it may ta
 anything; if it has nothing to compute and no byte comes to it, what it waits for is lost.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from swarm.wire.messages import Progress
+from swarm.client.live import EdgeDown, Leg, LiveRoute
+from swarm.errors import ChannelClosed, HopFailed, Refused
+from swarm.wire.messages import Inquiry, Progress
 
 PATIENCE_S_MIN = 0.25
 PATIENCE_S_MAX = 2.0
@@ -92,3 +96,99 @@ class Watch:
         if self._quiet_rounds == RESEND_ROUNDS:
             return Stuck(front, again=True)
         return Stuck(front, again=False) if self._quiet_rounds >= GIVE_UP_ROUNDS else None
+
+
+class Watcher:
+    """Asks a session's hops how they are when something takes long."""
+
+    def __init__(
+        self,
+        live: LiveRoute,
+        unanswered: Callable[[], Sequence[int]],
+        report: Callable[[HopFailed | EdgeDown], None],
+        resend: Callable[[], None],
+    ) -> None:
+        """unanswered: steps under way. report: takes what is at fault. resend: sends the steps again."""
+        self.times = StepTimes()
+        self._live = live
+        self._unanswered = unanswered
+        self._report = report
+        self._resend = resend
+        self._loop = asyncio.get_running_loop()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this lasts too long, ask the hops how they are."""
+        watcher: asyncio.Task[None] | None = None
+
+        def lose_patience() -> None:
+            nonlocal watcher
+            watcher = self._loop.create_task(self._ask_hops())
+
+        patience = self._loop.call_later(self.times.patience_s, lose_patience)
+        try:
+            yield
+        finally:
+            patience.cancel()
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _ask_hops(self) -> None:
+        """Ask every hop again and again; one that does not answer has failed, however open its connection is."""
+        watch = Watch()
+        while True:
+            epoch = self._live.epoch
+            answers = await asyncio.gather(*(self._ask(leg) for leg in self._live.legs))
+            said = [answer for answer in answers if answer is not None]
+            if len(said) == len(self._live.legs) and epoch == self._live.epoch:
+                self._judge(watch, said)
+            await asyncio.sleep(self.times.patience_s)
+
+    async def _ask(self, leg: Leg) -> Progress | None:
+        if leg.channel is None:
+            return None
+        channel = leg.channel
+        asked_at, unsent = self._loop.time(), channel.unsent_bytes
+        try:
+            async with asyncio.timeout(self.times.answer_s):
+                if not leg.opened:
+                    await channel.ping()
+                    return None
+                answer = leg.expect(Progress)
+                channel.send(Inquiry(session=self._live.session, epoch=self._live.epoch))
+                progress = await answer
+                assert isinstance(progress, Progress)
+                return progress
+        except TimeoutError:
+            takes_what_we_send = channel.unsent_bytes < unsent
+            if channel.heard_at <= asked_at and not takes_what_we_send and self._live.has(leg):
+                self._report(leg.broken(f"no sign of life for {self.times.answer_s:.1f} s"))
+        except ChannelClosed:
+            pass  # its end is told by `on_ended`
+        except Refused as refused:
+            self._report(leg.broken(f"it has lost the session: {refused.why}"))
+        except (HopFailed, EdgeDown):
+            pass  # known, by `_stop_for`
+        return None
+
+    def _judge(self, watch: Watch, hops: list[Progress]) -> None:
+        """Find out what a step, or the past on its way to new hops, waits for."""
+        waiting = self._unanswered()
+        if self._live.rebuilding is not None:
+            lacking, length = self._live.rebuilding
+            done = [i not in lacking or (hop.length >= length and not hop.under_way) for i, hop in enumerate(hops)]
+        elif self._live.stands and waiting:
+            done = [hop.applied >= min(waiting) for hop in hops]
+        else:
+            return
+        last = len(hops) - 1
+        match watch.judge(hops, done, self._loop.time()):
+            case Wedged(front):
+                self._report(self._live.legs[front].broken(f"it has computed nothing for {WEDGED_S:.0f} s"))
+            case Stuck(_, again=True):
+                if self._live.rebuilding is None:
+                    self._resend()
+            case Stuck(front) if 0 < front <= last:
+                self._report(EdgeDown(self._live.edge(front - 1), "nothing comes through", blocked=True))
+            case Stuck(front):
+                self._report(self._live.legs[min(front, last)].broken("what is sent to or from it does not arrive"))

@@ -140,7 +140,7 @@ def test_a_padded_batch_survives_with_its_mask_and_positions(checkpoint, full):
 
 
 def test_a_hop_may_die_while_a_long_prefill_is_under_way(checkpoint, full, monkeypatch):
-    monkeypatch.setattr(session_module, "CHUNK_BYTES", 2 * 2 * 64 * 4)  # 25 chunks
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 2 * 2 * 64 * 4)  # 25 chunks
     with inprocess(checkpoint, "0:2", "2:4", "4:6", "2:4") as swarm, swarm.client() as model:
         model.generate(ONE, **settings(max_new_tokens=1))
         victim = used_twins(swarm, model)[1]

@@ -32,7 +32,7 @@ def leases(swarm):
 
 
 def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, model, full, monkeypatch):
-    monkeypatch.setattr(session_module, "CHUNK_BYTES", 2 * 3 * 64 * 4)  # three positions of two rows
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 2 * 3 * 64 * 4)  # three positions of two rows
     with torch.no_grad():
         expected = full(IDS).logits
         got = model(IDS).logits
@@ -41,7 +41,7 @@ def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, model, full, monk
 
 
 def test_chunks_are_under_way_together_but_never_more_than_the_window(swarm, model, monkeypatch):
-    monkeypatch.setattr(session_module, "CHUNK_BYTES", 1)  # one position a chunk
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 1)  # one position a chunk
     most = 0
     transmit = session_module.Session._transmit
 
@@ -57,7 +57,7 @@ def test_chunks_are_under_way_together_but_never_more_than_the_window(swarm, mod
 
 
 def test_a_padded_prefill_in_chunks_continues_token_by_token(model, full, monkeypatch):
-    monkeypatch.setattr(session_module, "CHUNK_BYTES", 2 * 7 * 64 * 4)
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 2 * 7 * 64 * 4)
     mask = torch.ones_like(IDS)
     mask[0, :20] = 0
     arguments = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}

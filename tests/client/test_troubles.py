@@ -239,7 +239,7 @@ def test_a_hop_whose_past_came_but_half_gets_it_anew(checkpoint, full, monkeypat
 
 def test_a_step_that_arrives_twice_or_out_of_order_changes_nothing(going, monkeypatch):
     session = going.session()
-    monkeypatch.setattr("swarm.client.session.CHUNK_BYTES", 64 * 4)  # one position a chunk
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 64 * 4)  # one position a chunk
     send, held, seen = session.live.send, [], set()
 
     def shuffled(index, message, tensors=()):

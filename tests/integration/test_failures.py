@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarm.client import session
 from swarm.demo.local import LocalProcess, LocalSwarm
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
@@ -147,7 +146,7 @@ def test_a_step_waits_for_room_and_goes_on_when_there_is_some(small: World):
 def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(
     small: World, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(session, "CHUNK_BYTES", 6 * small.full.config.hidden_size * 4)
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 6 * small.full.config.hidden_size * 4)
     holder, waiting = small.client(), small.client()
     held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values  # 6 of the next ones fit, and 12 do not
     release = threading.Timer(1.5, held.close)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from swarm.client import session
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, World, prompt, world
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "demo")
@@ -178,7 +177,7 @@ def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(
 ):
     """The full model takes the same pieces, one after the other: a router's near-ties must fall the same way."""
     tokens, piece, tail = 100, 7, prompt(3, 20, seed=2)
-    monkeypatch.setattr(session, "CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
     ids = prompt(3, tokens)  # more pieces than may be under way at once, and longer than any sliding window
     mask = torch.ones(3, tokens + tail.shape[1], dtype=torch.int64)
     padded = mask.clone()

@@ -1,0 +1,41 @@
+"""A long step travels as several messages, so that hops work on its parts at the same time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from swarm.wire.tensors import CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of a step that travels as one message."""
+
+    hidden: Tensor
+    positions: Tensor | None
+    mask: Tensor | None
+    keep: int
+    rows: tuple[int, ...] | None
+    want: int
+
+
+def cut(
+    hidden: Tensor, *, positions: Tensor | None, mask: Tensor | None, keep: int, rows: Sequence[int] | None, want: int
+) -> Iterator[Chunk]:
+    """Cut a step so that each part has about CHUNK_BYTES. Rollback and gather go with the first."""
+    batch, tokens, width = hidden.shape
+    size = max(1, CHUNK_BYTES // (batch * width * hidden.element_size()))
+    if tokens <= size:
+        yield Chunk(hidden, positions, mask, keep, None if rows is None else tuple(rows), want)
+        return
+    for start in range(0, tokens, size):
+        stop = min(start + size, tokens)
+        yield Chunk(
+            hidden=hidden[:, start:stop],
+            positions=None if positions is None else positions[:, start:stop],
+            mask=None if mask is None else mask[:, start:stop],
+            keep=keep + start,
+            rows=tuple(rows) if rows is not None and start == 0 else None,
+            want=max(0, min(stop - start, stop - (tokens - want))),
+        )

@@ -1,0 +1,64 @@
+"""A client's open sessions: where they begin, and where what hops say finds them."""
+
+import asyncio
+import secrets
+
+from swarm.blocks import Blocks
+from swarm.client.avoidance import Avoidance
+from swarm.client.live import LiveRoute, Plan, SessionPlan
+from swarm.client.session import AnyEpoch, FromHop, Session
+from swarm.net.channel import Channel, Tensors
+from swarm.net.dialer import Dialer
+from swarm.wire import messages as wire
+
+
+class Sessions:
+    """The client's open sessions, by their id: where messages from hops go."""
+
+    def __init__(self) -> None:
+        self.avoidance = Avoidance(asyncio.get_running_loop().time)
+        self._by_id: dict[str, Session] = {}
+        self._watched: set[Channel] = set()
+        self.dialer: Dialer  # set by whoever builds both: each needs the other
+
+    def on_message(self, channel: Channel, message: wire.AnyMessage, tensors: Tensors) -> None:
+        """Hand a message to its session; what belongs to none (any more) is dropped."""
+        if isinstance(message, FromHop):
+            session = self._by_id.get(message.session)
+            if session is not None and (message.epoch == session.live.epoch or isinstance(message, AnyEpoch)):
+                session.on_message(channel, message, tensors)
+
+    async def open(self, plan: SessionPlan, blocks: Blocks, planner: Plan) -> Session:
+        """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
+
+        planner: finds the hops, and later on those that take over from others.
+        """
+        session_id = secrets.token_hex(16)
+        live = LiveRoute(session_id, plan, blocks, self.dialer, self.avoidance, self._watch)
+        session = Session(session_id, plan, planner, live, self.avoidance)
+        session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
+        self._by_id[session_id] = session
+        try:
+            await session.open()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def close(self) -> None:
+        """End all sessions and all channels."""
+        for session in list(self._by_id.values()):
+            await session.close()
+        await self.dialer.close()
+
+    def _watch(self, channel: Channel) -> None:
+        """Tell sessions of a channel's end, by one callback for all that use it."""
+
+        def ended(reason: asyncio.Future[str]) -> None:
+            self._watched.discard(channel)
+            for session in list(self._by_id.values()):
+                session.on_ended(channel, reason.result())
+
+        if channel not in self._watched:
+            self._watched.add(channel)
+            channel.ended.add_done_callback(ended)
