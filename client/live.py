@@ -30,7 +30,7 @@ REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the 
 REBUILD_TIMEOUT_S = 120.0
 
 Result = TypeVar("Result")
-Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Progress
+Reply = wire.Opened | wire.Rerouted | wire.Rebuilt
 Plan = Callable[[Blocks, Collection[str], str | None], Awaitable[tuple[Hop, ...]]]
 """`await plan(blocks, avoid, numeric_class)`: hops for blocks, without these peers or processes. Raises NoRoute."""
 
@@ -63,8 +63,10 @@ class Leg:
     channel: Channel | None = None
     opened: bool = False
     whole: bool = False  # it has all of the session's past
+    failed: bool = False  # it is about to be replaced
     window: int = 1
     waiting: dict[type[Reply], "asyncio.Future[Reply]"] = field(default_factory=dict)
+    asked: "asyncio.Future[wire.Progress] | None" = None
 
     def expect(self, kind: type[Reply]) -> "asyncio.Future[Reply]":
         """Return what will be done when the hop says so."""
@@ -77,8 +79,13 @@ class Leg:
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
 
+    def tell(self, progress: wire.Progress) -> None:
+        """The hop has said how far it is."""
+        if self.asked is not None and not self.asked.done():
+            self.asked.set_result(progress)
+
     def fail(self, error: Exception) -> None:
-        """The hop will say nothing more, or declines."""
+        """What was asked of the hop will not be answered, or is declined."""
         for waiting in self.waiting.values():
             fail(waiting, error)
         self.waiting.clear()
@@ -130,6 +137,13 @@ class LiveRoute:
     def leg_of(self, channel: Channel) -> int | None:
         """Return the index of the leg that this channel belongs to."""
         return next((i for i, leg in enumerate(self.legs) if leg.channel is channel), None)
+
+    def give_up(self, peer: str) -> bool:
+        """This hop has failed and will be replaced. Returns whether that is news."""
+        news = [leg for leg in self.legs if leg.hop.peer_id == peer and not leg.failed]
+        for leg in news:
+            leg.failed = True
+        return bool(news)
 
     def has(self, leg: Leg) -> bool:
         """Whether this leg is still a part of the route."""
@@ -243,7 +257,7 @@ class LiveRoute:
     @staticmethod
     def _usable(leg: Leg, failed: Collection[str]) -> bool:
         connected = leg.opened and leg.channel is not None and not leg.channel.closed
-        return connected and leg.hop.process not in failed
+        return connected and not leg.failed and leg.hop.process not in failed
 
     async def _establish(
         self,

@@ -10,9 +10,9 @@ from swarm.client.live import SessionPlan
 from swarm.client.route import Hop, plan_route
 from swarm.client.session import Session
 from swarm.client.sessions import Sessions
-from swarm.dht.directory import Directory
+from swarm.dht.directory import Directory, Survey
 from swarm.dht.records import SignedAnnouncement
-from swarm.errors import NoRoute, RootMismatch
+from swarm.errors import NetworkError, NoRoute, RootMismatch
 
 DIRECTORY_AGE_S = 10.0  # a look-up is used again for so long
 
@@ -34,7 +34,8 @@ class Router:
         self._model = model
         self._directory = directory
         self._sessions = sessions
-        self._looked_up: tuple[float, tuple[SignedAnnouncement, ...]] = (float("-inf"), ())
+        self._looked_up = (float("-inf"), Survey((), ()))
+        self._looking: asyncio.Task[Survey] | None = None
 
     async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
         """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused."""
@@ -53,6 +54,14 @@ class Router:
                 return await self._plan_now(blocks, {*avoid, *lately}, numeric_class)
         return await self._plan_now(blocks, avoid, numeric_class)
 
+    async def keep_fresh(self) -> None:
+        """Look the servers up again and again while sessions are open: a repair must not have to wait for the DHT."""
+        while True:
+            await asyncio.sleep(DIRECTORY_AGE_S)
+            if self._sessions.any_open:
+                with contextlib.suppress(NetworkError):
+                    await self._look_up()
+
     async def _plan_now(self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None) -> tuple[Hop, ...]:
         """Plan with the servers that were looked up lately, if they suffice; else look again."""
         model = self._model
@@ -60,13 +69,12 @@ class Router:
         def plan(servers: Sequence[SignedAnnouncement]) -> tuple[Hop, ...]:
             return plan_route(model.name, blocks, servers, dtype=model.dtype, numeric_class=numeric_class, avoid=avoid)
 
-        looked_up_at, servers = self._looked_up
-        now = asyncio.get_running_loop().time()
-        if now - looked_up_at < DIRECTORY_AGE_S:
+        looked_up_at, survey = self._looked_up
+        repairing = numeric_class is not None
+        if repairing or asyncio.get_running_loop().time() - looked_up_at < DIRECTORY_AGE_S:
             with contextlib.suppress(NoRoute):
-                return plan(servers)
-        survey = await self._directory.survey(model.root, model.n_blocks)
-        self._looked_up = (now, survey.servers)
+                return plan(survey.servers)
+        survey = await self._look_up()
         try:
             return plan(survey.servers)
         except NoRoute as nobody:
@@ -76,6 +84,15 @@ class Router:
                 why = f"{nobody.why}; servers of protocol {survey.other_protocols} were left out"
                 raise NoRoute(nobody.model, nobody.missing, why) from None
             raise
+
+    async def _look_up(self) -> Survey:
+        """Read the directory; whoever asks meanwhile gets the same answer."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._directory.survey(self._model.root, self._model.n_blocks))
+            self._looking.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
+        survey = await asyncio.shield(self._looking)
+        self._looked_up = (asyncio.get_running_loop().time(), survey)
+        return survey
 
     async def _explain(self, nobody: NoRoute) -> None:
         """Raise RootMismatch if others serve a model of this name."""

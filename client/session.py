@@ -29,11 +29,10 @@ from swarm.wire.journal import Entry, Journal, Past
 from swarm.wire.tensors import meta_of
 
 OPEN_TIMEOUT_S = 30.0
-RESTORE_TRIES = 16  # in a row
-RESTORE_TRIES_AT_ONCE = 4  # then with a pause before each
-RESTORE_PAUSE_S = 0.5
+HOLDERS_S = 8.0  # how long those who announce missing blocks, but failed, are asked again
 DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
-WAIT_POLL_S = 1.0  # how often the directory is looked at while nobody serves some block
+WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
+WAIT_POLL_S = 1.0
 
 FromHop = (
     wire.Opened
@@ -174,8 +173,8 @@ class Session:
                     await self._collect(waiting.pop(0), outputs, deadline)
             finally:
                 self._in_flight.clear()
-        if self.repairs == repairs:
-            self._watcher.times.observe(self._loop.time() - began, tokens)
+        if self.repairs == repairs and tokens == 1:
+            self._watcher.steps.observe(self._loop.time() - began)
         return outputs
 
     async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
@@ -247,6 +246,8 @@ class Session:
 
     def _stop_for(self, trouble: Trouble) -> None:
         """The route does not stand any more: whoever waits for a hop, or for a step, learns of it."""
+        if isinstance(trouble, HopFailed) and not self.live.give_up(trouble.peer):
+            return  # known
         self._troubles.append(trouble)
         self.live.stands = False
         for leg in self.live.legs:
@@ -262,15 +263,11 @@ class Session:
             for mending.last in self._troubles:
                 mending.without |= self._learn(mending.last)
             self._troubles.clear()
-            if mending.last is not None and mending.tries >= RESTORE_TRIES:
-                raise mending.last if not isinstance(mending.last, EdgeDown) else self.live.late()
-            if mending.tries >= RESTORE_TRIES_AT_ONCE:
-                await asyncio.sleep(RESTORE_PAUSE_S)
-            mending.tries += 1
             try:
                 await self._repair(mending.without)
             except NoRoute as nobody:
                 await self._wait_for_somebody(mending, nobody)
+            mending.tries += 1
         if mending.tries == 0:
             return
         self.repairs += 1
@@ -278,17 +275,15 @@ class Session:
         _log.info("route stands", session=self.id[:8], seconds=round(self._loop.time() - mending.began, 3), route=route)
 
     async def _wait_for_somebody(self, mending: "_Mending", nobody: NoRoute) -> None:
-        """Nobody can take over. Returns when it is worth another try; else raises."""
+        """Nobody can take over now. Returns when it is worth another try; else raises."""
         last = mending.last
-        if self._answered and mending.without - mending.forgiven:
-            mending.forgiven |= mending.without  # perhaps it was but the connection: ask them again, once
+        full = isinstance(last, Refused) and last.retry_after_s is not None and self._answered
+        # Those who failed us may have lost but a connection, or be about to be started again.
+        patience_s = max(self._plan.wait_for_blocks_s, HOLDERS_S if mending.without else 0.0)
+        if full or self._loop.time() - mending.began < patience_s:
+            await asyncio.sleep(min(WAIT_POLL_S, WAIT_FIRST_S * 2**mending.waits))
+            mending.waits += 1
             mending.without.clear()
-        elif self._loop.time() - mending.began < self._plan.wait_for_blocks_s:
-            await asyncio.sleep(WAIT_POLL_S)
-            mending.begin_again()
-        elif self._answered and isinstance(last, Refused) and last.retry_after_s is not None:
-            await asyncio.sleep(last.retry_after_s)
-            mending.begin_again()
         elif last is None:
             raise nobody
         elif self._answered:
@@ -371,14 +366,13 @@ class Session:
                     self._hand_on(index + 1, message, tensors)
             case wire.Refused():
                 self._on_refused(leg, message)
+            case wire.Progress():
+                leg.tell(message)
             case wire.Leaving():
                 self._leaving.add(leg.hop.process)
                 self._move_if_asked()
-            case wire.Failed(blame="next") if index + 1 < len(self.live.legs):
-                why = f"{message.why} (says {channel.peer})"
-                self._stop_for(EdgeDown(self.live.edge(index), why, blocked=bool(leg.waiting)))
             case wire.Failed():
-                self._stop_for(leg.broken(message.why))
+                self._on_failed(index, message)
             case _:
                 leg.hear(message)
 
@@ -403,11 +397,22 @@ class Session:
             return
         self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
 
+    def _on_failed(self, index: int, message: wire.Failed) -> None:
+        leg = self.live.legs[index]
+        if message.blame == "next" and index + 1 < len(self.live.legs):
+            why = f"{message.why} (says {leg.hop.peer_id})"
+            self._stop_for(EdgeDown(self.live.edge(index), why, blocked=bool(leg.waiting)))
+        else:
+            self._stop_for(leg.broken(message.why))
+
     def _on_refused(self, leg: Leg, message: wire.Refused) -> None:
         retry_after_s = None if message.retry_after_ms is None else message.retry_after_ms / 1000
         error = Refused(leg.hop.peer_id, str(leg.hop.blocks), message.code, message.why, retry_after_s)
-        if message.step is None:
+        if message.step is None and leg.waiting:
             leg.fail(error)
+            return
+        if message.step is None:
+            self._stop_for(leg.broken(f"it has lost the session: {message.why}"))
             return
         flight = self._in_flight.get(message.step)
         if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():
@@ -444,14 +449,10 @@ class Session:
 
 @dataclass(slots=True)
 class _Mending:
-    """What has been tried to make a route stand again. without: processes not to use; forgiven: asked once more."""
+    """What has been tried to make a route stand. without: processes that failed or declined since we last waited."""
 
     began: float
     without: set[str] = field(default_factory=set)
-    forgiven: set[str] = field(default_factory=set)
     last: Trouble | None = None
     tries: int = 0
-
-    def begin_again(self) -> None:
-        """Time has passed: everybody may be asked anew."""
-        self.without, self.forgiven, self.tries = set(), set(), 0
+    waits: int = 0

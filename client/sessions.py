@@ -21,6 +21,11 @@ class Sessions:
         self._watched: set[Channel] = set()
         self.dialer: Dialer  # set by whoever builds both: each needs the other
 
+    @property
+    def any_open(self) -> bool:
+        """Whether there is a session."""
+        return bool(self._by_id)
+
     def on_message(self, channel: Channel, message: wire.AnyMessage, tensors: Tensors) -> None:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):

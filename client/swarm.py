@@ -102,10 +102,12 @@ class Swarm:
             sessions = Sessions()
             sessions.dialer = Dialer(self._me, sessions.on_message)
             self._router = Router(self._wanted, directory, sessions)
+            keeping = asyncio.create_task(self._router.keep_fresh())
             try:
                 joined.set_result(None)
                 await asyncio.get_running_loop().create_future()  # until cancelled
             finally:
+                keeping.cancel()
                 await sessions.close()
 
     async def _open(self, blocks: Blocks, plan: SessionPlan) -> Session:

@@ -11,47 +11,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarm.client.live import EdgeDown, Leg, LiveRoute
-from swarm.errors import ChannelClosed, HopFailed, Refused
+from swarm.errors import ChannelClosed, HopFailed
 from swarm.wire.messages import Inquiry, Progress
 
-PATIENCE_S_MIN = 0.25
-PATIENCE_S_MAX = 2.0
-ANSWER_S_MIN = 0.5
-ANSWER_S_MAX = 3.0
+PATIENCE_S = (0.25, 0.5, 1.0)  # least, before anything is known, and most
+ANSWER_S = (0.5, 1.0, 2.0)
 QUIET_S = 0.2  # without a byte: shorter than this, something is on its way
 WEDGED_S = 30.0  # a hop that computes but finishes nothing, for anybody
 RESEND_ROUNDS = 2  # of questions in which nothing moves
 GIVE_UP_ROUNDS = 4
 
 
-class StepTimes:
-    """What a step usually takes: mean and deviation, smoothed as in RFC 6298, section 2."""
+class Usual:
+    """How long something usually takes: mean and deviation, smoothed as in RFC 6298, section 2."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds_s: tuple[float, float, float]) -> None:
+        """bounds_s: the least to wait, what to wait before anything is known, and the most."""
+        self._least_s, self.wait_s, self._most_s = bounds_s
         self._mean_s: float | None = None
         self._deviation_s = 0.0
 
-    def observe(self, took_s: float, tokens: int) -> None:
-        """Learn from a step of so many tokens in which nothing failed."""
-        if tokens > 1:
-            return  # a prefill says nothing about decode steps, and is long enough to be asked about anyway
+    def observe(self, took_s: float) -> None:
+        """Learn; `wait_s` is then what it hardly ever exceeds."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = took_s, took_s / 2
-            return
-        self._deviation_s += (abs(took_s - self._mean_s) - self._deviation_s) / 4
-        self._mean_s += (took_s - self._mean_s) / 8
-
-    @property
-    def patience_s(self) -> float:
-        """How long to wait before asking."""
-        if self._mean_s is None:
-            return PATIENCE_S_MAX / 2
-        return min(PATIENCE_S_MAX, max(PATIENCE_S_MIN, self._mean_s + 4 * self._deviation_s))
-
-    @property
-    def answer_s(self) -> float:
-        """How long a hop may take to answer a question, which its loop does at once."""
-        return min(ANSWER_S_MAX, max(ANSWER_S_MIN, 2 * self.patience_s))
+        else:
+            self._deviation_s += (abs(took_s - self._mean_s) - self._deviation_s) / 4
+            self._mean_s += (took_s - self._mean_s) / 8
+        self.wait_s = min(self._most_s, max(self._least_s, self._mean_s + 4 * self._deviation_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +96,8 @@ class Watcher:
         resend: Callable[[], None],
     ) -> None:
         """unanswered: steps under way. report: takes what is at fault. resend: sends the steps again."""
-        self.times = StepTimes()
+        self.steps = Usual(PATIENCE_S)  # of one token: a prefill is long enough to be asked about anyway
+        self._answers = Usual(ANSWER_S)
         self._live = live
         self._unanswered = unanswered
         self._report = report
@@ -125,7 +113,7 @@ class Watcher:
             nonlocal watcher
             watcher = self._loop.create_task(self._ask_hops())
 
-        patience = self._loop.call_later(self.times.patience_s, lose_patience)
+        patience = self._loop.call_later(self.steps.wait_s, lose_patience)
         try:
             yield
         finally:
@@ -142,33 +130,29 @@ class Watcher:
             said = [answer for answer in answers if answer is not None]
             if len(said) == len(self._live.legs) and epoch == self._live.epoch:
                 self._judge(watch, said)
-            await asyncio.sleep(self.times.patience_s)
+            await asyncio.sleep(self.steps.wait_s)
 
     async def _ask(self, leg: Leg) -> Progress | None:
-        if leg.channel is None:
-            return None
         channel = leg.channel
-        asked_at, unsent = self._loop.time(), channel.unsent_bytes
+        if channel is None or leg.failed:
+            return None
+        asked_at, unsent, patience_s = self._loop.time(), channel.unsent_bytes, self._answers.wait_s
         try:
-            async with asyncio.timeout(self.times.answer_s):
+            async with asyncio.timeout(patience_s):
                 if not leg.opened:
                     await channel.ping()
                     return None
-                answer = leg.expect(Progress)
+                leg.asked = self._loop.create_future()
                 channel.send(Inquiry(session=self._live.session, epoch=self._live.epoch))
-                progress = await answer
-                assert isinstance(progress, Progress)
+                progress = await leg.asked
+                self._answers.observe(self._loop.time() - asked_at)
                 return progress
         except TimeoutError:
             takes_what_we_send = channel.unsent_bytes < unsent
             if channel.heard_at <= asked_at and not takes_what_we_send and self._live.has(leg):
-                self._report(leg.broken(f"no sign of life for {self.times.answer_s:.1f} s"))
+                self._report(leg.broken(f"no sign of life for {patience_s:.1f} s"))
         except ChannelClosed:
             pass  # its end is told by `on_ended`
-        except Refused as refused:
-            self._report(leg.broken(f"it has lost the session: {refused.why}"))
-        except (HopFailed, EdgeDown):
-            pass  # known, by `_stop_for`
         return None
 
     def _judge(self, watch: Watch, hops: list[Progress]) -> None:

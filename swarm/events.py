@@ -1,5 +1,6 @@
 """What happens, as structured events: for people on a terminal, else as JSON lines. Never prompts, never tensors."""
 
+import contextlib
 import logging
 import sys
 
@@ -18,5 +19,16 @@ def configure_events(level: str) -> None:
             structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is then: notebooks replace it
+        logger_factory=lambda *_: _Lines(sys.stderr),  # as it is then: notebooks replace it
     )
+
+
+class _Lines(structlog.PrintLogger):
+    """Prints where that is possible: a full disk, or a reader that has gone, must not end a server."""
+
+    def msg(self, message: str) -> None:
+        """Print one event."""
+        with contextlib.suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warning = error = critical = exception = msg

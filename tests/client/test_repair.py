@@ -242,7 +242,7 @@ def test_without_anybody_to_take_over_the_blocks_are_named(checkpoint):
             began = time.monotonic()
             with pytest.raises((NoRoute, HopFailed), match="3:6"):
                 model(ONE[:, :1], past_key_values=cache)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 20
 
 
 def test_a_generation_waits_for_somebody_to_come_back(checkpoint, full):

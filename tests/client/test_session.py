@@ -105,12 +105,13 @@ def test_a_server_that_never_has_room_ends_the_step_at_its_deadline(checkpoint):
         eventually(lambda: leases(swarm) == [(0, 0)] * 2)
 
 
-def test_a_hop_that_ends_and_that_nobody_replaces_is_named_at_once(checkpoint):
+def test_a_hop_that_ends_and_that_nobody_replaces_is_named(checkpoint, monkeypatch):
     with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
         cache = model.new_cache()
         with torch.no_grad():
             model(IDS, past_key_values=cache)
         last = swarm.servers[-1]
+        monkeypatch.setattr(session_module, "HOLDERS_S", 0.5)
 
         async def crash():
             await last._listener.close()
@@ -120,7 +121,7 @@ def test_a_hop_that_ends_and_that_nobody_replaces_is_named_at_once(checkpoint):
         with torch.no_grad(), pytest.raises(NoRoute, match="3:6") as caught:
             model(IDS[:, :1], past_key_values=cache)
         assert last.me.identity.peer_id in str(caught.value)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 6
 
 
 def test_a_collected_cache_frees_its_leases(swarm, model):

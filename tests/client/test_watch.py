@@ -4,12 +4,11 @@ import pytest
 
 from swarm.client.watch import (
     GIVE_UP_ROUNDS,
-    PATIENCE_S_MAX,
-    PATIENCE_S_MIN,
+    PATIENCE_S,
     RESEND_ROUNDS,
     WEDGED_S,
-    StepTimes,
     Stuck,
+    Usual,
     Watch,
     Wedged,
 )
@@ -67,16 +66,16 @@ def test_a_hop_behind_a_busy_one_is_not_suspected():
     assert rounds([hop(WAITING, under_way=1), hop(WAITING)], 20) == [None] * 20
 
 
-def test_patience_follows_the_steps_within_limits():
-    times = StepTimes()
-    times.observe(60.0, tokens=512)  # a prefill
-    assert PATIENCE_S_MIN < times.patience_s < PATIENCE_S_MAX
+def test_patience_follows_what_is_usual_within_limits():
+    least, first, most = PATIENCE_S
+    usual = Usual(PATIENCE_S)
+    assert usual.wait_s == first
     for _ in range(50):
-        times.observe(0.001, tokens=1)
-    assert times.patience_s == PATIENCE_S_MIN
+        usual.observe(0.001)
+    assert usual.wait_s == least
     for _ in range(50):
-        times.observe(0.4, tokens=1)
-    assert 0.4 < times.patience_s < 1.0
+        usual.observe(0.4)
+    assert 0.4 < usual.wait_s < 0.6
     for _ in range(50):
-        times.observe(30.0, tokens=1)
-    assert times.patience_s == PATIENCE_S_MAX
+        usual.observe(30.0)
+    assert usual.wait_s == most

@@ -66,7 +66,7 @@ def test_without_anybody_to_take_over_a_killed_server_is_a_named_error_until_the
         model.generate(prompt(1, 6), max_new_tokens=200, streamer=After(5, victim.kill), **SAME)
     assert nobody.value.missing == (3, 4, 5)
     assert victim.ready["peer_id"] in str(nobody.value)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
     replacement = two_hops.swarm.start_server("3:6").wait_ready()
     got = model.generate(prompt(1, 6), max_new_tokens=8, **SAME)  # the dead one's record is still there for a while
@@ -166,7 +166,7 @@ def test_a_step_that_finds_no_room_until_its_deadline_says_so(small: World):
     assert refused.value.code == "no_room"
     assert refused.value.peer == small.swarm.servers[0].ready["peer_id"]
     assert "20 more tokens do not fit, 10 are free" in str(refused.value)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
     held.close()
     got = waiting.generate(prompt(1, 20), max_new_tokens=4, **SAME)
     assert torch.equal(got, small.full.generate(prompt(1, 20), max_new_tokens=4, **SAME))
