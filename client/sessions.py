@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 
 from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance
@@ -12,10 +13,17 @@ from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
 
 
+def random_id() -> str:
+    """Return a session's name, which nobody can guess."""
+    return secrets.token_hex(16)
+
+
 class Sessions:
     """The client's open sessions, by their id: where messages from hops go."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_id: Callable[[], str] = random_id) -> None:
+        """new_id: names a session, with 32 hex digits."""
+        self._new_id = new_id
         self.avoidance = Avoidance(asyncio.get_running_loop().time)
         self._by_id: dict[str, Session] = {}
         self._watched: set[Channel] = set()
@@ -38,7 +46,7 @@ class Sessions:
 
         planner: finds the hops, and later on those that take over from others.
         """
-        session_id = secrets.token_hex(16)
+        session_id = self._new_id()
         live = LiveRoute(session_id, plan, blocks, self.dialer, self.avoidance, self._watch)
         session = Session(session_id, plan, planner, live, self.avoidance)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))

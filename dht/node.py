@@ -24,7 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from swarm.dht.protocol import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS, STORES_MAX, SwarmProtocol
-from swarm.dht.records import SKEW_MAX_S, key_id
+from swarm.dht.records import check_clock, key_id
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate
 from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
@@ -244,11 +244,11 @@ class SwarmNode:
                 raise Unreachable("the swarm", known, JOIN_TIMEOUT_S, "; ".join(sorted(reasons))[:300])
             _log.warning("no initial peer answers", initial_peers=known)
             return
-        skew_s = min(skews, key=abs)
-        if abs(skew_s) > SKEW_MAX_S:
-            skew = ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+        try:
+            check_clock(skews)
+        except ClockSkew as skew:
             if must:
-                raise skew
+                raise
             _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
         await self._learn(running)
 

@@ -16,6 +16,7 @@ import hashlib
 import ipaddress
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -23,7 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.config import NETWORK_PATTERN, PROTOCOL_VERSION
-from swarm.errors import RecordError, RecordExpired
+from swarm.errors import ClockSkew, RecordError, RecordExpired
 from swarm.identity import SIGNATURE_BYTES, Identity, peer_id_of, verify
 
 RECORD_BYTES_MAX = 2048  # 256 of them fill half of one DHT message; a relay of records stays cheap
@@ -188,6 +189,13 @@ def check_expiry(issued: float, expires: float, now: float) -> None:
         raise RecordExpired(f"expired {now - expires:.1f} s ago")
     if issued > now + SKEW_MAX_S:
         raise RecordExpired(f"from the future: issued {issued - now:.1f} s ahead of this clock")
+
+
+def check_clock(skews_s: Sequence[float]) -> None:
+    """Raise ClockSkew if this clock is wrong by what others say, each its own difference: the closest one counts."""
+    skew_s = min(skews_s, key=abs, default=0.0)
+    if abs(skew_s) > SKEW_MAX_S:
+        raise ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
 
 
 def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value

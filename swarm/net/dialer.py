@@ -1,7 +1,7 @@
 """Channels that this side opened: one for each peer, shared by all who need it, ended when nobody does."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from swarm.errors import ChannelClosed, NetworkError, Unreachable
 from swarm.net.channel import Channel, OnMessage, Remote, Self
@@ -11,11 +11,15 @@ PEERS_MAX = 1024
 IDLE_S = 60.0  # an unused channel waits so long for the next session
 ADDRESSES_TRIED = 4
 
+Dial = Callable[[str, Remote, Self, OnMessage], Awaitable[Channel]]
+"""`await dial(address, remote, me, on_message)`: a proven channel. Raises NetworkError."""
+
 
 class Dialer:
     """Opens and shares channels. Lives in the event loop."""
 
-    def __init__(self, me: Self, on_message: OnMessage) -> None:
+    def __init__(self, me: Self, on_message: OnMessage, dial: Dial = dial) -> None:
+        self._dial_one = dial
         self._me = me
         self._on_message = on_message
         self._dials: dict[Remote, asyncio.Task[Channel]] = {}
@@ -77,7 +81,7 @@ class Dialer:
         error: NetworkError = Unreachable(remote.peer, tuple(addresses), 0.0, "it announces no address")
         for address in addresses[:ADDRESSES_TRIED]:
             try:
-                return await dial(address, remote, self._me, self._on_message)
+                return await self._dial_one(address, remote, self._me, self._on_message)
             except NetworkError as failed:
                 error = failed
         raise error

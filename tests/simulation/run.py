@@ -1,0 +1,297 @@
+"""One run: a seed makes a world and a client's sessions in it; what comes out is compared with the model run locally."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+import swarm.client.session as session_module
+import swarm.server.session as hosted_module
+import swarm.wire.journal as journal_module
+from swarm.blocks import Blocks
+from swarm.client.live import SessionPlan
+from swarm.client.session import Session
+from swarm.errors import SwarmError
+from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
+from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy
+from tests.simulation.network import Trace
+from tests.simulation.world import N_BLOCKS, ROOT, Client, Weather, World, ended
+
+TOKENS = 256
+CHUNK_TOKENS = 8
+ROLLBACK_MAX = 16
+STEP_TIMEOUT_S = 120.0
+HANG_S = STEP_TIMEOUT_S + 30.0  # a step that has neither answered nor raised by then hangs
+HORIZON_S = 4 * 3600.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run came to."""
+
+    seed: int
+    departures_per_min: float
+    tokens: int = 0  # that came out
+    wrong: int = 0  # of them, those that differ from the reference
+    hung: bool = False
+    error: str = ""  # why the run ended early
+    covered: bool = True  # every block kept a reachable holder
+    repairs: int = 0
+    crashes: int = 0
+    stalls: int = 0
+    leaves: int = 0
+    partitions: int = 0
+    skewed: int = 0  # servers that were refused because of their clocks
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    events: int = 0
+    digest: str = ""
+    faults: list[str] = field(default_factory=list)  # exceptions that no production code caught
+
+    @property
+    def good(self) -> bool:
+        """Whether everything held that must hold."""
+        return not (self.wrong or self.hung or self.faults or (self.error and self.covered))
+
+    def row(self) -> dict[str, Any]:
+        """As written to a file."""
+        return asdict(self)
+
+
+def weather_of(seed: int, departures_per_min: float) -> Weather:
+    """Each fault comes with about every second seed."""
+    rng = Random(f"weather {seed}")
+
+    def maybe(value: float) -> float:
+        return value if rng.random() < 0.5 else 0.0
+
+    return Weather(
+        departures_per_min=departures_per_min,
+        partitions_per_min=maybe(20.0),
+        disorder=maybe(0.002),
+        slow_links=maybe(0.05),
+        skew_s=maybe(15.0),
+        wrong_clocks=maybe(0.05),
+        refusals=maybe(0.1),
+        tight_pools=maybe(0.1),
+        lost_announcements=maybe(0.15),
+    )
+
+
+def simulate(
+    seed: int, departures_per_min: float, weather: Weather | None = None, lines: list[str] | None = None
+) -> Outcome:
+    """Run one seed. lines: gets a readable trace."""
+    outcome = Outcome(seed, departures_per_min)
+    began = time.process_time()
+    loop = VirtualLoop(HORIZON_S)
+    trace = Trace(loop, lines)
+    loop.set_exception_handler(lambda _, context: outcome.faults.append(_described(context)))
+    asyncio.set_event_loop(None)
+    with _small_chunks(), _events_into(trace if lines is not None else None), torch.inference_mode():
+        try:
+            weather = weather or weather_of(seed, departures_per_min)
+            loop.run_until_complete(_run(loop, seed, weather, trace, outcome))
+        except (NothingLeft, Overdue) as hang:
+            outcome.hung, outcome.error = True, str(hang)
+        finally:
+            outcome.virtual_s, outcome.digest, outcome.events = round(loop.time(), 6), trace.digest, trace.events
+            _tear_down(loop)
+    outcome.cpu_s = round(time.process_time() - began, 4)
+    return outcome
+
+
+async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome) -> None:
+    world = World(loop, seed, weather, trace)
+    world.populate()
+    client = Client(world, seed)
+    await asyncio.sleep(25.0)  # everybody has announced
+    world.counts.uncovered.clear()
+    lives = [
+        loop.create_task(life) for life in (world.churn(), world.cut_links(client.process), world.watch_coverage())
+    ]
+    users = [User(f"user {seed}", TOKENS, client, outcome)]
+    if seed % 3 == 0:
+        users.append(User(f"other user {seed}", TOKENS // 4, client, outcome))
+    try:
+        await asyncio.gather(*(user.run() for user in users))
+    except SwarmError as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    except Hang as hang:
+        outcome.hung, outcome.error = True, str(hang)
+    await ended(lives)
+    counts = world.counts
+    outcome.covered = not counts.uncovered
+    outcome.crashes, outcome.stalls, outcome.leaves = counts.crashes, counts.stalls, counts.leaves
+    outcome.partitions, outcome.skewed = counts.partitions, counts.skewed
+    await client.sessions.close()
+
+
+class Hang(Exception):
+    """A step neither answered nor raised."""
+
+
+class User:
+    """Generates: a prefill in chunks, tokens one by one and in windows, rollbacks, gathers; checks every output."""
+
+    def __init__(self, seed: str, tokens: int, client: Client, outcome: Outcome) -> None:
+        self._rng = Random(seed)
+        self._tokens = tokens
+        self._client = client
+        self._outcome = outcome
+        self._local = HashSpan(Blocks(0, N_BLOCKS))
+        self._past = self._local.new_cache()
+        self._mask: Tensor | None = None
+        self._offset = 0  # of position ids, where there is padding
+
+    async def run(self) -> None:
+        """Open a session, generate, close it. Raises Hang, or what the session raises."""
+        plan = SessionPlan(
+            root=ROOT,
+            positions_max=self._tokens * 2 + 128,
+            rollback_max=ROLLBACK_MAX,
+            step_timeout_s=STEP_TIMEOUT_S,
+            wait_for_blocks_s=0.0,
+        )
+        session = await _in_time(self._client.router.open(Blocks(0, N_BLOCKS), plan))
+        try:
+            await self._generate(session)
+        finally:
+            self._outcome.repairs += session.repairs
+            await session.close()
+
+    async def _generate(self, session: Session) -> None:
+        rng = self._rng
+        n_rows = rng.choice((1, 1, 1, 2, 3))
+        length = rng.randrange(1, 64)
+        prompt = [[rng.randrange(4000) for _ in range(length)] for _ in range(n_rows)]
+        mask = None
+        if n_rows > 1 and length > 4 and rng.random() < 0.5:
+            mask = torch.ones(n_rows, length, dtype=torch.uint8)
+            mask[0, : rng.randrange(1, length)] = 0
+        next_tokens = await self._step(session, prompt, mask=mask)
+        done = 0
+        while done < self._tokens:
+            draw = rng.random()
+            keep, rows = None, None
+            window = [[token] for token in next_tokens]
+            if draw < 0.03 and session.length > ROLLBACK_MAX:
+                keep = session.length - rng.randrange(1, ROLLBACK_MAX)
+            elif draw < 0.06:
+                count = rng.randrange(1, 4)
+                rows = [rng.randrange(len(window)) for _ in range(count)]
+                window = [window[row] for row in rows]
+            if rng.random() < 0.05:  # a speculative window
+                extra = rng.randrange(1, 5)
+                window = [row + [rng.randrange(4000) for _ in range(extra)] for row in window]
+            next_tokens = await self._step(session, window, keep=keep, rows=rows)
+            done += len(window[0])
+
+    async def _step(
+        self,
+        session: Session,
+        tokens: Sequence[Sequence[int]],
+        *,
+        mask: Tensor | None = None,
+        keep: int | None = None,
+        rows: list[int] | None = None,
+    ) -> list[int]:
+        """Run one step in the swarm and locally. Returns the next token of each row."""
+        hidden = embed(tokens)
+        positions = None
+        if mask is not None:
+            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        want = hidden.shape[1] if keep is not None else 1
+        got = await _in_time(session.step(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want))
+        expected = self._locally(hidden, positions, mask, keep, rows)[:, -want:]
+        self._outcome.tokens += len(tokens[0])
+        if not torch.equal(got, expected):
+            self._outcome.wrong += len(tokens[0])
+        return greedy(expected)
+
+    def _locally(
+        self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None, keep: int | None, rows: list[int] | None
+    ) -> Tensor:
+        past = self._past
+        if keep is not None and keep < past.length:
+            past.keep(keep)
+            self._mask = None if self._mask is None else self._mask[:, :keep]
+        if rows is not None:
+            past.gather(torch.tensor(rows))
+            self._mask = None if self._mask is None else self._mask[rows]
+        if mask is not None or self._mask is not None:
+            n_rows, tokens, _ = hidden.shape
+            old = self._mask if self._mask is not None else torch.ones(n_rows, past.length, dtype=torch.uint8)
+            new = mask if mask is not None else torch.ones(n_rows, tokens, dtype=torch.uint8)
+            self._mask = torch.cat([old, new], dim=1)
+        return self._local.forward(hidden, cache=past, positions=positions, mask=self._mask)
+
+
+async def _in_time(work: Any) -> Any:
+    try:
+        async with asyncio.timeout(HANG_S):
+            return await work
+    except TimeoutError:
+        raise Hang(f"neither an answer nor an error within {HANG_S:.0f} s") from None
+
+
+@contextlib.contextmanager
+def _small_chunks() -> Iterator[None]:
+    """Long steps and replays travel in many messages, although the model is small."""
+    size = CHUNK_TOKENS * HIDDEN_SIZE * 4
+    modules: Any = (session_module, journal_module)
+    before = [module.CHUNK_BYTES for module in modules]
+    for module in modules:
+        module.CHUNK_BYTES = size
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.CHUNK_BYTES = value
+
+
+@contextlib.contextmanager
+def _events_into(trace: Trace | None) -> Iterator[None]:
+    """Keep production code's events out of the way, or write them into the trace."""
+
+    def note(_logger: object, _method: str, event: dict[str, Any]) -> str:
+        assert trace is not None
+        if trace.lines is not None:
+            facts = " ".join(f"{key}={value}" for key, value in event.items() if key not in {"event", "exc_info"})
+            trace.lines.append(f"{trace._loop.time():.6f}     {event['event']} {facts}")
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    level = 10 if trace is not None else 50
+    structlog.configure(processors=[note], wrapper_class=structlog.make_filtering_bound_logger(level))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def _described(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return f"{context.get('message', '')}: {error!r}"
+
+
+def _tear_down(loop: VirtualLoop) -> None:
+    """End what is left; the run is over and its outcome is known."""
+    loop.set_exception_handler(lambda *_: None)
+    loop.horizon_s = float("inf")
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(NothingLeft):
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.close()
+
+
+__all__ = ["Outcome", "hosted_module", "simulate", "weather_of"]

@@ -1,0 +1,380 @@
+"""The world of one run: a hundred servers that come and go, their announcements, and one client."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from swarm.blocks import Blocks
+from swarm.client.router import Router, Wanted
+from swarm.client.sessions import Sessions
+from swarm.config import PROTOCOL_VERSION
+from swarm.dht.directory import Directory
+from swarm.dht.records import Announcement, Span, check_clock, check_expiry, key_id
+from swarm.dht.storage import RecordStorage
+from swarm.dht.validator import Entry, RecordGate
+from swarm.errors import ClockSkew, RecordError
+from swarm.identity import Identity
+from swarm.net.dialer import Dialer
+from swarm.server.announcer import Announcer, State
+from swarm.server.handler import Handler, Hosting
+from swarm.server.pool import KvPool
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.model import NUMERIC_CLASS, HashSpan
+from tests.simulation.network import Network, Process, Trace
+
+NETWORK = "simulation"
+MODEL = "hash/model"
+ROOT = "5eed" * 16
+N_BLOCKS = 12
+EPOCH_S = 1_800_000_000.0  # what true wall clocks say when a run begins
+HOLDER_AFTER_S = 5.0  # a server counts as a holder when it has been online for so long
+DHT_S = 0.15  # one operation of the DHT
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """Which faults a run has, and how many. Rates are shares from 0 to 1 where nothing else is said."""
+
+    servers: int = 100
+    departures_per_min: float = 0.0
+    stalls: float = 0.4  # of departures; the others crash, vanish or leave in good order
+    vanishes: float = 0.15
+    leaves: float = 0.1
+    partitions_per_min: float = 0.0
+    disorder: float = 0.0  # of messages
+    slow_links: float = 0.0
+    skew_s: float = 0.0  # clocks are off by up to so much
+    wrong_clocks: float = 0.0  # of servers whose clock is five minutes off
+    refusals: float = 0.0  # of servers that refuse sessions now and then
+    tight_pools: float = 0.0  # of servers that have little room
+    lost_announcements: float = 0.0
+
+
+class VirtualExecutor:
+    """Computes one job after another; each takes as much virtual time as the server is slow."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, process: Process, span: HashSpan, block_ms: float) -> None:
+        self._loop, self._process, self._span, self._block_s = loop, process, span, block_ms / 1000
+        self._jobs: deque[tuple[Any, Any]] = deque()
+        self._busy = False
+
+    def submit(self, job: Any, done: Any) -> None:
+        """As `Executor.submit`."""
+        self._jobs.append((job, done))
+        if not self._busy:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._busy = True
+        job, done = self._jobs.popleft()
+        try:
+            result = job()
+        except Exception as error:  # noqa: BLE001 - as in the real executor
+            result = error
+        block_tokens, block_calls = self._span.cost.take()
+        took_s = self._block_s * (block_calls + block_tokens / 16) + 1e-4
+        self._loop.call_later(took_s, self._process.enter, partial(self._finish, done, result))
+
+    def _finish(self, done: Any, result: object) -> None:
+        self._busy = False
+        if self._jobs:
+            self._begin()
+        done(result)
+
+
+class Store:
+    """The DHT as one process sees it: its own clock checks what it reads, the storing nodes' what it writes."""
+
+    def __init__(self, world: "World", process: Process, gate: RecordGate) -> None:
+        self.gate = gate
+        self._world, self._process = world, process
+
+    async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
+        """As `RecordStore.put`; some are lost."""
+        world = self._world
+        await world.alive(self._process)
+        await asyncio.sleep(DHT_S)
+        kept = []
+        for entry in entries:
+            if (
+                world.network.is_cut(self._process.name, "the DHT")
+                or world.lossy.random() < world.weather.lost_announcements
+            ):
+                kept.append(0)
+                continue
+            try:
+                check_expiry(entry.facts.issued, entry.facts.expires, world.wall_clock())
+                kept.append(int(world.storage.put(entry)))
+            except RecordError as error:
+                world.trace.note("record refused", self._process.name, error)
+                kept.append(0)
+        return tuple(kept)
+
+    async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
+        """As `RecordStore.get`."""
+        await asyncio.sleep(DHT_S)
+        return {key: tuple(entry.data for entry in self._world.storage.entries(key_id(key))) for key in keys}
+
+
+class Host:
+    """One server: production handler, pool, dialer, directory and announcer in a virtual process."""
+
+    def __init__(self, world: "World", name: str, rng: Random, identity: Identity, blocks: Blocks) -> None:
+        self.world, self.name, self.blocks, self.identity = world, name, blocks, identity
+        weather = world.weather
+        self.block_ms = rng.choice((2.0, 4.0, 8.0))
+        self.tight = rng.random() < weather.tight_pools
+        self.refuses = rng.random() < weather.refusals
+        self.skew_s = rng.uniform(-weather.skew_s, weather.skew_s)
+        if rng.random() < weather.wrong_clocks:
+            self.skew_s = rng.choice((-300.0, 300.0))
+        key = SimpleNamespace(public=rng.randbytes(32))
+        me: Any = SimpleNamespace(identity=identity, key=key, network=NETWORK)
+        self.process = Process(name, me, f"{name}:1")
+        self.span = HashSpan(blocks)
+        self.pool = KvPool(rng.randrange(100, 300) if self.tight else 100_000)
+        self.steady_since: float | None = None  # when it became a holder of its blocks
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.handler = Handler(
+            Hosting(ROOT, NETWORK, self.span),  # type: ignore[arg-type]
+            VirtualExecutor(world.loop, self.process, self.span, self.block_ms),
+            self.pool,
+            self.wall_clock,
+        )
+        self.handler.dialer = Dialer(me, self.handler.on_message, partial(world.network.dial, self.process))
+        self.process.on_message = self.handler.on_message
+        store = Store(world, self.process, world.gate(self.wall_clock))
+        self.directory = Directory(store, identity=identity, network=NETWORK, clock=self.wall_clock)
+        self.announcer = Announcer(self.directory, self.announcement)
+
+    def wall_clock(self) -> float:
+        """What this server's clock says."""
+        return self.world.wall_clock() + self.skew_s
+
+    def announcement(self, state: State) -> Announcement:
+        """As `Server.announcement`."""
+        now = self.wall_clock()
+        return Announcement(
+            protocol=PROTOCOL_VERSION,
+            version="1",
+            network=NETWORK,
+            public_key=self.identity.public_key.hex(),
+            root=ROOT,
+            model=MODEL,
+            n_blocks=N_BLOCKS,
+            blocks=Span(self.blocks.start, self.blocks.stop),
+            numeric_class=NUMERIC_CLASS,
+            addresses=(self.process.address,),
+            channel_key=self.process.me.key.public.hex(),
+            decode_tps=1000.0 / (self.block_ms * len(self.blocks)),
+            free_tokens=self.pool.free_tokens,
+            load=float(self.handler.steps_under_way),
+            state=state,
+            sequence=0,
+            issued=now,
+            expires=now + 1,
+        )
+
+    def start(self, after_s: float) -> None:
+        """Join, announce, serve. Raises ClockSkew."""
+        self.world.network.processes[self.process.address] = self.process
+        check_clock([self.skew_s])
+        self._tasks.append(self.world.loop.create_task(self._live(after_s)))
+
+    async def _live(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self.announcer.state = "online"
+        self.steady_since = self.world.loop.time()
+        await self.announcer.run()
+
+    def leave(self) -> None:
+        """Drain, then withdraw and end."""
+        self.steady_since = None
+        self._tasks.append(self.world.loop.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        self.announcer.change("draining")
+        await self.handler.drain(30.0)
+        await self.handler.close()
+        await self.handler.dialer.close()
+        self.world.network.kill(self.process)
+
+    def holds(self, now: float) -> bool:
+        """Whether a client can count on it."""
+        steady = self.steady_since is not None and now - self.steady_since >= HOLDER_AFTER_S
+        well = self.process.state == "running" and not self.tight and not self.handler.draining
+        return steady and well and not self.world.network.is_cut(self.name, "client")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened to the swarm during a run."""
+
+    crashes: int = 0
+    stalls: int = 0
+    leaves: int = 0
+    partitions: int = 0
+    skewed: int = 0
+    uncovered: list[float] = field(default_factory=list)  # when some block had no holder
+
+
+class World:
+    """Everything but the client's own doings. The same seed and weather make the same world."""
+
+    def __init__(self, loop: VirtualLoop, seed: int, weather: Weather, trace: Trace) -> None:
+        self.loop, self.weather, self.trace = loop, weather, trace
+        self.rng = Random(f"world {seed}")
+        self.lossy = Random(f"lossy {seed}")
+        self.counts = Counts()
+        self.network = Network(loop, seed, trace)
+        self.network.disorder, self.network.slow_links = weather.disorder, weather.slow_links
+        self.storage = RecordStorage(self.wall_clock)
+        self.hosts: list[Host] = []
+        self._gates: list[RecordGate] = []
+        self._names = 0
+
+    def wall_clock(self) -> float:
+        """The true time, seconds since 1970."""
+        return EPOCH_S + self.loop.time()
+
+    def gate(self, clock: Any) -> RecordGate:
+        """A gate with its own clock; signatures that one process has verified are not verified again by others."""
+        gate = RecordGate(NETWORK, clock)
+        if self._gates:
+            gate._verified = self._gates[0]._verified
+        else:
+            self._gates.append(gate)
+        return gate
+
+    async def alive(self, process: Process) -> None:
+        """Return while the process runs; later if it is stopped, never if it is dead."""
+        if process.state != "running" or process.waiting:
+            going_on: asyncio.Future[None] = self.loop.create_future()
+            process.enter(partial(going_on.set_result, None))
+            await going_on
+
+    # Servers
+
+    def populate(self) -> None:
+        """Start with servers that have been there for a while."""
+        for number in range(self.weather.servers):
+            self.arrive(20.0 * self.rng.random() if number >= 2 * N_BLOCKS else 0.0)
+
+    def arrive(self, after_s: float, identity: Identity | None = None) -> None:
+        """A server comes."""
+        self._names += 1
+        rng = Random(self.rng.randbytes(16))
+        size = rng.randrange(2, 6)
+        start = (3 * self._names) % (N_BLOCKS - size + 1)
+        host = Host(self, f"s{self._names}", rng, identity or Identity(rng.randbytes(32)), Blocks(start, start + size))
+        try:
+            host.start(after_s)
+        except ClockSkew as skew:
+            self.counts.skewed += 1
+            self.trace.note("refused", host.name, skew)
+            return
+        self.hosts.append(host)
+        self.trace.note("arrives", host.name, host.blocks)
+
+    async def churn(self) -> None:
+        """Departures, and as many arrivals."""
+        rng, rate = self.rng, self.weather.departures_per_min / 60
+        while rate:
+            await asyncio.sleep(rng.expovariate(rate))
+            running = [host for host in self.hosts if host.process.state == "running" and not host.handler.draining]
+            if running:
+                self.depart(rng.choice(running))
+
+    def depart(self, host: Host) -> None:
+        """A server goes, one way or another; another one comes, or it comes back."""
+        rng, weather = self.rng, self.weather
+        draw = rng.random()
+        host.steady_since = None
+        if draw < weather.stalls:
+            self.counts.stalls += 1
+            self.trace.note("stalls", host.name)
+            host.process.stop()
+            self.loop.call_later(rng.uniform(1.0, 40.0), self._wake, host)
+            return
+        self.hosts.remove(host)
+        if draw < weather.stalls + weather.leaves:
+            self.counts.leaves += 1
+            self.trace.note("leaves", host.name)
+            host.leave()
+        elif draw < weather.stalls + weather.leaves + weather.vanishes:
+            self.counts.crashes += 1
+            self.trace.note("vanishes", host.name)
+            self.network.vanish(host.process)
+        else:
+            self.counts.crashes += 1
+            self.trace.note("crashes", host.name)
+            self.network.kill(host.process)
+        again = host.identity if rng.random() < 0.3 else None
+        self.loop.call_later(rng.uniform(0.5, 5.0), self.arrive, 1.0, again)
+
+    def _wake(self, host: Host) -> None:
+        self.trace.note("wakes", host.name)
+        host.steady_since = self.loop.time()
+        host.process.resume()
+
+    async def cut_links(self, client: Process) -> None:
+        """Partitions: between two servers, or of one server from everybody."""
+        rng, rate = self.rng, self.weather.partitions_per_min / 60
+        while rate:
+            await asyncio.sleep(rng.expovariate(rate))
+            a, b = (host.name for host in rng.sample(self.hosts, 2))
+            if rng.random() < 0.3:
+                b = "*"
+            self.counts.partitions += 1
+            self.trace.note("cut", a, b)
+            self.network.cut(a, b)
+            self.loop.call_later(rng.uniform(2.0, 60.0), self._mend, a, b)
+
+    def _mend(self, a: str, b: str) -> None:
+        self.trace.note("mended", a, b)
+        self.network.mend(a, b)
+
+    async def watch_coverage(self) -> None:
+        """Note when some block has no holder that the client can count on."""
+        while True:
+            now = self.loop.time()
+            covered = {block for host in self.hosts if host.holds(now) for block in host.blocks}
+            if len(covered) < N_BLOCKS and now > HOLDER_AFTER_S:
+                self.counts.uncovered.append(now)
+            await asyncio.sleep(1.0)
+
+
+class Client:
+    """The client's process: production directory, router, sessions and dialer."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        rng = Random(f"client {seed}")
+        identity = Identity(rng.randbytes(32))
+        me: Any = SimpleNamespace(identity=identity, key=SimpleNamespace(public=rng.randbytes(32)), network=NETWORK)
+        self.process = Process("client", me, "client:1")
+        world.network.processes[self.process.address] = self.process
+        self.skew_s = rng.uniform(-world.weather.skew_s, world.weather.skew_s)
+        self.sessions = Sessions(lambda: rng.randbytes(16).hex())
+        self.sessions.dialer = Dialer(me, self.sessions.on_message, partial(world.network.dial, self.process))
+
+        def clock() -> float:
+            return world.wall_clock() + self.skew_s
+
+        store = Store(world, self.process, world.gate(clock))
+        directory = Directory(store, identity=None, network=NETWORK, clock=clock)
+        self.router = Router(Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS), directory, self.sessions)
+
+
+async def ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError, Exception):
+            await task
