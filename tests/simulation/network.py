@@ -1,7 +1,7 @@
-"""A virtual network: processes, the links between them, and channels on which production messages really travel as bytes.
+"""A virtual network: processes, the links between them, and channels on which messages really travel as bytes.
 
-`VirtualChannel` has the methods of `swarm.net.channel.Channel`, and `Network.dial` is what a `Dialer` dials with. What is
-left out is the sealing and the sockets.
+`VirtualChannel` has the methods of `swarm.net.channel.Channel`, and `Network.dial` is what a `Dialer` dials with. What
+is left out is the sealing and the sockets.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from swarm.net.channel import OnMessage, Remote, Self
 from swarm.net.tcp import DIAL_TIMEOUT_S
 from swarm.wire.messages import Message, Ping, Pong, decode, encode
 
+KERNEL_BUFFER_BYTES = 1 << 16
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
 
 
@@ -275,6 +276,13 @@ class VirtualChannel:
         if self.process.dead:
             return
         self._network.transmit(self, b"".join(encode(message, tensors)))
+
+    @property
+    def unsent_bytes(self) -> int:
+        """As `Channel.unsent_bytes`: what not even the kernel has room for."""
+        loop, link = self._network.loop, self._network.link(self.process.name, self.other.process.name)
+        queued = max(0.0, self.busy_until - loop.time()) * link.bytes_per_s
+        return max(0, int(queued) - KERNEL_BUFFER_BYTES)
 
     async def ping(self) -> float:
         """As `Channel.ping`."""

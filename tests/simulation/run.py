@@ -1,4 +1,4 @@
-"""One run: a seed makes a world and a client's sessions in it; what comes out is compared with the model run locally."""
+"""One run: a seed makes a world and a client's sessions in it; what comes out is compared with the local model."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,12 @@ import structlog
 import torch
 from torch import Tensor
 
-import swarm.client.session as session_module
-import swarm.server.session as hosted_module
-import swarm.wire.journal as journal_module
 from swarm.blocks import Blocks
+from swarm.client import chunks
 from swarm.client.live import SessionPlan
 from swarm.client.session import Session
 from swarm.errors import SwarmError
+from swarm.wire import journal
 from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy
 from tests.simulation.network import Trace
@@ -30,6 +29,7 @@ ROLLBACK_MAX = 16
 STEP_TIMEOUT_S = 120.0
 HANG_S = STEP_TIMEOUT_S + 30.0  # a step that has neither answered nor raised by then hangs
 HORIZON_S = 4 * 3600.0
+BUGS = (LookupError, TypeError, AttributeError, AssertionError, ValueError, RuntimeError, asyncio.InvalidStateError)
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ def simulate(
     loop = VirtualLoop(HORIZON_S)
     trace = Trace(loop, lines)
     loop.set_exception_handler(lambda _, context: outcome.faults.append(_described(context)))
-    asyncio.set_event_loop(None)
+    loop.set_task_factory(_watching(outcome.faults))
     with _small_chunks(), _events_into(trace if lines is not None else None), torch.inference_mode():
         try:
             weather = weather or weather_of(seed, departures_per_min)
@@ -246,7 +246,7 @@ async def _in_time(work: Any) -> Any:
 def _small_chunks() -> Iterator[None]:
     """Long steps and replays travel in many messages, although the model is small."""
     size = CHUNK_TOKENS * HIDDEN_SIZE * 4
-    modules: Any = (session_module, journal_module)
+    modules: Any = (chunks, journal)
     before = [module.CHUNK_BYTES for module in modules]
     for module in modules:
         module.CHUNK_BYTES = size
@@ -282,6 +282,22 @@ def _described(context: dict[str, Any]) -> str:
     return f"{context.get('message', '')}: {error!r}"
 
 
+def _watching(faults: list[str]) -> Any:
+    """A task factory: what ends a task and is neither a SwarmError nor meant for control is a bug, whoever sees it."""
+
+    def look(task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, BUGS):
+            faults.append(repr(error))
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **more)
+        task.add_done_callback(look)
+        return task
+
+    return make
+
+
 def _tear_down(loop: VirtualLoop) -> None:
     """End what is left; the run is over and its outcome is known."""
     loop.set_exception_handler(lambda *_: None)
@@ -293,5 +309,3 @@ def _tear_down(loop: VirtualLoop) -> None:
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()
 
-
-__all__ = ["Outcome", "hosted_module", "simulate", "weather_of"]
