@@ -165,13 +165,16 @@ def sign_announcement(announcement: Announcement, identity: Identity) -> bytes:
     return data
 
 
-def open_announcement(data: bytes, *, now: float, network: str, verified: bool = False) -> Announcement:
+def open_announcement(
+    data: bytes, *, now: float, network: str, verified: bool = False, late_s: float = 0.0
+) -> Announcement:
     """Check a record of this protocol version completely. `now` in wall seconds; `verified`: its signature was checked.
 
+    late_s: for how long after its end a record still counts, for who needs its keys and addresses alone.
     Raises RecordError with the reason: size, encoding, field, signature, time, network or protocol.
     """
     fields = _fields(data)
-    envelope = _checked(data, fields, now, network, verified)
+    envelope = _checked(data, fields, now, network, verified, late_s)
     if envelope.protocol != PROTOCOL_VERSION:
         who = "this side" if envelope.protocol > PROTOCOL_VERSION else "the other side"
         raise RecordError(f"protocol: theirs is {envelope.protocol}, ours {PROTOCOL_VERSION}; {who} must upgrade")
@@ -180,7 +183,7 @@ def open_announcement(data: bytes, *, now: float, network: str, verified: bool =
 
 def open_envelope(data: bytes, *, now: float, network: str) -> Envelope:
     """Check what holds for records of every protocol version. Raises RecordError like open_announcement."""
-    return _checked(data, _fields(data), now, network, False)
+    return _checked(data, _fields(data), now, network, False, 0.0)
 
 
 def check_expiry(issued: float, expires: float, now: float) -> None:
@@ -272,11 +275,13 @@ def _fields(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _checked(data: bytes, fields: dict[str, Any], now: float, network: str, verified: bool) -> Envelope:
+def _checked(
+    data: bytes, fields: dict[str, Any], now: float, network: str, verified: bool, late_s: float
+) -> Envelope:
     if fields.get("network") != network:
         raise RecordError(f"another network: {str(fields.get('network'))[:32]!r}, this one is {network!r}")
     envelope = _parse(Envelope, data)
-    check_expiry(envelope.issued, envelope.expires, now)
+    check_expiry(envelope.issued, envelope.expires + late_s, now)
     if not verified and not verify(
         bytes.fromhex(envelope.public_key), _DOMAIN, data[SIGNATURE_BYTES:], data[:SIGNATURE_BYTES]
     ):

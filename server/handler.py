@@ -49,6 +49,7 @@ SESSIONS_MAX = 1024
 SESSIONS_PER_PEER_MAX = 64
 SESSION_IDLE_S = 900.0  # a session that does nothing for so long gives its memory back
 SWEEP_S = 15.0
+NEXT_RECORD_LATE_S = 24 * 3600.0  # a route that stands outlives the records that it was planned with
 RETRY_AFTER_S = 1.0  # for a step that found the pool full
 
 _log = structlog.get_logger("swarm.server")
@@ -180,7 +181,9 @@ class Handler:
             raise Declined("bad_request", "outputs go to the next hop or to the client, not to both")
         try:
             data = b64decode(request.next_record, validate=True)
-            record = open_announcement(data, now=self._wall_clock(), network=self._hosting.network)
+            record = open_announcement(
+                data, now=self._wall_clock(), network=self._hosting.network, late_s=NEXT_RECORD_LATE_S
+            )
         except (RecordError, ValueError) as error:
             raise Declined("bad_request", f"the next hop's record: {error}") from None
         served = (record.root, record.numeric_class) == (self._hosting.root, self._hosting.span.numeric_class)

@@ -25,7 +25,7 @@ from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
 from swarm.server import server as server_module
-from swarm.server.handler import SESSIONS_PER_PEER_MAX
+from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_PER_PEER_MAX
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
 from swarm.wire.messages import (
@@ -364,7 +364,7 @@ async def test_a_server_that_leaves_while_it_is_measured_is_not_told(first: Site
 
 async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: Site, owner: Peer):
     good = second.record()
-    past = time.time() - 120
+    past = time.time() - NEXT_RECORD_LATE_S - 120
     bad = {
         "not base64": "#" + good,
         "a changed byte": good[:-8] + ("A" if good[-8] != "A" else "B") + good[-7:],
@@ -385,6 +385,16 @@ async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: 
         assert "next hop" in refused.why, what
     assert first.idle
     assert isinstance(await owner.ask(first, open_for(first, next_record=good)), Opened)
+
+
+async def test_a_route_may_be_older_than_the_records_that_it_was_planned_with(first: Site, second: Site, owner: Peer):
+    past = time.time() - 3600
+    old = second.record(issued=past, expires=past + 60)
+    request = open_for(first, next_record=second.record())
+    assert isinstance(await owner.ask(first, request), Opened)
+    assert isinstance(
+        await owner.ask(first, Reroute(session=request.session, epoch=request.epoch + 1, next_record=old)), Rerouted
+    )
 
 
 async def test_a_next_record_signed_by_somebody_else_is_refused(first: Site, second: Site, owner: Peer):

@@ -308,4 +308,3 @@ def _tear_down(loop: VirtualLoop) -> None:
     with contextlib.suppress(NothingLeft):
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()
-
