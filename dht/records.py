@@ -275,9 +275,7 @@ def _fields(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _checked(
-    data: bytes, fields: dict[str, Any], now: float, network: str, verified: bool, late_s: float
-) -> Envelope:
+def _checked(data: bytes, fields: dict[str, Any], now: float, network: str, verified: bool, late_s: float) -> Envelope:
     if fields.get("network") != network:
         raise RecordError(f"another network: {str(fields.get('network'))[:32]!r}, this one is {network!r}")
     envelope = _parse(Envelope, data)

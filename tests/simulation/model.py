@@ -20,7 +20,7 @@ HIDDEN_SIZE = 4
 VOCABULARY = 4093
 NUMERIC_CLASS = "float32"
 POSITIONS_MAX = 4096
-MASK_BASE = 257
+MASK_BASE = 256
 
 Row = list[int]  # [HIDDEN_SIZE]
 
@@ -147,11 +147,10 @@ def _run_row(block: int, inputs: list[Row], ids: Sequence[int], masks: Sequence[
 
 def _mask_hashes(mask: Sequence[int], past: int) -> list[int]:
     """Return, for each new position, the hash of the mask up to it."""
-    value, hashes = 0, []
-    for index, column in enumerate(mask):
+    value, hashes = int.from_bytes(mask[:past], "big") % PRIME, []
+    for column in mask[past:]:
         value = (value * MASK_BASE + column) % PRIME
-        if index >= past:
-            hashes.append(value)
+        hashes.append(value)
     return hashes
 
 

@@ -18,6 +18,7 @@ from swarm.client.live import SessionPlan
 from swarm.client.session import Session
 from swarm.errors import SwarmError
 from swarm.wire import journal
+from tests.simulation.invariants import checked
 from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy
 from tests.simulation.network import Trace
@@ -95,7 +96,8 @@ def simulate(
     trace = Trace(loop, lines)
     loop.set_exception_handler(lambda _, context: outcome.faults.append(_described(context)))
     loop.set_task_factory(_watching(outcome.faults))
-    with _small_chunks(), _events_into(trace if lines is not None else None), torch.inference_mode():
+    readable = trace if lines is not None else None
+    with _small_chunks(), _events_into(readable), checked(outcome.faults), torch.inference_mode():
         try:
             weather = weather or weather_of(seed, departures_per_min)
             loop.run_until_complete(_run(loop, seed, weather, trace, outcome))

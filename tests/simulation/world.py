@@ -191,7 +191,14 @@ class Host:
         await asyncio.sleep(after_s)
         self.announcer.state = "online"
         self.steady_since = self.world.loop.time()
+        if self.refuses:
+            self._tasks.append(self.world.loop.create_task(self._refuse_now_and_then()))
         await self.announcer.run()
+
+    async def _refuse_now_and_then(self) -> None:
+        while self in self.world.hosts:
+            self.handler.draining = not self.handler.draining  # announced as online, and takes no sessions
+            await asyncio.sleep(5.0 + 20.0 * self.world.rng.random())
 
     def leave(self) -> None:
         """Drain, then withdraw and end."""
@@ -343,11 +350,18 @@ class World:
     async def watch_coverage(self) -> None:
         """Note when some block has no holder that the client can count on."""
         while True:
-            now = self.loop.time()
-            covered = {block for host in self.hosts if host.holds(now) for block in host.blocks}
-            if len(covered) < N_BLOCKS and now > HOLDER_AFTER_S:
-                self.counts.uncovered.append(now)
+            if not self._covered():
+                self.counts.uncovered.append(self.loop.time())
             await asyncio.sleep(1.0)
+
+    def _covered(self) -> bool:
+        now, missing = self.loop.time(), set(range(N_BLOCKS))
+        for host in self.hosts:
+            if not missing.isdisjoint(host.blocks) and host.holds(now):
+                missing.difference_update(host.blocks)
+                if not missing:
+                    return True
+        return False
 
 
 class Client:

@@ -1,0 +1,147 @@
+"""Run many seeds, and say what did not hold: `python -m tests.simulation --seeds 0:10000 --departures 6,60 --jobs 2`.
+
+Results are appended to a file as they come. Run the same command again and it goes on where it was; when the code has
+changed it starts anew, in another file.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from tests.simulation.run import Outcome, simulate
+
+TREE = Path(__file__).parents[2]
+SOURCES = ("swarm", "client", "server", "dht", "tests/simulation")
+RESULTS = TREE / "build" / "simulation"
+
+Job = tuple[int, float]
+
+
+@click.command()
+@click.option("--seeds", required=True, help="one seed, or a range: 0:10000")
+@click.option("--departures", default="6,60", show_default=True, help="a minute, among a hundred servers")
+@click.option("--jobs", default=1, show_default=True, help="processes")
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="where results are kept")
+@click.option("--trace", is_flag=True, help="run one seed and print all that happens")
+@click.option("--messages", is_flag=True, help="with --trace, every message too")
+def main(seeds: str, departures: str, jobs: int, results: Path, trace: bool, messages: bool) -> None:
+    """Simulate swarms in which servers come and go, and compare every token with the model run locally."""
+    rates = [float(rate) for rate in departures.split(",")]
+    if trace:
+        _print_trace(int(seeds), rates[0], messages)
+        return
+    first, _, last = seeds.partition(":")
+    wanted = [(seed, rate) for seed in range(int(first), int(last or int(first) + 1)) for rate in rates]
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"{code_version()}.jsonl"
+    done = _read(path)
+    _run([job for job in wanted if job not in done], path, jobs)
+    done = _read(path)
+    sys.exit(_report([done[job] for job in wanted]))
+
+
+def code_version() -> str:
+    """Return a digest of all that a result depends on."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for file in sorted((TREE / folder).rglob("*.py")):
+            digest.update(f"{file.relative_to(TREE)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _print_trace(seed: int, rate: float, messages: bool) -> None:
+    lines: list[str] = []
+    outcome = simulate(seed, rate, lines=lines)
+    for line in lines:
+        if messages or line.split(" ", 2)[1] != "message":
+            click.echo(line)
+    click.echo(json.dumps(outcome.row(), indent=2))
+
+
+def _read(path: Path) -> dict[Job, Outcome]:
+    """Read results; the last line may be half written."""
+    found: dict[Job, Outcome] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            outcome = Outcome(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found[outcome.seed, outcome.departures_per_min] = outcome
+    return found
+
+
+def _run(jobs: Sequence[Job], path: Path, processes: int) -> None:
+    with path.open("a") as file, tqdm(total=len(jobs), unit="run", disable=None, mininterval=1.0) as bar:
+        bad = 0
+        for outcome in _outcomes(jobs, processes):
+            file.write(json.dumps(outcome.row()) + "\n")
+            file.flush()
+            bad += not outcome.good
+            bar.set_postfix(bad=bad, refresh=False)
+            bar.update()
+
+
+def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
+    if processes == 1:
+        yield from map(_simulate, jobs)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap_unordered(_simulate, jobs, chunksize=4)
+
+
+def _simulate(job: Job) -> Outcome:
+    return simulate(*job)
+
+
+def _report(outcomes: Sequence[Outcome]) -> int:
+    """Print what came out. Returns the exit status: 1 where something did not hold."""
+    rates = sorted({outcome.departures_per_min for outcome in outcomes})
+    table: list[tuple[str, list[Any]]] = []
+    groups = [[outcome for outcome in outcomes if outcome.departures_per_min == rate] for rate in rates]
+
+    def row(name: str, of: Any) -> None:
+        table.append((name, [of(group) for group in groups]))
+
+    row("runs", len)
+    row("tokens", lambda group: sum(o.tokens for o in group))
+    row("wrong tokens", lambda group: sum(o.wrong for o in group))
+    row("hangs", lambda group: sum(o.hung for o in group))
+    row("exceptions that nobody caught", lambda group: sum(len(o.faults) for o in group))
+    row("ended early although all blocks had a holder", lambda group: sum(bool(o.error) and o.covered for o in group))
+    row("ended early, some block without a holder", lambda group: sum(bool(o.error) and not o.covered for o in group))
+    row("crashes during the runs", lambda group: sum(o.crashes for o in group))
+    row("stalls during the runs", lambda group: sum(o.stalls for o in group))
+    row("partitions during the runs", lambda group: sum(o.partitions for o in group))
+    row("servers refused for their clock", lambda group: sum(o.skewed for o in group))
+    row("repairs", lambda group: sum(o.repairs for o in group))
+    row("virtual seconds a run", lambda group: _mean(o.virtual_s for o in group))
+    row("CPU seconds a run", lambda group: _mean(o.cpu_s for o in group))
+    click.echo(f"{'departures a minute':<46}" + "".join(f"{rate:>12g}" for rate in rates))
+    for name, values in table:
+        click.echo(f"{name:<46}" + "".join(f"{value:>12}" for value in values))
+    bad = [outcome for outcome in outcomes if not outcome.good]
+    for outcome in bad[:20]:
+        why = outcome.error or (outcome.faults or [f"{outcome.wrong} wrong tokens"])[0]
+        click.echo(f"\n{why}\n  {replay(outcome)}")
+    return 1 if bad else 0
+
+
+def _mean(values: Iterable[float]) -> float:
+    every = list(values)
+    return round(sum(every) / max(1, len(every)), 3)
+
+
+def replay(outcome: Outcome) -> str:
+    """Return the command that runs this seed again and shows what happens."""
+    return f"python -m tests.simulation --seeds {outcome.seed} --departures {outcome.departures_per_min:g} --trace"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Repair, broken on purpose: each of these must be noticed by the simulator, or the simulator is worth nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.client import live
+from swarm.server import handler
+from swarm.server import session as hosted
+from swarm.wire import journal
+from swarm.wire.journal import Past, rebuild_messages
+
+Patch = pytest.MonkeyPatch
+
+
+def skip_the_replay(patch: Patch) -> None:
+    """New hops begin with nothing."""
+    patch.setattr(journal.Journal, "past_after", lambda *_: ())
+
+
+def replay_one_position_too_few(patch: Patch) -> None:
+    """The last position is left out."""
+    _replay(patch, lambda past: past.part(past.start, max(past.start + 1, past.stop - 1)))
+
+
+def replay_one_position_twice(patch: Patch) -> None:
+    """The first position comes twice, so that all others are one too far."""
+
+    def doubled(past: Past) -> Past:
+        first = past.part(past.start, past.start + 1)
+
+        def twice(whole: Any, one: Any) -> Any:
+            return None if whole is None else torch.cat([one, whole], dim=1)
+
+        return Past(
+            past.start,
+            twice(past.hidden, first.hidden),
+            twice(past.positions, first.positions),
+            twice(past.mask, first.mask),
+        )
+
+    _replay(patch, doubled)
+
+
+def accept_a_stale_epoch(patch: Patch) -> None:
+    """A hop takes frames of every epoch."""
+
+    class Any_(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __ne__(self, other: object) -> bool:
+            return False
+
+        __hash__ = int.__hash__
+
+    on_message = handler.Handler.on_message
+
+    def lenient(self: Any, channel: Any, message: Any, tensors: Any) -> None:
+        if message.kind in {"step", "rebuild"}:
+            message = message.model_copy(update={"epoch": Any_(message.epoch)})
+        on_message(self, channel, message, tensors)
+
+    patch.setattr(handler.Handler, "on_message", lenient)
+
+
+def drop_the_rollback(patch: Patch) -> None:
+    """A hop goes on from where it is."""
+    rewind = hosted._Past.rewind
+    patch.setattr(hosted._Past, "rewind", lambda self, keep, rows: rewind(self, keep and self.cache.length, rows))
+
+
+def drop_the_rollback_in_a_replay(patch: Patch) -> None:
+    """A journal keeps what was taken back, and drops what came instead."""
+    applied = journal._applied
+
+    def without(pieces: Sequence[Past], entry: Any) -> list[Past]:
+        length = pieces[-1].stop if pieces else 0
+        kept = [] if entry.past.start else applied([], entry)
+        if entry.past.start >= length:
+            return applied(pieces, entry)
+        return kept or list(pieces)
+
+    patch.setattr(journal, "_applied", without)
+
+
+def ignore_a_gather(patch: Patch) -> None:
+    """Rows stay where they are, as far as there are enough of them."""
+    rewind = hosted._Past.rewind
+
+    def ignoring(self: Any, keep: int, rows: Sequence[int] | None) -> None:
+        rewind(self, keep, None if rows is None else [min(i, max(rows)) for i in range(len(rows))])
+
+    patch.setattr(hosted._Past, "rewind", ignoring)
+
+
+def ignore_a_gather_in_a_replay(patch: Patch) -> None:
+    """A journal's rows stay where they are."""
+    gathered = Past.gathered
+    patch.setattr(
+        Past,
+        "gathered",
+        lambda self, rows: gathered(self, torch.arange(len(rows)).clamp(max=self.hidden.shape[0] - 1)),
+    )
+
+
+MUTATIONS: tuple[Callable[[Patch], None], ...] = (
+    skip_the_replay,
+    replay_one_position_too_few,
+    replay_one_position_twice,
+    accept_a_stale_epoch,
+    drop_the_rollback,
+    drop_the_rollback_in_a_replay,
+    ignore_a_gather,
+    ignore_a_gather_in_a_replay,
+)
+
+
+def _replay(patch: Patch, change: Callable[[Past], Past]) -> None:
+    def changed(session: str, epoch: int, pieces: Sequence[Past], hops: int) -> Any:
+        whole = [change(journal._joined(pieces))] if pieces else []
+        return rebuild_messages(session, epoch, whole, hops)
+
+    patch.setattr(live, "rebuild_messages", changed)
+    patch.setattr(handler, "rebuild_messages", changed)

@@ -1,0 +1,81 @@
+"""Whole swarms on a virtual clock: servers come and go, and not one token differs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import ClockSkew
+from tests.simulation.__main__ import replay
+from tests.simulation.mutations import MUTATIONS
+from tests.simulation.run import Outcome, simulate
+from tests.simulation.world import Weather
+
+SEEDS = 200
+SLOW, FAST = 6.0, 60.0  # departures a minute, among a hundred servers
+TREE = Path(__file__).parents[2]
+
+
+def described(outcomes: list[Outcome]) -> str:
+    return "\n".join(f"{o.error or o.faults or o.wrong}: {replay(o)}" for o in outcomes)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_token_differs_and_nothing_hangs_whatever_fails(part):
+    outcomes = [simulate(seed, SLOW if seed % 2 else FAST) for seed in range(part, SEEDS, 4)]
+    bad = [outcome for outcome in outcomes if not outcome.good]
+    assert not bad, described(bad)
+    assert sum(outcome.repairs for outcome in outcomes) > len(outcomes) // 4  # or nothing was tried
+
+
+def test_a_seed_replays_byte_for_byte_in_another_process_too():
+    first, again = simulate(3, FAST), simulate(3, FAST)
+    assert first.events > 1000
+    assert (first.digest, first.virtual_s) == (again.digest, again.virtual_s)
+    program = "import json; from tests.simulation.run import simulate; print(json.dumps(simulate(3, 60.0).row()))"
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(TREE)}
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["digest"] == first.digest
+    assert simulate(4, FAST).digest != first.digest
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_repair_that_is_broken_on_purpose_is_noticed(mutation, monkeypatch):
+    mutation(monkeypatch)
+    assert any(not simulate(seed, FAST).good for seed in range(SEEDS))
+
+
+FAULTS = {
+    "crashes": Weather(departures_per_min=FAST, stalls=0.0, vanishes=0.0, leaves=0.0),
+    "machines that vanish": Weather(departures_per_min=FAST, stalls=0.0, vanishes=1.0, leaves=0.0),
+    "stalls": Weather(departures_per_min=FAST, stalls=1.0),
+    "leaving in good order": Weather(departures_per_min=FAST, stalls=0.0, leaves=1.0),
+    "partitions": Weather(partitions_per_min=60.0),
+    "disorder": Weather(disorder=0.01),
+    "slow links": Weather(departures_per_min=SLOW, slow_links=0.3),
+    "skewed clocks": Weather(departures_per_min=FAST, skew_s=15.0),
+    "wrong clocks": Weather(departures_per_min=FAST, wrong_clocks=0.5),
+    "refusals": Weather(departures_per_min=SLOW, refusals=0.5),
+    "full pools": Weather(departures_per_min=SLOW, tight_pools=0.8),
+    "lost announcements": Weather(departures_per_min=FAST, lost_announcements=0.3),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_alone(fault):
+    outcomes = [simulate(seed, FAULTS[fault].departures_per_min, FAULTS[fault]) for seed in range(1000, 1005)]
+    bad = [outcome for outcome in outcomes if not outcome.good]
+    assert not bad, [(o.seed, o.error, o.faults, o.wrong) for o in bad]
+
+
+def test_a_clock_that_is_five_minutes_off_is_refused_by_name():
+    lines: list[str] = []
+    outcome = simulate(0, 0.0, Weather(wrong_clocks=0.3), lines)
+    assert outcome.good
+    assert outcome.skewed > 10
+    text = str(ClockSkew(skew_s=300.0))
+    assert any(text in line for line in lines)
