@@ -128,6 +128,7 @@ async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, out
         outcome.error = f"{type(error).__name__}: {error}"
     except Hang as hang:
         outcome.hung, outcome.error = True, str(hang)
+    world.note_coverage()
     await ended(lives)
     counts = world.counts
     outcome.covered = not counts.uncovered

@@ -60,7 +60,7 @@ FAULTS = {
     "skewed clocks": Weather(departures_per_min=FAST, skew_s=15.0),
     "wrong clocks": Weather(departures_per_min=FAST, wrong_clocks=0.5),
     "refusals": Weather(departures_per_min=SLOW, refusals=0.5),
-    "full pools": Weather(departures_per_min=SLOW, tight_pools=0.8),
+    "full pools": Weather(departures_per_min=SLOW, tight_pools=0.3),
     "lost announcements": Weather(departures_per_min=FAST, lost_announcements=0.3),
 }
 

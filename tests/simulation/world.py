@@ -111,6 +111,7 @@ class Store:
             try:
                 check_expiry(entry.facts.issued, entry.facts.expires, world.wall_clock())
                 kept.append(int(world.storage.put(entry)))
+                world.seen_until[self._process.name] = entry.facts.expires
             except RecordError as error:
                 world.trace.note("record refused", self._process.name, error)
                 kept.append(0)
@@ -213,10 +214,13 @@ class Host:
         self.world.network.kill(self.process)
 
     def holds(self, now: float) -> bool:
-        """Whether a client can count on it."""
+        """Whether the client can count on it: it serves, has room, can be reached and is known to the directory."""
+        world = self.world
+        if world.seen_until.get(self.name, 0.0) <= world.wall_clock() + world.client_skew_s:
+            return False
         steady = self.steady_since is not None and now - self.steady_since >= HOLDER_AFTER_S
         well = self.process.state == "running" and not self.tight and not self.handler.draining
-        return steady and well and not self.world.network.is_cut(self.name, "client")
+        return steady and well and not world.network.is_cut(self.name, "client")
 
 
 @dataclass(slots=True)
@@ -243,6 +247,8 @@ class World:
         self.network.disorder, self.network.slow_links = weather.disorder, weather.slow_links
         self.storage = RecordStorage(self.wall_clock)
         self.hosts: list[Host] = []
+        self.seen_until: dict[str, float] = {}  # when the record that the DHT has of a process ends
+        self.client_skew_s = 0.0
         self._gates: list[RecordGate] = []
         self._names = 0
 
@@ -297,6 +303,7 @@ class World:
             running = [host for host in self.hosts if host.process.state == "running" and not host.handler.draining]
             if running:
                 self.depart(rng.choice(running))
+                self.note_coverage()
 
     def depart(self, host: Host) -> None:
         """A server goes, one way or another; another one comes, or it comes back."""
@@ -335,24 +342,32 @@ class World:
         rng, rate = self.rng, self.weather.partitions_per_min / 60
         while rate:
             await asyncio.sleep(rng.expovariate(rate))
-            a, b = (host.name for host in rng.sample(self.hosts, 2))
+            one, other = rng.sample(self.hosts, 2)
+            b = other.name
             if rng.random() < 0.3:
-                b = "*"
+                b, one.steady_since = "*", None
             self.counts.partitions += 1
-            self.trace.note("cut", a, b)
-            self.network.cut(a, b)
-            self.loop.call_later(rng.uniform(2.0, 60.0), self._mend, a, b)
+            self.trace.note("cut", one.name, b)
+            self.network.cut(one.name, b)
+            self.note_coverage()
+            self.loop.call_later(rng.uniform(2.0, 60.0), self._mend, one, b)
 
-    def _mend(self, a: str, b: str) -> None:
-        self.trace.note("mended", a, b)
-        self.network.mend(a, b)
+    def _mend(self, host: Host, b: str) -> None:
+        self.trace.note("mended", host.name, b)
+        self.network.mend(host.name, b)
+        if b == "*":
+            host.steady_since = self.loop.time()
 
     async def watch_coverage(self) -> None:
-        """Note when some block has no holder that the client can count on."""
+        """Look every second: records end, and pools fill, without anybody's doing."""
         while True:
-            if not self._covered():
-                self.counts.uncovered.append(self.loop.time())
+            self.note_coverage()
             await asyncio.sleep(1.0)
+
+    def note_coverage(self) -> None:
+        """Note it when some block has no holder that the client can count on."""
+        if not self._covered():
+            self.counts.uncovered.append(self.loop.time())
 
     def _covered(self) -> bool:
         now, missing = self.loop.time(), set(range(N_BLOCKS))
@@ -373,7 +388,7 @@ class Client:
         me: Any = SimpleNamespace(identity=identity, key=SimpleNamespace(public=rng.randbytes(32)), network=NETWORK)
         self.process = Process("client", me, "client:1")
         world.network.processes[self.process.address] = self.process
-        self.skew_s = rng.uniform(-world.weather.skew_s, world.weather.skew_s)
+        self.skew_s = world.client_skew_s = rng.uniform(-world.weather.skew_s, world.weather.skew_s)
         self.sessions = Sessions(lambda: rng.randbytes(16).hex())
         self.sessions.dialer = Dialer(me, self.sessions.on_message, partial(world.network.dial, self.process))
 
