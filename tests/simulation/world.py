@@ -111,7 +111,8 @@ class Store:
             try:
                 check_expiry(entry.facts.issued, entry.facts.expires, world.wall_clock())
                 kept.append(int(world.storage.put(entry)))
-                world.seen_until[self._process.name] = entry.facts.expires
+                if entry.place is entry.facts.span:
+                    world.seen_until[self._process.name] = entry.facts.expires
             except RecordError as error:
                 world.trace.note("record refused", self._process.name, error)
                 kept.append(0)
