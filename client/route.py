@@ -11,6 +11,7 @@ A route's estimate is the time of one token, in milliseconds:
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -70,6 +71,7 @@ class Request:
     allowed_peers: Collection[str] | None = None
     blocked_peers: Collection[str] = ()
     client_rtts: Mapping[str, float] = field(default_factory=dict)
+    client_rtt_ms: float = UNKNOWN_RTT_MS  # to peers that the client has not measured
     positions_needed: int = 0
     optimize: Optimize = "latency"
 
@@ -152,6 +154,7 @@ def plan_route(
             allowed_peers=allowed_peers,
             blocked_peers=blocked_peers,
             client_rtts=client_rtts or {},
+            client_rtt_ms=median(client_rtts.values()) if client_rtts else UNKNOWN_RTT_MS,
             positions_needed=positions_needed,
             optimize=optimize,
         )
@@ -218,7 +221,7 @@ class _Pipeline:
 
     def __init__(self, request: Request, servers: Sequence[SignedAnnouncement]) -> None:
         with_room = [s for s in servers if _has_room(s.announcement, request)]
-        if len(with_room) < len(servers) and not missing_blocks(request.wanted, _spans(with_room)):
+        if len(with_room) < len(servers) and _covered(request.wanted, with_room):
             servers = with_room
         self._request = request
         self.servers = sorted(servers, key=lambda s: (s.announcement.public_key, s.announcement.blocks))
@@ -253,7 +256,7 @@ class _Pipeline:
 
     def best(self) -> tuple[tuple[float, float], Route] | None:
         """Return the best route behind its cost, or None where there is none."""
-        if missing_blocks(self._request.wanted, _spans(self.servers)):
+        if not _covered(self._request.wanted, self.servers):
             return None
         routes = (self._once_each(way) for way in self._ways())
         found = [(self._cost(route), route) for route in routes if route is not None]
@@ -309,11 +312,11 @@ class _Pipeline:
         return replace(stages, start=start, stop=stop)
 
     def _same_peer(self) -> tuple[Ints, Ints]:
-        """Return the pairs of servers that are one peer."""
-        by_key: dict[str, list[int]] = {}
-        for server, signed in enumerate(self.servers):
-            by_key.setdefault(signed.announcement.public_key, []).append(server)
-        pairs = [(a, b) for mine in by_key.values() for a in mine for b in mine]
+        """Return the pairs of servers that are one peer: each with itself, and spans of one peer, which are neighbours."""
+        keys = [signed.announcement.public_key for signed in self.servers]
+        itself = [(i, i) for i in range(len(keys))]
+        runs = [list(run) for _, run in groupby(range(len(keys)), keys.__getitem__)] if len(set(keys)) < len(keys) else []
+        pairs = itself + [(a, b) for run in runs for a in run for b in run]
         source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return source, target
 
@@ -364,18 +367,15 @@ def _trip_ms(one: Announcement, other: Announcement) -> float:
 
 
 def _client_trip_ms(announcement: Announcement, request: Request) -> float:
-    known = request.client_rtts.get(announcement.public_key)
-    if known is None:  # what is between the client and the world is part of every trip
-        known = median(request.client_rtts.values()) if request.client_rtts else UNKNOWN_RTT_MS
-    return known / 2
+    return request.client_rtts.get(announcement.public_key, request.client_rtt_ms) / 2
 
 
 def _has_room(announcement: Announcement, request: Request) -> bool:
     return announcement.free_tokens >= request.positions_needed
 
 
-def _spans(servers: Iterable[SignedAnnouncement]) -> Iterable[Blocks]:
-    return {signed.announcement.span for signed in servers}
+def _covered(wanted: Blocks, servers: Sequence[SignedAnnouncement]) -> bool:
+    return not missing_blocks(wanted, (Blocks(*span) for span in {s.announcement.blocks for s in servers}))
 
 
 # --- explanations ----------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def _rejected(route: Route) -> tuple[Rejected, ...]:
 def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tuple[str, tuple[int, int]], float]:
     """Return the time per token of the best route through each server."""
     pipeline = _Pipeline(request, usable)
-    if missing_blocks(request.wanted, _spans(pipeline.servers)):
+    if not _covered(request.wanted, pipeline.servers):
         return {}
     through_ms = Search(pipeline.stages, pipeline.limit).through().tolist()
     places = [(signed.announcement.public_key, signed.announcement.blocks) for signed in pipeline.servers]

@@ -203,9 +203,13 @@ class Search:
 def _enterer(stages: Stages) -> Callable[[Floats], Floats]:
     """Return what finds the least of left[s] + trip(s, t) for every t."""
     trips = stages.trips
-    targets, first = np.unique(trips.target, return_index=True)
     known = np.zeros((len(stages.start), len(stages.start)), dtype=bool)
     known[trips.source, trips.target] = True
+    first_met = np.maximum(stages.start[trips.source] + 1, stages.start[trips.target])
+    last_met = np.minimum(stages.stop[trips.source], stages.stop[trips.target] - 1)
+    possible = first_met <= last_met  # there is a boundary where the one can follow the other
+    source, target, trip_ms = trips.source[possible], trips.target[possible], trips.ms[possible]
+    targets, first = np.unique(target, return_index=True)
 
     def enter(left: Floats) -> Floats:
         entered = np.full(len(left), np.inf)
@@ -220,8 +224,9 @@ def _enterer(stages: Stages) -> Callable[[Floats], Floats]:
             entered[open_targets[known_too]] = np.inf
             open_targets = open_targets[known_too]
             left_yet[cheapest] = np.inf
-        nearest = np.minimum.reduceat(left[trips.source] + trips.ms, first)
-        entered[targets] = np.minimum(entered[targets], nearest)
+        if len(targets):
+            nearest = np.minimum.reduceat(left[source] + trip_ms, first)
+            entered[targets] = np.minimum(entered[targets], nearest)
         return entered
 
     return enter
