@@ -108,9 +108,7 @@ def _plan(
     known: Sequence[SignedAnnouncement], servers: Sequence[SignedAnnouncement], n_blocks: int, mode: Optimize
 ) -> Route:
     rtts = {signed.announcement.public_key: 10.0 + 3.0 * i for i, signed in enumerate(known)}
-    return plan_route(
-        "benchmark", Blocks(0, n_blocks), servers, client_rtts=rtts, positions_needed=2048, optimize=mode
-    )
+    return plan_route("benchmark", Blocks(0, n_blocks), servers, client_rtts=rtts, positions_needed=2048, optimize=mode)
 
 
 def report(count: int, n_blocks: int, samples: dict[str, Samples], hops: dict[str, int]) -> None:

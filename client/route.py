@@ -58,7 +58,7 @@ class Hop:
         return f"{self.peer_id} {self.blocks}{latency}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """What a route is planned from; see `plan_route`."""
 
@@ -71,9 +71,13 @@ class Request:
     allowed_peers: Collection[str] | None = None
     blocked_peers: Collection[str] = ()
     client_rtts: Mapping[str, float] = field(default_factory=dict)
-    client_rtt_ms: float = UNKNOWN_RTT_MS  # to peers that the client has not measured
     positions_needed: int = 0
     optimize: Optimize = "latency"
+
+    @cached_property
+    def client_rtt_ms(self) -> float:
+        """A round trip to a peer that the client has not measured: what is between it and the world is part of all."""
+        return median(self.client_rtts.values()) if self.client_rtts else UNKNOWN_RTT_MS
 
 
 class Route(tuple[Hop, ...]):
@@ -143,7 +147,7 @@ def plan_route(
     is taken to be as far as the median of these. positions_needed: cached tokens; servers with less room are taken
     only where others leave blocks uncovered. Raises NoRoute with the blocks that nobody serves.
     """
-    return _plan(
+    return plan_request(
         Request(
             model=model,
             wanted=wanted,
@@ -154,14 +158,14 @@ def plan_route(
             allowed_peers=allowed_peers,
             blocked_peers=blocked_peers,
             client_rtts=client_rtts or {},
-            client_rtt_ms=median(client_rtts.values()) if client_rtts else UNKNOWN_RTT_MS,
             positions_needed=positions_needed,
             optimize=optimize,
         )
     )
 
 
-def _plan(request: Request) -> Route:
+def plan_request(request: Request) -> Route:
+    """Plan as `plan_route` does. Raises NoRoute."""
     unusable = _Sieve(request).reason
     usable = [signed for signed in request.servers if unusable(signed.announcement) is None]
     found = []
@@ -312,10 +316,11 @@ class _Pipeline:
         return replace(stages, start=start, stop=stop)
 
     def _same_peer(self) -> tuple[Ints, Ints]:
-        """Return the pairs of servers that are one peer: each with itself, and spans of one peer, which are neighbours."""
+        """Return the pairs of servers that are one peer: each with itself, and all spans of one peer."""
         keys = [signed.announcement.public_key for signed in self.servers]
         itself = [(i, i) for i in range(len(keys))]
-        runs = [list(run) for _, run in groupby(range(len(keys)), keys.__getitem__)] if len(set(keys)) < len(keys) else []
+        several = len(set(keys)) < len(keys)
+        runs = [list(run) for _, run in groupby(range(len(keys)), keys.__getitem__)] if several else []
         pairs = itself + [(a, b) for run in runs for a in run for b in run]
         source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         return source, target
@@ -411,9 +416,7 @@ def _rejected(route: Route) -> tuple[Rejected, ...]:
     unusable = _Sieve(request).reason
     numeric_class = route[0].announcement.numeric_class
     usable = [
-        s
-        for s in request.servers
-        if unusable(s.announcement) is None and s.announcement.numeric_class == numeric_class
+        s for s in request.servers if unusable(s.announcement) is None and s.announcement.numeric_class == numeric_class
     ]
     through = _through(request, usable)
     chosen = {(hop.announcement.public_key, hop.announcement.blocks) for hop in route}
@@ -450,18 +453,12 @@ def _unchosen(announcement: Announcement, request: Request, numeric_class: str, 
 
 
 def _detail(reason: Reason, announcement: Announcement, slower_ms: float) -> str:
-    match reason:
-        case Reason.SLOWER if slower_ms < 0:
-            return f"the best route through it takes {-slower_ms:.1f} ms less now"
-        case Reason.SLOWER:
-            return f"the best route through it takes {slower_ms:.1f} ms more"
-        case Reason.NO_WAY:
-            return "no route through it has a slowest server that is as fast"
-        case Reason.NO_ROOM:
-            return f"{announcement.free_tokens} tokens are free"
-        case Reason.NOT_ONLINE:
-            return announcement.state
-        case Reason.OTHER_CLASS:
-            return announcement.numeric_class
-        case _:
-            return ""
+    more = f"{slower_ms:.1f} ms more" if slower_ms >= 0 else f"{-slower_ms:.1f} ms less now"
+    details = {
+        Reason.SLOWER: f"the best route through it takes {more}",
+        Reason.NO_WAY: "no route through it has a slowest server that is as fast",
+        Reason.NO_ROOM: f"{announcement.free_tokens} tokens are free",
+        Reason.NOT_ONLINE: announcement.state,
+        Reason.OTHER_CLASS: announcement.numeric_class,
+    }
+    return details.get(reason, "")

@@ -238,7 +238,8 @@ def _window_least(begun: Floats, limit: Ints, stages: Stages) -> Callable[[int],
         least = np.full(begun.shape[1], np.inf)
 
         def least_of_all(at: int) -> Floats:
-            return np.minimum(least, begun[at], out=least)
+            np.minimum(least, begun[at], out=least)
+            return least
 
         return least_of_all
     rows = min(int(limit.max()), stages.n_blocks)

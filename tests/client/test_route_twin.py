@@ -1,6 +1,7 @@
 """The planner against its slow twin: every way from block to block, one after the other."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,8 +13,7 @@ from swarm.client.route import UNKNOWN_RTT_MS, plan_route
 from swarm.client.stages import HOP_MS, STAGE_FLOOR_MS, STAGE_SLACK
 from swarm.errors import NoRoute
 from swarm.identity import Identity
-
-from .test_route import server
+from tests.client.test_route import server
 
 N_BLOCKS = 7
 IDENTITIES = sorted((Identity(bytes([n]) * 32) for n in range(6)), key=lambda identity: identity.public_key)
@@ -67,7 +67,7 @@ class Twin:
 
     def latency(self, way):
         ms = (self.client_rtt(way[0][0]) + self.client_rtt(way[-1][0])) / 2
-        ms += sum(self.rtt(a, b) / 2 for (a, _, _), (b, _, _) in zip(way, way[1:], strict=False))
+        ms += sum(self.rtt(a, b) / 2 for (a, _, _), (b, _, _) in pairwise(way))
         return ms + sum(HOP_MS + self.stage(*part) for part in way)
 
     def slowest(self, way):
