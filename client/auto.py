@@ -8,7 +8,9 @@ from pathlib import Path
 import structlog
 import torch
 
+from swarm.client.explain import Optimize
 from swarm.client.model import DistributedModel, distribute
+from swarm.client.router import Preferences
 from swarm.client.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
 from swarm.config import load_settings
 from swarm.dht.directory import Directory
@@ -43,6 +45,9 @@ class AutoDistributedModel:
         identity: str | Path | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
         wait_for_blocks_s: float = 0.0,
+        allowed_peers: Iterable[str] | None = None,
+        blocked_peers: Iterable[str] = (),
+        optimize: Optimize = "latency",
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
@@ -52,11 +57,15 @@ class AutoDistributedModel:
         root: what the checkpoint's root must be. identity: key file; by default a fresh identity for this model.
         step_timeout_s: the longest that one step may take, repairs included. wait_for_blocks_s: how long to wait where
         nobody serves some block.
+        allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
+        repairs, which fail rather than leave them. optimize: "latency" for the least time per token, "throughput" for
+        the route whose slowest server is fastest, for batches.
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside what `transformers` gives it.
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
+        preferences = Preferences.checked(allowed_peers, blocked_peers, optimize)
         settings = load_settings()
         if not structlog.is_configured():  # in a notebook nobody has; a command or an application has its own way
             configure_events(settings.log_level or "warning")
@@ -78,7 +87,7 @@ class AutoDistributedModel:
         ends = load_ends(checkpoint, dtype=dtype, device=device)
         path = Path(identity) if identity is not None else settings.identity
         me = Identity.load_or_create(path) if path is not None else Identity.generate()
-        options = ClientOptions(network or settings.network, step_timeout_s, wait_for_blocks_s)
+        options = ClientOptions(network or settings.network, step_timeout_s, wait_for_blocks_s, preferences)
         config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers)
 
         @asynccontextmanager

@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.blocks import Blocks
 from swarm.client.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
-from swarm.client.route import Hop
+from swarm.client.route import Route
 from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Return a session that opens with its first step, along the best route through `blocks`."""
         ...
 
-    def route(self) -> tuple[Hop, ...]:
+    def route(self) -> Route:
         """Return the hops of the latest session, or a fresh plan where there was none."""
         ...
 
@@ -137,8 +137,11 @@ class DistributedModel(PreTrainedModel):
     _chat: RemoteCache | None
 
     @property
-    def route(self) -> tuple[Hop, ...]:
-        """The hops that the model runs through; each has `peer_id`, `blocks` and `latency_ms`."""
+    def route(self) -> Route:
+        """The hops that the model runs through; each has `peer_id`, `blocks` and `latency_ms`.
+
+        `route.explain()` says what each is estimated to cost, and why other servers were not chosen.
+        """
         return self.backend.route()
 
     @property

@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import get_args
 
 from swarm.blocks import Blocks
+from swarm.client.explain import Optimize
 from swarm.client.live import SessionPlan
-from swarm.client.route import Hop, plan_route
+from swarm.client.route import Hop, Request, Route, plan_request
 from swarm.client.session import Session
 from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory, Survey
-from swarm.dht.records import SignedAnnouncement
-from swarm.errors import NetworkError, NoRoute, RootMismatch
+from swarm.errors import BadConfiguration, NetworkError, NoRoute, RootMismatch
+from swarm.identity import public_key_of
 
 DIRECTORY_AGE_S = 10.0  # a look-up is used again for so long
+RTTS_MAX = 1024  # measured round trips that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +31,118 @@ class Wanted:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """Which peers may be used, None for all, and which not: by all routes and all repairs. What routes are best at."""
+
+    allowed_peers: frozenset[str] | None = None
+    blocked_peers: frozenset[str] = frozenset()
+    optimize: Optimize = "latency"
+
+    @classmethod
+    def checked(cls, allowed_peers: Iterable[str] | None, blocked_peers: Iterable[str], optimize: str) -> "Preferences":
+        """Take what a user passes. Raises BadConfiguration."""
+        modes: tuple[Optimize, ...] = get_args(Optimize)
+        mode = next((mode for mode in modes if mode == optimize), None)
+        if mode is None:
+            raise BadConfiguration("optimize", f"{optimize!r} is neither {' nor '.join(map(repr, modes))}")
+        allowed = None if allowed_peers is None else _peer_ids("allowed_peers", allowed_peers)
+        if allowed is not None and not allowed:
+            raise BadConfiguration("allowed_peers", "it is empty: name peers, or pass None to allow all")
+        return cls(allowed, _peer_ids("blocked_peers", blocked_peers), mode)
+
+
+ANY_PEER = Preferences()
+
+
+def _peer_ids(name: str, given: Iterable[str]) -> frozenset[str]:
+    if isinstance(given, str):
+        raise BadConfiguration(name, "pass a list of peer ids, not one string")
+    peers = list(given)
+    for peer in peers:
+        try:
+            public_key_of(peer)
+        except (ValueError, TypeError, AttributeError):
+            raise BadConfiguration(name, f"{peer!r} is not the peer id of a server, such as 12D3KooW...") from None
+    return frozenset(peers)
+
+
 class Router:
     """Plans routes through one model and opens sessions along them."""
 
-    def __init__(self, model: Wanted, directory: Directory, sessions: Sessions) -> None:
+    def __init__(
+        self, model: Wanted, directory: Directory, sessions: Sessions, preferences: Preferences = ANY_PEER
+    ) -> None:
         self._model = model
+        self._preferences = preferences
+        self._rtts: dict[str, float] = {}  # measured, in ms, by public key
         self._directory = directory
         self._sessions = sessions
         self._looked_up = (float("-inf"), Survey((), ()))
         self._looking: asyncio.Task[Survey] | None = None
 
-    async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused."""
-        return await self._sessions.open(plan, blocks, self.plan)
+    async def open(self, blocks: Blocks, plan: SessionPlan, positions_needed: int = 0) -> Session:
+        """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused.
+
+        positions_needed: how many cached tokens it is likely to need on every hop.
+        """
+        planner = partial(self.plan, positions_needed=positions_needed)
+        session = await self._sessions.open(plan, blocks, planner)
+        self._remember(session.route)
+        return session
 
     async def plan(
-        self, blocks: Blocks, avoid: Collection[str] = (), numeric_class: str | None = None
-    ) -> tuple[Hop, ...]:
+        self,
+        blocks: Blocks,
+        avoid: Collection[str] = (),
+        numeric_class: str | None = None,
+        *,
+        positions_needed: int = 0,
+    ) -> Route:
         """Plan a route, or a part of one that is to be repaired: then in its numeric class. Raises NoRoute.
 
         avoid: peers and processes that are out of the question. Those that failed lately are taken if nobody else is.
         """
+        request = self._request(blocks, avoid, numeric_class, positions_needed)
         lately = self._sessions.avoidance.processes
         if lately - set(avoid):
             with contextlib.suppress(NoRoute):
-                return await self._plan_now(blocks, {*avoid, *lately}, numeric_class)
-        return await self._plan_now(blocks, avoid, numeric_class)
+                return await self._plan_now(replace(request, avoid={*avoid, *lately}))
+        return await self._plan_now(request)
+
+    def explained(self, hops: Sequence[Hop]) -> Route:
+        """Return a session's hops as a route that compares itself with the servers that are known now."""
+        self._remember(hops)
+        used = {hop.process for hop in hops}
+        avoid = self._sessions.avoidance.processes - used
+        blocks = Blocks(hops[0].blocks.start, hops[-1].blocks.stop)
+        return Route(hops, replace(self._request(blocks, avoid), servers=self._looked_up[1].servers))
+
+    def _request(
+        self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None = None, positions_needed: int = 0
+    ) -> Request:
+        return Request(
+            model=self._model.name,
+            wanted=blocks,
+            servers=(),
+            dtype=self._model.dtype,
+            numeric_class=numeric_class,
+            avoid=avoid,
+            allowed_peers=self._preferences.allowed_peers,
+            blocked_peers=self._preferences.blocked_peers,
+            client_rtts=dict(self._rtts),
+            positions_needed=positions_needed,
+            optimize=self._preferences.optimize,
+        )
+
+    def _remember(self, hops: Sequence[Hop]) -> None:
+        """Keep measured round trips for the next plan, the latest ones."""
+        for hop in hops:
+            if hop.latency_ms is not None:
+                self._rtts.pop(hop.announcement.public_key, None)
+                self._rtts[hop.announcement.public_key] = hop.latency_ms
+        while len(self._rtts) > RTTS_MAX:
+            del self._rtts[next(iter(self._rtts))]
 
     async def keep_fresh(self) -> None:
         """Look the servers up again and again while sessions are open: a repair must not have to wait for the DHT."""
@@ -62,21 +152,16 @@ class Router:
                 with contextlib.suppress(NetworkError):
                     await self._look_up()
 
-    async def _plan_now(self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None) -> tuple[Hop, ...]:
+    async def _plan_now(self, request: Request) -> Route:
         """Plan with the servers that were looked up lately, if they suffice; else look again."""
-        model = self._model
-
-        def plan(servers: Sequence[SignedAnnouncement]) -> tuple[Hop, ...]:
-            return plan_route(model.name, blocks, servers, dtype=model.dtype, numeric_class=numeric_class, avoid=avoid)
-
         looked_up_at, survey = self._looked_up
-        repairing = numeric_class is not None
+        repairing = request.numeric_class is not None
         if repairing or asyncio.get_running_loop().time() - looked_up_at < DIRECTORY_AGE_S:
             with contextlib.suppress(NoRoute):
-                return plan(survey.servers)
+                return plan_request(replace(request, servers=survey.servers))
         survey = await self._look_up()
         try:
-            return plan(survey.servers)
+            return plan_request(replace(request, servers=survey.servers))
         except NoRoute as nobody:
             if not survey.servers:
                 await self._explain(nobody)

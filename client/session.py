@@ -287,7 +287,7 @@ class Session:
         elif last is None:
             raise nobody
         elif self._answered:
-            raise NoRoute(nobody.model, nobody.missing, f"nobody can take over ({last})") from None
+            raise NoRoute(nobody.model, nobody.missing, f"nobody can take over: {nobody.why} ({last})") from None
         else:
             raise last if not isinstance(last, EdgeDown) else nobody from None
 

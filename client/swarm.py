@@ -11,8 +11,8 @@ from torch import Tensor
 
 from swarm.blocks import Blocks
 from swarm.client.live import SessionPlan
-from swarm.client.route import Hop
-from swarm.client.router import Router, Wanted
+from swarm.client.route import Route
+from swarm.client.router import ANY_PEER, Preferences, Router, Wanted
 from swarm.client.runtime import LoopThread
 from swarm.client.session import Session
 from swarm.client.sessions import Sessions
@@ -25,6 +25,7 @@ from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 
 STEP_TIMEOUT_S = 120.0
+POSITIONS_TO_COME = 128  # that a session is expected to reach beyond its first step, for a choice of hops with room
 
 Join = Callable[[], AbstractAsyncContextManager[Directory]]
 
@@ -34,12 +35,13 @@ class ClientOptions:
     """How a client behaves.
 
     step_timeout_s: the longest that one step may take, with all its waiting and repairs. wait_for_blocks_s: how long to
-    wait for somebody to serve blocks that nobody serves.
+    wait for somebody to serve blocks that nobody serves. preferences: which peers it uses, and what for.
     """
 
     network: str = "public"
     step_timeout_s: float = STEP_TIMEOUT_S
     wait_for_blocks_s: float = 0.0
+    preferences: Preferences = ANY_PEER
 
 
 class Swarm:
@@ -76,11 +78,11 @@ class Swarm:
         )
         return WaitingSession(self._loop, partial(self._open, blocks, plan))
 
-    def route(self) -> tuple[Hop, ...]:
+    def route(self) -> Route:
         """Return the hops of the latest session, or a fresh plan where there was none."""
-        if self._latest is not None:
-            return self._latest.route
-        return self._loop.run(self._router.plan(Blocks(0, self._checkpoint.n_blocks)))
+        if self._latest is not None and not self._loop.alive:  # it has left the swarm, and still knows the way it took
+            return self._router.explained(self._latest.route)
+        return self._loop.run(self._route())
 
     def close(self) -> None:
         """Leave the swarm. Closing twice is fine."""
@@ -101,7 +103,7 @@ class Swarm:
         async with join() as directory:
             sessions = Sessions()
             sessions.dialer = Dialer(self._me, sessions.on_message)
-            self._router = Router(self._wanted, directory, sessions)
+            self._router = Router(self._wanted, directory, sessions, self._options.preferences)
             keeping = asyncio.create_task(self._router.keep_fresh())
             try:
                 joined.set_result(None)
@@ -110,9 +112,14 @@ class Swarm:
                 keeping.cancel()
                 await sessions.close()
 
-    async def _open(self, blocks: Blocks, plan: SessionPlan) -> Session:
-        self._latest = await self._router.open(blocks, plan)
+    async def _open(self, blocks: Blocks, plan: SessionPlan, positions: int) -> Session:
+        self._latest = await self._router.open(blocks, plan, positions)
         return self._latest
+
+    async def _route(self) -> Route:
+        if self._latest is not None:
+            return self._router.explained(self._latest.route)
+        return await self._router.plan(Blocks(0, self._checkpoint.n_blocks))
 
     async def _leave(self) -> None:
         self._life.cancel()
@@ -125,8 +132,8 @@ class WaitingSession:
     So whoever holds it can close it, wherever an interrupt hits: what is open is never but on its way to its owner.
     """
 
-    def __init__(self, loop: LoopThread, opening: Callable[[], Awaitable[Session]]) -> None:
-        """opening: opens the session. Raises NoRoute, HopFailed or Refused."""
+    def __init__(self, loop: LoopThread, opening: Callable[[int], Awaitable[Session]]) -> None:
+        """opening: opens the session for so many cached tokens. Raises NoRoute, HopFailed or Refused."""
         self._loop = loop
         self._opening = opening
         self._session: Session | None = None
@@ -145,7 +152,8 @@ class WaitingSession:
         """As `Session.step`, from and to any device; the first one raises also what opening raises."""
 
         async def step() -> Tensor:
-            session = self._session or await self._open()
+            needed = hidden.shape[0] * (hidden.shape[1] + POSITIONS_TO_COME)
+            session = self._session or await self._open(needed)
             return await session.step(
                 hidden.to("cpu"),
                 positions=None if positions is None else positions.to("cpu"),
@@ -163,9 +171,9 @@ class WaitingSession:
 
     # In the loop
 
-    async def _open(self) -> Session:
+    async def _open(self, positions: int) -> Session:
         self._refuse_if_closed()
-        self._session = await self._opening()
+        self._session = await self._opening(positions)
         if self._closed:
             await self._session.close()
         self._refuse_if_closed()

@@ -12,6 +12,7 @@ import torch
 
 from swarm.blocks import Blocks
 from swarm.client.model import DistributedModel, distribute
+from swarm.client.router import ANY_PEER, Preferences
 from swarm.client.runtime import LoopThread
 from swarm.client.swarm import ClientOptions, Swarm
 from swarm.dht.directory import Directory
@@ -57,14 +58,20 @@ class InProcessSwarm:
         """A view of the directory, for reading or for one identity to announce in."""
         return Directory(self.store, identity=identity, network=NETWORK, clock=time.time)
 
-    def client(self, *, step_timeout_s: float = 30.0, wait_for_blocks_s: float = 0.0) -> DistributedModel:
+    def client(
+        self,
+        *,
+        step_timeout_s: float = 30.0,
+        wait_for_blocks_s: float = 0.0,
+        preferences: Preferences = ANY_PEER,
+    ) -> DistributedModel:
         """A distributed model; `close` it."""
 
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:
             yield self.directory()
 
-        options = ClientOptions(NETWORK, step_timeout_s, wait_for_blocks_s)
+        options = ClientOptions(NETWORK, step_timeout_s, wait_for_blocks_s, preferences)
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
         return distribute(load_ends(self.checkpoint, dtype=self.dtype), swarm)
 

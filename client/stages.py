@@ -1,0 +1,253 @@
+"""The least costly way through a pipeline of servers, over arrays: the arithmetic behind a route. Pure.
+
+The state of the search is (boundary, the server that has just computed up to it), since what comes next costs a trip
+that depends on both. It walks block by block. At boundary b, `left[b, s]` is the least cost of having computed blocks
+[0, b), the last of them on s, and a server t that holds block b is entered from the cheapest of them:
+
+    entered[b, t] = HOP_MS + min over s of left[b, s] + trip(s, t)          from the client where b is 0
+    left[e, t]    = min over b of entered[b, t] + (e - b) * weight[t]       where t holds [b, e)
+
+Known trips are few, so the minimum over s is that over the known ones, or that over all others plus one default.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+HOP_MS = 0.5  # what the software of one more hop takes
+STAGE_FLOOR_MS = 20.0  # a stage that is faster than this waits for the network: splitting it gains nothing
+STAGE_SLACK = 1.05  # the slowest stage may be so much slower than the best possible one
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Trips:
+    """Known one-way trips in ms from server `source[i]` to server `target[i]`; all others take `default_ms`.
+
+    Infinite where a server may not follow the other. Every server is there with itself. Sorted by target.
+    """
+
+    source: Ints
+    target: Ints
+    ms: Floats
+    default_ms: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    """S servers that hold [start, stop) of blocks 0 to n_blocks, each at least one, in the order that breaks ties.
+
+    block_ms: what a token takes through one block. weight_ms: the same as the search counts it, with penalties.
+    client_ms: one way between the client and each.
+    """
+
+    n_blocks: int
+    start: Ints
+    stop: Ints
+    block_ms: Floats
+    weight_ms: Floats
+    client_ms: Floats
+    trips: Trips
+
+    @cached_property
+    def holders(self) -> list[Ints]:
+        """Which servers hold each block."""
+        return [np.flatnonzero((self.start <= b) & (b < self.stop)) for b in range(self.n_blocks)]
+
+    def mirrored(self) -> "Stages":
+        """Return the same pipeline from its other end: trips take the same time both ways."""
+        trips = self.trips
+        order = np.argsort(trips.source, kind="stable")
+        back = Trips(trips.target[order], trips.source[order], trips.ms[order], trips.default_ms)
+        return replace(self, start=self.n_blocks - self.stop, stop=self.n_blocks - self.start, trips=back)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks [start, stop) on one server."""
+
+    server: int
+    start: int
+    stop: int
+
+
+def trips_between(source: Ints, target: Ints, ms: Floats, default_ms: float, apart: tuple[Ints, Ints]) -> Trips:
+    """Sort known trips, each with its way back. The longest counts: nobody comes nearer by saying so.
+
+    apart: pairs (sources, targets) that may not follow each other.
+    """
+    source, target = np.concatenate([source, target, apart[0]]), np.concatenate([target, source, apart[1]])
+    ms = np.concatenate([ms, ms, np.full(len(apart[0]), np.inf)])
+    key = target << 32 | source
+    order = np.argsort(key)
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    longest = np.maximum.reduceat(ms[order], first)
+    return Trips(source[order][first], target[order][first], longest, default_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The time that no stage exceeds, how many blocks each server does in it, and some ways that keep it."""
+
+    stage_ms: float
+    limit: Ints
+    ways: tuple[list[Part], ...]
+
+
+def quickest_pace(stages: Stages) -> Pace:
+    """Make the slowest stage about as fast as it can be: a stage of n blocks takes max(STAGE_FLOOR_MS, n * block_ms).
+
+    Found by bisection, to within STAGE_SLACK. Whether a pace can be kept is tried greedily: finding out for certain,
+    where each server has but one turn, is as hard as scheduling is. Every block must be held by somebody.
+    """
+
+    def at_pace(ms: float) -> Pace:
+        limit = np.minimum(ms / stages.block_ms + 1e-9, stages.n_blocks).astype(np.int64)
+        ways = (_in_turn(stages, limit, furthest_first=first) for first in (False, True))
+        return Pace(ms, limit, tuple(way for way in ways if way is not None))
+
+    quickest = at_pace(STAGE_FLOOR_MS)
+    if quickest.ways:
+        return quickest
+    least, quickest = STAGE_FLOOR_MS, at_pace(float((stages.block_ms * (stages.stop - stages.start)).max()))
+    while quickest.stage_ms > least * STAGE_SLACK:
+        tried = at_pace((least * quickest.stage_ms) ** 0.5)
+        if tried.ways:
+            quickest = tried
+        else:
+            least = tried.stage_ms
+    return quickest
+
+
+def _in_turn(stages: Stages, limit: Ints, *, furthest_first: bool) -> list[Part] | None:
+    """Give every server one turn, of as many blocks as its limit allows: first whose span ends first, or goes furthest.
+
+    The former uses many servers and fails least; the latter uses few.
+    """
+    unused = limit > 0
+    parts: list[Part] = []
+    at = 0
+    while at < stages.n_blocks:
+        free = stages.holders[at][unused[stages.holders[at]]]
+        if not len(free):
+            return None
+        reach = np.minimum(stages.stop[free], at + limit[free])
+        rank = stages.stop[free] - reach * (stages.n_blocks + 1) if furthest_first else stages.stop[free] - reach / 1e4
+        chosen = int(rank.argmin())
+        parts.append(Part(int(free[chosen]), at, int(reach[chosen])))
+        unused[free[chosen]] = False
+        at = int(reach[chosen])
+    return parts
+
+
+class Search:
+    """The least costly ways to everywhere, from the client through block after block."""
+
+    def __init__(self, stages: Stages, limit: Ints | None = None) -> None:
+        """limit: how many blocks each server may take in a row; None for any number."""
+        self._stages = stages
+        self._limit = np.full(len(stages.start), stages.n_blocks) if limit is None else limit
+        shape = (stages.n_blocks + 1, len(stages.start))
+        self.left = np.full(shape, np.inf)
+        self._begun = np.full(shape, np.inf)  # entered[b, t] - b * weight[t]: comparable whatever b
+        enter = _enterer(stages)
+        window = _window_least(self._begun, self._limit, stages)
+        for at in range(stages.n_blocks):
+            holders = stages.holders[at]
+            trip_ms = stages.client_ms if at == 0 else enter(self.left[at])
+            self._begun[at, holders] = HOP_MS + trip_ms[holders] - at * stages.weight_ms[holders]
+            self.left[at + 1, holders] = (window(at) + (at + 1) * stages.weight_ms)[holders]
+
+    def path(self) -> list[Part] | None:
+        """Return the way through all blocks; ties fall to the servers that come first."""
+        stages = self._stages
+        arrived = self.left[stages.n_blocks] + stages.client_ms
+        server = int(arrived.argmin())
+        if not np.isfinite(arrived[server]):
+            return None
+        parts: list[Part] = []
+        stop = stages.n_blocks
+        while True:
+            first = max(int(stages.start[server]), stop - int(self._limit[server]))
+            start = first + int(self._begun[first:stop, server].argmin())
+            parts.append(Part(server, start, stop))
+            if start == 0:
+                return parts[::-1]
+            server, stop = int((self.left[start] + self._trips_to(server)).argmin()), start
+
+    def through(self) -> Floats:
+        """Return the least cost of all ways that use each server, the way back to the client included."""
+        stages = self._stages
+        back = Search(stages.mirrored(), self._limit)
+        blocks_left = np.arange(stages.n_blocks, -1, -1)[:, None]
+        onward = back._begun[::-1] + blocks_left * stages.weight_ms  # [b, t]: from t, left at b, to the client
+        window = _window_least(self._begun, self._limit, stages)
+        least = np.full(len(stages.start), np.inf)
+        for at in range(stages.n_blocks):
+            least = np.minimum(least, window(at) + (at + 1) * stages.weight_ms + onward[at + 1])
+        return least - HOP_MS  # both searches count it
+
+    def _trips_to(self, server: int) -> Floats:
+        trips = self._stages.trips
+        ms = np.full(len(self._stages.start), trips.default_ms)
+        known = slice(*np.searchsorted(trips.target, [server, server + 1]))
+        ms[trips.source[known]] = trips.ms[known]
+        return ms
+
+
+def _enterer(stages: Stages) -> Callable[[Floats], Floats]:
+    """Return what finds the least of left[s] + trip(s, t) for every t."""
+    trips = stages.trips
+    known = np.zeros((len(stages.start), len(stages.start)), dtype=bool)
+    known[trips.source, trips.target] = True
+    first_met = np.maximum(stages.start[trips.source] + 1, stages.start[trips.target])
+    last_met = np.minimum(stages.stop[trips.source], stages.stop[trips.target] - 1)
+    possible = first_met <= last_met  # there is a boundary where the one can follow the other
+    source, target, trip_ms = trips.source[possible], trips.target[possible], trips.ms[possible]
+    targets, first = np.unique(target, return_index=True)
+
+    def enter(left: Floats) -> Floats:
+        entered = np.full(len(left), np.inf)
+        left_yet = left.copy()
+        open_targets = np.arange(len(left))
+        while len(open_targets):  # the cheapest server, then the next for those whose trip from it is known, ...
+            cheapest = int(left_yet.argmin())
+            if left_yet[cheapest] == np.inf:
+                break
+            entered[open_targets] = left_yet[cheapest] + trips.default_ms
+            known_too = known[cheapest, open_targets]
+            entered[open_targets[known_too]] = np.inf
+            open_targets = open_targets[known_too]
+            left_yet[cheapest] = np.inf
+        if len(targets):
+            nearest = np.minimum.reduceat(left[source] + trip_ms, first)
+            entered[targets] = np.minimum(entered[targets], nearest)
+        return entered
+
+    return enter
+
+
+def _window_least(begun: Floats, limit: Ints, stages: Stages) -> Callable[[int], Floats]:
+    """Return what finds, after block `at`, the least of the latest limit[t] rows of begun[:at + 1, t] for every t."""
+    if (limit >= stages.stop - stages.start).all():
+        least = np.full(begun.shape[1], np.inf)
+
+        def least_of_all(at: int) -> Floats:
+            np.minimum(least, begun[at], out=least)
+            return least
+
+        return least_of_all
+    rows = min(int(limit.max()), stages.n_blocks)
+    too_old = np.where(np.arange(rows, 0, -1)[:, None] > limit, np.inf, 0.0)  # [rows, S], the latest row last
+
+    def least_of_latest(at: int) -> Floats:
+        taken = min(rows, at + 1)
+        least: Floats = (begun[at + 1 - taken : at + 1] + too_old[rows - taken :]).min(axis=0)
+        return least
+
+    return least_of_latest

@@ -1,0 +1,96 @@
+"""Whom a client uses, through the user's door: `allowed_peers`, `blocked_peers`, and the route that explains itself."""
+
+import pytest
+
+from swarm.client import AutoDistributedModel
+from swarm.client.explain import Reason
+from swarm.client.router import Preferences
+from swarm.errors import BadConfiguration, NoRoute
+from swarm.identity import Identity
+from tests.client.test_repair import ONE, Assassin, settings
+from tests.support.inprocess import inprocess
+
+STRANGER = Identity.generate().peer_id
+
+
+def peer(server):
+    return server.me.identity.peer_id
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"allowed_peers": ["12D3KooW"]}, "allowed_peers"),
+        ({"allowed_peers": []}, "allowed_peers"),
+        ({"blocked_peers": STRANGER}, "blocked_peers"),
+        ({"blocked_peers": [STRANGER, "me!"]}, "me!"),
+        ({"blocked_peers": [None]}, "None"),
+        ({"optimize": "price"}, "price"),
+    ],
+)
+def test_bad_preferences_are_named_before_anything_is_loaded(options, named):
+    with pytest.raises(BadConfiguration, match=named):
+        AutoDistributedModel.from_pretrained("nowhere/nothing", initial_peers=["/ip4/127.0.0.1/tcp/1"], **options)
+
+
+def test_a_blocked_peer_is_never_used(checkpoint, full):
+    with inprocess(checkpoint, "0:6", "0:3", "3:6") as swarm:
+        whole, first, second = swarm.servers
+        preferences = Preferences.checked(None, [peer(whole)], "latency")
+        with swarm.client(preferences=preferences) as model:
+            assert model.generate(ONE, **settings()).tolist() == full.generate(ONE, **settings()).tolist()
+            assert [hop.peer_id for hop in model.route] == [peer(first), peer(second)]
+            rejected = {one.peer_id: one.reason for one in model.route.explanation().rejected}
+            assert rejected == {peer(whole): Reason.BLOCKED}
+
+
+@pytest.mark.parametrize("kind", ["allowed", "blocked"])
+def test_a_repair_fails_rather_than_leave_the_allowed_peers(checkpoint, kind):
+    with inprocess(checkpoint, "0:3", "3:6", "3:6") as swarm:
+        first, second, other = swarm.servers
+        allowed = [peer(first), peer(second)] if kind == "allowed" else None
+        blocked = [peer(other)] if kind == "blocked" else []
+        with swarm.client(preferences=Preferences.checked(allowed, blocked, "latency")) as model:
+            model.generate(ONE, **settings(max_new_tokens=1))
+            with pytest.raises(NoRoute, match="outside allowed_peers or in blocked_peers") as caught:
+                model.generate(ONE, **settings(streamer=Assassin(swarm, [second])))
+            assert caught.value.missing == (3, 4, 5)
+            assert not other.handler.sessions
+
+
+def test_a_repair_takes_another_allowed_peer(checkpoint, full):
+    with inprocess(checkpoint, "0:3", "3:6", "3:6", "3:6") as swarm:
+        first, second, third, blocked = swarm.servers
+        preferences = Preferences.checked(None, [peer(blocked)], "latency")
+        with swarm.client(preferences=preferences) as model:
+            model.generate(ONE, **settings(max_new_tokens=1))
+            used = second if model.route[1].peer_id == peer(second) else third
+            text = model.generate(ONE, **settings(streamer=Assassin(swarm, [used])))
+            assert text.tolist() == full.generate(ONE, **settings()).tolist()
+            assert {hop.peer_id for hop in model.route} == {peer(first), peer(third if used is second else second)}
+
+
+def test_the_route_of_a_session_explains_itself(swarm, model):
+    model.generate(ONE, **settings(max_new_tokens=1))
+    route = model.route
+    assert [str(hop.blocks) for hop in route] == ["0:1", "1:4", "4:6"]
+    assert all(hop.latency_ms is not None for hop in route)
+    assert route.estimate_ms > 0
+    text = route.explain()
+    assert all(peer(server) in text for server in swarm.servers)
+
+
+def test_the_next_plan_knows_the_round_trips_that_sessions_have_measured(swarm):
+    with swarm.client() as model:
+        planned = model.route
+        model.generate(ONE, **settings(max_new_tokens=1))
+        assert model.route.explanation().home_ms < planned.explanation().home_ms
+        assert model.route.explanation().hops[0].trip_ms == pytest.approx(model.route[0].latency_ms / 2)
+
+
+def test_a_model_that_has_left_still_says_which_way_it_took(swarm):
+    with swarm.client() as model:
+        model.generate(ONE, **settings(max_new_tokens=1))
+        before = list(model.route)
+    assert list(model.route) == before
+    assert "3 hops" in model.route.explain()
