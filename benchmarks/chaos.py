@@ -42,7 +42,7 @@ SPANS = ("0:4", "4:8", "8:12", "0:6", "6:12", "3:9")  # in turn: with eight serv
 IN_NAMESPACES: frozenset[Kind] = frozenset({"blackhole", "disk"})
 CASES = 8
 TICK_S = 0.02
-SETTLE_S = 2.0  # before the first fault, and after the last
+SETTLE_S = 2.0  # before the first fault
 END_TIMEOUT_S = 150.0  # for the generations under way at the end: more than a step may take
 EVENTS_MAX = 20_000  # the latest events of all clients that are kept
 
@@ -60,6 +60,7 @@ class Options:
     prompt_tokens: int
     new_tokens: int
     token_s: float
+    wait_for_blocks_s: float
     logs: Path | None
 
 
@@ -80,6 +81,9 @@ def parse_kinds(_context: click.Context, _parameter: click.Parameter, text: str)
 @click.option("--prompt-tokens", type=click.IntRange(1, 900), default=512)
 @click.option("--new-tokens", type=click.IntRange(2, 100), default=64, help="of one generation")
 @click.option("--token-ms", type=click.FloatRange(0), default=25.0, help="a client's pause after each token")
+@click.option(
+    "--wait-for-blocks", "wait_for_blocks_s", type=click.FloatRange(0), default=0.0, help="the clients' option"
+)
 @click.option("--logs", type=click.Path(path_type=Path), help="where all processes' logs are copied")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="where the raw figures go")
 @click.option("--check", is_flag=True, help="exit 1 unless the project's promises are kept")
@@ -115,17 +119,17 @@ def unleash(options: Options) -> Run:
             )
         )
         slots = start_servers(swarm, options.servers, folder, network)
-        clients = [stack.enter_context(joined(swarm, i, cases, options.token_s)) for i in range(options.sessions)]
+        clients = [stack.enter_context(joined(swarm, i, cases, options)) for i in range(options.sessions)]
         faults = Faults(swarm, slots, network, random.Random(options.seed))
         try:
             began = time.time()
             hung = rage(faults, clients, options)
+            generations = [made for client in clients for made in client.generations]
+            return Run(time.time() - began, faults.done, faults.died, generations, hung, list(events))
         finally:
             faults.end()
             if options.logs is not None:
                 keep_logs(folder, swarm, events, options.logs)
-    generations = [made for client in clients for made in client.generations]
-    return Run(time.time() - began, faults.done, faults.died, generations, hung, list(events))
 
 
 def start_servers(swarm: LocalSwarm, count: int, folder: Path, network: Machines | None) -> list[Slot]:
@@ -143,12 +147,17 @@ def start_servers(swarm: LocalSwarm, count: int, folder: Path, network: Machines
 
 
 @contextmanager
-def joined(swarm: LocalSwarm, number: int, cases: Sequence[Case], token_s: float) -> Iterator[Client]:
+def joined(swarm: LocalSwarm, number: int, cases: Sequence[Case], options: Options) -> Iterator[Client]:
     """A client that has joined and not begun."""
     with AutoDistributedModel.from_pretrained(
-        CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network, dtype=torch.float32
+        CHECKPOINT,
+        initial_peers=swarm.initial_peers,
+        network=swarm.network,
+        dtype=torch.float32,
+        wait_for_blocks_s=options.wait_for_blocks_s,
     ) as model:
-        yield Client(number, model, cases[number % len(cases) :] + cases[: number % len(cases)], token_s)
+        first = number % len(cases)
+        yield Client(number, model, cases[first:] + cases[:first], options.token_s)
 
 
 def rage(faults: Faults, clients: Sequence[Client], options: Options) -> int:
@@ -156,26 +165,38 @@ def rage(faults: Faults, clients: Sequence[Client], options: Options) -> int:
     for client in clients:
         client.start()
     next_at = time.time() + SETTLE_S
-    while len(faults.done) < options.faults or any(slot.fault for slot in faults.slots):
+    while len(faults.done) < options.faults:
         time.sleep(TICK_S)
         faults.tick()
-        crashes = [client.crash for client in clients if client.crash is not None]
-        if crashes:
-            raise crashes[0]
-        if len(faults.done) < options.faults and time.time() >= next_at:
-            routes = [client.peers() for client in clients]
-            chosen = choose(faults.slots, options.kinds, {peer for route in routes for peer in route}, faults.rng)
-            if chosen is None:
-                continue  # drawn again with the next tick
-            kind, slot = chosen
-            faults.begin(kind, slot, sum(slot.peer_id in route for route in routes))
+        raise_crashes(clients)
+        if time.time() >= next_at and strike(faults, clients, options):
             next_at = time.time() + faults.rng.expovariate(1 / options.every_s)
             progress(len(faults.done), options.faults, clients)
-    time.sleep(SETTLE_S)
+    deadline = time.time() + END_TIMEOUT_S
     for client in clients:
         client.stop()
-    deadline = time.monotonic() + END_TIMEOUT_S
-    return sum(not client.join(max(0.0, deadline - time.monotonic())) for client in clients)
+    while any(client.alive for client in clients) and time.time() < deadline:
+        time.sleep(TICK_S)
+        faults.tick()
+    raise_crashes(clients)
+    return sum(client.alive for client in clients)
+
+
+def strike(faults: Faults, clients: Sequence[Client], options: Options) -> bool:
+    """Do one fault, to a server that sessions use if possible. Returns False where nothing may be done now."""
+    routes = [client.peers() for client in clients]
+    chosen = choose(faults.slots, options.kinds, {peer for route in routes for peer in route}, faults.rng)
+    if chosen is None:
+        return False
+    kind, slot = chosen
+    return faults.begin(kind, slot, sum(slot.peer_id in route for route in routes))
+
+
+def raise_crashes(clients: Sequence[Client]) -> None:
+    """Raise what ended a client for another reason than the swarm."""
+    for client in clients:
+        if client.crash is not None:
+            raise client.crash
 
 
 def progress(done: int, wanted: int, clients: Sequence[Client]) -> None:

@@ -115,10 +115,10 @@ class Client:
         """Begin nothing more."""
         self._stopping.set()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the last generation; whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    @property
+    def alive(self) -> bool:
+        """Whether its last generation has not ended yet."""
+        return self._thread.is_alive()
 
     def peers(self) -> tuple[str, ...]:
         """The peers of the session that is open now."""
