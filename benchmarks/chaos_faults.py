@@ -132,7 +132,7 @@ class Faults:
                 slot.fault = None
 
     def end(self) -> None:
-        """Kill every server, whatever state it is in: that nothing is lost when they leave in order is not the point."""
+        """Kill every server, whatever state it is in: how servers leave in order is tested elsewhere."""
         for slot in self.slots:
             slot.process.kill()
 
