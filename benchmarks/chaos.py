@@ -11,6 +11,7 @@ wrong tokens; and what failed. Cutting off and full disks need Linux namespaces 
 
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -93,6 +94,7 @@ def main(path: Path | None, check: bool, token_ms: float, **options: Any) -> Non
         if not namespaces_available():
             raise click.UsageError(f"no namespaces here; leave out {' and '.join(sorted(IN_NAMESPACES))}: --kinds")
         enter_namespaces()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything below is cleaned up
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
