@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,14 +23,28 @@ DESCRIPTORS_MAX = 4096
 MEMORY_BYTES_MAX = 1 << 46  # no limit of ours
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs.
+
+    folder: of its log and identity. host: what it listens on. prefix: a command that runs the rest of its line, as the
+    same process (`ip netns exec NAME`). env: more variables.
+    """
+
+    folder: Path
+    host: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
 class LocalProcess:
     """One command of the swarm, in a process of its own that cannot outlive this one."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, name: str, module: str, arguments: Sequence[str], place: Place, env: dict[str, str]) -> None:
         self.name = name
-        self.log = folder / f"{name}.log"
-        self._ready_file = folder / f"{name}.json"
-        line = command(
+        self.log = place.folder / f"{name}.log"
+        self._ready_file = place.folder / f"{name}.json"
+        line = place.prefix + command(
             sys.executable,
             "-m",
             module,
@@ -42,7 +57,7 @@ class LocalProcess:
         # In a process group of its own: Ctrl-C is for us, and we end our children in order.
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(  # noqa: S603 - our own commands
-                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
+                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env | place.env, process_group=0
             )
         self.started_at = time.monotonic()
         self._asked = False
@@ -50,14 +65,20 @@ class LocalProcess:
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> "LocalProcess":
         """Wait until it says that it is ready. Raises SwarmError with what it printed if it ends or takes too long."""
-        while not self._ready_file.exists():
-            if self.process.poll() is not None:
-                raise SwarmError(f"{self.name} ended with code {self.process.returncode}: {self._last_lines()}")
+        while not self.is_ready():
             if time.monotonic() - self.started_at > timeout_s:
-                raise SwarmError(f"{self.name} was not ready after {timeout_s:.0f} s: {self._last_lines()}")
+                raise SwarmError(f"{self.name} was not ready after {timeout_s:.0f} s: {self.last_lines()}")
             time.sleep(POLL_S)
-        self.ready = json.loads(self._ready_file.read_text())
         return self
+
+    def is_ready(self) -> bool:
+        """Whether it has said that it is ready; `ready` is what it said. Raises SwarmError if it ended before."""
+        if not self.ready:
+            if self._ready_file.exists():
+                self.ready = json.loads(self._ready_file.read_text())
+            elif self.process.poll() is not None:
+                raise SwarmError(f"{self.name} ended with code {self.process.returncode}: {self.last_lines()}")
+        return bool(self.ready)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Ask it to end (SIGTERM), insist after a while (SIGKILL). Returns its exit code."""
@@ -79,7 +100,8 @@ class LocalProcess:
         self.process.kill()
         self.process.wait()
 
-    def _last_lines(self) -> str:
+    def last_lines(self) -> str:
+        """What it printed last."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
@@ -87,7 +109,7 @@ class LocalSwarm:
     """A bootstrap node and servers. A context manager: every process has ended when the block has.
 
     spans: block ranges such as "0:4", one server each. options: more arguments for every server.
-    on_start: called with each process's name as it is started, for people who watch.
+    host: what all of them listen on. on_start: called with each process's name as it is started, for people who watch.
     """
 
     def __init__(
@@ -99,6 +121,7 @@ class LocalSwarm:
         network: str = "local",
         log_level: str = "info",
         env: dict[str, str] | None = None,
+        host: str = "127.0.0.1",
         on_start: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.model = str(model)
@@ -109,15 +132,17 @@ class LocalSwarm:
         self._options = ("--threads", "1", *options)
         self._common = ("--network", network, "--log-level", log_level)
         self._env = {**os.environ, **(env or {})}
+        self._host = host
         self._on_start = on_start
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as closing:
             self.folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="swarm-local-")))
+            self._place = Place(self.folder, self._host)
             closing.callback(self._stop_all)
             self._processes: list[LocalProcess] = []
-            self.bootstrap = self._start("bootstrap", "swarm.dht.cli", ())
+            self.bootstrap = self._start("bootstrap", "swarm.dht.cli", (), self._place)
             self.bootstrap.wait_ready()
             for blocks in self._spans:
                 self.start_server(blocks)
@@ -136,18 +161,21 @@ class LocalSwarm:
         """What others join through."""
         return tuple(self.bootstrap.ready["addresses"])
 
-    def start_server(self, blocks: str, *options: str) -> LocalProcess:
-        """Start one more server; `wait_ready` waits for it."""
-        arguments = (self.model, "--blocks", blocks, "--p2p-listen", "127.0.0.1:0", *self._options)
+    def start_server(self, blocks: str, *options: str, place: Place | None = None) -> LocalProcess:
+        """Start one more server, beside the others or somewhere else; `wait_ready` waits for it."""
+        place = place or self._place
+        arguments = (self.model, "--blocks", blocks, "--p2p-listen", f"{place.host}:0", *self._options)
         peers = ("--initial-peers", ",".join(self.initial_peers))
-        server = self._start(f"server-{len(self.servers)}", "swarm.server.cli", (*arguments, *peers, *options))
+        name = f"server-{len(self.servers)}"
+        server = self._start(name, "swarm.server.cli", (*arguments, *peers, *options), place)
         self.servers.append(server)
         return server
 
-    def _start(self, name: str, module: str, arguments: Sequence[str]) -> LocalProcess:
+    def _start(self, name: str, module: str, arguments: Sequence[str], place: Place) -> LocalProcess:
         self._on_start(name)
-        common = ("--listen", "127.0.0.1:0", "--identity", str(self.folder / f"{name}.identity"), *self._common)
-        process = LocalProcess(name, module, (*common, *arguments), self.folder, self._env)
+        identity = str(place.folder / f"{name}.identity")
+        common = ("--listen", f"{place.host}:0", "--identity", identity, *self._common)
+        process = LocalProcess(name, module, (*common, *arguments), place, self._env)
         self._processes.append(process)
         return process
 
