@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from swarm.blocks import Blocks
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import (
     LIFETIME_S,
@@ -85,14 +86,16 @@ class Directory:
         replicas = await self._store.put(entries)
         return Published(signed, replicas[0])
 
-    async def withdraw(self) -> None:
-        """Take back everything that was announced: the records are replaced by ones that say so."""
+    async def withdraw(self, blocks: Blocks | None = None) -> None:
+        """Take back what was announced, or only this span: the records are replaced by ones that say so."""
         entries = []
-        for announcement in self._announced.values():
+        for place, announcement in list(self._announced.items()):
+            if blocks is not None and announcement.span != blocks:
+                continue
+            del self._announced[place]
             signed = self._signed(announcement.model_copy(update={"state": "withdrawn", "addresses": (), "rtts": ()}))
             facts = self._store.gate.facts(signed.data)
             entries.append(Entry(signed.data, facts, facts.span))
-        self._announced.clear()
         if entries:
             await self._store.put(entries)
 

@@ -142,6 +142,7 @@ class Announcement(Envelope):
     free_tokens: Count = 0
     load: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     state: Literal["joining", "online", "draining", "withdrawn"]
+    automatic: bool = Field(default=False, description="the server chose the span itself and moves where it is needed")
     rtts: Annotated[tuple[Rtt, ...], Field(max_length=RTTS_MAX)] = ()
     public_name: Annotated[Printable, StringConstraints(max_length=PUBLIC_NAME_MAX)] = ""
 

@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+AUTO = "auto"
+REBALANCE_EVERY_S = 300.0  # plus or minus a half, so that servers do not all look at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeArguments:
     """The command's options by their names; None is the default that only a later look can tell."""
 
     model: str
-    blocks: str
+    blocks: str  # "A:B" or AUTO
+    num_blocks: int | None  # only with AUTO; None: as many as fit
     listen: tuple[str, int]
     p2p_listen: tuple[str, int]
     announce_address: tuple[str, ...]
@@ -26,5 +30,11 @@ class ServeArguments:
     public_name: str
     journal_memory: int  # bytes
     drain_timeout: float  # seconds
+    rebalance_every: float  # seconds; 0: never
     initial_peers: tuple[str, ...]
     network: str
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the server chooses its span."""
+        return self.blocks == AUTO

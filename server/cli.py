@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from swarm.blocks import Blocks
+from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.commands import (
     DTYPES,
     HOST_PORT,
@@ -19,7 +19,7 @@ from swarm.commands import (
     run_until_stopped,
 )
 from swarm.dht.records import PUBLIC_NAME_MAX, check_address, check_printable
-from swarm.server.arguments import ServeArguments
+from swarm.server.arguments import AUTO, REBALANCE_EVERY_S, ServeArguments
 from swarm.server.lean import leave_out_what_no_server_needs
 from swarm.version import __version__
 
@@ -88,7 +88,27 @@ class Root(click.ParamType[str]):
 @click.command("swarm-serve")
 @click.version_option(__version__)
 @click.argument("model", envvar="SWARM_MODEL", required=False)
-@click.option("--blocks", required=True, metavar="A:B", help="blocks A, A+1, ..., B-1, such as 20:40")
+@click.option(
+    "--blocks",
+    default=AUTO,
+    show_default=True,
+    metavar="A:B",
+    help="blocks A, A+1, ..., B-1, such as 20:40; auto: as many as fit, where the swarm needs them most",
+)
+@click.option(
+    "--num-blocks",
+    type=click.IntRange(1, BLOCKS_MAX),
+    default=None,
+    help="so many blocks, where the swarm needs them most",
+)
+@click.option(
+    "--rebalance-every",
+    type=click.FloatRange(0),
+    default=REBALANCE_EVERY_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="how often a server that chose its blocks looks whether others need it more, and moves; 0: never",
+)
 @click.option(
     "--listen",
     type=HOST_PORT,
@@ -152,7 +172,8 @@ def command(
     """Host blocks of MODEL, a hub id or a local directory, for everybody in the swarm.
 
     \b
-    Join a swarm:    swarm-serve org/name --blocks 20:40 --initial-peers /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...
+    Join a swarm:    swarm-serve org/name --initial-peers /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...
+    Choose yourself: swarm-serve org/name --blocks 20:40 --initial-peers ...
     Start your own:  run swarm-bootstrap, and pass the address that it prints.
 
     MODEL and every option can also come from SWARM_MODEL, SWARM_BLOCKS, ... or from swarm.toml.
@@ -163,7 +184,10 @@ def command(
     if not model:
         raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
     arguments = ServeArguments(model=model, **options)
-    Blocks.parse(arguments.blocks)
+    if not arguments.automatic:
+        Blocks.parse(arguments.blocks)
+        if arguments.num_blocks is not None:
+            raise click.UsageError("--blocks says which blocks, --num-blocks how many: pass one of them")
     path = identity or default_identity("server")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
         with ending_at_once():

@@ -11,7 +11,8 @@ from swarm.model.span import Span
 
 DECODE_STEPS = 16
 PREFILL_TOKENS = 128
-POOL_SHARE = 0.5  # of the memory that is free when the server starts
+WEIGHTS_SHARE = 0.6  # of the memory that is free when a server decides how many blocks it takes
+POOL_SHARE = 0.5  # of the memory that is free when they are loaded
 POOL_TOKENS_MAX = 1 << 22
 
 
@@ -52,8 +53,17 @@ def bytes_per_token(span: Span) -> int:
 
 def default_pool_tokens(span: Span) -> int:
     """Tokens that fit into half of the device's free memory."""
-    if span.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(span.device)
-    else:
-        free = psutil.virtual_memory().available
-    return min(POOL_TOKENS_MAX, max(1, int(free * POOL_SHARE) // bytes_per_token(span)))
+    return min(POOL_TOKENS_MAX, max(1, int(free_bytes(span.device) * POOL_SHARE) // bytes_per_token(span)))
+
+
+def blocks_that_fit(bytes_per_block: int, device: torch.device) -> int:
+    """How many blocks' weights leave room for the KV pool and for activations; 0 if not even one does."""
+    return int(free_bytes(device) * WEIGHTS_SHARE) // max(1, bytes_per_block)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(psutil.virtual_memory().available)

@@ -6,9 +6,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from random import Random
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -19,19 +22,20 @@ from swarm.dht.dialback import ask_dial_back, dialling_as, serve_dial_back
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import SignedAnnouncement
-from swarm.errors import BadConfiguration, NetworkError, RootMismatch, Unreachable, ungrouped
+from swarm.errors import BadConfiguration, NetworkError, RootMismatch, SwarmError, Unreachable, ungrouped
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
-from swarm.model.loading import load_span
-from swarm.model.span import Span
+from swarm.model.loading import block_bytes, expected_dtype, fetch_span, load_span
+from swarm.model.span import Span, numeric_class_of
 from swarm.net.channel import Self
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of
 from swarm.net.tcp import Listener
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
-from swarm.server.measure import default_pool_tokens
-from swarm.server.server import Server, ServerOptions
+from swarm.server.automatic import Automatic
+from swarm.server.measure import blocks_that_fit, default_pool_tokens
+from swarm.server.server import Server, ServerOptions, claim
 
 REACHED_RETRY_S = 30.0  # how often a server that cannot be reached asks again
 LEAVE_TIMEOUT_S = 5.0
@@ -49,6 +53,24 @@ class ServerReady(Ready):
     blocks: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What is known before the network is. span, pool_tokens: loaded already, where the command says which blocks."""
+
+    checkpoint: Checkpoint
+    device: torch.device
+    length: int = 0  # of the span that is to be chosen
+    loaded: "_Loaded | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A span, and its KV pool's capacity."""
+
+    span: Span
+    pool_tokens: int
+
+
 async def serve(
     arguments: ServeArguments, identity: Identity, identity_path: Path, ready: Callable[[Ready], None], stop: Stop
 ) -> None:
@@ -60,51 +82,160 @@ async def serve(
     config = NodeConfig(me.network, p2p, arguments.initial_peers)
     with ungrouped():
         async with asyncio.TaskGroup() as group:
-            loading = group.create_task(_in_thread(lambda: _load(arguments)))
+            opening = group.create_task(_in_thread(lambda: _open(arguments)))
             async with open_node(config, clock=time.time) as node:
-                checkpoint, span, pool_tokens = await loading
-                gc.freeze()  # what is there now stays: a full collection would stop all sessions for half a second
+                opened = await opening
                 directory = Directory(node, identity=identity, network=me.network, clock=time.time)
-                await _check_root(directory, checkpoint, arguments.root)
-                options = ServerOptions(
-                    cache_tokens=pool_tokens,
-                    announce=arguments.announce_address or (_reachable(listener.address),),
-                    threads=arguments.threads,
-                    public_name=arguments.public_name,
-                    journal_bytes=arguments.journal_memory,
-                )
-                server = Server(checkpoint, span, me, listener, options)
-                await server.start()
+                await _check_root(directory, opened.checkpoint, arguments.root)
+                await serve_dial_back(node, dialling_as(me))
+                host = _Host(arguments, me, listener, node, directory, opened, ready, stop)
                 try:
-                    await _live(server, node, directory, checkpoint, ready, stop, arguments.drain_timeout)
+                    await host.run(opened.loaded)
                 finally:
-                    await server.stop()
+                    await listener.close()
 
 
-async def _live(
-    server: Server,
-    node: SwarmNode,
-    directory: Directory,
-    checkpoint: Checkpoint,
-    ready: Callable[[Ready], None],
-    stop: Stop,
-    drain_timeout_s: float,
-) -> None:
-    """Announce, become online, serve; then drain and withdraw."""
-    await serve_dial_back(node, dialling_as(server.me))
-    announcer = Announcer(directory, server.announcement)
-    async with asyncio.TaskGroup() as group:
-        life = group.create_task(_announce(announcer, server, node, checkpoint, ready))
-        await stop.wait()
-        _log.info("leaving", sessions=len(server.handler.sessions), within_s=drain_timeout_s)
-        announcer.change("draining")
-        await server.handler.drain(drain_timeout_s)
-        life.cancel()
-    try:
-        async with asyncio.timeout(LEAVE_TIMEOUT_S):
-            await directory.withdraw()
-    except (TimeoutError, NetworkError) as error:
-        _log.warning("not withdrawn; the announcement expires by itself", why=str(error))
+class _Host:
+    """One process's place in the swarm: its node and its address stay, its span may change."""
+
+    def __init__(
+        self,
+        arguments: ServeArguments,
+        me: Self,
+        listener: Listener,
+        node: SwarmNode,
+        directory: Directory,
+        opened: _Opened,
+        ready: Callable[[Ready], None],
+        stop: Stop,
+    ) -> None:
+        self._arguments, self._me, self._listener = arguments, me, listener
+        self._node, self._directory, self._ready, self._stop = node, directory, ready, stop
+        self._checkpoint, self._device, self._length = opened.checkpoint, opened.device, opened.length
+        dtype = expected_dtype(opened.checkpoint, _dtype(arguments))
+        self._numeric_class = numeric_class_of(opened.checkpoint.config, dtype)
+        key = me.identity.public_key.hex()
+        every_s = arguments.rebalance_every if arguments.automatic else 0.0
+        self._automatic = Automatic(directory, opened.checkpoint, key, self._numeric_class, every_s, Random())  # noqa: S311 - when to look is no secret
+        self._options = ServerOptions(
+            cache_tokens=0,
+            announce=arguments.announce_address or (_reachable(listener.address),),
+            threads=arguments.threads,
+            public_name=arguments.public_name,
+            journal_bytes=arguments.journal_memory,
+            automatic=every_s > 0,
+        )
+
+    async def run(self, loaded: _Loaded | None) -> None:
+        """Serve one span after the other until asked to stop; then withdraw."""
+        if loaded is None:
+            loaded = await self._load(await self._automatic.first(self._length, self._claim))
+        while loaded is not None and (goal := await self._serve(loaded)) is not None:
+            before, loaded = loaded.span.blocks, None  # two spans may not fit into memory
+            loaded = await self._or_stopped(self._load(goal, before))
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self._directory.withdraw()
+        except (TimeoutError, NetworkError) as error:
+            _log.warning("not withdrawn; the announcement expires by itself", why=str(error))
+
+    async def _serve(self, loaded: _Loaded) -> Blocks | None:
+        """Host one span: its whole life, from the first connection to the drain. Returns whereto to move, if at all."""
+        gc.freeze()  # what is there now stays: a full collection would stop all sessions for half a second
+        options = replace(self._options, cache_tokens=loaded.pool_tokens)
+        server = Server(self._checkpoint, loaded.span, self._me, self._listener, options)
+        await server.start()
+        goal = None
+        try:
+            announcer = Announcer(self._directory, server.announcement)
+            async with asyncio.TaskGroup() as group:
+                life = group.create_task(_announce(announcer, server, self._node, self._checkpoint, self._ready))
+                goal = await self._leave(server, announcer)
+                life.cancel()
+            if goal is not None:
+                await self._withdraw(loaded.span.blocks)
+        finally:
+            await server.stop(moving=goal is not None)
+        return goal
+
+    async def _leave(self, server: Server, announcer: Announcer) -> Blocks | None:
+        """Wait until this server is to leave its span, and let its sessions move. Returns whereto, or None: to stop.
+
+        A session that nobody else can take over keeps the server where it is, unless it is to stop.
+        """
+        within_s = self._arguments.drain_timeout
+        while True:
+            goal = await self._or_stopped(self._goal(server.span.blocks))
+            _log.info("leaving", sessions=len(server.handler.sessions), within_s=within_s, moving_to=goal and str(goal))
+            if goal is not None:
+                await self._claim(goal)
+            announcer.change("draining")
+            await server.handler.drain(within_s)
+            if goal is None or self._stop.asked:
+                return None
+            if not server.handler.sessions:
+                return goal
+            _log.warning("stays: it has sessions that nobody else can take", blocks=str(server.span.blocks))
+            server.handler.draining = False
+            announcer.change("online")
+            await self._withdraw(goal)
+
+    async def _or_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """Return what some work returns, or None as soon as this server is asked to stop."""
+        async with asyncio.TaskGroup() as group:
+            stopped, working = group.create_task(self._stop.wait()), group.create_task(work)
+            await asyncio.wait((stopped, working), return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            working.cancel()
+        return None if self._stop.asked else working.result()
+
+    async def _goal(self, blocks: Blocks) -> Blocks:
+        """Wait until this server is needed elsewhere, and fetch what it needs there while it serves. Returns where."""
+        while True:
+            goal = await self._automatic.goal()
+            _log.info("needed elsewhere", blocks=str(blocks), goal=str(goal))
+            try:
+                await _in_thread(partial(fetch_span, self._checkpoint, goal))
+            except SwarmError as error:
+                _log.warning("cannot move: stays where it is", goal=str(goal), why=str(error))
+                continue
+            return goal
+
+    async def _claim(self, blocks: Blocks) -> None:
+        """Say that a span will be here, so that no other server takes it for missing; and no other than this one."""
+        now = time.time()
+        await self._directory.announce(
+            claim(self._checkpoint, self._me, blocks, self._numeric_class, self._options, now)
+        )
+
+    async def _load(self, blocks: Blocks, otherwise: Blocks | None = None) -> _Loaded:
+        """Load a span while its claim is kept alive; where that fails, the one that was here before."""
+        gc.unfreeze()  # the span before this one is garbage now, cycles and all
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        claims = Announcer(
+            self._directory,
+            lambda _: claim(self._checkpoint, self._me, blocks, self._numeric_class, self._options, time.time()),
+        )
+        async with asyncio.TaskGroup() as group:
+            announcing = group.create_task(claims.run())
+            try:
+                return await _in_thread(partial(_load, self._arguments, self._checkpoint, blocks, self._device))
+            except SwarmError as error:
+                if otherwise is None:
+                    raise
+                _log.error("did not load; back to the blocks before", blocks=str(blocks), why=str(error))
+            finally:
+                announcing.cancel()
+        await self._withdraw(blocks)
+        return await self._load(otherwise)
+
+    async def _withdraw(self, blocks: Blocks) -> None:
+        try:
+            await self._directory.withdraw(blocks)
+        except NetworkError as error:
+            _log.warning("not withdrawn; the announcement expires by itself", blocks=str(blocks), why=str(error))
 
 
 async def _announce(
@@ -159,8 +290,8 @@ async def _reached(node: SwarmNode, signed: SignedAnnouncement) -> bool:
     return bool(result.answered)
 
 
-def _load(arguments: ServeArguments) -> tuple[Checkpoint, Span, int]:
-    """Open the checkpoint and load the span. Returns them and the KV pool's capacity in tokens."""
+def _open(arguments: ServeArguments) -> _Opened:
+    """Open the checkpoint; load the span if it is known already, or tell how many blocks fit."""
     checkpoint = open_checkpoint(
         arguments.model,
         revision=arguments.revision,
@@ -169,16 +300,33 @@ def _load(arguments: ServeArguments) -> tuple[Checkpoint, Span, int]:
         max_disk_bytes=arguments.max_disk_space,
         root=arguments.root,
     )
-    blocks = Blocks.parse(arguments.blocks, checkpoint.n_blocks)
+    if not arguments.automatic:
+        blocks = Blocks.parse(arguments.blocks, checkpoint.n_blocks)
+        device = _device(arguments.device)
+        return _Opened(checkpoint, device, loaded=_load(arguments, checkpoint, blocks, device))
     device = _device(arguments.device)
-    dtype = "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    if arguments.num_blocks is not None:
+        checkpoint.check(Blocks(0, arguments.num_blocks))
+        return _Opened(checkpoint, device, arguments.num_blocks)
+    one = block_bytes(checkpoint, _dtype(arguments))
+    fit = blocks_that_fit(one, device)
+    if fit == 0:
+        raise BadConfiguration("--blocks auto", f"one block takes {one >> 20} MB, and {device} has no room for it")
+    return _Opened(checkpoint, device, min(fit, checkpoint.n_blocks))
+
+
+def _load(arguments: ServeArguments, checkpoint: Checkpoint, blocks: Blocks, device: torch.device) -> _Loaded:
+    """Load a span, and see how many tokens its KV pool can hold."""
     try:
-        span = load_span(checkpoint, blocks, dtype=dtype, device=device)
+        span = load_span(checkpoint, blocks, dtype=_dtype(arguments), device=device)
     except (torch.OutOfMemoryError, MemoryError):
         raise BadConfiguration("--blocks", f"blocks {blocks} do not fit into the memory of {device}") from None
     with torch.inference_mode():
-        tokens = arguments.cache_tokens or default_pool_tokens(span)
-    return checkpoint, span, tokens
+        return _Loaded(span, arguments.cache_tokens or default_pool_tokens(span))
+
+
+def _dtype(arguments: ServeArguments) -> torch.dtype | str:
+    return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
 
 
 def _device(name: str | None) -> torch.device:

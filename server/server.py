@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from swarm.blocks import Blocks
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement
 from swarm.dht.records import Span as AnnouncedSpan
@@ -30,7 +31,7 @@ class ServerOptions:
     """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
 
     cache_tokens: the KV pool's capacity. journal_bytes: host memory for what repairs replay. threads: cores for one
-    operation; None leaves torch's choice.
+    operation; None leaves torch's choice. automatic: the span was chosen by the server, which may move.
     """
 
     cache_tokens: int
@@ -38,6 +39,7 @@ class ServerOptions:
     threads: int | None = None
     public_name: str = ""
     journal_bytes: int = 1 << 30
+    automatic: bool = False
 
 
 class Server:
@@ -59,7 +61,7 @@ class Server:
         self._checkpoint = checkpoint
         self.me = me
         self._listener = listener
-        self._options = options
+        self.options = options
         self._wall_clock = wall_clock
         self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
         hosting = Hosting(checkpoint.root, me.network, span, options.journal_bytes)
@@ -72,12 +74,15 @@ class Server:
         await self._listener.start(self.handler.on_message)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
-    async def stop(self) -> None:
-        """End every session and every channel."""
+    async def stop(self, *, moving: bool = False) -> None:
+        """End every session and every channel. moving: the address is kept, for the next span's server."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self.handler.close()
-        await self._listener.close()
+        if moving:
+            self._listener.pause()
+        else:
+            await self._listener.close()
         await self.handler.dialer.close()
         await asyncio.to_thread(self._executor.stop)  # a long step must not keep the loop from a second signal
 
@@ -105,27 +110,45 @@ class Server:
 
     def announcement(self, state: State) -> Announcement:
         """What is true of this server now. Sequence and times are set when it is signed."""
-        now = self._wall_clock()
         measured = self.throughput
-        return Announcement(
-            protocol=PROTOCOL_VERSION,
-            version=__version__,
-            network=self.me.network,
-            public_key=self.me.identity.public_key.hex(),
-            root=self._checkpoint.root,
-            model=self._checkpoint.public_name,
-            n_blocks=self._checkpoint.n_blocks,
-            blocks=AnnouncedSpan(self.span.blocks.start, self.span.blocks.stop),
-            numeric_class=self.span.numeric_class,
-            addresses=self._options.announce or (self.data_address,),
-            channel_key=self.me.key.public.hex(),
-            decode_tps=measured.decode_tps if measured else None,
-            prefill_tps=measured.prefill_tps if measured else None,
-            free_tokens=self.pool.free_tokens,
-            load=float(self.handler.steps_under_way),
-            state=state,
-            public_name=self._options.public_name,
-            sequence=0,
-            issued=now,
-            expires=now + 1,
+        bare = claim(
+            self._checkpoint, self.me, self.span.blocks, self.span.numeric_class, self.options, self._wall_clock()
         )
+        return bare.model_copy(
+            update={
+                "addresses": self.options.announce or (self.data_address,),
+                "decode_tps": measured.decode_tps if measured else None,
+                "prefill_tps": measured.prefill_tps if measured else None,
+                "free_tokens": self.pool.free_tokens,
+                "load": float(self.handler.steps_under_way),
+                "state": state,
+            }
+        )
+
+
+def claim(
+    checkpoint: Checkpoint, me: Self, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
+) -> Announcement:
+    """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and nobody calls it.
+
+    Sequence and times are set when it is signed.
+    """
+    return Announcement(
+        protocol=PROTOCOL_VERSION,
+        version=__version__,
+        network=me.network,
+        public_key=me.identity.public_key.hex(),
+        root=checkpoint.root,
+        model=checkpoint.public_name,
+        n_blocks=checkpoint.n_blocks,
+        blocks=AnnouncedSpan(blocks.start, blocks.stop),
+        numeric_class=numeric_class,
+        addresses=(),
+        channel_key=me.key.public.hex(),
+        state="joining",
+        automatic=options.automatic,
+        public_name=options.public_name,
+        sequence=0,
+        issued=now,
+        expires=now + 1,
+    )

@@ -76,6 +76,7 @@ def test_blocks_out_of_range_name_the_range(tmp_path, model):
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
+        ("--num-blocks", "2", "pass one of them"),
         ("--network", "Not A Name", "small letters"),
         ("--public-name", "x" * 65, "at most 64"),
         ("--public-name", " x", "not printable"),

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
     ("name", "measured"),
     [
         ("hop_overhead", {"local", "1 hop", "2 hops", "3 hops", "generate, local", "generate, 3 hops"}),
+        ("placement", {"settled / annealer", "settled with stale views / annealer"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )

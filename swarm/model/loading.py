@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
-from swarm.model.hollow import absent_prefixes, class_for, decoder_of, hollow_class, skeleton
+from swarm.model.hollow import absent_prefixes, blocks_of, class_for, decoder_of, hollow_class, skeleton, text_config
 from swarm.model.ownership import own_weights, return_free_memory
 from swarm.model.probe import check_span, prove_direct_path
 from swarm.model.span import Span
@@ -41,6 +41,30 @@ def load_span(
     return span
 
 
+def fetch_span(checkpoint: Checkpoint, blocks: Blocks) -> None:
+    """Download and verify what these blocks need, and load nothing. Raises as `load_span` does."""
+    checkpoint.check(blocks)
+    _fetch(checkpoint, hollow_class(checkpoint.config, blocks), blocks)
+
+
+def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
+    """Return the bytes of the largest block's weights, from their shapes alone: nothing is downloaded for it.
+
+    Quantised weights count as if they were not quantised.
+    """
+    item = expected_dtype(checkpoint, dtype).itemsize
+    layers = blocks_of(skeleton(class_for(checkpoint.config), checkpoint.config))
+    return max(sum(weight.numel() for weight in (*layer.parameters(), *layer.buffers())) for layer in layers) * item
+
+
+def expected_dtype(checkpoint: Checkpoint, dtype: Dtype = "auto") -> torch.dtype:
+    """Return the dtype in which a span will compute: the one that is asked for, or what the config declares."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    declared = getattr(checkpoint.config, "dtype", None) or getattr(text_config(checkpoint.config), "dtype", None)
+    return declared if isinstance(declared, torch.dtype) else torch.float32
+
+
 def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
     """Fetch, verify and load the client's part: embeddings, final norm and head; every block is a placeholder.
 
@@ -51,15 +75,7 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
 
 def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
-    names = needed_tensors(checkpoint, cls, blocks)
-    files = _files_with(checkpoint, names)
-    paths = checkpoint.source.fetch((CONFIG_NAME, *files))
-    for name in files:
-        try:
-            checkpoint.manifest.verify(paths[name], name)
-        except ChecksumMismatch:
-            checkpoint.source.discard(name)
-            raise
+    names, paths = _fetch(checkpoint, cls, blocks)
     if blocks is None:
         optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
         paths |= checkpoint.source.fetch(optional)
@@ -83,6 +99,22 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
         on_device: PreTrainedModel = model.to(device).eval()
     return_free_memory()
     return on_device
+
+
+def _fetch(
+    checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None
+) -> tuple[set[str] | None, dict[str, Path]]:
+    """Make the files that a hollow model needs local, and verify them. Returns its tensors' names and the files."""
+    names = needed_tensors(checkpoint, cls, blocks)
+    files = _files_with(checkpoint, names)
+    paths = checkpoint.source.fetch((CONFIG_NAME, *files))
+    for name in files:
+        try:
+            checkpoint.manifest.verify(paths[name], name)
+        except ChecksumMismatch:
+            checkpoint.source.discard(name)
+            raise
+    return names, paths
 
 
 def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None) -> set[str] | None:

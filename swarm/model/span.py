@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks
@@ -48,7 +48,7 @@ class Span:
         self.dtype: torch.dtype = next(wide, torch.float32)
         self.device: torch.device = next((w.device for w in weights), torch.device("cpu"))
         self.weight_bytes = _storage_bytes(weights)
-        self.numeric_class = _numeric_class(model, self.dtype)
+        self.numeric_class = numeric_class_of(model.config, self.dtype)
 
     def part(self, blocks: Blocks) -> "Span":
         """Return the span of some of these blocks. It shares the weights and the compute thread; caches do not mix.
@@ -253,10 +253,10 @@ def _storage_bytes(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _numeric_class(model: PreTrainedModel, dtype: torch.dtype) -> str:
+def numeric_class_of(config: PretrainedConfig, dtype: torch.dtype) -> str:
     """Name dtype and quantisation: spans of different classes compute different numbers."""
     name = str(dtype).removeprefix("torch.")
-    quantization = getattr(model.config, "quantization_config", None)
+    quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return name
     facts = quantization if isinstance(quantization, dict) else quantization.to_dict()

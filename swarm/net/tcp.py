@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import cast
 
 from swarm.errors import AddressInUse, BadConfiguration, Unreachable
-from swarm.net.channel import Channel, OnMessage, Remote, Self
+from swarm.net.channel import Channel, OnMessage, Remote, Self, Tensors
+from swarm.wire.messages import AnyMessage
 
 HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
 DIAL_TIMEOUT_S = 4.0  # connection and handshake together: some three round trips, and one lost packet
@@ -69,16 +70,26 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._channels: set[Channel] = set()
         self._shaking = 0
+        self._paused = False
         name = self._socket.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
 
     async def start(self, on_message: OnMessage) -> None:
-        """Accept from now on. Raises AddressInUse if somebody took the address at the same moment."""
+        """Accept from now on, or again after a pause. Raises AddressInUse if somebody took the address just now."""
         self._on_message = on_message
+        self._paused = False
+        if self._server is not None:
+            return
         try:
             self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
         except OSError as error:
             raise AddressInUse(f"{self.address[0]}:{self.address[1]}", error.strerror or str(error)) from None
+
+    def pause(self) -> None:
+        """End every accepted channel and keep the address; until the next start, connections are closed at once."""
+        self._paused, self._on_message = True, _unheard  # whoever listened before, with a model, can be forgotten
+        for channel in list(self._channels):
+            channel.close()
 
     async def close(self) -> None:
         """Stop listening and end every accepted channel."""
@@ -91,7 +102,7 @@ class Listener:
 
     def _channel(self, carrier: _TcpCarrier) -> Channel:
         channel = Channel(carrier, self._me, self._on_message)
-        if self._shaking >= HANDSHAKES_MAX or len(self._channels) >= CHANNELS_MAX:
+        if self._paused or self._shaking >= HANDSHAKES_MAX or len(self._channels) >= CHANNELS_MAX:
             channel.close()
             return channel
         self._shaking += 1
@@ -110,6 +121,12 @@ class Listener:
     def _expire(channel: Channel) -> None:
         if not channel.ready.done():
             channel.close()
+
+
+def _unheard(channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
+    """Take a message while nobody listens."""
+    del message, tensors
+    channel.close()
 
 
 async def dial(address: str, remote: Remote, me: Self, on_message: OnMessage) -> Channel:

@@ -1,5 +1,6 @@
 import pytest
 
+from swarm.blocks import Blocks
 from swarm.dht.directory import Directory, ModelEntry
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry
@@ -65,6 +66,16 @@ async def test_a_withdrawn_record_is_gone_and_its_replay_does_not_bring_it_back(
     assert await alice.servers(ROOT, 12) == ()
     await alice.announce(announcement(ALICE))
     assert len(await alice.servers(ROOT, 12)) == 1
+
+
+async def test_a_server_that_moves_takes_back_its_old_span_alone(store: MemoryStore) -> None:
+    alice = directory(store, ALICE)
+    for start in (0, 4):
+        await alice.announce(announcement(ALICE, start, start + 4))
+    await alice.withdraw(Blocks(0, 4))
+    assert [str(s.announcement.span) for s in await alice.servers(ROOT, 12)] == ["4:8"]
+    await alice.withdraw()
+    assert await alice.servers(ROOT, 12) == ()
 
 
 async def test_of_a_peer_that_was_started_again_with_other_blocks_the_old_ones_are_left_out(store: MemoryStore) -> None:

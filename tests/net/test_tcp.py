@@ -85,3 +85,17 @@ async def test_whoever_says_nothing_is_disconnected(listener, monkeypatch):
 async def test_a_port_in_use_is_named(listener):
     with pytest.raises(AddressInUse, match=str(listener.address[1])):
         Listener(somebody(), *listener.address)
+
+
+async def test_a_paused_listener_keeps_its_address_and_hears_nobody_until_it_starts_again(listener):
+    before = await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
+    listener.pause()
+    await until(lambda: before.closed)
+    with pytest.raises((HandshakeFailed, Unreachable)):
+        await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
+    heard = []
+    await listener.start(lambda channel, message, _: heard.append(message))
+    after = await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
+    after.send(Close(session="ab" * 16))
+    await until(lambda: heard)
+    assert listener.messages == []

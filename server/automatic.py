@@ -1,0 +1,80 @@
+"""A server that chooses its own span: claims it, looks from time to time where it is needed, says when to move."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import structlog
+
+from swarm.blocks import Blocks
+from swarm.dht.directory import Directory
+from swarm.dht.records import Announcement
+from swarm.errors import NetworkError
+from swarm.model.checkpoint import Checkpoint
+from swarm.server.placement import choose_span, holders_of, should_move
+
+CLAIM_S = 1.0  # a claim needs so long to reach the others
+CLAIMS_MAX = 6  # servers that start at the same moment get out of each other's way in so many rounds, or later
+
+Claim = Callable[[Blocks], Awaitable[object]]
+"""`claim(blocks)`: announce that a span will be here, instead of what was claimed before."""
+
+_log = structlog.get_logger("swarm.server")
+
+
+class Automatic:
+    """What one server knows of its swarm, and where it decides to be."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        checkpoint: Checkpoint,
+        key: str,
+        numeric_class: str,
+        every_s: float,
+        random: Random,
+    ) -> None:
+        """key: our public key, hex. every_s: between two looks, more or less; 0: never look again."""
+        self._directory, self._checkpoint, self._key = directory, checkpoint, key
+        self._numeric_class, self._every_s, self._random = numeric_class, every_s, random
+
+    async def first(self, length: int, claim: Claim) -> Blocks:
+        """Choose and claim the first span. Raises NetworkError.
+
+        Of servers that start together, each gives way to claims of those with smaller keys.
+        """
+        claimed: Blocks | None = None
+        for _ in range(CLAIMS_MAX):
+            there = [a for a in await self._survey() if a.state != "joining" or a.public_key < self._key]
+            holders = holders_of(there, self._numeric_class)
+            blocks = choose_span(self._checkpoint.n_blocks, length, holders, self._key)
+            if blocks == claimed:
+                break
+            await claim(blocks)
+            claimed = blocks
+            await asyncio.sleep(CLAIM_S)
+        assert claimed is not None
+        return claimed
+
+    async def goal(self) -> Blocks:
+        """Wait until this server should be elsewhere, perhaps for ever. Returns where."""
+        if not self._every_s:
+            await asyncio.Event().wait()
+        patience = 0
+        while True:
+            await asyncio.sleep(self._every_s * self._random.uniform(0.5, 1.5))
+            try:
+                announcements = await self._survey()
+            except NetworkError as error:
+                _log.warning("cannot see where servers are needed", why=str(error))
+                continue
+            holders = holders_of(announcements, self._numeric_class)
+            n_blocks = self._checkpoint.n_blocks
+            # In a thread: a large swarm takes tenths of a second.
+            blocks, patience = await asyncio.to_thread(should_move, n_blocks, holders, self._key, patience)
+            if blocks is not None:
+                return blocks
+
+    async def _survey(self) -> list[Announcement]:
+        survey = await self._directory.survey(self._checkpoint.root, self._checkpoint.n_blocks)
+        return [signed.announcement for signed in survey.servers]

@@ -1,0 +1,84 @@
+"""A server that chooses its span: claims, looks and the memory that it has, without a network."""
+
+import asyncio
+import time
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from swarm.blocks import Blocks
+from swarm.dht.directory import Directory
+from swarm.dht.store import MemoryStore
+from swarm.identity import Identity
+from swarm.model.checkpoint import Checkpoint, open_checkpoint
+from swarm.model.loading import block_bytes, load_span
+from swarm.server import automatic, measure
+from swarm.server.automatic import Automatic
+from swarm.server.measure import blocks_that_fit
+from tests.dht.support import NETWORK, ROOT, announcement
+from tests.support.swarms import DEMO_CHECKPOINT
+
+TWELVE = cast(Checkpoint, SimpleNamespace(root=ROOT, n_blocks=12))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    monkeypatch.setattr(automatic, "CLAIM_S", 0.01)
+    return MemoryStore.make(NETWORK, time.time)
+
+
+class Newcomer:
+    """A server that is about to start."""
+
+    def __init__(self, store: MemoryStore, name: bytes, every_s: float = 0.0) -> None:
+        self.identity = Identity(name * 32)
+        self.directory = Directory(store, identity=self.identity, network=NETWORK, clock=time.time)
+        key = self.identity.public_key.hex()
+        self.automatic = Automatic(self.directory, TWELVE, key, "float32", every_s, Random(1))
+
+    async def announce(self, blocks: Blocks, state: str = "joining", **more: Any) -> None:
+        await self.directory.withdraw()
+        start, stop = blocks.start, blocks.stop
+        await self.directory.announce(announcement(self.identity, start, stop, state=state, automatic=True, **more))
+
+
+async def test_servers_that_start_at_the_same_moment_cover_the_model(store: MemoryStore) -> None:
+    newcomers = [Newcomer(store, name) for name in (b"a", b"b", b"c")]
+    chosen = await asyncio.gather(*(newcomer.automatic.first(4, newcomer.announce) for newcomer in newcomers))
+    assert sorted(str(blocks) for blocks in chosen) == ["0:4", "4:8", "8:12"]
+
+
+async def test_a_server_learns_that_it_is_needed_elsewhere(store: MemoryStore) -> None:
+    first, second = Newcomer(store, b"a", 0.01), Newcomer(store, b"b", 0.01)
+    for newcomer in (first, second):
+        await newcomer.announce(Blocks(0, 6), "online")
+    goals = [asyncio.create_task(newcomer.automatic.goal()) for newcomer in (first, second)]
+    done, pending = await asyncio.wait(goals, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    assert {task.result() for task in done} == {Blocks(6, 12)}
+    for task in pending:
+        task.cancel()
+
+
+async def test_a_server_that_is_told_never_to_move_does_not(store: MemoryStore) -> None:
+    for name in (b"a", b"b"):
+        await Newcomer(store, name).announce(Blocks(0, 6), "online")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await Newcomer(store, b"a", 0.0).automatic.goal()
+
+
+def test_the_size_of_a_block_is_known_before_any_weight_is_read() -> None:
+    checkpoint = open_checkpoint(DEMO_CHECKPOINT)
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_span(checkpoint, Blocks(3, 5), dtype=dtype)
+        per_block = loaded.weight_bytes / 2
+        assert per_block * 0.9 <= block_bytes(checkpoint, dtype) <= per_block
+
+
+def test_weights_leave_room_for_the_kv_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 1000)
+    assert blocks_that_fit(100, torch.device("cpu")) == 6
+    assert blocks_that_fit(700, torch.device("cpu")) == 0
