@@ -4,14 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+SEEDS ?= 0:200
 
-.PHONY: help demo test test-long lint format install clean
+.PHONY: help demo test test-long simulate lint format install clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       run a whole swarm on this machine, on the small checkpoint that is part of the package"
 	@echo "make test       lint, then the tests (less than 15 minutes on 2 cores)"
 	@echo "make test-long  the tests that take longer"
+	@echo "make simulate   swarms on a virtual clock, SEEDS=0:200 (docs/simulation.md)"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make install    make the environment, $(VENV), and nothing else"
@@ -25,6 +27,9 @@ test: lint
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+simulate: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) --departures 6,60 --jobs $$(nproc)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from torch import Tensor
 from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.route import Hop
-from swarm.errors import ChannelClosed, HopFailed, NetworkError
+from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute
 from swarm.net.channel import Channel, Remote
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
@@ -241,8 +241,17 @@ class LiveRoute:
     # Steps of a repair
 
     async def _splice(self, without: Collection[str], plan: Plan) -> list[Leg]:
-        """Return the legs with new ones in place of those that cannot be used."""
+        """Return the legs with new ones in place of those that cannot be used; where that fails, all new ones."""
         kept = [leg for leg in self.legs if self._usable(leg, without)]
+        try:
+            return await self._filled(kept, without, plan)
+        except NoRoute:  # perhaps a hop that is kept has the missing blocks too: then it must take a larger part
+            if not kept:
+                raise
+            return await self._filled([], without, plan)
+
+    async def _filled(self, kept: Sequence[Leg], without: Collection[str], plan: Plan) -> list[Leg]:
+        """Return these legs with planned ones in the gaps. Raises NoRoute."""
         taken = {leg.hop.peer_id for leg in kept}  # a peer holds one part of a session
         bounds = [self._blocks.start, *(at for leg in kept for at in (leg.hop.blocks.start, leg.hop.blocks.stop))]
         legs: list[Leg] = []

@@ -39,6 +39,7 @@ MODEL_SHARDS = 16  # DHT keys over which the names of models are spread
 INTEGER_MAX = 2**53 - 1  # what every JSON reader represents exactly
 
 _DOMAIN = b"swarm announcement"
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -204,8 +205,7 @@ def check_clock(skews_s: Sequence[float]) -> None:
 
 def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     """Return the one accepted encoding. Raises ValueError for what JSON cannot carry."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode()
+    return _CANONICAL.encode(value).encode()
 
 
 # --- places in the DHT -----------------------------------------------------------------------------------------------

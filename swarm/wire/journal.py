@@ -91,7 +91,10 @@ class Journal:
         for entry in self._entries:
             if entry.step > step:
                 break
-            pieces = _applied(pieces, entry)
+            if entry.rows is None and (not pieces or pieces[-1].stop == entry.past.start):
+                pieces.append(entry.past)
+            else:
+                pieces = _applied(pieces, entry)
         return tuple(pieces)
 
     def _fold(self, count: int) -> None:
@@ -129,7 +132,7 @@ def rebuild_messages(session: str, epoch: int, pieces: Sequence[Past], hops: int
 
 def _applied(pieces: Sequence[Past], entry: Entry) -> list[Past]:
     keep = entry.past.start
-    kept = [piece.part(piece.start, min(piece.stop, keep)) for piece in pieces if piece.start < keep]
+    kept = [piece if piece.stop <= keep else piece.part(piece.start, keep) for piece in pieces if piece.start < keep]
     if entry.rows is not None:
         index = torch.tensor(entry.rows)
         kept = [piece.gathered(index) for piece in kept]

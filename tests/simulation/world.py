@@ -277,16 +277,17 @@ class World:
 
     def populate(self) -> None:
         """Start with servers that have been there for a while."""
-        for number in range(self.weather.servers):
-            self.arrive(20.0 * self.rng.random() if number >= 2 * N_BLOCKS else 0.0)
+        for _ in range(self.weather.servers):
+            self.arrive(20.0 * self.rng.random())
 
     def arrive(self, after_s: float, identity: Identity | None = None) -> None:
         """A server comes."""
         self._names += 1
         rng = Random(self.rng.randbytes(16))
         size = rng.randrange(2, 6)
-        start = (3 * self._names) % (N_BLOCKS - size + 1)
-        host = Host(self, f"s{self._names}", rng, identity or Identity(rng.randbytes(32)), Blocks(start, start + size))
+        start = rng.randrange(1 - size, N_BLOCKS)  # every block is as likely as any other
+        blocks = Blocks(max(0, start), min(N_BLOCKS, start + size))
+        host = Host(self, f"s{self._names}", rng, identity or Identity(rng.randbytes(32)), blocks)
         try:
             host.start(after_s)
         except ClockSkew as skew:
