@@ -20,14 +20,14 @@ class Announcer:
     def __init__(self, directory: Directory, current: Callable[[State], Announcement]) -> None:
         """current: the announcement as it is true now, in this state."""
         self.state: State = "joining"
-        self._directory = directory
+        self.directory = directory
         self._current = current
         self._changed = asyncio.Event()
         self._alone = False
 
     async def announce(self) -> SignedAnnouncement:
         """Announce now. Returns the signed record. Raises NetworkError."""
-        published = await self._directory.announce(self._current(self.state))
+        published = await self.directory.announce(self._current(self.state))
         if self._alone != (published.replicas == 0):
             self._alone = not self._alone
             if self._alone:

@@ -268,7 +268,9 @@ async def _announce(
     )
     await server.measure()
     announcer.change()
-    await announcer.run()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.round_trips.run(announcer.directory, server.announcement("online")))
+        await announcer.run()
 
 
 async def _reached(node: SwarmNode, signed: SignedAnnouncement) -> bool:

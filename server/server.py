@@ -21,7 +21,10 @@ from swarm.server.executor import ComputeThread
 from swarm.server.handler import Handler, Hosting
 from swarm.server.measure import Throughput, measure_throughput
 from swarm.server.pool import KvPool
+from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
+
+ADDRESSES_BESIDE_RTTS = 4  # with more of them round trips might not fit into a record
 
 _log = structlog.get_logger("swarm.server")
 
@@ -67,6 +70,7 @@ class Server:
         hosting = Hosting(checkpoint.root, me.network, span, options.journal_bytes)
         self.handler = Handler(hosting, self._executor, self.pool, wall_clock)
         self.handler.dialer = Dialer(me, self.handler.on_message)
+        self.round_trips = RoundTrips(self.handler.dialer)
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -122,6 +126,7 @@ class Server:
                 "free_tokens": self.pool.free_tokens,
                 "load": float(self.handler.steps_under_way),
                 "state": state,
+                "rtts": self.round_trips.latest if len(self.options.announce) <= ADDRESSES_BESIDE_RTTS else (),
             }
         )
 

@@ -4,6 +4,7 @@ import pytest
 
 from swarm.client import AutoDistributedModel
 from swarm.client.explain import Reason
+from swarm.client.route import UNKNOWN_RTT_MS
 from swarm.client.router import Preferences
 from swarm.errors import BadConfiguration, NoRoute
 from swarm.identity import Identity
@@ -94,3 +95,20 @@ def test_a_model_that_has_left_still_says_which_way_it_took(swarm):
         before = list(model.route)
     assert list(model.route) == before
     assert "3 hops" in model.route.explain()
+
+
+def test_servers_measure_round_trips_to_their_neighbours_and_routes_count_with_them(checkpoint):
+    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
+        assert model.route.estimates[1].trip_ms == UNKNOWN_RTT_MS / 2
+        first, second = swarm.servers
+
+        async def measure():
+            me = first.announcement("online")
+            await first.round_trips.measure(await swarm.directory().servers(me.root, me.n_blocks), me)
+            await swarm.directory(first.me.identity).announce(first.announcement("online"))
+
+        swarm.loop.run(measure())
+        (rtt,) = first.announcement("online").rtts
+        assert rtt.peer == second.me.identity.public_key.hex()[:16]
+        with swarm.client() as newcomer:
+            assert newcomer.route.estimates[1].trip_ms == pytest.approx(rtt.ms / 2)
