@@ -337,17 +337,15 @@ async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncC
     a restart on the same port. Raises P2PFailed after RESTARTS_MAX failures in a row.
     """
     loop = asyncio.get_running_loop()
-    failures, first = 0, True
+    failures, attached = 0, asyncio.Event()
     while True:
         began = loop.time()
         try:
             async with running_daemon(config) as daemon:
                 config = await _on_the_same_port(config, daemon)
-                async with attach(daemon):
-                    first = False
-                    why = await daemon.failed()
+                why = await _used_until_it_fails(daemon, attach, attached)
         except Exception as error:
-            if first:
+            if not attached.is_set():
                 raise
             why = str(error) or repr(error)
         if loop.time() - began > RESTART_FORGET_S:
@@ -358,6 +356,31 @@ async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncC
         delay_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
         _log.warning("p2pd failed and is replaced", why=why, failures=failures, delay_s=delay_s)
         await asyncio.sleep(delay_s)
+
+
+async def _used_until_it_fails(
+    daemon: Daemon, attach: Callable[[Daemon], AbstractAsyncContextManager[Any]], attached: asyncio.Event
+) -> str:
+    """Attach and wait for p2pd's failure, which may come before attaching is done: hivemind then waits for ever."""
+
+    async def use() -> None:
+        async with attach(daemon):
+            attached.set()
+            await asyncio.get_running_loop().create_future()  # until cancelled
+
+    using, failing = asyncio.create_task(use()), asyncio.create_task(daemon.failed())
+    try:
+        await asyncio.wait({using, failing}, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            if not attached.is_set():
+                raise P2PFailed(failing.result())
+            return failing.result()
+        using.result()  # raises: it does not end by itself
+        raise AssertionError("attached for ever")
+    finally:
+        for task in (using, failing):
+            task.cancel()
+        await asyncio.wait({using, failing})
 
 
 async def _on_the_same_port(config: P2PConfig, daemon: Daemon) -> P2PConfig:

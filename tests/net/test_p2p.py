@@ -86,3 +86,31 @@ async def test_the_relay_service_is_off() -> None:
         line = _file(daemon.pid, "cmdline").split("\0")
         assert "-relayService=0" in line
         assert "-autonat=0" in line
+
+
+async def test_a_p2pd_that_dies_while_it_is_attached_to_is_replaced() -> None:
+    attempts: list[Daemon] = []
+    attached = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def attach(daemon: Daemon) -> AsyncIterator[None]:
+        attempts.append(daemon)
+        if len(attempts) == 2:
+            os.kill(daemon.pid, signal.SIGKILL)
+            await asyncio.get_running_loop().create_future()  # as hivemind waits for the answer of a dead one
+        if len(attempts) > 2:
+            attached.set()
+        yield
+
+    task = asyncio.create_task(supervise(P2PConfig(None, None), attach))
+    try:
+        async with asyncio.timeout(30):
+            while not attempts:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            os.kill(attempts[0].pid, signal.SIGKILL)
+            await attached.wait()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+    assert len(attempts) == 3
