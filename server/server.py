@@ -19,7 +19,7 @@ from swarm.net.tcp import Listener
 from swarm.server.announcer import State
 from swarm.server.executor import ComputeThread
 from swarm.server.handler import Handler, Hosting
-from swarm.server.measure import Throughput, measure_throughput
+from swarm.server.measure import Throughput, device_name, measure_throughput
 from swarm.server.pool import KvPool
 from swarm.version import __version__
 
@@ -122,6 +122,7 @@ class Server:
                 "free_tokens": self.pool.free_tokens,
                 "load": float(self.handler.steps_under_way),
                 "state": state,
+                "device": device_name(self.span.device),
             }
         )
 
