@@ -7,7 +7,7 @@ py-libp2p runs on trio; a web server runs on asyncio. Requests cross over by `Tr
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 

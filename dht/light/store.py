@@ -124,7 +124,7 @@ class LightStore:
         wanted: dict[bytes, list[bytes]] = {}
         for key in search.keys:
             place = int.from_bytes(key)
-            nearest = sorted(ids, key=lambda peer: ids[peer] ^ place)[:BEAM]  # noqa: B023 - used at once
+            nearest = sorted(ids, key=lambda peer: ids[peer] ^ place)[:BEAM]
             for peer in nearest:
                 if peer not in search.asked[key]:
                     search.asked[key].add(peer)
@@ -190,7 +190,7 @@ class LightStore:
         if not math.isfinite(pong.dht_time):
             return Unreachable("a peer", (multiaddr,), 0.0, "its clock is no number")
         self._nodes[peer] = None
-        return (asked + self._clock()) / 2 - pong.dht_time
+        return (asked + self._clock()) / 2 - float(pong.dht_time)
 
     async def _call(
         self,

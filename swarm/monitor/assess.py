@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from swarm.dht.records import Announcement
+from swarm.errors import runs_text
 from swarm.monitor.state import (
     CONTRIBUTORS_MAX,
     MODELS_MAX,
@@ -340,7 +341,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Say which blocks: [1, 2, 3, 7] -> "blocks 1:4, 7:8"."""
-    return "blocks " + ", ".join(f"{start}:{stop}" for start, stop in _runs(numbers))
+    return "blocks " + runs_text(tuple(numbers))
 
 
 def _join_command(name: str, root: str, needed: tuple[int, int], sighting: Sighting) -> str:
