@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -27,12 +27,14 @@ from swarm.dht.format import (
     VERIFY_SLICE,
     unpack_dictionary,
 )
-from swarm.dht.light.host import LightHost, open_host
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
 from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.records import SKEW_MAX_S, key_id
 from swarm.dht.validator import Clock, Entry, RecordGate
 from swarm.errors import ClockSkew, RecordError, RecordExpired, SwarmError, Unreachable
+
+if TYPE_CHECKING:
+    from swarm.dht.light.host import LightHost  # py-libp2p: only where it runs
 
 CONNECT_TIMEOUT_S = 7.0
 GET_TIMEOUT_S = 20.0
@@ -49,6 +51,8 @@ _log = structlog.get_logger("swarm.light")
 @asynccontextmanager
 async def open_light(network: str, initial_peers: Sequence[str], clock: Clock) -> "AsyncIterator[LightStore]":
     """Join as a reader while the block runs. Raises Unreachable, ClockSkew, BadConfiguration."""
+    from swarm.dht.light.host import open_host  # noqa: PLC0415 - see above
+
     async with open_host() as host:
         store = LightStore(host, network, initial_peers, clock)
         await store.join()
@@ -70,7 +74,7 @@ class _Search:
 class LightStore:
     """Reads the DHT. Lives in the asyncio loop."""
 
-    def __init__(self, host: LightHost, network: str, initial_peers: Sequence[str], clock: Clock) -> None:
+    def __init__(self, host: "LightHost", network: str, initial_peers: Sequence[str], clock: Clock) -> None:
         self.gate = RecordGate(network, clock)
         self._host, self._clock = host, clock
         self._initial = tuple(initial_peers)[:INITIAL_PEERS_MAX]

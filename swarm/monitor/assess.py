@@ -284,7 +284,7 @@ def _decode_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None:
         if not costs:
             return None
         total_s += min(costs)
-    return 1 / total_s
+    return round(1 / total_s, 3)
 
 
 def _prefill_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None:
@@ -293,7 +293,7 @@ def _prefill_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None
         sum(record.prefill_tps for record in holders if record.prefill_tps is not None)
         for holders in _per_block(n_blocks, serving)
     ]
-    return min(sums) or None
+    return round(min(sums), 3) or None
 
 
 def _free_tokens(n_blocks: int, serving: Sequence[Announcement]) -> int:

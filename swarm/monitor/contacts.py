@@ -24,6 +24,7 @@ PEERS_MAX = 4096
 DIALS_MAX = 32  # at one time
 ADDRESSES_MAX = 2  # of one server, one after the other
 TIMEOUT_S = 5.0  # for one address: connection, handshake and ping
+AGAIN_S = 3.0  # a server that answered before and does not now is asked once more
 PATIENCE = 3  # failures in a row; from then on the next try comes later and later
 PAUSE_S, PAUSE_MAX_S = 30.0, 600.0
 FORGET_S = 3600.0  # a peer whose records are gone so long is forgotten
@@ -70,18 +71,28 @@ class Contacts:
             self._next.pop(key, None)
 
     async def _visit(self, record: Announcement, turns: asyncio.Semaphore) -> None:
+        key = record.public_key
+        if await self._try(record, turns):
+            return
+        known = self._contacts[key]
+        if known.answered_at is not None and known.failures == 1:
+            await asyncio.sleep(AGAIN_S)
+            await self._try(record, turns)
+
+    async def _try(self, record: Announcement, turns: asyncio.Semaphore) -> bool:
+        key = record.public_key
         async with turns:
             try:
                 rtt_s = await self._answer(record)
             except (SwarmError, TimeoutError) as error:
-                self._failed(record.public_key)
+                self._failed(key)
                 _log.debug("a server does not answer", peer=record.peer_id, why=str(error)[:200])
-                return
-        self._next.pop(record.public_key, None)
-        known = self._contacts[record.public_key]
-        self._contacts[record.public_key] = replace(
-            known, answered_at=self._clock(), failures=0, rtt_ms=round(rtt_s * 1000, 2)
+                return False
+        self._next.pop(key, None)
+        self._contacts[key] = replace(
+            self._contacts[key], answered_at=self._clock(), failures=0, rtt_ms=round(rtt_s * 1000, 2)
         )
+        return True
 
     def _failed(self, key: str) -> None:
         known = self._contacts[key]

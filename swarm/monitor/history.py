@@ -154,7 +154,7 @@ class Database:
             if _is_damage(error):
                 self._renew(str(error))
             else:
-                self._note(f"{error}; history is not being written to {self._path}")
+                self._note(f"no history is being written: {error}")
         else:
             if self.problem:
                 _log.info("history is written again")
@@ -162,7 +162,7 @@ class Database:
 
     def _note(self, problem: str) -> None:
         if problem != self.problem:
-            _log.warning("history", problem=problem)
+            _log.warning("history", problem=problem, database=str(self._path))
         self.problem = problem
 
     def _renew(self, why: str) -> None:

@@ -62,8 +62,8 @@ class Prober:
         """Probe until cancelled; a child that ends is started again."""
         while True:
             code = await self._run_child()
-            self.problem = f"the probe of {self._plan.model} ended with code {code}; it is started again"
-            _log.warning("probe", problem=self.problem)
+            self.problem = f"the probe ended with code {code}; it is started again"
+            _log.warning("probe", model=self._plan.model, problem=self.problem)
             await asyncio.sleep(RESTART_S)
 
     async def _run_child(self) -> int:
@@ -104,7 +104,7 @@ class Prober:
         except ValidationError:
             _log.warning("probe", problem="the child printed something else", text=text[:100].decode(errors="replace"))
             return
-        self.problem = line.why
+        self.problem = "" if line.ok else "the last generation failed"  # why is in the log: it can name addresses
         if not line.ok:
             _log.warning("a probe failed", model=self._plan.model, why=line.why)
         self._keep(ProbeResult(line.root, line.at, line.ok, line.ttft_ms, line.gaps_ms))

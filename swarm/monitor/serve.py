@@ -1,6 +1,7 @@
 """The life of `swarm-health`: database, monitor, probes and web server, in one loop."""
 
 import asyncio
+import logging
 import os
 import socket
 import time
@@ -59,6 +60,7 @@ class _Server(uvicorn.Server):
 
 async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError."""
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
     if len(arguments.probes) > PROBES_MAX:
         raise BadConfiguration("--probe", f"at most {PROBES_MAX} models")
     identity = Identity.generate()

@@ -19,12 +19,12 @@ from swarm.dht.directory import Directory, ModelEntry
 from swarm.dht.light import LightStore
 from swarm.dht.records import SPANS_PER_KEY, Announcement
 from swarm.dht.validator import Clock
-from swarm.errors import SwarmError, UsageError
+from swarm.errors import ClockSkew, SwarmError, Unreachable, UsageError
 from swarm.monitor.assess import Assessment, KnownModel, Sighting, assess
 from swarm.monitor.contacts import Answer, Contacts
 from swarm.monitor.history import Database, Sample
 from swarm.monitor.metrics import metrics_text
-from swarm.monitor.state import MODELS_MAX, Health, History, ProbeStats, Reading, Window
+from swarm.monitor.state import MODELS_MAX, TEXT_MAX, Health, History, ProbeStats, Reading, Window
 
 READ_EVERY_S = 30.0
 READ_TIMEOUT_S = 25.0
@@ -124,8 +124,8 @@ class Monitor:
         return Health(
             ok=age_s is not None and age_s <= FRESH_S,
             reading_age_s=age_s,
-            history=self._database.problem[:300] or "ok",
-            probe=self.probe_problem()[:300],
+            history=self._database.problem[:TEXT_MAX] or "ok",
+            probe=self.probe_problem()[:TEXT_MAX],
         )
 
     async def history(self, root: str | None, window: Window) -> bytes | None:
@@ -164,12 +164,16 @@ class Monitor:
             except UsageError:  # an initial peer that is no address
                 raise
             except SwarmError as error:
-                await self._failed(str(error))
+                await self._failed(error)
             await asyncio.sleep(RETRY_S)
 
-    async def _failed(self, why: str) -> None:
-        _log.warning("the swarm cannot be read", why=why)
-        self._seen.reading = self._seen.reading.model_copy(update={"error": why[:300]})
+    async def _failed(self, error: SwarmError) -> None:
+        """Say that the last reading failed: in full in the log, without addresses on the page."""
+        _log.warning("the swarm cannot be read", why=str(error))
+        why = "no node of the swarm answers" if isinstance(error, Unreachable) else str(error)
+        if not isinstance(error, Unreachable | ClockSkew | SwarmTimeout):
+            why = type(error).__name__
+        self._seen.reading = self._seen.reading.model_copy(update={"error": why[:TEXT_MAX]})
         await self._republish()
         self._first.set()
 
