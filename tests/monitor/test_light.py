@@ -37,12 +37,15 @@ def plant(into: SwarmNode, data: bytes, public_key: str, expires: float) -> None
 
 async def test_it_finds_what_is_announced_on_nodes_that_it_was_not_told_of(tmp_path: Path):
     me = Identity.generate()
-    async with node(tmp_path, "first") as first, node(tmp_path, "second", first.addresses) as second:
-        async with node(tmp_path, "third", second.addresses, identity=me) as third:
-            directory = Directory(third, identity=me, network=NETWORK, clock=time.time)
-            await directory.announce(announcement(me, public_name="<b>bold</b>"))
-            first.storage._keys.clear()  # so that it has to ask the others
-            found = await read(*first.addresses[:1])
+    async with (
+        node(tmp_path, "first") as first,
+        node(tmp_path, "second", first.addresses) as second,
+        node(tmp_path, "third", second.addresses, identity=me) as third,
+    ):
+        directory = Directory(third, identity=me, network=NETWORK, clock=time.time)
+        await directory.announce(announcement(me, public_name="<b>bold</b>"))
+        first.storage._keys.clear()  # so that it has to ask the others
+        found = await read(*first.addresses[:1])
     assert found == {"models": ["org/model"], "servers": ["<b>bold</b>"], "heavy": []}
 
 
