@@ -29,9 +29,9 @@ from swarm.dht.format import (
 )
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
 from swarm.dht.limits import RateLimit, TooBusy
-from swarm.dht.records import SKEW_MAX_S, key_id
+from swarm.dht.records import check_clock, key_id
 from swarm.dht.validator import Clock, Entry, RecordGate
-from swarm.errors import ClockSkew, RecordError, RecordExpired, SwarmError, Unreachable
+from swarm.errors import RecordError, RecordExpired, SwarmError, Unreachable
 
 if TYPE_CHECKING:
     from swarm.dht.light.host import LightHost  # py-libp2p: only where it runs
@@ -93,9 +93,7 @@ class LightStore:
         if not skews:
             reasons = sorted({str(answer.why) for answer in answers if isinstance(answer, Unreachable)})
             raise Unreachable("the swarm", self._initial, CONNECT_TIMEOUT_S, "; ".join(reasons)[:300])
-        skew_s = min(skews, key=abs)
-        if abs(skew_s) > SKEW_MAX_S:
-            raise ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+        check_clock(skews)
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Refuse: a reader announces nothing."""
