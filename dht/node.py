@@ -23,7 +23,8 @@ from hivemind.dht.traverse import traverse_dht
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
-from swarm.dht.protocol import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS, STORES_MAX, SwarmProtocol
+from swarm.dht.format import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS
+from swarm.dht.protocol import STORES_MAX, SwarmProtocol
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate

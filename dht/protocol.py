@@ -19,33 +19,36 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgpack
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
+from swarm.dht.format import (
+    BUCKET_SIZE,
+    BURST,
+    CALL_TIMEOUT_S,
+    FALSE_MAX,
+    KEYS_MAX,
+    NEIGHBOURS_MAX,
+    RATE,
+    REPLICAS,
+    VERIFY_SLICE,
+    pack_dictionary,
+    unpack_dictionary,
+)
 from swarm.dht.limits import RateLimit, TooBusy
-from swarm.dht.records import RECORD_BYTES_MAX, packed_text
-from swarm.dht.storage import SUBKEYS_MAX, RecordStorage
+from swarm.dht.records import packed_text
+from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
 from swarm.errors import InvalidMessage, RecordError, RecordExpired
 
-BUCKET_SIZE = 20
 DEPTH_MODULO = 5
-REPLICAS = 5
-CALL_TIMEOUT_S = 3.0
 CALLS_MAX = 64  # our own calls at one time
-KEYS_MAX = 4  # keys in one find: 4 full keys fill half of p2pd's largest message, 4 MiB
 STORES_MAX = 64  # entries in one store
 ANSWER_BYTES_MAX = 3 << 20
-FALSE_MAX = 8  # forged or misplaced records in one answer; then the rest of it is not looked at
-NEIGHBOURS_MAX = 2 * BUCKET_SIZE  # in one answer for one key
-VERIFY_SLICE = 24  # records checked without a pause: about 2 ms
 HANDLED_MAX = 64  # others' calls at one time
-RATE, BURST = 50.0, 400.0  # others' calls a second, per peer; a stored entry counts like a call
-_DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subkeys
 
 Answer = tuple[tuple[Entry, ...], dict[DHTID, PeerID]]  # records under one key, and nodes nearer to it
 
@@ -266,37 +269,6 @@ class DenyAll(RecordValidatorBase):  # type: ignore[misc]
 def node_id_of(peer: PeerID) -> DHTID:
     """Return the DHT id that belongs to a peer id."""
     return DHTID.from_bytes(hashlib.sha1(peer.to_bytes(), usedforsecurity=False).digest())
-
-
-def pack_dictionary(entries: Sequence[Entry]) -> bytes:
-    """Return hivemind's wire form of a dictionary of subkeys."""
-    items = [[entry.place.subkey, pack_value(entry.data), entry.facts.expires] for entry in entries]
-    latest = max((entry.facts.expires for entry in entries), default=0.0)
-    inner = msgpack.packb([SUBKEYS_MAX, latest, items], use_bin_type=True)
-    return bytes(msgpack.packb(msgpack.ExtType(_DICTIONARY_TAG, inner)))
-
-
-def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
-    """Invert pack_dictionary into (packed subkey, packed value, expiry); what is malformed is left out."""
-    try:
-        outer = msgpack.unpackb(value, raw=False, max_ext_len=len(value))
-        if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY_TAG:
-            return []
-        limits = {"max_array_len": SUBKEYS_MAX, "max_bin_len": RECORD_BYTES_MAX + 3, "max_str_len": 256}
-        _, _, items = msgpack.unpackb(outer.data, raw=False, max_map_len=0, max_ext_len=0, **limits)
-        return [(packed_text(s), v, e) for s, v, e in items if _is_item(s, v, e)]
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
-        return []
-
-
-def _is_item(subkey: object, value: object, expiration: object) -> bool:
-    return (
-        isinstance(subkey, str)
-        and subkey.isascii()
-        and len(subkey) < 200
-        and isinstance(value, bytes)
-        and isinstance(expiration, float)
-    )
 
 
 def _neighbours(result: dht_pb2.FindResult) -> dict[DHTID, PeerID]:

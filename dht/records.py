@@ -34,6 +34,7 @@ SKEW_MAX_S = 30.0  # clocks farther apart are reported as ClockSkew
 ADDRESSES_MAX = 8
 RTTS_MAX = 16
 PUBLIC_NAME_MAX = 64  # characters
+DEVICE_MAX = 64  # characters
 SPANS_PER_KEY = 8  # first blocks that share one DHT key: a model of 128 blocks has 16 keys
 MODEL_SHARDS = 16  # DHT keys over which the names of models are spread
 INTEGER_MAX = 2**53 - 1  # what every JSON reader represents exactly
@@ -146,6 +147,7 @@ class Announcement(Envelope):
     automatic: bool = Field(default=False, description="the server chose the span itself and moves where it is needed")
     rtts: Annotated[tuple[Rtt, ...], Field(max_length=RTTS_MAX)] = ()
     public_name: Annotated[Printable, StringConstraints(max_length=PUBLIC_NAME_MAX)] = ""
+    device: Annotated[Printable, StringConstraints(max_length=DEVICE_MAX)] = ""
 
 
 @dataclass(frozen=True, slots=True)

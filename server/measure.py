@@ -7,6 +7,7 @@ from statistics import median
 import psutil
 import torch
 
+from swarm.dht.records import DEVICE_MAX
 from swarm.model.span import Span
 
 DECODE_STEPS = 16
@@ -38,6 +39,14 @@ def measure_throughput(span: Span) -> Throughput:
         span.forward(token, cache=cache).sum().item()
         steps_s.append(time.perf_counter() - began)
     return Throughput(round(1 / median(steps_s), 2), round(PREFILL_TOKENS / prefill_s, 2))
+
+
+def device_name(device: torch.device) -> str:
+    """Return what people call the device: "cpu", "mps" or the name of a GPU."""
+    if device.type != "cuda":
+        return device.type
+    name = torch.cuda.get_device_name(device)
+    return "".join(letter for letter in name if letter.isprintable()).strip()[:DEVICE_MAX].strip()
 
 
 def bytes_per_token(span: Span) -> int:

@@ -19,7 +19,7 @@ from swarm.net.tcp import Listener
 from swarm.server.announcer import State
 from swarm.server.executor import ComputeThread
 from swarm.server.handler import Handler, Hosting
-from swarm.server.measure import Throughput, measure_throughput
+from swarm.server.measure import Throughput, device_name, measure_throughput
 from swarm.server.pool import KvPool
 from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
@@ -127,6 +127,7 @@ class Server:
                 "load": float(self.handler.steps_under_way),
                 "state": state,
                 "rtts": self.round_trips.latest if len(self.options.announce) <= ADDRESSES_BESIDE_RTTS else (),
+                "device": device_name(self.span.device),
             }
         )
 

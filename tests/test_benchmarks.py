@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.monitor import needs_light
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -16,6 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
     [
         ("hop_overhead", {"local", "1 hop", "2 hops", "3 hops", "generate, local", "generate, 3 hops"}),
         ("placement", {"settled / annealer", "settled with stale views / annealer"}),
+        pytest.param(
+            "health",
+            {"first reading of the DHT", "later readings", "GET /api/v1/state, 50 a second"},
+            marks=needs_light,
+        ),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )

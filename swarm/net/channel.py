@@ -15,12 +15,11 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from torch import Tensor
 
 from swarm.config import PROTOCOL_VERSION
 from swarm.errors import (
@@ -37,6 +36,9 @@ from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handsh
 from swarm.version import __version__
 from swarm.wire.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
 from swarm.wire.tensors import TENSOR_BYTES_MAX
+
+if TYPE_CHECKING:
+    from torch import Tensor  # only where a tensor is touched: the monitor shakes hands without torch
 
 MAGIC = b"swarm"
 PREFACE = MAGIC + bytes([PROTOCOL_VERSION])
@@ -66,8 +68,8 @@ class Carrier(Protocol):
         ...
 
 
-Tensors = tuple[Tensor | None, ...]
-OnMessage = Callable[["Channel", AnyMessage, Tensors], None]
+Tensors: TypeAlias = "tuple[Tensor | None, ...]"
+OnMessage = Callable[["Channel", AnyMessage, "Tensors"], None]
 """Takes a channel's messages, one by one, in the loop. Must not block."""
 
 
@@ -127,7 +129,7 @@ class Channel:
 
     # Sending
 
-    def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+    def send(self, message: Message, tensors: "Sequence[Tensor]" = ()) -> None:
         """Seal and queue one message. Raises ChannelClosed when the channel has ended or the peer does not read."""
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
@@ -273,7 +275,7 @@ class Channel:
             self._dispatch(message, tensors)
         return taken
 
-    def _dispatch(self, message: AnyMessage, tensors: Tensors) -> None:
+    def _dispatch(self, message: AnyMessage, tensors: "Tensors") -> None:
         if not self.ready.done():
             self._meet(message)
         elif isinstance(message, Hello):

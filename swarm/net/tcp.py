@@ -66,7 +66,7 @@ class Listener:
         Raises AddressInUse and BadConfiguration.
         """
         self._me = me
-        self._socket = _bound(host, port)
+        self._socket = bound(host, port)
         self._server: asyncio.Server | None = None
         self._channels: set[Channel] = set()
         self._shaking = 0
@@ -157,7 +157,7 @@ def _keep_little_in_the_kernel(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, KERNEL_BYTES)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     """Return a socket that has the address but does not listen yet."""
     sock: socket.socket | None = None
     try:

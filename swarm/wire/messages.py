@@ -8,14 +8,16 @@ A message is a JSON header and, for two kinds, tensors behind it. `encode` and `
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from torch import Tensor
 
 from swarm.blocks import BLOCKS_MAX
 from swarm.errors import InvalidMessage
 from swarm.wire.tensors import TensorMeta, decode_tensors, encode_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEADER_BYTES_MAX = 32 * 1024
 ALIGNMENT = 16  # the tensors start at a multiple of it, so that they can be used where they lie
@@ -299,7 +301,7 @@ AnyMessage = Annotated[
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 
 
-def encode(message: Message, tensors: Sequence[Tensor] = ()) -> list[bytes | memoryview]:
+def encode(message: Message, tensors: "Sequence[Tensor]" = ()) -> list[bytes | memoryview]:
     """Return the parts of a frame's plaintext: the header's length and text, then the tensors' bytes.
 
     tensors: those that the message's TensorMeta fields describe, in the order of the fields.
@@ -311,7 +313,7 @@ def encode(message: Message, tensors: Sequence[Tensor] = ()) -> list[bytes | mem
     return [length.to_bytes(2, "big") + header + b" " * padding, *map(encode_tensor, tensors)]
 
 
-def decode(frame: memoryview) -> tuple[AnyMessage, tuple[Tensor | None, ...]]:
+def decode(frame: memoryview) -> "tuple[AnyMessage, tuple[Tensor | None, ...]]":
     """Read one frame's plaintext. Returns the message and a tensor (or None) for each of its TensorMeta fields.
 
     The tensors share the frame's memory. Raises InvalidMessage.

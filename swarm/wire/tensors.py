@@ -1,26 +1,23 @@
-"""A bounded codec for tensors: everything is checked before a byte is interpreted, and nothing is copied to read it."""
+"""A bounded codec for tensors: everything is checked before a byte is interpreted, and nothing is copied to read it.
+
+torch is imported where a tensor is touched, and not before: whoever only shakes hands and pings needs no 300 MB for it.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from swarm.errors import InvalidMessage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TENSOR_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_BYTES = 1 << 20  # what is long travels in messages of about so much, so that others are not kept waiting
 RANK_MAX = 3
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "uint8": torch.uint8,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "uint8": 1}  # the dtypes that travel
 
 
 class TensorMeta(BaseModel):
@@ -36,38 +33,44 @@ class TensorMeta(BaseModel):
     @property
     def n_bytes(self) -> int:
         """Bytes that a tensor of this kind takes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def meta_of(tensor: Tensor) -> TensorMeta:
-    """Describe a tensor for the wire. It must be of a dtype in DTYPES, not empty and of rank 1 to RANK_MAX."""
-    return TensorMeta(dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))  # type: ignore[arg-type]
+def meta_of(tensor: "Tensor") -> TensorMeta:
+    """Describe a tensor for the wire. It must be of a dtype in ITEM_BYTES, not empty and of rank 1 to RANK_MAX."""
+    return TensorMeta(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))  # type: ignore[arg-type]
 
 
-def encode_tensor(tensor: Tensor) -> memoryview:
+def encode_tensor(tensor: "Tensor") -> memoryview:
     """Return the tensor's bytes, without a copy where it lies contiguous in the host's memory."""
+    import torch  # noqa: PLC0415 - see above
+
     host = tensor.detach().cpu().contiguous()
     if host.dtype is torch.bfloat16:  # numpy has no such type
         host = host.view(torch.int16)
     return memoryview(host.numpy()).cast("B")  # type: ignore[arg-type]
 
 
-def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> tuple[Tensor | None, ...]:
+def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> "tuple[Tensor | None, ...]":
     """Read tensors that lie one behind the other and fill `payload` exactly. Raises InvalidMessage.
 
     payload: writable, since the tensors share its memory.
     """
+    import torch  # noqa: PLC0415 - see above
+
     tensors: list[Tensor | None] = []
     offset = 0
     for meta in metas:
         if meta is None:
             tensors.append(None)
             continue
-        dtype, count = DTYPES[meta.dtype], math.prod(meta.shape)
-        end = offset + count * dtype.itemsize
+        count = math.prod(meta.shape)
+        end = offset + meta.n_bytes
         if end > len(payload):
             raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {end}")
-        tensors.append(torch.frombuffer(payload, dtype=dtype, count=count, offset=offset).view(meta.shape))
+        tensors.append(
+            torch.frombuffer(payload, dtype=getattr(torch, meta.dtype), count=count, offset=offset).view(meta.shape)
+        )
         offset = end
     if offset != len(payload):
         raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {offset}")

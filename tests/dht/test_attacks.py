@@ -18,8 +18,9 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from swarm.dht.directory import Directory
+from swarm.dht.format import KEYS_MAX, unpack_dictionary
 from swarm.dht.node import SwarmNode
-from swarm.dht.protocol import KEYS_MAX, STORES_MAX, node_id_of, unpack_dictionary
+from swarm.dht.protocol import STORES_MAX, node_id_of
 from swarm.dht.records import key_id, packed_text, sign_announcement, span_key, span_subkey
 from swarm.dht.validator import pack_value
 from swarm.identity import Identity

@@ -15,8 +15,8 @@ import uvloop
 from swarm.dht import node as node_module
 from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
+from swarm.dht.format import pack_dictionary
 from swarm.dht.node import NodeConfig, SwarmNode, _merge, open_node
-from swarm.dht.protocol import pack_dictionary
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
 from swarm.identity import Identity

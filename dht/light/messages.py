@@ -1,0 +1,67 @@
+"""The protobuf messages of hivemind's DHT calls that a reader needs, and the varint framing around them.
+
+Built at import in a pool of their own: generated modules would meet hivemind's and py-libp2p's in the default pool,
+where two files must not define the same name. Field numbers are those of hivemind's dht.proto and p2pd.proto.
+"""
+
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+_Field = descriptor_pb2.FieldDescriptorProto
+_BYTES, _DOUBLE, _INT = _Field.TYPE_BYTES, _Field.TYPE_DOUBLE, _Field.TYPE_INT32
+
+# message -> (field, number, type or the name of a message, repeated)
+_MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
+    "NodeInfo": [("node_id", 1, _BYTES, False)],
+    "PingRequest": [("peer", 2, "NodeInfo", False)],
+    "PingResponse": [("peer", 2, "NodeInfo", False), ("dht_time", 4, _DOUBLE, False)],
+    "FindRequest": [("keys", 2, _BYTES, True), ("peer", 3, "NodeInfo", False)],
+    "FindResult": [
+        ("type", 1, _INT, False),
+        ("value", 2, _BYTES, False),
+        ("nearest_peer_ids", 5, _BYTES, True),
+    ],
+    "FindResponse": [("results", 2, "FindResult", True), ("peer", 3, "NodeInfo", False)],
+    "CallRequest": [("peer", 1, _BYTES, False), ("proto", 2, _Field.TYPE_STRING, False), ("data", 3, _BYTES, False)],
+    "CallResponse": [("response", 1, _BYTES, False), ("error", 2, _BYTES, False)],
+    "Frame": [
+        ("callId", 1, _BYTES, False),
+        ("callUnary", 3, "CallRequest", False),
+        ("unaryResponse", 4, "CallResponse", False),
+    ],
+}
+FOUND_DICTIONARY = 2  # FindResult.type
+
+
+def _build() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="light.proto", package="light", syntax="proto2")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind, repeated in fields:
+            label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
+            if isinstance(kind, str):
+                message.field.add(
+                    name=field, number=number, label=label, type=_Field.TYPE_MESSAGE, type_name=f".light.{kind}"
+                )
+            else:
+                message.field.add(name=field, number=number, label=label, type=kind)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {n: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"light.{n}")) for n in _MESSAGES}
+
+
+_classes = _build()
+PingRequest, PingResponse = _classes["PingRequest"], _classes["PingResponse"]
+FindRequest, FindResponse = _classes["FindRequest"], _classes["FindResponse"]
+CallRequest, Frame = _classes["CallRequest"], _classes["Frame"]
+
+
+def varint(number: int) -> bytes:
+    """Return protobuf's form of a length."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)

@@ -1,0 +1,354 @@
+"""From announcements and answered handshakes to what the page says. Pure: no clock, no network, no database."""
+
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from swarm.dht.records import Announcement
+from swarm.errors import runs_text
+from swarm.monitor.state import (
+    CONTRIBUTORS_MAX,
+    MODELS_MAX,
+    REASONS_MAX,
+    SERVERS_SHOWN_MAX,
+    TEXT_MAX,
+    BlockState,
+    BlockStatus,
+    Contributor,
+    ModelDetail,
+    ModelSummary,
+    ProbeStats,
+    Reading,
+    ServerState,
+    State,
+    VersionCount,
+)
+from swarm.version import __version__
+
+ANSWER_LIVES_S = 75.0  # two rounds of handshakes and the time that one takes
+FAILURES_MAX = 1  # handshakes in a row that may fail before a server counts as gone
+PROBES_MIN = 3  # fewer say nothing about a success rate
+SUCCESS_MIN = 0.9
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """What the monitor knows of one peer by itself. answered_at: wall seconds; None: it never did.
+
+    failures: handshakes that failed since. first_seen: wall seconds, over restarts of the monitor too.
+    """
+
+    first_seen: float
+    answered_at: float | None = None
+    failures: int = 0
+    rtt_ms: float | None = None
+
+    def online(self, now: float) -> bool:
+        """Whether it answered a handshake lately."""
+        lately = self.answered_at is not None and now - self.answered_at <= ANSWER_LIVES_S
+        return lately and self.failures <= FAILURES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that was served lately: it stays on the page, broken, when its last server has gone."""
+
+    name: str
+    n_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """All that is known at one moment. contacts by public key (hex), known and probes by root."""
+
+    network: str
+    records: Sequence[Announcement]
+    contacts: Mapping[str, Contact]
+    known: Mapping[str, KnownModel] = field(default_factory=dict)
+    probes: Mapping[str, tuple[ProbeStats, ...]] = field(default_factory=dict)
+    reading: Reading = field(default_factory=lambda: Reading(at=None, took_s=None))
+    other_protocols: tuple[int, ...] = ()
+    join_addresses: tuple[str, ...] = ()
+    revision: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What the API serves. details by root, for exactly the models of the state."""
+
+    state: State
+    details: Mapping[str, ModelDetail]
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """One record, and whether its server answers (online) and also takes sessions (serving)."""
+
+    record: Announcement
+    contact: Contact
+    online: bool
+    serving: bool
+
+
+def assess(sighting: Sighting, now: float) -> Assessment:
+    """Say how every model is doing. now: wall seconds; whatever has expired by then is left out."""
+    servers = [_server(record, sighting, now) for record in sighting.records if record.expires > now]
+    by_root: dict[str, list[_Server]] = {root: [] for root in sighting.known}
+    for server in servers:
+        by_root.setdefault(server.record.root, []).append(server)
+    details = [_detail(root, members, sighting, now) for root, members in by_root.items()]
+    details.sort(key=lambda d: (-d.summary.servers_online, -d.summary.servers_announced, d.summary.root))
+    details = details[:MODELS_MAX]
+    versions = Counter(record.version for record in _one_per_peer(servers))
+    state = State(
+        revision=sighting.revision,
+        generated_at=now,
+        network=sighting.network,
+        software=__version__,
+        reading=sighting.reading,
+        models=tuple(detail.summary for detail in details),
+        servers_online=sum(server.online for server in servers),
+        servers_announced=len(servers),
+        versions=tuple(VersionCount(version=name, servers=n) for name, n in versions.most_common(32)),
+        other_protocols=sighting.other_protocols[:32],
+        contributors=_contributors(servers),
+    )
+    return Assessment(state, {detail.summary.root: detail for detail in details})
+
+
+def _server(record: Announcement, sighting: Sighting, now: float) -> _Server:
+    contact = sighting.contacts.get(record.public_key) or Contact(first_seen=now)
+    online = contact.online(now)
+    return _Server(record, contact, online, online and record.state == "online")
+
+
+def _one_per_peer(servers: Iterable[_Server]) -> Iterable[Announcement]:
+    return {server.record.public_key: server.record for server in servers}.values()
+
+
+def _contributors(servers: Iterable[_Server]) -> tuple[Contributor, ...]:
+    by_name: dict[str, list[_Server]] = defaultdict(list)
+    for server in servers:
+        by_name[server.record.public_name].append(server)
+    contributors = [
+        Contributor(
+            name=name,
+            servers_online=sum(server.online for server in members),
+            blocks=sum(len(server.record.span) for server in members if server.online),
+            since=min(server.contact.first_seen for server in members),
+        )
+        for name, members in by_name.items()
+    ]
+    contributors.sort(key=lambda c: (-c.blocks, c.since, c.name))
+    return tuple(contributors[:CONTRIBUTORS_MAX])
+
+
+# --- one model -------------------------------------------------------------------------------------------------------
+
+
+def _detail(root: str, members: Sequence[_Server], sighting: Sighting, now: float) -> ModelDetail:
+    name, n_blocks = _facts(root, members, sighting)
+    members = [server for server in members if server.record.n_blocks == n_blocks]
+    numeric_class = _best_class(members)
+    chosen = [server for server in members if server.record.numeric_class == numeric_class]
+    blocks = tuple(_blocks(n_blocks, chosen))
+    summary = _summary(root, name, numeric_class, blocks, members, chosen, sighting.probes.get(root, ()))
+    needed = _needed(blocks)
+    shown = sorted(members, key=lambda s: (not s.online, s.record.blocks, s.record.public_key))[:SERVERS_SHOWN_MAX]
+    return ModelDetail(
+        generated_at=now,
+        summary=summary,
+        blocks=blocks,
+        servers=tuple(
+            _server_state(s, now) for s in sorted(shown, key=lambda s: (s.record.blocks, s.record.public_key))
+        ),
+        needed_blocks=needed,
+        join_command=_join_command(name, root, needed, sighting),
+    )
+
+
+def _facts(root: str, members: Sequence[_Server], sighting: Sighting) -> tuple[str, int]:
+    """Return a model's name and size as most servers that answer say; without any as remembered, or as announced."""
+    votes = Counter((server.record.model, server.record.n_blocks) for server in members if server.online)
+    known = sighting.known.get(root)
+    if not votes and known is not None:
+        return known.name, known.n_blocks
+    votes = votes or Counter((server.record.model, server.record.n_blocks) for server in members)
+    return max(votes, key=lambda facts: (votes[facts], facts))
+
+
+def _best_class(members: Sequence[_Server]) -> str | None:
+    """Return the numeric class whose serving servers cover most blocks: a route lies within one class."""
+    covered: dict[str, set[int]] = {server.record.numeric_class: set() for server in members}
+    count: Counter[str] = Counter()
+    for server in members:
+        count[server.record.numeric_class] += 1
+        if server.serving:
+            covered[server.record.numeric_class].update(server.record.span)
+    return max(covered, key=lambda name: (len(covered[name]), count[name], name), default=None)
+
+
+def _blocks(n_blocks: int, servers: Sequence[_Server]) -> Iterable[BlockState]:
+    serving, online, announced = [0] * n_blocks, [0] * n_blocks, [0] * n_blocks
+    for server in servers:
+        for n in server.record.span:
+            announced[n] += 1
+            online[n] += server.online
+            serving[n] += server.serving
+    for n in range(n_blocks):
+        status = _block_status(serving[n], online[n], announced[n])
+        yield BlockState(block=n, status=status, online=serving[n], announced=announced[n])
+
+
+def _block_status(serving: int, online: int, announced: int) -> BlockStatus:
+    if serving:
+        return "spare" if serving > 1 else "single"
+    if online:
+        return "leaving"
+    return "silent" if announced else "missing"
+
+
+def _summary(
+    root: str,
+    name: str,
+    numeric_class: str | None,
+    blocks: Sequence[BlockState],
+    members: Sequence[_Server],
+    chosen: Sequence[_Server],
+    probes: tuple[ProbeStats, ...],
+) -> ModelSummary:
+    missing = tuple(state.block for state in blocks if not state.online)
+    serving = [server.record for server in chosen if server.serving]
+    complete = bool(serving) and not missing
+    free_tokens = _free_tokens(len(blocks), serving)
+    troubles = _gaps(blocks) if not complete else _troubles(free_tokens, probes)
+    elsewhere = {n for s in members if s.serving for n in s.record.span} & set(missing)
+    if elsewhere:
+        troubles.append(f"{ranges(sorted(elsewhere))} have servers in another numeric class than {numeric_class} only")
+    return ModelSummary(
+        root=root,
+        name=name,
+        n_blocks=len(blocks),
+        numeric_class=numeric_class,
+        status="broken" if not complete else "degraded" if troubles else "healthy",
+        reasons=tuple(text[:TEXT_MAX] for text in troubles[:REASONS_MAX]),
+        missing_blocks=missing,
+        coverage=1 - len(missing) / len(blocks),
+        servers_online=sum(server.online for server in members),
+        servers_announced=len(members),
+        decode_tps=_decode_tps(len(blocks), serving),
+        prefill_tps=_prefill_tps(len(blocks), serving),
+        free_tokens=free_tokens,
+        probes=probes,
+    )
+
+
+def _gaps(blocks: Sequence[BlockState]) -> list[str]:
+    why: dict[BlockStatus, str] = {
+        "missing": "nobody announces",
+        "silent": "no server answers for",
+        "leaving": "only servers that come or go, and take no new sessions, hold",
+    }
+    held = {status: [state.block for state in blocks if state.status == status] for status in why}
+    return [f"{text} {ranges(held[status])}" for status, text in why.items() if held[status]]
+
+
+def _troubles(free_tokens: int, probes: Sequence[ProbeStats]) -> list[str]:
+    troubles = []
+    if free_tokens == 0:
+        troubles.append("all servers of some block are full")
+    for stats in probes:
+        rate = stats.success_rate
+        if stats.window == "24h" and rate is not None and stats.attempts >= PROBES_MIN and rate < SUCCESS_MIN:
+            troubles.append(f"{rate:.0%} of {stats.attempts} generations succeeded within 24 h")
+    return troubles
+
+
+def _per_block(n_blocks: int, serving: Sequence[Announcement]) -> list[list[Announcement]]:
+    holders: list[list[Announcement]] = [[] for _ in range(n_blocks)]
+    for record in serving:
+        for n in record.span:
+            holders[n].append(record)
+    return holders
+
+
+def _decode_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None:
+    """Estimate one user's decode: the sum over blocks of the least time that any holder needs for one block."""
+    total_s = 0.0
+    for holders in _per_block(n_blocks, serving):
+        costs = [1 / (record.decode_tps * len(record.span)) for record in holders if record.decode_tps is not None]
+        if not costs:
+            return None
+        total_s += min(costs)
+    return round(1 / total_s, 3)
+
+
+def _prefill_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None:
+    """Return the prefill throughput of all holders of the block that has least of it."""
+    sums = [
+        sum(record.prefill_tps for record in holders if record.prefill_tps is not None)
+        for holders in _per_block(n_blocks, serving)
+    ]
+    return round(min(sums), 3) or None
+
+
+def _free_tokens(n_blocks: int, serving: Sequence[Announcement]) -> int:
+    return min(sum(record.free_tokens for record in holders) for holders in _per_block(n_blocks, serving))
+
+
+def _server_state(server: _Server, now: float) -> ServerState:
+    record, contact = server.record, server.contact
+    assert record.state != "withdrawn", "the directory leaves those out"
+    return ServerState(
+        peer_id=record.peer_id,
+        name=record.public_name,
+        version=record.version,
+        blocks=(record.blocks.start, record.blocks.stop),
+        device=record.device,
+        numeric_class=record.numeric_class,
+        state=record.state,
+        online=server.online,
+        answered_s=None if contact.answered_at is None else max(0.0, now - contact.answered_at),
+        rtt_ms=contact.rtt_ms,
+        decode_tps=record.decode_tps,
+        prefill_tps=record.prefill_tps,
+        free_tokens=record.free_tokens,
+        load=record.load,
+        age_s=max(0.0, now - contact.first_seen),
+    )
+
+
+# --- what to host ----------------------------------------------------------------------------------------------------
+
+
+def _needed(blocks: Sequence[BlockState]) -> tuple[int, int]:
+    """Return the longest run of blocks that the fewest servers hold."""
+    least = min(state.online for state in blocks)
+    return max(_runs([state.block for state in blocks if state.online == least]), key=lambda run: run[1] - run[0])
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Put numbers in rising order together: [1, 2, 3, 7] -> [(1, 4), (7, 8)]."""
+    breaks = [i for i, (a, b) in enumerate(pairwise(numbers), start=1) if b != a + 1]
+    starts = [0, *breaks] if numbers else []
+    stops = [*breaks, len(numbers)] if numbers else []
+    return [(numbers[a], numbers[b - 1] + 1) for a, b in zip(starts, stops, strict=True)]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Say which blocks: [1, 2, 3, 7] -> "blocks 1:4, 7:8"."""
+    return "blocks " + runs_text(tuple(numbers))
+
+
+def _join_command(name: str, root: str, needed: tuple[int, int], sighting: Sighting) -> str:
+    """Return a command for a POSIX shell. The name is a stranger's: only what can be a hub id gets into it."""
+    model = name if _HUB_ID.fullmatch(name) else "MODEL"
+    words = ["swarm-serve", model, "--root", root, "--blocks", f"{needed[0]}:{needed[1]}"]
+    words += ["--network", sighting.network]
+    for address in sighting.join_addresses:
+        words += ["--initial-peers", address]
+    return shlex.join(words)

@@ -1,0 +1,102 @@
+"""`swarm-health`: the public health page of a swarm, its API and its metrics."""
+
+import re
+from pathlib import Path
+
+import click
+
+from swarm.commands import (
+    HOST_PORT,
+    LOG_LEVELS,
+    NETWORK,
+    ending_at_once,
+    ready_writer,
+    run_click,
+    run_until_stopped,
+    split_peers,
+)
+from swarm.config import DATA_DIR
+from swarm.version import __version__
+
+_MULTIADDR = re.compile(r"/[!-~]{1,300}/p2p/[1-9A-HJ-NP-Za-km-z]{40,60}", re.ASCII)
+
+
+class Multiaddr(click.ParamType[str]):
+    """A libp2p address with a peer id."""
+
+    name = "multiaddr"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the form."""
+        if _MULTIADDR.fullmatch(str(value)) is None:
+            self.fail(f"{value!r} should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...", param, ctx)
+        return str(value)
+
+
+@click.command("swarm-health")
+@click.version_option(__version__)
+@click.option("--listen", type=HOST_PORT, default="127.0.0.1:8080", show_default=True, help="port 0 picks a free one")
+@click.option(
+    "--initial-peers",
+    multiple=True,
+    metavar="MULTIADDR",
+    callback=split_peers,
+    help="node to read the DHT through; may be repeated",
+)
+@click.option("--network", type=NETWORK, default="public", show_default=True, help="the swarm's name")
+@click.option(
+    "--database",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=DATA_DIR / "health.sqlite",
+    show_default=True,
+    help="where the history is kept",
+)
+@click.option(
+    "--join-address", type=Multiaddr(), multiple=True, help="shown to those who want to join; may be repeated"
+)
+@click.option("--probe", multiple=True, metavar="MODEL", help="generate through this model again and again; repeatable")
+@click.option("--probe-every", type=click.FloatRange(1.0), default=300.0, show_default=True, help="seconds")
+@click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+def command(
+    *,
+    listen: tuple[str, int],
+    initial_peers: tuple[str, ...],
+    network: str,
+    database: Path,
+    join_address: tuple[str, ...],
+    probe: tuple[str, ...],
+    probe_every: float,
+    ready_file: Path | None,
+    log_level: str,
+) -> None:
+    """Serve the health page of a swarm: which models it serves, how well, and which blocks need servers."""
+    if not initial_peers:
+        raise click.UsageError("say through which node to read: --initial-peers, or set SWARM_INITIAL_PEERS")
+    with ready_writer(ready_file) as ready:
+        with ending_at_once():
+            try:
+                from swarm.monitor.serve import HealthArguments, serve_health  # noqa: PLC0415 - libp2p: --help needs none
+            except ModuleNotFoundError as error:
+                raise click.UsageError(
+                    f"{error.name} is missing: install the page with pip install 'swarm-inference[health]'"
+                ) from None
+        arguments = HealthArguments(
+            listen=listen,
+            initial_peers=initial_peers,
+            network=network,
+            database=database,
+            join_addresses=join_address,
+            probes=probe,
+            probe_every_s=probe_every,
+        )
+        run_until_stopped(lambda stop: serve_health(arguments, ready, stop), log_level)
+
+
+def main() -> None:
+    """Run the command."""
+    run_click(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Synthetic generations through the swarm, as any client makes them. A process of its own: it needs torch and hivemind.
+
+`python -m swarm.monitor.probe MODEL --every 300 --initial-peers ...` prints one JSON object per generation; see
+`swarm.monitor.probing`, which runs it for the health page.
+
+The clock starts when a user would press enter: the time to the first token includes finding a route and opening a
+session. The model is loaded once.
+"""
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import click
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from swarm.client.auto import AutoDistributedModel
+from swarm.commands import LOG_LEVELS, NETWORK, configure_logging, run_click, split_peers
+from swarm.errors import SwarmError
+from swarm.model.checkpoint import open_checkpoint
+from swarm.monitor.probing import ProbeLine
+
+PROMPT_TOKENS = 8
+NEW_TOKENS = 17  # the first, and 16 gaps
+STEP_TIMEOUT_S = 60.0
+
+
+class _Times(BaseStreamer):
+    """Notes when each token came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []  # of the prompt, then of each token
+
+    def put(self, value: Any) -> None:  # noqa: ANN401 - the base class's own signature
+        """Take the prompt, then one token at a time."""
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """The generation is over."""
+
+
+def probe_once(model: Any, root: str) -> ProbeLine:  # noqa: ANN401 - a PreTrainedModel, whose generate() is not declared
+    """Generate a few tokens from a fixed prompt and say how long each took. A failure is an answer, too."""
+    prompt = torch.arange(1, PROMPT_TOKENS + 1)[None]
+    times = _Times()
+    at, began = time.time(), time.perf_counter()
+    try:
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,  # whatever the model thinks of the prompt
+            do_sample=False,
+            pad_token_id=0,
+            streamer=times,
+        )
+    except SwarmError as error:
+        return ProbeLine(root=root, at=at, ok=False, why=str(error)[:200])
+    return ProbeLine(
+        root=root,
+        at=at,
+        ok=True,
+        ttft_ms=(times.at[1] - began) * 1000,
+        gaps_ms=tuple((later - earlier) * 1000 for earlier, later in pairwise(times.at[1:])),
+    )
+
+
+@click.command("probe")
+@click.argument("model")
+@click.option("--every", type=click.FloatRange(1.0), required=True, help="seconds")
+@click.option("--initial-peers", multiple=True, callback=split_peers)
+@click.option("--network", type=NETWORK, default="public")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning")
+def command(model: str, every: float, initial_peers: tuple[str, ...], network: str, log_level: str) -> None:
+    """Generate through the swarm again and again; print how each went."""
+    configure_logging(log_level)
+    root = open_checkpoint(model).root
+    while True:
+        began = time.monotonic()
+        try:
+            with AutoDistributedModel.from_pretrained(
+                model, initial_peers=initial_peers, network=network, step_timeout_s=STEP_TIMEOUT_S
+            ) as joined:
+                while True:
+                    began = time.monotonic()
+                    line = probe_once(joined, root)
+                    print(line.model_dump_json(), flush=True)
+                    _rest(every, began)
+                    if not line.ok:
+                        break  # join anew
+        except SwarmError as error:
+            print(ProbeLine(root=root, at=time.time(), ok=False, why=str(error)[:200]).model_dump_json(), flush=True)
+            _rest(every, began)
+
+
+def _rest(every_s: float, began: float) -> None:
+    time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+
+if __name__ == "__main__":
+    run_click(command)

@@ -1,0 +1,129 @@
+"""The health page's side of probes: runs `swarm.monitor.probe` as a child for each model, and keeps what it says.
+
+The child has the client with torch and hivemind; this process has neither. It ends with this process.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swarm.monitor.history import GAPS_MAX, ProbeResult
+from swarm.net.launch import command
+
+PROBES_MAX = 8  # models that are probed
+LINE_BYTES_MAX = 64 * 1024
+RESTART_S = 30.0
+STOP_S = 5.0
+DESCRIPTORS_MAX = 4096
+MEMORY_BYTES_MAX = 1 << 46  # no limit of ours
+
+_log = structlog.get_logger("swarm.monitor")
+
+
+class ProbeLine(BaseModel):
+    """What the child prints of one generation."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    root: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    at: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    ok: bool
+    ttft_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    gaps_ms: Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(max_length=GAPS_MAX)] = ()
+    why: Annotated[str, Field(max_length=200)] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePlan:
+    """One model to probe: a hub id or directory, and how often."""
+
+    model: str
+    every_s: float
+    initial_peers: tuple[str, ...]
+    network: str
+
+
+class Prober:
+    """One child. `problem`: why there are no results; empty while all is well."""
+
+    def __init__(self, plan: ProbePlan, keep: Callable[[ProbeResult], object]) -> None:
+        """keep: called with every result."""
+        self.problem = "no result yet"
+        self._plan, self._keep = plan, keep
+
+    async def run(self) -> None:
+        """Probe until cancelled; a child that ends is started again."""
+        while True:
+            code = await self._run_child()
+            self.problem = f"the probe ended with code {code}; it is started again"
+            _log.warning("probe", model=self._plan.model, problem=self.problem)
+            await asyncio.sleep(RESTART_S)
+
+    async def _run_child(self) -> int:
+        plan = self._plan
+        arguments = ("--every", str(plan.every_s), "--network", plan.network)
+        peers = ("--initial-peers", ",".join(plan.initial_peers))
+        line = command(
+            sys.executable,
+            "-m",
+            "swarm.monitor.probe",
+            *arguments,
+            *peers,
+            "--",
+            plan.model,
+            descriptors_max=DESCRIPTORS_MAX,
+            data_bytes_max=MEMORY_BYTES_MAX,
+        )
+        child = await asyncio.create_subprocess_exec(
+            *line,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LINE_BYTES_MAX,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,  # Ctrl-C is for us, and we end our child
+        )
+        try:
+            assert child.stdout is not None
+            with suppress(ValueError):  # a line that does not end
+                async for text in child.stdout:
+                    self._take(text)
+            return await child.wait() if child.returncode is None else child.returncode
+        finally:
+            await _end(child)
+
+    def _take(self, text: bytes) -> None:
+        try:
+            line = ProbeLine.model_validate_json(text)
+        except ValidationError:
+            _log.warning("probe", problem="the child printed something else", text=text[:100].decode(errors="replace"))
+            return
+        self.problem = "" if line.ok else "the last generation failed"  # why is in the log: it can name addresses
+        if not line.ok:
+            _log.warning("a probe failed", model=self._plan.model, why=line.why)
+        self._keep(ProbeResult(line.root, line.at, line.ok, line.ttft_ms, line.gaps_ms))
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    if child.returncode is not None:
+        return
+    child.terminate()
+    try:
+        async with asyncio.timeout(STOP_S):
+            await child.wait()
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+
+
+def problem_of(probers: Sequence[Prober]) -> str:
+    """Say how the probes are, in a few words."""
+    if not probers:
+        return "off"
+    return "; ".join(prober.problem for prober in probers if prober.problem) or "ok"

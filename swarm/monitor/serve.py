@@ -1,0 +1,129 @@
+"""The life of `swarm-health`: database, monitor, probes and web server, in one loop."""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from swarm.commands import Ready, Stop
+from swarm.dht.light import open_light
+from swarm.errors import BadConfiguration, ungrouped
+from swarm.identity import Identity
+from swarm.monitor.app import make_app
+from swarm.monitor.contacts import dialling
+from swarm.monitor.history import Database
+from swarm.monitor.probing import PROBES_MAX, ProbePlan, Prober, problem_of
+from swarm.monitor.service import Monitor, MonitorOptions
+from swarm.net.tcp import bound
+
+CONNECTIONS_MAX = 1024
+GRACE_S = 2  # for requests under way when the command ends
+
+_log = structlog.get_logger("swarm.monitor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthArguments:
+    """What `swarm-health` was asked to do."""
+
+    listen: tuple[str, int]
+    initial_peers: tuple[str, ...]
+    network: str
+    database: Path
+    join_addresses: tuple[str, ...]
+    probes: tuple[str, ...]
+    probe_every_s: float
+
+
+class HealthReady(Ready):
+    """The ready file: `url` is where the page is. `peer_id` is whom servers see when they are greeted."""
+
+    url: str
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: the command has them."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
+    """Serve until asked to stop. Raises UsageError."""
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
+    if len(arguments.probes) > PROBES_MAX:
+        raise BadConfiguration("--probe", f"at most {PROBES_MAX} models")
+    identity = Identity.generate()
+    with bound(*arguments.listen) as listening:
+        database = await asyncio.to_thread(Database, arguments.database)
+        monitor = Monitor(
+            MonitorOptions(network=arguments.network, join_addresses=arguments.join_addresses),
+            lambda: open_light(arguments.network, arguments.initial_peers, time.time),
+            dialling(identity, arguments.network),
+            database,
+            time.time,
+        )
+        try:
+            with ungrouped():
+                await _live(arguments, identity, monitor, database, listening, ready, stop)
+        finally:
+            await asyncio.to_thread(database.close)
+
+
+async def _live(
+    arguments: HealthArguments,
+    identity: Identity,
+    monitor: Monitor,
+    database: Database,
+    listening: socket.socket,
+    ready: Callable[[Ready], None],
+    stop: Stop,
+) -> None:
+    probers = [
+        Prober(
+            ProbePlan(
+                model=model,
+                every_s=arguments.probe_every_s,
+                initial_peers=arguments.initial_peers,
+                network=arguments.network,
+            ),
+            database.record_probe,
+        )
+        for model in arguments.probes
+    ]
+    monitor.probe_problem = lambda: problem_of(probers)
+    config = uvicorn.Config(
+        make_app(monitor),
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        limit_concurrency=CONNECTIONS_MAX,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    async with asyncio.TaskGroup() as group:
+        working = [group.create_task(monitor.run()), *(group.create_task(prober.run()) for prober in probers)]
+        serving = group.create_task(server.serve(sockets=[listening]))
+        await monitor.read_once()
+        host, port = listening.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        ready(HealthReady(peer_id=identity.peer_id, addresses=(), pid=os.getpid(), url=url))
+        _log.info("ready", url=url, network=arguments.network)
+        await stop.wait()
+        _log.info("stopping")
+        monitor.stop()
+        server.should_exit = True
+        await serving
+        for task in working:
+            task.cancel()

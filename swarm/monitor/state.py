@@ -1,0 +1,207 @@
+"""What the health page knows: the models of its API, in JSON as they stand here, with units in their names.
+
+    GET /api/v1/state          State          every model in a few lines
+    GET /api/v1/models/{root}  ModelDetail    one model: its blocks, its servers, what it needs most
+    GET /api/v1/history        History        coverage, throughput and servers over time
+    GET /api/v1/events         server-sent events: `event: state`, `id:` the revision, `data:` a State in one line
+
+Every text in them that a stranger wrote (names, versions, devices) is printable and bounded, and is text: whoever puts
+it on a page escapes it. No addresses are in them, except the operator's own in `join_command`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swarm.blocks import BLOCKS_MAX
+from swarm.dht.records import PUBLIC_NAME_MAX
+
+MODELS_MAX = 64
+SERVERS_SHOWN_MAX = 2048  # of one model
+CONTRIBUTORS_MAX = 100
+REASONS_MAX = 8
+POINTS_MAX = 720  # of one history: hours of 30 days, or 24 h in steps of two minutes
+TEXT_MAX = 300
+
+Status = Literal["healthy", "degraded", "broken"]
+"""healthy: every block has a server that answers. degraded: it works, and `reasons` says what is wrong. broken: no
+complete route exists."""
+
+BlockStatus = Literal["spare", "single", "leaving", "silent", "missing"]
+"""spare: two or more servers answer. single: one does. leaving: only servers that drain. silent: somebody announces the
+block, and nobody answers. missing: nobody announces it."""
+
+Window = Literal["24h", "30d"]
+
+Root = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="the digest of the model's manifest")]
+Seconds = Annotated[float, Field(ge=0, description="seconds")]
+Moment = Annotated[float, Field(ge=0, description="wall seconds since 1970")]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0, description="tokens per second")]
+Milliseconds = Annotated[float, Field(ge=0)]
+Block = Annotated[int, Field(ge=0, lt=BLOCKS_MAX)]
+Range = Annotated[tuple[int, int], Field(description="blocks [start, stop)")]
+
+
+class ApiModel(BaseModel):
+    """Base of all of them."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Quantiles(ApiModel):
+    """Half of the samples are at most p50, 95 % at most p95."""
+
+    p50: Milliseconds
+    p95: Milliseconds
+
+
+class ProbeStats(ApiModel):
+    """How synthetic generations fared within a window. Times are of those that succeeded; None without any."""
+
+    window: Window
+    attempts: Count
+    success_rate: Share | None = Field(description="None: nothing was tried")
+    ttft_ms: Quantiles | None = Field(description="time to first token")
+    inter_token_ms: Quantiles | None = Field(description="between tokens after the first")
+
+
+class ModelSummary(ApiModel):
+    """One model in a few lines."""
+
+    root: Root
+    name: Annotated[str, Field(max_length=128, description="as its servers call it: a claim, as all names are")]
+    n_blocks: Annotated[int, Field(ge=1, le=BLOCKS_MAX)]
+    numeric_class: Annotated[
+        str | None, Field(max_length=32, description="that which is covered best, and that all figures are about")
+    ]
+    status: Status
+    reasons: Annotated[
+        tuple[Annotated[str, Field(max_length=TEXT_MAX)], ...],
+        Field(max_length=REASONS_MAX, description="why it is not healthy, in words"),
+    ]
+    missing_blocks: Annotated[tuple[Block, ...], Field(description="blocks without any server that answers, in order")]
+    coverage: Share = Field(description="share of blocks with a server that answers")
+    servers_online: Count = Field(description="servers that answered a handshake lately, of any numeric class")
+    servers_announced: Count
+    decode_tps: Rate | None = Field(description="estimate for one user, without the network; None: not measured")
+    prefill_tps: Rate | None = Field(description="of all servers together, at the block that has least")
+    free_tokens: Count = Field(description="KV tokens that are free at the block that has fewest")
+    probes: Annotated[tuple[ProbeStats, ...], Field(max_length=2)] = ()
+
+
+class VersionCount(ApiModel):
+    """How many servers run a version of the software."""
+
+    version: Annotated[str, Field(max_length=32)]
+    servers: Count
+
+
+class Contributor(ApiModel):
+    """Servers of one public name, over all models: anybody may take any name."""
+
+    name: Annotated[str, Field(max_length=PUBLIC_NAME_MAX, description="empty: those without a name")]
+    servers_online: Count
+    blocks: Count = Field(description="sum over its servers that answer")
+    since: Moment = Field(description="when the first of them was first seen")
+
+
+class Reading(ApiModel):
+    """How the last reading of the DHT went."""
+
+    at: Moment | None = Field(description="when the last one that succeeded ended; None: none did yet")
+    took_s: Seconds | None
+    error: Annotated[str | None, Field(max_length=TEXT_MAX)] = Field(
+        default=None, description="why the last one failed, if it did: then everything else is of the one before"
+    )
+
+
+class State(ApiModel):
+    """The whole swarm in a few lines for each model, the busiest first."""
+
+    revision: Count = Field(description="grows with every change; starts anew with the process")
+    generated_at: Moment
+    network: str
+    software: str = Field(description="version of the monitor itself")
+    reading: Reading
+    models: Annotated[tuple[ModelSummary, ...], Field(max_length=MODELS_MAX)]
+    servers_online: Count
+    servers_announced: Count
+    versions: Annotated[tuple[VersionCount, ...], Field(max_length=32)]
+    other_protocols: Annotated[tuple[int, ...], Field(max_length=32)] = Field(
+        description="major protocol versions of servers that cannot be used together with the others"
+    )
+    contributors: Annotated[tuple[Contributor, ...], Field(max_length=CONTRIBUTORS_MAX)]
+
+
+class BlockState(ApiModel):
+    """One block: who holds it in the summary's numeric class."""
+
+    block: Block
+    status: BlockStatus
+    online: Count = Field(description="servers that answer and take sessions")
+    announced: Count
+
+
+class ServerState(ApiModel):
+    """One announced span of one server."""
+
+    peer_id: Annotated[str, Field(max_length=64)]
+    name: Annotated[str, Field(max_length=PUBLIC_NAME_MAX)]
+    version: Annotated[str, Field(max_length=32)]
+    blocks: Range
+    device: Annotated[str, Field(max_length=64)]
+    numeric_class: Annotated[str, Field(max_length=32)]
+    state: Literal["joining", "online", "draining"] = Field(description="what it says of itself")
+    online: bool = Field(description="whether it answered a handshake lately")
+    answered_s: Seconds | None = Field(description="how long ago it last answered; None: never")
+    rtt_ms: Milliseconds | None = Field(description="round trip from the monitor")
+    decode_tps: Rate | None
+    prefill_tps: Rate | None
+    free_tokens: Count
+    load: Annotated[float, Field(ge=0)]
+    age_s: Seconds = Field(description="since the monitor first saw this peer")
+
+
+class ModelDetail(ApiModel):
+    """One model with its blocks and servers, ordered by span."""
+
+    generated_at: Moment
+    summary: ModelSummary
+    blocks: Annotated[tuple[BlockState, ...], Field(max_length=BLOCKS_MAX)]
+    servers: Annotated[tuple[ServerState, ...], Field(max_length=SERVERS_SHOWN_MAX)]
+    needed_blocks: Range = Field(description="where one more server helps most")
+    join_command: Annotated[str, Field(max_length=1024)] = Field(
+        description="hosts the needed blocks, in a POSIX shell; MODEL stands where the name could be no hub id"
+    )
+
+
+class Point(ApiModel):
+    """One moment of a history, or the mean of a longer one."""
+
+    at: Moment
+    coverage: Share
+    servers_online: Annotated[float, Field(ge=0)]
+    decode_tps: Rate | None
+    prefill_tps: Rate | None
+    free_tokens: Annotated[float, Field(ge=0)]
+    healthy: Share = Field(description="share of the time in which it was healthy or degraded, not broken")
+
+
+class History(ApiModel):
+    """How one model fared, or all together: then coverage is their mean, and the figures are sums."""
+
+    root: Root | None
+    window: Window
+    step_s: Seconds
+    points: Annotated[tuple[Point, ...], Field(max_length=POINTS_MAX)]
+
+
+class Health(ApiModel):
+    """`/healthz`: 200 while the page's own figures are fresh, 503 when they are not."""
+
+    ok: bool
+    reading_age_s: Seconds | None
+    history: Annotated[str, Field(max_length=TEXT_MAX)] = Field(description='"ok", or why none is being written')
+    probe: Annotated[str, Field(max_length=TEXT_MAX)] = Field(description='"off", "ok", or what is wrong with it')

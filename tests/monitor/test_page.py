@@ -1,0 +1,126 @@
+"""`swarm-health` as a process over a real swarm: it finds the servers, sees one die, probes, and leaves in order."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.demo.local import LocalProcess, LocalSwarm
+from swarm.monitor.probe import PROMPT_TOKENS, probe_once
+from tests.monitor import needs_light
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, NETWORK, environment, eventually, join
+
+pytestmark = needs_light
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
+    with LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, env=environment(tmp_path_factory.mktemp("home"))) as running:
+        yield running
+
+
+@contextmanager
+def page(folder: Path, swarm: LocalSwarm, *options: str) -> Iterator[LocalProcess]:
+    peers = ("--initial-peers", ",".join(swarm.initial_peers), "--network", NETWORK)
+    database = ("--database", str(folder / "health.sqlite"))
+    arguments = ("--listen", "127.0.0.1:0", *peers, *database, *options)
+    env = {**environment(folder), "PATH": "/usr/bin:/bin"}
+    process = LocalProcess("health", "swarm.monitor.cli", arguments, folder, env)
+    try:
+        yield process.wait_ready()
+    finally:
+        assert process.stop() == 0, process.log.read_text()
+
+
+class Stopwatch:
+    """A user's own clock: when generate() was called and when it handed over each token."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def put(self, value: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.long
+def test_probes_agree_with_a_clients_own_clock_within_a_tenth(swarm):
+    """Interleaved, so that the machine's noise hits both alike; medians."""
+    theirs: dict[str, list[float]] = {"ttft": [], "gap": []}
+    ours: dict[str, list[float]] = {"ttft": [], "gap": []}
+    with join(DEMO_CHECKPOINT, swarm) as model:
+        prompt = torch.arange(1, PROMPT_TOKENS + 1)[None]
+        for _ in range(25):
+            line = probe_once(model, "ab" * 32)
+            theirs["ttft"].append(line.ttft_ms)
+            theirs["gap"] += line.gaps_ms
+            watch = Stopwatch()
+            model.generate(prompt, max_new_tokens=17, min_new_tokens=17, do_sample=False, streamer=watch)
+            ours["ttft"].append(1000 * (watch.times[2] - watch.times[0]))
+            ours["gap"] += [1000 * (b - a) for a, b in pairwise(watch.times[2:])]
+    for name, values in ours.items():
+        assert statistics.median(theirs[name]) == pytest.approx(statistics.median(values), rel=0.1), name
+
+
+def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
+    with page(tmp_path, swarm, "--probe", str(DEMO_CHECKPOINT), "--probe-every", "1") as running:
+        url = running.ready["url"]
+
+        def model() -> Any:
+            models = get(url + "/api/v1/state")["models"]
+            return models[0] if models and models[0]["probes"] and models[0]["servers_online"] == 3 else None
+
+        found = eventually(model, 90, 0.5)
+        assert (found["status"], found["missing_blocks"], found["coverage"]) == ("healthy", [], 1.0)
+        day = found["probes"][0]
+        assert day["success_rate"] == 1.0
+        assert 0 < day["inter_token_ms"]["p50"] <= day["inter_token_ms"]["p95"]
+        detail = get(f"{url}/api/v1/models/{found['root']}")
+        assert [server["blocks"] for server in detail["servers"]] == [[0, 4], [4, 8], [8, 12]]
+        assert {server["device"] for server in detail["servers"]} == {"cpu"}
+        memory = int(Path(f"/proc/{running.process.pid}/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+        assert memory < 200, "MB"
+
+        swarm.servers[1].kill()
+        broken = eventually(lambda: (m := get(url + "/api/v1/state")["models"][0])["status"] == "broken" and m, 60, 0.5)
+        assert broken["missing_blocks"] == [4, 5, 6, 7]
+    with page(tmp_path, swarm) as running:  # started again: the history is still there
+        history = get(running.ready["url"] + f"/api/v1/history?root={found['root']}&window=30d")
+        assert history["points"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "--initial-peers"),
+        (("--initial-peers", "nonsense"), "nonsense"),
+        (("--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooW", "--join-address", "1.2.3.4"), "1.2.3.4"),
+        (("--initial-peers", "x", "--listen", "127.0.0.1:1:1"), "HOST:PORT"),
+        (("--initial-peers", "x", "--database", "/proc/nowhere/health.sqlite"), "--database"),
+    ],
+)
+def test_bad_arguments_end_with_one_line_and_2(arguments, says, tmp_path):
+    database = () if "--database" in arguments else ("--database", str(tmp_path / "h.sqlite"))
+    listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
+    line = [sys.executable, "-m", "swarm.monitor.cli", *arguments, *database, *listen, "--log-level", "error"]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment(tmp_path), check=False)
+    assert run.returncode == 2, run.stderr
+    assert says in run.stderr
+    assert len(run.stderr.splitlines()) == 1
