@@ -159,7 +159,13 @@ class Router:
         if repairing or asyncio.get_running_loop().time() - looked_up_at < DIRECTORY_AGE_S:
             with contextlib.suppress(NoRoute):
                 return plan_request(replace(request, servers=survey.servers))
-        survey = await self._look_up()
+        try:
+            survey = await self._look_up()
+        except NetworkError as error:
+            if not repairing:
+                raise
+            why = f"the directory cannot be read now ({error})"
+            raise NoRoute(self._model.name, tuple(request.wanted), why) from None
         try:
             return plan_request(replace(request, servers=survey.servers))
         except NoRoute as nobody:

@@ -147,8 +147,9 @@ class Session:
             error = StepTimeout(late.peer, late.span, self._plan.step_timeout_s)
             self._end(error)
             raise error from None
-        except (SessionError, RouteError) as failed:
-            self._end(failed)
+        except SwarmError as failed:
+            if not isinstance(failed, PromptTooLong):
+                self._end(failed)
             raise
         except asyncio.CancelledError:
             self._end(SessionClosed("it was interrupted"))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import structlog
+
 from swarm.client.live import EdgeDown, Leg, LiveRoute
 from swarm.errors import ChannelClosed, HopFailed
 from swarm.wire.messages import Inquiry, Progress
@@ -20,6 +22,8 @@ QUIET_S = 0.2  # without a byte: shorter than this, something is on its way
 WEDGED_S = 30.0  # a hop that computes but finishes nothing, for anybody
 RESEND_ROUNDS = 2  # of questions in which nothing moves
 GIVE_UP_ROUNDS = 4
+
+_log = structlog.get_logger("swarm.session")
 
 
 class Usual:
@@ -112,6 +116,7 @@ class Watcher:
         def lose_patience() -> None:
             nonlocal watcher
             watcher = self._loop.create_task(self._ask_hops())
+            watcher.add_done_callback(_complain)
 
         patience = self._loop.call_later(self.steps.wait_s, lose_patience)
         try:
@@ -176,3 +181,9 @@ class Watcher:
                 self._report(EdgeDown(self._live.edge(front - 1), "nothing comes through", blocked=True))
             case Stuck(front):
                 self._report(self._live.legs[min(front, last)].broken("what is sent to or from it does not arrive"))
+
+
+def _complain(done: asyncio.Task[None]) -> None:
+    """Tell of a bug: a watcher only ends when it is cancelled."""
+    if not done.cancelled() and (error := done.exception()) is not None:
+        _log.error("watching has ended", exc_info=error)
