@@ -31,7 +31,8 @@ ANSWER_BYTES_MAX = 4096
 HELPING_MAX = 8  # askers at one time
 STREAMS_MAX = 64  # opened by others at one time
 RATE, BURST = 1 / 10, 3.0  # requests a second per asker
-HELPERS_MAX = 3  # asked, one after the other, until one answers
+HELPERS_MAX = 3  # asked, until one answers
+NEXT_HELPER_S = 2.0  # after which the next one is asked as well
 
 Dial = Callable[[str, bytes, bytes], Awaitable[None]]
 """`dial(address, public_key, channel_key)`: connect to "host:port" and shake hands, or raise SwarmError or OSError."""
@@ -74,24 +75,48 @@ async def serve_dial_back(node: SwarmNode, dial: Dial) -> None:
 
 
 async def ask_dial_back(node: SwarmNode, signed: SignedAnnouncement) -> DialledBack:
-    """Let another node try to reach us. Raises Unreachable if no node helps."""
-    reasons = []
-    for helper in node.neighbours()[:HELPERS_MAX]:
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await _ask(node, helper, signed.data)
-        except (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            reasons.append(str(error) or type(error).__name__)
-            continue
-        if not answer.refused:
-            known = set(signed.announcement.addresses)
-            return DialledBack(
-                helper,
-                tuple(address for address in answer.answered if address in known),
-                tuple(address for address in answer.silent if address in known),
-            )
-        reasons.append(answer.refused)
+    """Let another node try to reach us. Raises Unreachable if no node helps.
+
+    A helper that is slow, or stopped, is not waited for: after NEXT_HELPER_S the next one is asked as well.
+    """
+    reasons: list[str] = []
+    asked: set[asyncio.Task[DialledBack]] = set()
+    helpers = iter(node.neighbours()[:HELPERS_MAX])
+    try:
+        while True:
+            helper = next(helpers, None)
+            if helper is not None:
+                asked.add(asyncio.create_task(_ask_one(node, helper, signed)))
+            if not asked:
+                break
+            patience_s = NEXT_HELPER_S if helper is not None else None
+            done, asked = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    return task.result()
+                if not isinstance(error, (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError)):
+                    raise error
+                reasons.append(str(error) or type(error).__name__)
+    finally:
+        for task in asked:
+            task.cancel()
+        if asked:
+            await asyncio.wait(asked)
     raise Unreachable("a node that dials us back", (), ANSWER_TIMEOUT_S, "; ".join(reasons)[:300] or "none is known")
+
+
+async def _ask_one(node: SwarmNode, helper: str, signed: SignedAnnouncement) -> DialledBack:
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        answer = await _ask(node, helper, signed.data)
+    if answer.refused:
+        raise Unreachable(helper, (), 0.0, answer.refused)
+    known = set(signed.announcement.addresses)
+    return DialledBack(
+        helper,
+        tuple(address for address in answer.answered if address in known),
+        tuple(address for address in answer.silent if address in known),
+    )
 
 
 async def _ask(node: SwarmNode, helper: str, record: bytes) -> Answer:

@@ -261,6 +261,25 @@ async def test_a_helper_limits_how_often_it_is_asked_and_survives_garbage(tmp_pa
         assert len(dialler.dialled) == 2
 
 
+async def test_a_helper_that_keeps_silent_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialler = Dialler("127.0.0.1:4000")
+    async with (
+        node(tmp_path, "boot") as boot,
+        node(tmp_path, "mute", boot.addresses) as mute,
+        node(tmp_path, "alice", boot.addresses, identity=ALICE) as server,
+    ):
+
+        async def nothing(*_: object) -> None:
+            await asyncio.sleep(60)
+
+        await mute.handle_stream(PROTOCOL, nothing)
+        await serve_dial_back(boot, dialler)
+        signed = (await directory(server, ALICE).announce(announcement(ALICE, addresses=("127.0.0.1:4000",)))).signed
+        monkeypatch.setattr(server, "neighbours", lambda: (mute.peer_id, boot.peer_id))
+        with soon(8):
+            assert (await ask_dial_back(server, signed)).helper == boot.peer_id
+
+
 async def test_a_server_without_helpers_is_told_so(tmp_path: Path) -> None:
     async with node(tmp_path, "alone") as alone:
         signed = (await directory(alone, ALICE).announce(announcement(ALICE))).signed
