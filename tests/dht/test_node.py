@@ -269,8 +269,11 @@ async def test_a_helper_that_keeps_silent_is_not_waited_for(tmp_path: Path, monk
         node(tmp_path, "alice", boot.addresses, identity=ALICE) as server,
     ):
 
-        async def nothing(*_: object) -> None:
-            await asyncio.sleep(60)
+        async def nothing(info: object, reader: object, writer: asyncio.StreamWriter) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                writer.close()
 
         await mute.handle_stream(PROTOCOL, nothing)
         await serve_dial_back(boot, dialler)
