@@ -13,7 +13,7 @@ from swarm.errors import NetworkError
 from swarm.model.checkpoint import Checkpoint
 from swarm.server.placement import choose_span, holders_of, should_move
 
-CLAIM_S = 1.0  # a claim needs so long to reach the others
+CLAIM_S = 1.0  # a claim needs so long at least to reach the others
 CLAIMS_MAX = 6  # servers that start at the same moment get out of each other's way in so many rounds, or later
 
 Claim = Callable[[Blocks], Awaitable[object]]
@@ -43,6 +43,7 @@ class Automatic:
 
         Of servers that start together, each gives way to claims of those with smaller keys.
         """
+        loop = asyncio.get_running_loop()
         claimed: Blocks | None = None
         for _ in range(CLAIMS_MAX):
             there = [a for a in await self._survey() if a.state != "joining" or a.public_key < self._key]
@@ -50,9 +51,10 @@ class Automatic:
             blocks = choose_span(self._checkpoint.n_blocks, length, holders, self._key)
             if blocks == claimed:
                 break
+            began = loop.time()
             await claim(blocks)
             claimed = blocks
-            await asyncio.sleep(CLAIM_S)
+            await asyncio.sleep(max(CLAIM_S, 2 * (loop.time() - began)))  # others may be as slow as we are
         assert claimed is not None
         return claimed
 
