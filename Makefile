@@ -1,8 +1,10 @@
 # Everything runs in an environment of its own, .venv, made from constraints.txt; nothing needs to be installed first.
+# What checks the health page, too, compiles one dependency of py-libp2p: on Debian that takes gcc and libgmp-dev.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+HEALTH := $(VENV)/.installed-health
 PYTEST_ARGS ?=
 SEEDS ?= 0:200
 
@@ -25,13 +27,13 @@ demo: $(STAMP)
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-long: $(STAMP)
+test-long: $(HEALTH)
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 simulate: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) --departures 6,60 --jobs $$(nproc)
 
-lint: $(STAMP)
+lint: $(HEALTH)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -48,6 +50,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV) 2>/dev/null \
 		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(HEALTH): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health]'
 	touch $@
 
 clean:

@@ -22,6 +22,7 @@ from swarm.net.tcp import dial
 
 PEERS_MAX = 4096
 DIALS_MAX = 32  # at one time
+PACE_S = 0.005  # between two dials: a handshake computes for about 2 ms, and a web server shares this loop
 ADDRESSES_MAX = 2  # of one server, one after the other
 TIMEOUT_S = 5.0  # for one address: connection, handshake and ping
 AGAIN_S = 3.0  # a server that answered before and does not now is asked once more
@@ -66,6 +67,7 @@ class Contacts:
                 if now < self._next.get(key, 0.0):
                     continue
                 group.create_task(self._visit(latest[key], turns))
+                await asyncio.sleep(PACE_S)
         for key in [key for key, at in self._mentioned.items() if now - at > FORGET_S]:
             del self._mentioned[key], self._contacts[key]
             self._next.pop(key, None)
