@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from swarm.blocks import Blocks
-from swarm.server.placement import Holder, power_bound, served, should_move
+from swarm.server.placement import Holder, candidates, power_bound, served, should_move
 
 LOOK_EVERY_S = 300.0  # plus or minus a half
 QUIET_LOOKS = 12  # looks of every server without a move: more than anybody's patience that matters
@@ -55,13 +55,17 @@ def simulate(
     looks = [(float(t), i) for i, t in enumerate(random.uniform(0, LOOK_EVERY_S, len(holders)))]
     heapq.heapify(looks)
     moves, moved_s = 0, 0.0
+    queues: dict[tuple[Blocks, ...], tuple[tuple[str, Blocks], ...]] = {}  # of the latest view
     while moves < moves_max:
         now, i = heapq.heappop(looks)
         if now - moved_s > QUIET_LOOKS * LOOK_EVERY_S * 1.5:
             return Settled(tuple(p[-1][1] for p in past), moves, moved_s / 3600, True)
         ages = random.uniform(*delay_s, len(holders))
         view = [p[-1][1] if j == i else _as_of(p, now - ages[j]) for j, p in enumerate(past)]
-        blocks, patience[i] = should_move(n_blocks, view, view[i].key, patience[i])
+        places = tuple(holder.blocks for holder in view)
+        if places not in queues:
+            queues = {places: candidates(n_blocks, view)}
+        blocks, patience[i] = should_move(queues[places], view[i].key, patience[i])
         if blocks is not None:
             past[i].append((now, replace(view[i], blocks=blocks)))
             moves, moved_s = moves + 1, now

@@ -11,7 +11,7 @@ from swarm.dht.directory import Directory
 from swarm.dht.records import Announcement
 from swarm.errors import NetworkError
 from swarm.model.checkpoint import Checkpoint
-from swarm.server.placement import choose_span, holders_of, should_move
+from swarm.server.placement import candidates, choose_span, holders_of, should_move
 
 CLAIM_S = 1.0  # a claim needs so long at least to reach the others
 CLAIMS_MAX = 6  # servers that start at the same moment get out of each other's way in so many rounds, or later
@@ -73,7 +73,8 @@ class Automatic:
             holders = holders_of(announcements, self._numeric_class)
             n_blocks = self._checkpoint.n_blocks
             # In a thread: a large swarm takes tenths of a second.
-            blocks, patience = await asyncio.to_thread(should_move, n_blocks, holders, self._key, patience)
+            queue = await asyncio.to_thread(candidates, n_blocks, holders)
+            blocks, patience = should_move(queue, self._key, patience)
             if blocks is not None:
                 return blocks
 

@@ -6,22 +6,23 @@ elsewhere is as fast. So block b is served x_b = sum of T over the servers whose
 bottleneck is min x_b: no distribution of sessions over routes gets more tokens/s through the model.
 
 **What is best.** min x_b alone says nothing while several blocks are equally bad, so spans are compared by the *level*,
-a mean that the worst blocks rule:  level(x) = (sum_b x_b^-p / n)^(-1/p) with p = 32.  It is min x_b where all
-blocks are served alike, else at most n^(1/p) times that, and rises whenever one of the worst is served better.
-(Petals compares sorted lists of throughputs, which has no scale on which a gain could be too small to be worth it.)
+the geometric mean of the power means  (sum_b x_b^-p / n)^(-1/p)  for p = 4, 16 and 64. Each is min x_b where all blocks
+are served alike, and rises whenever any block is served better, the more the worse that one is. The soft ones lead out
+of corners in which a sharp one gets stuck; the sharp ones look at the bottleneck. (Petals compares sorted lists of
+throughputs, which has no scale on which a gain could be too small to be worth it.)
 
-**Who moves.** Every server computes the same list of candidates from the same public state: for each automatic server
+**Who moves.** Every server computes the same queue of candidates from the same public state: of each automatic server
 its best other span, if that raises the level by more than MOVE_GAIN of the server's own share of the swarm's power
-(one that brings 1 % of the power moves for 0.05 % more). The list is in order of gain, then of key, and a server moves
-when it is first. One that is r-th waits for r looks in a row: so a first one that never moves, because it lies or
-hangs, delays the others and does not stop them. Looks are at random times.
+(one that brings 1 % of the power moves for 0.02 % more), the largest gain first, then by key. The first one moves. The
+r-th one waits for LOOKS_PER_RANK r looks in a row: so a first one that never moves, because it lies or hangs, delays
+the others and does not stop them. Looks are at random times. Moves in order of gain end a few per cent higher than
+moves in any order, and are half as many.
 
-**It ends.** Take one move after the other, each from a true view. In a state whose worst block has x0, every
-term (x_b/x0)^-p is at most 1, their sum at most n, and terms are cut off at e^18, far above any n. So a move that is
-accepted makes no block that bad, and the level, a function of the state alone, strictly rises (blocks below
-a ten-thousandth of their fair share count as that). There are finitely many states, hence finitely many moves. Views
-that are a minute old can make two servers move for the same gap; one of them then has a reason to move on, and the
-simulation in `benchmarks/placement.py` shows that this ends too.
+**It ends.** Take one move after the other, each from a true view. The level is a function of the state alone (blocks
+below a ten-thousandth of their fair share count as that), every move strictly raises it, and there are finitely many
+states. (Terms are cut off at e^18 times the worst block's, and a move that reaches the cut is refused: so what
+is compared is the level itself.) Views that are a minute old can make two servers move for the same gap; one of them
+then has a reason to move on, and the simulation in `benchmarks/placement.py` shows that this ends too.
 """
 
 import math
@@ -35,8 +36,9 @@ from numpy.typing import NDArray
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement
 
-SHARPNESS = 32.0  # p: 16 ends a few per cent lower, 64 misses improvements of all but the very worst block
-MOVE_GAIN = 0.05  # of the mover's share of the swarm's power: what a move must add to the level
+SHARPNESS = (4.0, 16.0, 64.0)  # p; a single one ends a few per cent lower, or gets stuck
+MOVE_GAIN = 0.02  # of the mover's share of the swarm's power: what a move must add to the level
+LOOKS_PER_RANK = 2  # that a candidate waits for each one before it
 FLOOR_SHARE = 1e-4  # of a block's fair share: what counts for a block that nobody serves
 POWER_SPREAD_MAX = 100.0  # times the median: a claim of more power counts as that much
 _CUT = 18.0  # e^18 is far above BLOCKS_MAX, and sums with it are exact enough to compare terms of 1
@@ -105,23 +107,11 @@ def choose_span(n_blocks: int, length: int, holders: Sequence[Holder], key: str)
     others = [holder for holder in holders if holder.key != key]
     usual = median([holder.power for holder in others]) if others else 1.0
     me = Holder(key, Blocks(0, length), usual / length, True)
-    costs, _ = _costs(n_blocks, [*others, me], [len(others)])
+    gains = _gains(n_blocks, [*others, me], [len(others)])[0]
     count = np.concatenate(([0.0], np.cumsum(served(n_blocks, [replace(h, tps=1.0) for h in others]))))
-    best = float(costs.min())
-    ties = [s for s in range(n_blocks - length + 1) if costs[0, s] <= best * (1 + _EXACT)]
+    ties = [s for s in range(n_blocks - length + 1) if gains[s] >= gains.max() - _EXACT]
     start = min(ties, key=lambda s: (count[s + length] - count[s], s))
     return Blocks(start, start + length)
-
-
-def should_move(n_blocks: int, holders: Sequence[Holder], key: str, patience: int) -> tuple[Blocks | None, int]:
-    """Return the span to which this server should move now, or None; and the patience for its next look.
-
-    patience: at how many looks in a row before this one it was a candidate whose turn it was not. Starts with 0.
-    """
-    for rank, (candidate, blocks) in enumerate(candidates(n_blocks, holders)):
-        if candidate == key:
-            return (blocks, 0) if rank <= patience else (None, patience + 1)
-    return None, 0
 
 
 def candidates(n_blocks: int, holders: Sequence[Holder]) -> tuple[tuple[str, Blocks], ...]:
@@ -131,40 +121,54 @@ def candidates(n_blocks: int, holders: Sequence[Holder]) -> tuple[tuple[str, Blo
     found = []
     for at in range(0, len(movable), rows := max(1, _SLICE // n_blocks)):
         part = movable[at : at + rows]
-        costs, now = _costs(n_blocks, holders, part)
-        starts = costs.argmin(axis=1)
+        gains = _gains(n_blocks, holders, part)
+        starts = gains.argmax(axis=1)
         for row, (i, start) in enumerate(zip(part, starts.tolist(), strict=True)):
-            gain = math.log(now / costs[row, start]) / SHARPNESS
+            gain = float(gains[row, start])
             if gain > math.log1p(MOVE_GAIN * holders[i].power / total):
                 found.append((-gain, holders[i].key, Blocks(start, start + len(holders[i].blocks))))
     return tuple((key, blocks) for _, key, blocks in sorted(found))
 
 
-def _costs(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int]) -> tuple[Rates, float]:
-    """Return what the sum of (x_b / x0)^-p becomes if a mover goes to a start, [movers, starts], and what it is now.
+def should_move(queue: Sequence[tuple[str, Blocks]], key: str, patience: int) -> tuple[Blocks | None, int]:
+    """Return the span to which this server should move now, or None; and the patience for its next look.
 
-    x0: what the worst block is served now. Starts from which the span would not fit have infinite cost.
+    queue: the candidates. patience: at how many looks in a row before this one it was a candidate whose turn it was
+    not; starts with 0.
     """
-    x = served(n_blocks, holders)
-    x0 = max(float(x.min()), FLOOR_SHARE * sum(holder.power for holder in holders) / n_blocks)
+    for rank, (candidate, blocks) in enumerate(queue):
+        if candidate == key:
+            return (blocks, 0) if patience >= rank * LOOKS_PER_RANK else (None, patience + 1)
+    return None, 0
+
+
+def _gains(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int]) -> Rates:
+    """Return by how much the level's logarithm rises if a mover goes to a start: [movers, starts].
+
+    Starts from which the span would not fit, or that would leave some block far worse than any is now, have -inf.
+    """
+    floor = FLOOR_SHARE * sum(holder.power for holder in holders) / n_blocks
+    x = np.maximum(served(n_blocks, holders), floor)
+    x0 = x.min()
     start, length, tps = (
         np.array([value(holders[i]) for i in movers])[:, None]
         for value in (lambda h: h.blocks.start, lambda h: len(h.blocks), lambda h: h.tps)
     )
     at = np.arange(n_blocks)
-    without = x - tps * ((at >= start) & (at < start + length))
-    before = _terms(without, x0)
-    more = np.zeros((len(movers), n_blocks + 1))
-    np.cumsum(_terms(without + tps, x0) - before, axis=1, out=more[:, 1:])
     stop = at + length
-    costs = before.sum(axis=1, keepdims=True) + np.take_along_axis(more, np.minimum(stop, n_blocks), axis=1)
-    now = float(_terms(x, x0).sum())
-    costs = np.maximum(costs - more[:, :-1], _EXACT * now)
-    return np.where(stop > n_blocks, np.inf, costs), now
-
-
-def _terms(x: Rates, x0: float) -> Rates:
-    return np.asarray(np.exp(-SHARPNESS * np.log(np.maximum(x, x0 * math.exp(-_CUT / SHARPNESS)) / x0)))
+    without = served(n_blocks, holders) - tps * ((at >= start) & (at < start + length))
+    now, apart, there = (np.log(np.maximum(y, floor) / x0) for y in (x, without, without + tps))
+    gains = np.where(stop > n_blocks, -np.inf, 0.0)
+    for p in SHARPNESS:
+        before, after = (np.exp(np.minimum(-p * y, _CUT)) for y in (apart, there))
+        more = np.zeros((len(movers), n_blocks + 1))
+        np.cumsum(after - before, axis=1, out=more[:, 1:])
+        sums = before.sum(axis=1, keepdims=True) - more[:, :-1]
+        sums += np.take_along_axis(more, np.minimum(stop, n_blocks), axis=1)
+        total = np.exp(-p * now).sum()
+        gain = np.log(total / np.maximum(sums, _EXACT * total)) / p
+        gains += np.where(sums < math.exp(_CUT) / 2, gain, -np.inf) / len(SHARPNESS)
+    return gains
 
 
 def _power(announcement: Announcement, usual: float) -> float:

@@ -9,7 +9,9 @@ from benchmarks.placement_simulation import DELAY_S, anneal, random_swarm, simul
 from swarm.blocks import Blocks
 from swarm.identity import Identity
 from swarm.server.placement import (
+    LOOKS_PER_RANK,
     POWER_SPREAD_MAX,
+    SHARPNESS,
     Holder,
     candidates,
     choose_span,
@@ -83,14 +85,14 @@ def test_a_server_that_has_not_measured_yet_counts_with_the_usual_power():
 
 def test_a_server_moves_to_a_gap():
     crowd = [holder("a", 0, 4), holder("b", 0, 4), holder("c", 4, 8)]
-    moving = [should_move(12, crowd, name, patience=0)[0] for name in "abc"]
+    moving = [should_move(candidates(12, crowd), name, patience=0)[0] for name in "abc"]
     assert [blocks for blocks in moving if blocks] == [Blocks(8, 12)], "one of the two that crowd, and only one"
 
 
 def test_a_server_whose_span_was_chosen_by_hand_never_moves_nor_keeps_others_from_moving():
     crowd = [holder("a", 0, 4, 20.0, automatic=False), holder("b", 0, 4), holder("c", 4, 8)]
-    assert should_move(12, crowd, "a", patience=9) == (None, 0)
-    assert should_move(12, crowd, "b", patience=0) == (Blocks(8, 12), 0)
+    assert should_move(candidates(12, crowd), "a", patience=9) == (None, 0)
+    assert should_move(candidates(12, crowd), "b", patience=0) == (Blocks(8, 12), 0)
 
 
 def test_the_last_holder_of_a_block_stays():
@@ -106,28 +108,31 @@ def test_whoever_is_second_waits_and_moves_when_the_first_does_not():
     crowd = [holder("a", 0, 4), holder("b", 0, 4), holder("c", 4, 8)]
     (first, _), (second, goal) = candidates(12, crowd)[:2]
     assert first != second
-    assert should_move(12, crowd, second, patience=0) == (None, 1)
-    assert should_move(12, crowd, second, patience=1) == (goal, 0)
+    assert should_move(candidates(12, crowd), second, patience=0) == (None, 1)
+    assert should_move(candidates(12, crowd), second, patience=LOOKS_PER_RANK) == (goal, 0)
 
 
 def test_the_fast_evaluation_of_moves_agrees_with_carrying_them_out():
     holders = random_swarm(5, 20, 12, "spread")
 
     def level(those):
-        return float(np.mean(served(20, those) ** -32.0) ** (-1 / 32))
+        x = served(20, those)
+        return float(np.prod([np.mean(x**-p) ** (-1 / p) for p in SHARPNESS]) ** (1 / len(SHARPNESS)))
 
     holders.append(holder("everywhere", 0, 20, 30.0, automatic=False))
-    now = level(holders)
-    gains = {}
-    for i, held in enumerate(holders):
-        spans = [Blocks(s, s + len(held.blocks)) for s in range(20 - len(held.blocks) + 1)]
-        best = max(spans, key=lambda blocks: level([*holders[:i], replace(held, blocks=blocks), *holders[i + 1 :]]))
-        gains[held.key] = (level([*holders[:i], replace(held, blocks=best), *holders[i + 1 :]]) / now, best)
+
+    def after(index, blocks):
+        return level([*holders[:index], replace(holders[index], blocks=blocks), *holders[index + 1 :]])
+
     found = candidates(20, holders)
     assert found
-    ranked = [gains[key][0] for key, _ in found]
-    assert ranked == sorted(ranked, reverse=True)
-    assert all(gains[key][1] == blocks for key, blocks in found)
+    keys = [held.key for held in holders]
+    reached = [after(keys.index(key), blocks) for key, blocks in found]
+    assert reached == pytest.approx(sorted(reached, reverse=True))
+    assert reached[0] > level(holders)
+    for (key, blocks), value in zip(found, reached, strict=True):
+        spans = [Blocks(start, start + len(blocks)) for start in range(20 - len(blocks) + 1)]
+        assert value == pytest.approx(max(after(keys.index(key), span) for span in spans))
 
 
 # Many
