@@ -11,7 +11,6 @@ A route's estimate is the time of one token, in milliseconds:
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -237,6 +236,8 @@ class _Pipeline:
         spans = np.array([a.blocks for a in announcements], dtype=np.int64).reshape(-1, 2)
         start, stop = np.clip(spans - wanted.start, 0, len(wanted)).T
         block_ms = np.array([_block_ms(a) * (1.0 + a.load) for a in announcements])
+        numbers = {a.public_key: number for number, a in enumerate(announcements)}
+        peer = np.array([numbers[a.public_key] for a in announcements], dtype=np.int64)
         no_room = np.array([not _has_room(a, self._request) for a in announcements], dtype=bool)
         return Stages(
             n_blocks=len(wanted),
@@ -245,7 +246,8 @@ class _Pipeline:
             block_ms=block_ms,
             weight_ms=block_ms + NO_ROOM_MS * no_room,
             client_ms=np.array([_client_trip_ms(a, self._request) for a in announcements]),
-            trips=trips_between(*_measured(announcements), UNKNOWN_RTT_MS / 2, self._same_peer()),
+            peer=peer,
+            trips=trips_between(len(announcements), *_measured(announcements), UNKNOWN_RTT_MS / 2),
         )
 
     @cached_property
@@ -298,32 +300,21 @@ class _Pipeline:
         peers = {hop.announcement.public_key for hop in hops}
         return Route(hops, self._request) if len(peers) == len(hops) else None
 
-    def _without_returns(self, stages: Stages, parts: Sequence[Part]) -> Stages | None:
+    @staticmethod
+    def _without_returns(stages: Stages, parts: Sequence[Part]) -> Stages | None:
         """Leave every peer that a way comes back to only the longest of its parts. None if there is none."""
-        keys = [signed.announcement.public_key for signed in self.servers]
-        visits: dict[str, list[Part]] = {}
+        visits: dict[int, list[Part]] = {}
         for part in parts:
-            visits.setdefault(keys[part.server], []).append(part)
+            visits.setdefault(int(stages.peer[part.server]), []).append(part)
         if len(visits) == len(parts):
             return None
         start, stop = stages.start.copy(), stages.stop.copy()
-        for key, mine in visits.items():
+        for peer, mine in visits.items():
             if len(mine) > 1:
                 longest = max(mine, key=lambda part: part.stop - part.start)
-                others = [server for server, other in enumerate(keys) if other == key]
-                start[others] = stop[others] = 0
+                start[stages.peer == peer] = stop[stages.peer == peer] = 0
                 start[longest.server], stop[longest.server] = longest.start, longest.stop
         return replace(stages, start=start, stop=stop)
-
-    def _same_peer(self) -> tuple[Ints, Ints]:
-        """Return the pairs of servers that are one peer: each with itself, and all spans of one peer."""
-        keys = [signed.announcement.public_key for signed in self.servers]
-        itself = [(i, i) for i in range(len(keys))]
-        several = len(set(keys)) < len(keys)
-        runs = [list(run) for _, run in groupby(range(len(keys)), keys.__getitem__)] if several else []
-        pairs = itself + [(a, b) for run in runs for a in run for b in run]
-        source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return source, target
 
 
 def _measured(announcements: Sequence[Announcement]) -> tuple[Ints, Ints, Floats]:

@@ -43,7 +43,7 @@ class Stages:
     """S servers that hold [start, stop) of blocks 0 to n_blocks, each at least one, in the order that breaks ties.
 
     block_ms: what a token takes through one block. weight_ms: the same as the search counts it, with penalties.
-    client_ms: one way between the client and each.
+    client_ms: one way between the client and each. peer: a number for whom each belongs to.
     """
 
     n_blocks: int
@@ -52,6 +52,7 @@ class Stages:
     block_ms: Floats
     weight_ms: Floats
     client_ms: Floats
+    peer: Ints
     trips: Trips
 
     @cached_property
@@ -76,13 +77,11 @@ class Part:
     stop: int
 
 
-def trips_between(source: Ints, target: Ints, ms: Floats, default_ms: float, apart: tuple[Ints, Ints]) -> Trips:
-    """Sort known trips, each with its way back. The longest counts: nobody comes nearer by saying so.
-
-    apart: pairs (sources, targets) that may not follow each other.
-    """
-    source, target = np.concatenate([source, target, apart[0]]), np.concatenate([target, source, apart[1]])
-    ms = np.concatenate([ms, ms, np.full(len(apart[0]), np.inf)])
+def trips_between(n_servers: int, source: Ints, target: Ints, ms: Floats, default_ms: float) -> Trips:
+    """Sort known trips, each with its way back. The longest counts: nobody comes nearer by saying so."""
+    itself = np.arange(n_servers)
+    source, target = np.concatenate([source, target, itself]), np.concatenate([target, source, itself])
+    ms = np.concatenate([ms, ms, np.full(n_servers, np.inf)])  # nobody follows himself
     key = target << 32 | source
     order = np.argsort(key)
     first = np.flatnonzero(np.diff(key[order], prepend=-1))
@@ -125,7 +124,7 @@ def quickest_pace(stages: Stages) -> Pace:
 
 
 def _in_turn(stages: Stages, limit: Ints, *, furthest_first: bool) -> list[Part] | None:
-    """Give every server one turn, of as many blocks as its limit allows: first whose span ends first, or goes furthest.
+    """Give every peer one turn, of as many blocks as its limit allows: first whose span ends first, or goes furthest.
 
     The former uses many servers and fails least; the latter uses few.
     """
@@ -140,7 +139,7 @@ def _in_turn(stages: Stages, limit: Ints, *, furthest_first: bool) -> list[Part]
         rank = stages.stop[free] - reach * (stages.n_blocks + 1) if furthest_first else stages.stop[free] - reach / 1e4
         chosen = int(rank.argmin())
         parts.append(Part(int(free[chosen]), at, int(reach[chosen])))
-        unused[free[chosen]] = False
+        unused &= stages.peer != stages.peer[free[chosen]]
         at = int(reach[chosen])
     return parts
 
