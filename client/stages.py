@@ -158,16 +158,26 @@ class Search:
         window = _window_least(self._begun, self._limit, stages)
         for at in range(stages.n_blocks):
             holders = stages.holders[at]
-            trip_ms = stages.client_ms if at == 0 else enter(self.left[at])
-            self._begun[at, holders] = HOP_MS + trip_ms[holders] - at * stages.weight_ms[holders]
-            self.left[at + 1, holders] = (window(at) + (at + 1) * stages.weight_ms)[holders]
+            weight_ms = stages.weight_ms[holders]
+            trip_ms = stages.client_ms[holders] if at == 0 else enter(self.left[at], holders)
+            self._begun[at, holders] = HOP_MS + trip_ms - at * weight_ms
+            self.left[at + 1, holders] = window(at)[holders] + (at + 1) * weight_ms
+
+    @property
+    def _arrived(self) -> Floats:
+        arrived: Floats = self.left[self._stages.n_blocks] + self._stages.client_ms
+        return arrived
+
+    @property
+    def least_ms(self) -> float:
+        """The cost of the best way, whether or not it comes back to a server; infinite where there is none."""
+        return float(self._arrived.min())
 
     def path(self) -> list[Part] | None:
         """Return the way through all blocks; ties fall to the servers that come first."""
         stages = self._stages
-        arrived = self.left[stages.n_blocks] + stages.client_ms
-        server = int(arrived.argmin())
-        if not np.isfinite(arrived[server]):
+        server = int(self._arrived.argmin())
+        if not np.isfinite(self.least_ms):
             return None
         parts: list[Part] = []
         stop = stages.n_blocks
@@ -199,8 +209,8 @@ class Search:
         return ms
 
 
-def _enterer(stages: Stages) -> Callable[[Floats], Floats]:
-    """Return what finds the least of left[s] + trip(s, t) for every t."""
+def _enterer(stages: Stages) -> Callable[[Floats, Ints], Floats]:
+    """Return what finds the least of left[s] + trip(s, t) over all s, for some servers t."""
     trips = stages.trips
     known = np.zeros((len(stages.start), len(stages.start)), dtype=bool)
     known[trips.source, trips.target] = True
@@ -210,23 +220,24 @@ def _enterer(stages: Stages) -> Callable[[Floats], Floats]:
     source, target, trip_ms = trips.source[possible], trips.target[possible], trips.ms[possible]
     targets, first = np.unique(target, return_index=True)
 
-    def enter(left: Floats) -> Floats:
-        entered = np.full(len(left), np.inf)
+    from_known = np.full(len(stages.start), np.inf)
+
+    def enter(left: Floats, holders: Ints) -> Floats:
         left_yet = left.copy()
-        open_targets = np.arange(len(left))
-        while len(open_targets):  # the cheapest server, then the next for those whose trip from it is known, ...
+        cheapest = int(left_yet.argmin())
+        entered = np.full(len(holders), left_yet[cheapest] + trips.default_ms)
+        waiting = np.flatnonzero(known[cheapest, holders])  # their trip is another: for them the next cheapest, ...
+        while len(waiting):
+            left_yet[cheapest] = np.inf
             cheapest = int(left_yet.argmin())
+            entered[waiting] = left_yet[cheapest] + trips.default_ms
             if left_yet[cheapest] == np.inf:
                 break
-            entered[open_targets] = left_yet[cheapest] + trips.default_ms
-            known_too = known[cheapest, open_targets]
-            entered[open_targets[known_too]] = np.inf
-            open_targets = open_targets[known_too]
-            left_yet[cheapest] = np.inf
+            waiting = waiting[known[cheapest, holders[waiting]]]
         if len(targets):
-            nearest = np.minimum.reduceat(left[source] + trip_ms, first)
-            entered[targets] = np.minimum(entered[targets], nearest)
-        return entered
+            from_known[targets] = np.minimum.reduceat(left[source] + trip_ms, first)
+        least: Floats = np.minimum(entered, from_known[holders])
+        return least
 
     return enter
 
@@ -241,7 +252,7 @@ def _window_least(begun: Floats, limit: Ints, stages: Stages) -> Callable[[int],
             return least
 
         return least_of_all
-    rows = min(int(limit.max()), stages.n_blocks)
+    rows = int(np.minimum(limit, stages.stop - stages.start).max())
     too_old = np.where(np.arange(rows, 0, -1)[:, None] > limit, np.inf, 0.0)  # [rows, S], the latest row last
 
     def least_of_latest(at: int) -> Floats:
