@@ -11,7 +11,7 @@ A route's estimate is the time of one token, in milliseconds:
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain
 from statistics import median
 
 import numpy as np
@@ -26,6 +26,7 @@ from swarm.identity import public_key_of
 UNKNOWN_RTT_MS = 40.0  # between two peers of whom neither has measured it: half-way round a continent
 UNMEASURED_TPS = 20.0  # what a server is assumed to do that has not measured itself yet
 NO_ROOM_MS = 1e6  # for each block on a server without room: more than any route, so that it is the last resort
+RETURN_SLACK = 1.05  # a route that takes so much longer than one that comes back to a peer would is good enough
 REVISITS_MAX = 3  # plans tried where the cheapest way leaves a peer and comes back to it
 PREFIX = 16  # hex digits of a public key that name a peer in measured round trips
 
@@ -237,6 +238,8 @@ class _Pipeline:
         spans = np.array([a.blocks for a in announcements], dtype=np.int64).reshape(-1, 2)
         start, stop = np.clip(spans - wanted.start, 0, len(wanted)).T
         block_ms = np.array([_block_ms(a) * (1.0 + a.load) for a in announcements])
+        numbers = {a.public_key: number for number, a in enumerate(announcements)}
+        peer = np.array([numbers[a.public_key] for a in announcements], dtype=np.int64)
         no_room = np.array([not _has_room(a, self._request) for a in announcements], dtype=bool)
         return Stages(
             n_blocks=len(wanted),
@@ -245,7 +248,8 @@ class _Pipeline:
             block_ms=block_ms,
             weight_ms=block_ms + NO_ROOM_MS * no_room,
             client_ms=np.array([_client_trip_ms(a, self._request) for a in announcements]),
-            trips=trips_between(*_measured(announcements), UNKNOWN_RTT_MS / 2, self._same_peer()),
+            peer=peer,
+            trips=trips_between(len(announcements), *_measured(announcements), UNKNOWN_RTT_MS / 2),
         )
 
     @cached_property
@@ -262,29 +266,39 @@ class _Pipeline:
         """Return the best route behind its cost, or None where there is none."""
         if not _covered(self._request.wanted, self.servers):
             return None
-        routes = (self._once_each(way) for way in self._ways())
-        found = [(self._cost(route), route) for route in routes if route is not None]
+        found: list[tuple[tuple[float, float], Route]] = []
+        for way, least_ms in self._ways():
+            if (route := self._once_each(way)) is not None:
+                found.append((self._cost(route), route))
+                if found[-1][0] <= (self._stage_ms, RETURN_SLACK * least_ms):
+                    break
         return min(found, key=lambda one: one[0], default=None)
+
+    @property
+    def _stage_ms(self) -> float:
+        return self.pace.stage_ms if self.pace is not None else 0.0
 
     def _cost(self, route: Route) -> tuple[float, float]:
         if self.pace is None:
             return 0.0, route.estimate_ms
-        return max(self.pace.stage_ms, *(hop.stage_ms for hop in route.estimates)), route.estimate_ms
+        return max(self._stage_ms, *(hop.stage_ms for hop in route.estimates)), route.estimate_ms
 
-    def _ways(self) -> Iterator[Sequence[Part]]:
-        """The best way, and where that comes back to a peer, others that are near it and do so less."""
-        stages = self.stages
+    def _ways(self) -> Iterator[tuple[Sequence[Part], float]]:
+        """The best way, and others near it that come back to a peer less; with the time that none can be below."""
+        stages, least_ms = self.stages, 0.0
         for _ in range(REVISITS_MAX):
-            parts = Search(stages, self.limit).path()
+            search = Search(stages, self.limit)
+            parts = search.path()
             if parts is None:
                 break
-            yield parts
+            least_ms = least_ms or search.least_ms
+            yield parts, least_ms
             confined = self._without_returns(stages, parts)
             if confined is None:
                 return
             stages = confined
-        if self.pace is not None:
-            yield from self.pace.ways
+        for way in self.pace.ways if self.pace is not None else ():
+            yield way, least_ms
 
     def _once_each(self, parts: Sequence[Part]) -> Route | None:
         """Let a span that a route comes back to keep everything between: a peer holds one part of a session."""
@@ -298,47 +312,32 @@ class _Pipeline:
         peers = {hop.announcement.public_key for hop in hops}
         return Route(hops, self._request) if len(peers) == len(hops) else None
 
-    def _without_returns(self, stages: Stages, parts: Sequence[Part]) -> Stages | None:
+    @staticmethod
+    def _without_returns(stages: Stages, parts: Sequence[Part]) -> Stages | None:
         """Leave every peer that a way comes back to only the longest of its parts. None if there is none."""
-        keys = [signed.announcement.public_key for signed in self.servers]
-        visits: dict[str, list[Part]] = {}
+        visits: dict[int, list[Part]] = {}
         for part in parts:
-            visits.setdefault(keys[part.server], []).append(part)
+            visits.setdefault(int(stages.peer[part.server]), []).append(part)
         if len(visits) == len(parts):
             return None
         start, stop = stages.start.copy(), stages.stop.copy()
-        for key, mine in visits.items():
+        for peer, mine in visits.items():
             if len(mine) > 1:
                 longest = max(mine, key=lambda part: part.stop - part.start)
-                others = [server for server, other in enumerate(keys) if other == key]
-                start[others] = stop[others] = 0
+                start[stages.peer == peer] = stop[stages.peer == peer] = 0
                 start[longest.server], stop[longest.server] = longest.start, longest.stop
         return replace(stages, start=start, stop=stop)
-
-    def _same_peer(self) -> tuple[Ints, Ints]:
-        """Return the pairs of servers that are one peer: each with itself, and all spans of one peer."""
-        keys = [signed.announcement.public_key for signed in self.servers]
-        itself = [(i, i) for i in range(len(keys))]
-        several = len(set(keys)) < len(keys)
-        runs = [list(run) for _, run in groupby(range(len(keys)), keys.__getitem__)] if several else []
-        pairs = itself + [(a, b) for run in runs for a in run for b in run]
-        source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return source, target
 
 
 def _measured(announcements: Sequence[Announcement]) -> tuple[Ints, Ints, Floats]:
     """Return who measured one-way trips, to whom, and how long they are in ms."""
-    by_prefix: dict[str, list[int]] = {}
-    for index, announcement in enumerate(announcements):
-        by_prefix.setdefault(announcement.public_key[:PREFIX], []).append(index)
-    found = [
-        (index, other, ms / 2)
-        for index, announcement in enumerate(announcements)
-        for peer, ms in announcement.rtts
-        for other in by_prefix.get(peer, ())
-    ]
-    source, target, trip_ms = zip(*found, strict=True) if found else ((), (), ())
-    return np.array(source, dtype=np.int64), np.array(target, dtype=np.int64), np.array(trip_ms, dtype=np.float64)
+    by_prefix = {a.public_key[:PREFIX]: index for index, a in enumerate(announcements)}
+    said = list(chain.from_iterable(a.rtts for a in announcements))
+    source = np.repeat(np.arange(len(announcements)), [len(a.rtts) for a in announcements])
+    target = np.array([by_prefix.get(peer, -1) for peer, _ in said], dtype=np.int64)
+    trip_ms = np.array([ms for _, ms in said], dtype=np.float64) / 2
+    usable = target >= 0  # the others are not among these servers
+    return source[usable], target[usable], trip_ms[usable]
 
 
 # --- estimates -------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Stages:
     """S servers that hold [start, stop) of blocks 0 to n_blocks, each at least one, in the order that breaks ties.
 
     block_ms: what a token takes through one block. weight_ms: the same as the search counts it, with penalties.
-    client_ms: one way between the client and each.
+    client_ms: one way between the client and each. peer: a number for whom each belongs to.
     """
 
     n_blocks: int
@@ -52,6 +52,7 @@ class Stages:
     block_ms: Floats
     weight_ms: Floats
     client_ms: Floats
+    peer: Ints
     trips: Trips
 
     @cached_property
@@ -76,13 +77,11 @@ class Part:
     stop: int
 
 
-def trips_between(source: Ints, target: Ints, ms: Floats, default_ms: float, apart: tuple[Ints, Ints]) -> Trips:
-    """Sort known trips, each with its way back. The longest counts: nobody comes nearer by saying so.
-
-    apart: pairs (sources, targets) that may not follow each other.
-    """
-    source, target = np.concatenate([source, target, apart[0]]), np.concatenate([target, source, apart[1]])
-    ms = np.concatenate([ms, ms, np.full(len(apart[0]), np.inf)])
+def trips_between(n_servers: int, source: Ints, target: Ints, ms: Floats, default_ms: float) -> Trips:
+    """Sort known trips, each with its way back. The longest counts: nobody comes nearer by saying so."""
+    itself = np.arange(n_servers)
+    source, target = np.concatenate([source, target, itself]), np.concatenate([target, source, itself])
+    ms = np.concatenate([ms, ms, np.full(n_servers, np.inf)])  # nobody follows himself
     key = target << 32 | source
     order = np.argsort(key)
     first = np.flatnonzero(np.diff(key[order], prepend=-1))
@@ -125,7 +124,7 @@ def quickest_pace(stages: Stages) -> Pace:
 
 
 def _in_turn(stages: Stages, limit: Ints, *, furthest_first: bool) -> list[Part] | None:
-    """Give every server one turn, of as many blocks as its limit allows: first whose span ends first, or goes furthest.
+    """Give every peer one turn, of as many blocks as its limit allows: first whose span ends first, or goes furthest.
 
     The former uses many servers and fails least; the latter uses few.
     """
@@ -140,7 +139,7 @@ def _in_turn(stages: Stages, limit: Ints, *, furthest_first: bool) -> list[Part]
         rank = stages.stop[free] - reach * (stages.n_blocks + 1) if furthest_first else stages.stop[free] - reach / 1e4
         chosen = int(rank.argmin())
         parts.append(Part(int(free[chosen]), at, int(reach[chosen])))
-        unused[free[chosen]] = False
+        unused &= stages.peer != stages.peer[free[chosen]]
         at = int(reach[chosen])
     return parts
 
@@ -159,16 +158,26 @@ class Search:
         window = _window_least(self._begun, self._limit, stages)
         for at in range(stages.n_blocks):
             holders = stages.holders[at]
-            trip_ms = stages.client_ms if at == 0 else enter(self.left[at])
-            self._begun[at, holders] = HOP_MS + trip_ms[holders] - at * stages.weight_ms[holders]
-            self.left[at + 1, holders] = (window(at) + (at + 1) * stages.weight_ms)[holders]
+            weight_ms = stages.weight_ms[holders]
+            trip_ms = stages.client_ms[holders] if at == 0 else enter(self.left[at], holders)
+            self._begun[at, holders] = HOP_MS + trip_ms - at * weight_ms
+            self.left[at + 1, holders] = window(at)[holders] + (at + 1) * weight_ms
+
+    @property
+    def _arrived(self) -> Floats:
+        arrived: Floats = self.left[self._stages.n_blocks] + self._stages.client_ms
+        return arrived
+
+    @property
+    def least_ms(self) -> float:
+        """The cost of the best way, whether or not it comes back to a server; infinite where there is none."""
+        return float(self._arrived.min())
 
     def path(self) -> list[Part] | None:
         """Return the way through all blocks; ties fall to the servers that come first."""
         stages = self._stages
-        arrived = self.left[stages.n_blocks] + stages.client_ms
-        server = int(arrived.argmin())
-        if not np.isfinite(arrived[server]):
+        server = int(self._arrived.argmin())
+        if not np.isfinite(self.least_ms):
             return None
         parts: list[Part] = []
         stop = stages.n_blocks
@@ -200,8 +209,8 @@ class Search:
         return ms
 
 
-def _enterer(stages: Stages) -> Callable[[Floats], Floats]:
-    """Return what finds the least of left[s] + trip(s, t) for every t."""
+def _enterer(stages: Stages) -> Callable[[Floats, Ints], Floats]:
+    """Return what finds the least of left[s] + trip(s, t) over all s, for some servers t."""
     trips = stages.trips
     known = np.zeros((len(stages.start), len(stages.start)), dtype=bool)
     known[trips.source, trips.target] = True
@@ -211,23 +220,24 @@ def _enterer(stages: Stages) -> Callable[[Floats], Floats]:
     source, target, trip_ms = trips.source[possible], trips.target[possible], trips.ms[possible]
     targets, first = np.unique(target, return_index=True)
 
-    def enter(left: Floats) -> Floats:
-        entered = np.full(len(left), np.inf)
+    from_known = np.full(len(stages.start), np.inf)
+
+    def enter(left: Floats, holders: Ints) -> Floats:
         left_yet = left.copy()
-        open_targets = np.arange(len(left))
-        while len(open_targets):  # the cheapest server, then the next for those whose trip from it is known, ...
+        cheapest = int(left_yet.argmin())
+        entered = np.full(len(holders), left_yet[cheapest] + trips.default_ms)
+        waiting = np.flatnonzero(known[cheapest, holders])  # their trip is another: for them the next cheapest, ...
+        while len(waiting):
+            left_yet[cheapest] = np.inf
             cheapest = int(left_yet.argmin())
+            entered[waiting] = left_yet[cheapest] + trips.default_ms
             if left_yet[cheapest] == np.inf:
                 break
-            entered[open_targets] = left_yet[cheapest] + trips.default_ms
-            known_too = known[cheapest, open_targets]
-            entered[open_targets[known_too]] = np.inf
-            open_targets = open_targets[known_too]
-            left_yet[cheapest] = np.inf
+            waiting = waiting[known[cheapest, holders[waiting]]]
         if len(targets):
-            nearest = np.minimum.reduceat(left[source] + trip_ms, first)
-            entered[targets] = np.minimum(entered[targets], nearest)
-        return entered
+            from_known[targets] = np.minimum.reduceat(left[source] + trip_ms, first)
+        least: Floats = np.minimum(entered, from_known[holders])
+        return least
 
     return enter
 
@@ -242,7 +252,7 @@ def _window_least(begun: Floats, limit: Ints, stages: Stages) -> Callable[[int],
             return least
 
         return least_of_all
-    rows = min(int(limit.max()), stages.n_blocks)
+    rows = int(np.minimum(limit, stages.stop - stages.start).max())
     too_old = np.where(np.arange(rows, 0, -1)[:, None] > limit, np.inf, 0.0)  # [rows, S], the latest row last
 
     def least_of_latest(at: int) -> Floats:

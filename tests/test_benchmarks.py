@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
     ("name", "measured"),
     [
         ("hop_overhead", {"local", "1 hop", "2 hops", "3 hops", "generate, local", "generate, 3 hops"}),
+        ("plan", {"spans of 8, latency", "spans of 8, throughput", "spans of 8, latency, computing"}),
         ("placement", {"settled / annealer", "settled with stale views / annealer"}),
         pytest.param(
             "health",

@@ -146,12 +146,20 @@ def test_a_hop_that_is_known_to_be_far_from_the_one_before_loses_to_one_of_which
 
 
 def test_nobody_comes_nearer_by_saying_so():
-    first = server(0, 6)
-    liar = server(6, 12, tps=25, rtts=[(first, 0)])
-    honest = server(0, 6, identity=None, rtts=[(liar, 300)])
+    identity = Identity.generate()
+    liar = server(6, 12, tps=25, identity=identity)
+    honest = server(0, 6, rtts=[(liar, 300)])
+    liar = server(6, 12, tps=25, identity=identity, rtts=[(honest, 0)])
     other = server(6, 12)
-    hops = plan_route("m", Blocks(0, 12), [honest, liar, other])
-    assert [hop.signed for hop in hops] == [honest, other]
+    assert [hop.signed for hop in plan_route("m", Blocks(0, 12), [honest, liar, other])] == [honest, other]
+
+
+def test_a_peer_with_two_spans_serves_one_of_them():
+    identity = Identity.generate()
+    servers = [server(0, 6, tps=99, identity=identity), server(6, 12, tps=99, identity=identity), server(6, 12)]
+    for optimize in ("latency", "throughput"):
+        hops = plan_route("m", Blocks(0, 12), servers, optimize=optimize)
+        assert [hop.signed for hop in hops] == [servers[0], servers[2]]
 
 
 def test_the_clients_own_round_trips_count_for_the_first_and_the_last_hop():

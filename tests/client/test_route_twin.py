@@ -3,14 +3,15 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.blocks import Blocks
 from swarm.client.explain import Reason
-from swarm.client.route import UNKNOWN_RTT_MS, plan_route
-from swarm.client.stages import HOP_MS, STAGE_FLOOR_MS, STAGE_SLACK
+from swarm.client.route import UNKNOWN_RTT_MS, Request, _Pipeline, plan_route
+from swarm.client.stages import HOP_MS, STAGE_FLOOR_MS, STAGE_SLACK, Search
 from swarm.errors import NoRoute
 from swarm.identity import Identity
 from tests.client.test_route import server
@@ -143,6 +144,28 @@ def test_a_plan_for_throughput_spares_the_slowest_server_then_takes_the_least_ti
         with_returns = min(paced, default=math.inf)
         if with_returns > least:  # else the planner settles for something near
             assert route.estimate_ms <= least * 1.000001
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    drawn=st.lists(server_drawn, min_size=1, max_size=3),
+    trips=trips_drawn,
+    client=client_drawn,
+    limits=st.lists(st.integers(1, N_BLOCKS), min_size=3, max_size=3),
+)
+def test_the_search_keeps_to_how_many_blocks_a_server_may_take(drawn, trips, client, limits):
+    twin = Twin(drawn, trips, client)
+    pipeline = _Pipeline(Request("m", Blocks(0, N_BLOCKS), (), client_rtts=twin.client), twin.servers)
+    in_order = [twin.places[s.announcement.public_key] for s in pipeline.servers]
+    search = Search(pipeline.stages, np.array([limits[i] for i in in_order]))
+    within = (way for way in twin.ways(returns=True) if all(stop - start <= limits[i] for i, start, stop in way))
+    least = min(map(twin.latency, within), default=math.inf)
+    assert search.least_ms == pytest.approx(least)
+    path = search.path()
+    if least == math.inf:
+        assert path is None
+    else:
+        assert twin.latency([(in_order[part.server], part.start, part.stop) for part in path]) == pytest.approx(least)
 
 
 @settings(max_examples=100, deadline=None)
