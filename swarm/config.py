@@ -35,6 +35,7 @@ class Settings(BaseSettings):
     network: str = Field("public", description="swarms of different names do not mix", pattern=NETWORK_PATTERN)
     identity: Path | None = Field(None, description="key file")
     cache_dir: Path | None = Field(None, description="where the hub's files are kept")
+    p2pd_sha256: str | None = Field(None, description="a p2pd that replaces hivemind's", pattern="^[0-9a-f]{64}$")
     log_level: str | None = Field(None, pattern="^(debug|info|warning|error)$")
 
     @field_validator("initial_peers", mode="before")
