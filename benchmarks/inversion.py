@@ -34,10 +34,10 @@ from swarm.model.span import Span
 DEPTHS = (0, 1, 2, 4, 8)
 CANDIDATES = 512  # run at a time
 PROMPTS = (
-    "My daughter's birthday is on the third of May, and the surgeon said that she can travel by then. Could you write to",
-    "def transfer(account, amount, pin):\n    if hash_of(pin) != account.pin_hash:\n        raise PermissionError('wrong pin')\n",
-    "Dear Ms Okafor, we regret that your application for a loan of 12,500 euros was declined because of the entry of 2019",
-    "SELECT name, salary FROM employees WHERE department = 'research' AND salary > 80000 ORDER BY salary DESC LIMIT 10;",
+    "My daughter's birthday is on the third of May, and the surgeon said that she can travel by then. Could you please",
+    "def transfer(account, amount, pin):\n    if hash_of(pin) != account.pin:\n        raise PermissionError(pin)",
+    "Dear Ms Okafor, we regret that your application for a loan of 12,500 euros was declined because of the entries of",
+    "SELECT name, salary FROM employees WHERE department = 'research' AND salary > 80000 ORDER BY salary DESC LIMIT 10",
 )
 
 
@@ -68,7 +68,7 @@ def main() -> None:
             with_prefix, without = (f"{100 * share:.1f} %" for share in shares[depth])
             rows.append((str(depth), with_prefix, without, f"{attack.times.median:.0f}"))
     title = f"tokens recovered, of {sum(prompt.shape[1] for prompt in prompts)} ({len(vocabulary)} in the vocabulary)"
-    table(title, ("before block", "with the prefix", "without", "attacker's ms per token"), rows)
+    table(title, ("before block", "with the prefix", "without", "median ms per token"), rows)
     write_json(options.json, "inversion", SEED, samples, model=checkpoint.root, dtype=options.dtype, recovered=shares)
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import structlog
 import torch
 
+from swarm.blocks import Blocks
 from swarm.client.explain import Optimize
+from swarm.client.local import LocalFirst
 from swarm.client.model import DistributedModel, distribute
 from swarm.client.router import Preferences
 from swarm.client.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
@@ -19,7 +21,7 @@ from swarm.errors import BadConfiguration
 from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.loading import load_ends
+from swarm.model.loading import load_ends, load_span
 from swarm.net.p2p import P2PConfig
 
 
@@ -43,6 +45,7 @@ class AutoDistributedModel:
         root: str | None = None,
         network: str | None = None,
         identity: str | Path | None = None,
+        local_blocks: int = 0,
         step_timeout_s: float = STEP_TIMEOUT_S,
         wait_for_blocks_s: float = 0.0,
         allowed_peers: Iterable[str] | None = None,
@@ -55,6 +58,8 @@ class AutoDistributedModel:
         cache_dir, network or identity are left out they come from SWARM_* or swarm.toml.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
         root: what the checkpoint's root must be. identity: key file; by default a fresh identity for this model.
+        local_blocks: run so many of the first blocks here, so that no server sees what enters them. It raises the price
+        of reading the prompt from activations; it does not prevent it (SECURITY.md).
         step_timeout_s: the longest that one step may take, repairs included. wait_for_blocks_s: how long to wait where
         nobody serves some block.
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
@@ -84,10 +89,17 @@ class AutoDistributedModel:
             cache_dir=Path(cache_dir) if cache_dir is not None else settings.cache_dir,
             root=root,
         )
+        if not 0 <= local_blocks < checkpoint.n_blocks:
+            raise BadConfiguration("local_blocks", f"{local_blocks}; the model has {checkpoint.n_blocks} blocks")
         ends = load_ends(checkpoint, dtype=dtype, device=device)
+        first = None
+        if local_blocks:
+            first = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device)
         path = Path(identity) if identity is not None else settings.identity
         me = Identity.load_or_create(path) if path is not None else Identity.generate()
-        options = ClientOptions(network or settings.network, step_timeout_s, wait_for_blocks_s, preferences)
+        options = ClientOptions(
+            network or settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks
+        )
         config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers)
 
         @asynccontextmanager
@@ -95,7 +107,8 @@ class AutoDistributedModel:
             async with open_node(config, clock=time.time) as node:
                 yield Directory(node, identity=None, network=options.network, clock=time.time)
 
-        return distribute(ends, Swarm(checkpoint, ends.dtype, join, me, options))
+        swarm = Swarm(checkpoint, ends.dtype, join, me, options)
+        return distribute(ends, swarm if first is None else LocalFirst(first, swarm))
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel
