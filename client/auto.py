@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from swarm.access import Access
 from swarm.blocks import Blocks
 from swarm.client.explain import Optimize
 from swarm.client.local import LocalFirst
@@ -44,6 +45,8 @@ class AutoDistributedModel:
         cache_dir: str | Path | None = None,
         root: str | None = None,
         network: str | None = None,
+        network_key: str | Path | None = None,
+        allow_peers: str | Path | None = None,
         identity: str | Path | None = None,
         local_blocks: int = 0,
         step_timeout_s: float = STEP_TIMEOUT_S,
@@ -55,9 +58,11 @@ class AutoDistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
-        cache_dir, network or identity are left out they come from SWARM_* or swarm.toml.
+        cache_dir, network, network_key, allow_peers or identity are left out they come from SWARM_* or swarm.toml.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
-        root: what the checkpoint's root must be. identity: key file; by default a fresh identity for this model.
+        root: what the checkpoint's root must be. network_key: key file of a private swarm. allow_peers: file with the
+        ids of all peers that this client deals with. identity: key file; by default a fresh identity for this model,
+        which is on nobody's list.
         local_blocks: run so many of the first blocks here, so that no server sees what enters them. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md).
         step_timeout_s: the longest that one step may take, repairs included. wait_for_blocks_s: how long to wait where
@@ -82,6 +87,10 @@ class AutoDistributedModel:
             raise BadConfiguration(
                 "initial_peers", "pass the address of a node to join through, or set SWARM_INITIAL_PEERS"
             )
+        access = Access.load(
+            Path(network_key) if network_key is not None else settings.network_key,
+            Path(allow_peers) if allow_peers is not None else settings.allow_peers,
+        )
         checkpoint = open_checkpoint(
             name,
             revision=revision or settings.revision,
@@ -98,9 +107,9 @@ class AutoDistributedModel:
         path = Path(identity) if identity is not None else settings.identity
         me = Identity.load_or_create(path) if path is not None else Identity.generate()
         options = ClientOptions(
-            network or settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks
+            network or settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access
         )
-        config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers)
+        config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers, access)
 
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:

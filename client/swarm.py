@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from swarm.access import EVERYBODY, Access
 from swarm.blocks import Blocks
 from swarm.client.live import SessionPlan
 from swarm.client.route import Route
@@ -44,6 +45,7 @@ class ClientOptions:
     wait_for_blocks_s: float = 0.0
     preferences: Preferences = ANY_PEER
     local_blocks: int = 0
+    access: Access = EVERYBODY
 
 
 class Swarm:
@@ -60,7 +62,7 @@ class Swarm:
             checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, str(dtype).removeprefix("torch.")
         )
         self._options = options
-        self._me = Self(identity, ChannelKey(), options.network)
+        self._me = Self(identity, ChannelKey(), options.network, options.access)
         self._latest: Session | None = None
         self._loop = LoopThread()
         try:

@@ -21,6 +21,7 @@ import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from swarm.access import EVERYBODY, Access
 from swarm.config import PROTOCOL_VERSION
 from swarm.errors import (
     ChannelClosed,
@@ -80,7 +81,14 @@ class Self:
     identity: Identity
     key: ChannelKey
     network: str
+    access: Access = EVERYBODY
     clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
+
+    @property
+    def psk(self) -> bytes | None:
+        """What a private swarm's handshakes mix in, 32 bytes."""
+        key = self.access.network_key
+        return key.derive("handshake") if key is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +124,14 @@ class Channel:
         self._nonces = itertools.count()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._handshake: Handshake | None = Handshake(
-            me.key, prologue(me.network), remote.channel_key if remote is not None else None
+            me.key, prologue(me.network), remote.channel_key if remote is not None else None, psk=me.psk
         )
         self._handshake_hash = b""
         self._sealer: Sealer | None = None
         self._opener: Sealer | None = None
         if remote is not None:
             try:
+                self._refuse_unlisted(remote.peer)
                 carrier.write(PREFACE + self._handshake.write())
             except HandshakeFailed as error:  # whoever announced such a key; `ready` tells
                 self._fail(error)
@@ -244,9 +253,14 @@ class Channel:
         peer = peer_id_of(key)
         if self._remote is not None and peer != self._remote.peer:
             raise HandshakeFailed(self.peer, f"{peer} answered instead")
+        self._refuse_unlisted(peer)
         self.peer = peer
         self.software = hello.software
         self.ready.set_result(None)
+
+    def _refuse_unlisted(self, peer: str) -> None:
+        if not self._me.access.admits(peer):
+            raise HandshakeFailed(peer, "it is not on this side's list of allowed peers")
 
     # Frames
 
