@@ -297,13 +297,18 @@ async def test_a_peer_that_is_not_on_the_list_is_refused_and_nothing_of_it_is_pr
     for client, admitted in ((listed, True), (stranger, False)):
         pair = Pair(b_access=access, ids=(client, server))
         pair.to_b.deliver()
-        pair.to_a.deliver()  # the client is content, and speaks at once
+        pair.to_a.deliver()
+        assert pair.to_a.held == []  # the server does not say who it is before it knows who comes
         message, hidden = step()
         pair.a.send(message, [hidden])
-        pair.to_b.deliver()  # its Hello and its step arrive together
+        pair.to_b.deliver()  # a Hello and a step at once
+        pair.to_a.deliver()
+        assert pair.a.proven == admitted
         assert (len(pair.at_b), pair.b.proven, pair.b.closed) == (int(admitted), admitted, not admitted)
         if not admitted:
             assert stranger.peer_id in str(pair.b.ready.exception())
+            pair.a.lost("the other side ended it")
+            assert "not on" in str(pair.a.ready.exception())
 
 
 async def test_a_peer_that_is_not_on_the_list_is_not_spoken_to():
