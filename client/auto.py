@@ -1,7 +1,7 @@
 """`AutoDistributedModel.from_pretrained`: a `transformers` model whose blocks are all over the world."""
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,6 +53,7 @@ class AutoDistributedModel:
         wait_for_blocks_s: float = 0.0,
         allowed_peers: Iterable[str] | None = None,
         blocked_peers: Iterable[str] = (),
+        trusted_peers: Mapping[str, Iterable[str]] | None = None,
         optimize: Optimize = "latency",
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
@@ -68,14 +69,15 @@ class AutoDistributedModel:
         step_timeout_s: the longest that one step may take, repairs included. wait_for_blocks_s: how long to wait where
         nobody serves some block.
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
-        repairs, which fail rather than leave them. optimize: "latency" for the least time per token, "throughput" for
-        the route whose slowest server is fastest, for batches.
+        repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
+        {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
+        "throughput" for the route whose slowest server is fastest, for batches.
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside what `transformers` gives it.
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
-        preferences = Preferences.checked(allowed_peers, blocked_peers, optimize)
+        preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers)
         settings = load_settings()
         if not structlog.is_configured():  # in a notebook nobody has; a command or an application has its own way
             configure_events(settings.log_level or "warning")
@@ -98,6 +100,8 @@ class AutoDistributedModel:
             cache_dir=Path(cache_dir) if cache_dir is not None else settings.cache_dir,
             root=root,
         )
+        for blocks, _ in preferences.trusted_peers:
+            checkpoint.check(blocks)
         if not 0 <= local_blocks < checkpoint.n_blocks:
             raise BadConfiguration("local_blocks", f"{local_blocks}; the model has {checkpoint.n_blocks} blocks")
         ends = load_ends(checkpoint, dtype=dtype, device=device)
