@@ -1,5 +1,6 @@
 # Everything runs in an environment of its own, .venv, made from constraints.txt; nothing needs to be installed first.
 # What checks the health page, too, compiles one dependency of py-libp2p: on Debian that takes gcc and libgmp-dev.
+# The tools of `make lock` and `make audit` have another one, .venv-tools: nothing that runs depends on them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,8 +8,10 @@ STAMP := $(VENV)/.installed
 HEALTH := $(VENV)/.installed-health
 PYTEST_ARGS ?=
 SEEDS ?= 0:200
+TOOLS := .venv-tools
+SBOM := build/sbom.cdx.json
 
-.PHONY: help demo test test-long simulate lint format install clean
+.PHONY: help demo test test-long simulate lint format install lock audit clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +22,8 @@ help:
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make install    make the environment, $(VENV), and nothing else"
+	@echo "make lock       write constraints.lock anew: the hashes of everything in constraints.txt"
+	@echo "make audit      write $(SBOM) (CycloneDX) and look all of it up among known vulnerabilities"
 	@echo "make clean      remove the environment, caches and builds"
 
 demo: $(STAMP)
@@ -56,6 +61,23 @@ $(HEALTH): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health]'
 	touch $@
 
+# Everything that the project may install, on any platform, with the hashes of every file that the index has of it.
+lock: $(TOOLS)/.installed
+	$(TOOLS)/bin/uv pip compile setup.cfg --all-extras --constraint constraints.txt --universal --python-version 3.11 \
+		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --output-file constraints.lock
+
+# --strict: a package that could not be looked up is a failure, not a footnote.
+audit: $(TOOLS)/.installed
+	mkdir -p $(dir $(SBOM))
+	$(TOOLS)/bin/cyclonedx-py requirements --output-reproducible --of JSON -o $(SBOM) constraints.lock
+	$(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip -r constraints.lock
+
+$(TOOLS)/.installed: Makefile
+	$(PYTHON) -m venv --clear $(TOOLS) 2>/dev/null \
+		|| { $(PYTHON) -m venv --clear --without-pip $(TOOLS) && $(PYTHON) -m pip --python $(TOOLS)/bin/python install pip; }
+	$(TOOLS)/bin/python -m pip install --disable-pip-version-check uv==0.13.8 pip-audit==2.10.1 cyclonedx-bom==7.5.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,14 +1,17 @@
 """`AutoDistributedModel.from_pretrained`: a `transformers` model whose blocks are all over the world."""
 
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
 import torch
 
+from swarm.access import Access
+from swarm.blocks import Blocks
 from swarm.client.explain import Optimize
+from swarm.client.local import LocalFirst
 from swarm.client.model import DistributedModel, distribute
 from swarm.client.router import Preferences
 from swarm.client.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
@@ -19,7 +22,7 @@ from swarm.errors import BadConfiguration
 from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.loading import load_ends
+from swarm.model.loading import load_ends, load_span
 from swarm.net.p2p import P2PConfig
 
 
@@ -42,30 +45,39 @@ class AutoDistributedModel:
         cache_dir: str | Path | None = None,
         root: str | None = None,
         network: str | None = None,
+        network_key: str | Path | None = None,
+        allow_peers: str | Path | None = None,
         identity: str | Path | None = None,
+        local_blocks: int = 0,
         step_timeout_s: float = STEP_TIMEOUT_S,
         wait_for_blocks_s: float = 0.0,
         allowed_peers: Iterable[str] | None = None,
         blocked_peers: Iterable[str] = (),
+        trusted_peers: Mapping[str, Iterable[str]] | None = None,
         optimize: Optimize = "latency",
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
-        cache_dir, network or identity are left out they come from SWARM_* or swarm.toml.
+        cache_dir, network, network_key, allow_peers or identity are left out they come from SWARM_* or swarm.toml.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
-        root: what the checkpoint's root must be. identity: key file; by default a fresh identity for this model.
+        root: what the checkpoint's root must be. network_key: key file of a private swarm. allow_peers: file with the
+        ids of all peers that this client deals with. identity: key file; by default a fresh identity for this model,
+        which is on nobody's list.
+        local_blocks: run so many of the first blocks here, so that no server sees what enters them. It raises the price
+        of reading the prompt from activations; it does not prevent it (SECURITY.md).
         step_timeout_s: the longest that one step may take, repairs included. wait_for_blocks_s: how long to wait where
         nobody serves some block.
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
-        repairs, which fail rather than leave them. optimize: "latency" for the least time per token, "throughput" for
-        the route whose slowest server is fastest, for batches.
+        repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
+        {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
+        "throughput" for the route whose slowest server is fastest, for batches.
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside what `transformers` gives it.
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
-        preferences = Preferences.checked(allowed_peers, blocked_peers, optimize)
+        preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers)
         settings = load_settings()
         if not structlog.is_configured():  # in a notebook nobody has; a command or an application has its own way
             configure_events(settings.log_level or "warning")
@@ -77,6 +89,10 @@ class AutoDistributedModel:
             raise BadConfiguration(
                 "initial_peers", "pass the address of a node to join through, or set SWARM_INITIAL_PEERS"
             )
+        access = Access.load(
+            Path(network_key) if network_key is not None else settings.network_key,
+            Path(allow_peers) if allow_peers is not None else settings.allow_peers,
+        )
         checkpoint = open_checkpoint(
             name,
             revision=revision or settings.revision,
@@ -84,18 +100,28 @@ class AutoDistributedModel:
             cache_dir=Path(cache_dir) if cache_dir is not None else settings.cache_dir,
             root=root,
         )
+        for blocks, _ in preferences.trusted_peers:
+            checkpoint.check(blocks)
+        if not 0 <= local_blocks < checkpoint.n_blocks:
+            raise BadConfiguration("local_blocks", f"{local_blocks}; the model has {checkpoint.n_blocks} blocks")
         ends = load_ends(checkpoint, dtype=dtype, device=device)
+        first = None
+        if local_blocks:
+            first = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device)
         path = Path(identity) if identity is not None else settings.identity
         me = Identity.load_or_create(path) if path is not None else Identity.generate()
-        options = ClientOptions(network or settings.network, step_timeout_s, wait_for_blocks_s, preferences)
-        config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers)
+        options = ClientOptions(
+            network or settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access
+        )
+        config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers, access)
 
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:
             async with open_node(config, clock=time.time) as node:
                 yield Directory(node, identity=None, network=options.network, clock=time.time)
 
-        return distribute(ends, Swarm(checkpoint, ends.dtype, join, me, options))
+        swarm = Swarm(checkpoint, ends.dtype, join, me, options)
+        return distribute(ends, swarm if first is None else LocalFirst(first, swarm))
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel

@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from swarm.commands import DTYPES, LOG_LEVELS, NETWORK, configure_logging, ending_at_once, run_click, split_peers
+from swarm.commands import (
+    DTYPES,
+    LOG_LEVELS,
+    NETWORK,
+    access_options,
+    configure_logging,
+    ending_at_once,
+    run_click,
+    split_peers,
+)
 from swarm.version import __version__
 
 
@@ -35,6 +44,10 @@ from swarm.version import __version__
     help="node to join through; may be repeated",
 )
 @click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix")
+@access_options
+@click.option(
+    "--identity", type=click.Path(path_type=Path), default=None, help="key file, for servers with a list of peers"
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(
     model: str | None,

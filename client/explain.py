@@ -22,6 +22,7 @@ class Reason(StrEnum):
     AVOIDED = "avoided"  # it failed or refused lately, or the session has it already
     BLOCKED = "blocked"  # by `blocked_peers`
     NOT_ALLOWED = "not allowed"  # not among `allowed_peers`
+    NOT_TRUSTED = "not trusted"  # `trusted_peers` names others for these blocks
     NOT_ONLINE = "not online"  # it joins or leaves
     OTHER_CLASS = "other class"  # it computes in another numeric class
     ELSEWHERE = "elsewhere"  # it holds none of the wanted blocks

@@ -8,10 +8,10 @@ A route's estimate is the time of one token, in milliseconds:
     software   per hop: HOP_MS
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from statistics import median
 
 import numpy as np
@@ -59,6 +59,10 @@ class Hop:
         return f"{self.peer_id} {self.blocks}{latency}"
 
 
+Trusted = tuple[tuple[Blocks, frozenset[str]], ...]
+"""Ranges of blocks, each with the only peers (ids) that may be given any of it."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a route is planned from; see `plan_route`."""
@@ -71,9 +75,15 @@ class Request:
     avoid: Collection[str] = ()
     allowed_peers: Collection[str] | None = None
     blocked_peers: Collection[str] = ()
+    trusted_peers: Trusted = ()
     client_rtts: Mapping[str, float] = field(default_factory=dict)
     positions_needed: int = 0
     optimize: Optimize = "latency"
+
+    @cached_property
+    def pins(self) -> tuple[tuple[Blocks, set[str]], ...]:
+        """The trusted peers by their public keys."""
+        return tuple((blocks, _keys(peers)) for blocks, peers in self.trusted_peers)
 
     @cached_property
     def client_rtt_ms(self) -> float:
@@ -130,6 +140,7 @@ def plan_route(
     avoid: Collection[str] = (),
     allowed_peers: Collection[str] | None = None,
     blocked_peers: Collection[str] = (),
+    trusted_peers: Trusted = (),
     client_rtts: Mapping[str, float] | None = None,
     positions_needed: int = 0,
     optimize: Optimize = "latency",
@@ -144,6 +155,7 @@ def plan_route(
     Two numeric classes are never mixed; the better one is taken. dtype: only classes that compute in it, as "float32".
     numeric_class: only this one, as a route needs it that is repaired. avoid: peer ids, or processes as in
     `Hop.process`, that are left out; as are blocked_peers and, unless None, all but allowed_peers (peer ids).
+    trusted_peers: blocks of these ranges go to their peers alone.
     client_rtts: round trips in ms that the client has measured, by public key (hex); a peer that it has not measured
     is taken to be as far as the median of these. positions_needed: cached tokens; servers with less room are taken
     only where others leave blocks uncovered. Raises NoRoute with the blocks that nobody serves.
@@ -158,6 +170,7 @@ def plan_route(
             avoid=avoid,
             allowed_peers=allowed_peers,
             blocked_peers=blocked_peers,
+            trusted_peers=trusted_peers,
             client_rtts=client_rtts or {},
             positions_needed=positions_needed,
             optimize=optimize,
@@ -193,15 +206,22 @@ class _Sieve:
         wanted, key = self._request.wanted, announcement.public_key
         if announcement.blocks.stop <= wanted.start or announcement.blocks.start >= wanted.stop:
             return Reason.ELSEWHERE
-        if key in self._blocked:
-            return Reason.BLOCKED
-        if self._allowed is not None and key not in self._allowed:
-            return Reason.NOT_ALLOWED
+        if (unwanted := self._unwanted(announcement)) is not None:
+            return unwanted
         if announcement.state != "online":
             return Reason.NOT_ONLINE
         if (key, "") in self._avoided or (key, announcement.channel_key) in self._avoided:
             return Reason.AVOIDED
         return None if self._right_class(announcement.numeric_class) else Reason.OTHER_CLASS
+
+    def _unwanted(self, announcement: Announcement) -> Reason | None:
+        """Return which of the user's preferences rules a server out."""
+        key = announcement.public_key
+        if key in self._blocked:
+            return Reason.BLOCKED
+        if self._allowed is not None and key not in self._allowed:
+            return Reason.NOT_ALLOWED
+        return None if _offers(announcement, self._request) else Reason.NOT_TRUSTED
 
     def _right_class(self, name: str) -> bool:
         dtype, numeric_class = self._request.dtype, self._request.numeric_class
@@ -221,21 +241,49 @@ def _keys(peer_ids: Iterable[str]) -> set[str]:
     return {_key_and_process(peer_id)[0] for peer_id in peer_ids}
 
 
+def _offers(announcement: Announcement, request: Request) -> tuple[Blocks, ...]:
+    """Return what a server may be given of its span: all of it, or the ranges for which nobody else is trusted."""
+    if not request.pins:
+        return (announcement.span,)
+    key, wanted = announcement.public_key, request.wanted
+    fit = [
+        block
+        for block in announcement.span
+        if block in wanted and all(key in trusted for blocks, trusted in request.pins if block in blocks)
+    ]
+    runs = [[block for _, block in run] for _, run in groupby(enumerate(fit), lambda pair: pair[1] - pair[0])]
+    return tuple(Blocks(run[0], run[-1] + 1) for run in runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A server, and blocks that it may be given."""
+
+    signed: SignedAnnouncement
+    blocks: Blocks
+
+    @property
+    def announcement(self) -> Announcement:
+        """What the server announces."""
+        return self.signed.announcement
+
+
 class _Pipeline:
-    """The servers of one numeric class that may be used, as `stages` wants them."""
+    """What servers of one numeric class offer that may be used, as `stages` wants them."""
 
     def __init__(self, request: Request, servers: Sequence[SignedAnnouncement]) -> None:
-        with_room = [s for s in servers if _has_room(s.announcement, request)]
-        if len(with_room) < len(servers) and _covered(request.wanted, with_room):
-            servers = with_room
+        offers = [_Offer(signed, blocks) for signed in servers for blocks in _offers(signed.announcement, request)]
+        with_room = [offer for offer in offers if _has_room(offer.announcement, request)]
+        if len(with_room) < len(offers) and _covered(request.wanted, with_room):
+            offers = with_room
         self._request = request
-        self.servers = sorted(servers, key=lambda s: (s.announcement.public_key, s.announcement.blocks))
+        self.servers = sorted(offers, key=lambda o: (o.announcement.public_key, o.announcement.blocks, o.blocks))
 
     @cached_property
     def stages(self) -> Stages:
         """The servers as arrays, in the order of their peer ids."""
-        wanted, announcements = self._request.wanted, [signed.announcement for signed in self.servers]
-        spans = np.array([a.blocks for a in announcements], dtype=np.int64).reshape(-1, 2)
+        wanted, announcements = self._request.wanted, [offer.announcement for offer in self.servers]
+        spans = np.array([(o.blocks.start, o.blocks.stop) for o in self.servers], dtype=np.int64).reshape(-1, 2)
         start, stop = np.clip(spans - wanted.start, 0, len(wanted)).T
         block_ms = np.array([_block_ms(a) * (1.0 + a.load) for a in announcements])
         numbers = {a.public_key: number for number, a in enumerate(announcements)}
@@ -285,18 +333,20 @@ class _Pipeline:
 
     def _ways(self) -> Iterator[tuple[Sequence[Part], float]]:
         """The best way, and others near it that come back to a peer less; with the time that none can be below."""
-        stages, least_ms = self.stages, 0.0
-        for _ in range(REVISITS_MAX):
-            search = Search(stages, self.limit)
-            parts = search.path()
-            if parts is None:
-                break
-            least_ms = least_ms or search.least_ms
-            yield parts, least_ms
-            confined = self._without_returns(stages, parts)
-            if confined is None:
-                return
-            stages = confined
+        least_ms = 0.0
+        for kept in _KEPT if self._request.pins else _KEPT[:1]:
+            stages = self.stages
+            for _ in range(REVISITS_MAX):
+                search = Search(stages, self.limit)
+                parts = search.path()
+                if parts is None:
+                    break
+                least_ms = least_ms or search.least_ms
+                yield parts, least_ms
+                confined = self._without_returns(stages, parts, kept)
+                if confined is None:
+                    return
+                stages = confined
         for way in self.pace.ways if self.pace is not None else ():
             yield way, least_ms
 
@@ -307,14 +357,16 @@ class _Pipeline:
         while parts:
             server = parts[0].server
             last = max(i for i, part in enumerate(parts) if part.server == server)
-            hops.append(Hop(self.servers[server], Blocks(first + parts[0].start, first + parts[last].stop)))
+            hops.append(Hop(self.servers[server].signed, Blocks(first + parts[0].start, first + parts[last].stop)))
             parts = parts[last + 1 :]
         peers = {hop.announcement.public_key for hop in hops}
         return Route(hops, self._request) if len(peers) == len(hops) else None
 
     @staticmethod
-    def _without_returns(stages: Stages, parts: Sequence[Part]) -> Stages | None:
-        """Leave every peer that a way comes back to only the longest of its parts. None if there is none."""
+    def _without_returns(
+        stages: Stages, parts: Sequence[Part], kept: Callable[[Sequence[Part]], Part]
+    ) -> Stages | None:
+        """Leave every peer that a way comes back to only one of its parts. None if there is no such peer."""
         visits: dict[int, list[Part]] = {}
         for part in parts:
             visits.setdefault(int(stages.peer[part.server]), []).append(part)
@@ -323,10 +375,17 @@ class _Pipeline:
         start, stop = stages.start.copy(), stages.stop.copy()
         for peer, mine in visits.items():
             if len(mine) > 1:
-                longest = max(mine, key=lambda part: part.stop - part.start)
+                one = kept(mine)
                 start[stages.peer == peer] = stop[stages.peer == peer] = 0
-                start[longest.server], stop[longest.server] = longest.start, longest.stop
+                start[one.server], stop[one.server] = one.start, one.stop
         return replace(stages, start=start, stop=stop)
+
+
+_KEPT: tuple[Callable[[Sequence[Part]], Part], ...] = (
+    lambda parts: max(parts, key=lambda part: part.stop - part.start),
+    lambda parts: parts[0],  # the blocks between may be pinned, and those behind to be had from others
+    lambda parts: parts[-1],
+)
 
 
 def _measured(announcements: Sequence[Announcement]) -> tuple[Ints, Ints, Floats]:
@@ -378,8 +437,8 @@ def _has_room(announcement: Announcement, request: Request) -> bool:
     return announcement.free_tokens >= request.positions_needed
 
 
-def _covered(wanted: Blocks, servers: Sequence[SignedAnnouncement]) -> bool:
-    return not missing_blocks(wanted, (Blocks(*span) for span in {s.announcement.blocks for s in servers}))
+def _covered(wanted: Blocks, offers: Sequence[_Offer]) -> bool:
+    return not missing_blocks(wanted, {offer.blocks for offer in offers})
 
 
 # --- explanations ----------------------------------------------------------------------------------------------------
@@ -390,7 +449,7 @@ def _no_route(request: Request) -> NoRoute:
     wanted = request.wanted
     reasons = [(signed.announcement, _Sieve(request).reason(signed.announcement)) for signed in request.servers]
     usable = [a for a, reason in reasons if reason is None]
-    missing = missing_blocks(wanted, (a.span for a in usable))
+    missing = missing_blocks(wanted, (blocks for a in usable for blocks in _offers(a, request)))
     if not missing:
         classes = ", ".join(sorted({a.numeric_class for a in usable}))
         return NoRoute(request.model, tuple(wanted), f"no single numeric class covers them ({classes})")
@@ -400,6 +459,8 @@ def _no_route(request: Request) -> NoRoute:
         held = [a for a, reason in reasons if reason in excused]
         return set() if missing_blocks(wanted, (a.span for a in held)) else {a.numeric_class for a in held}
 
+    if request.pins and held_by(None, Reason.NOT_TRUSTED):
+        return NoRoute(request.model, missing, "only peers serve them that trusted_peers does not name for them")
     if held_by(None, Reason.BLOCKED, Reason.NOT_ALLOWED):
         return NoRoute(request.model, missing, "only peers outside allowed_peers or in blocked_peers serve them")
     if others := held_by(None, Reason.OTHER_CLASS) - {a.numeric_class for a in usable}:
@@ -439,8 +500,11 @@ def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tup
     if not _covered(request.wanted, pipeline.servers):
         return {}
     through_ms = Search(pipeline.stages, pipeline.limit).through().tolist()
-    places = [(signed.announcement.public_key, signed.announcement.blocks) for signed in pipeline.servers]
-    return dict(zip(places, through_ms, strict=True))
+    found: dict[tuple[str, tuple[int, int]], float] = {}
+    for offer, ms in zip(pipeline.servers, through_ms, strict=True):
+        place = (offer.announcement.public_key, offer.announcement.blocks)
+        found[place] = min(ms, found.get(place, np.inf))
+    return found
 
 
 def _unchosen(announcement: Announcement, request: Request, numeric_class: str, slower_ms: float) -> Reason:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
@@ -10,7 +10,7 @@ from typing import get_args
 from swarm.blocks import Blocks
 from swarm.client.explain import Optimize
 from swarm.client.live import SessionPlan
-from swarm.client.route import Hop, Request, Route, plan_request
+from swarm.client.route import Hop, Request, Route, Trusted, plan_request
 from swarm.client.session import Session
 from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory, Survey
@@ -38,10 +38,17 @@ class Preferences:
     allowed_peers: frozenset[str] | None = None
     blocked_peers: frozenset[str] = frozenset()
     optimize: Optimize = "latency"
+    trusted_peers: Trusted = ()
 
     @classmethod
-    def checked(cls, allowed_peers: Iterable[str] | None, blocked_peers: Iterable[str], optimize: str) -> "Preferences":
-        """Take what a user passes. Raises BadConfiguration."""
+    def checked(
+        cls,
+        allowed_peers: Iterable[str] | None,
+        blocked_peers: Iterable[str],
+        optimize: str,
+        trusted_peers: Mapping[str, Iterable[str]] | None = None,
+    ) -> "Preferences":
+        """Take what a user passes. Raises BadConfiguration or BadBlocks."""
         modes: tuple[Optimize, ...] = get_args(Optimize)
         mode = next((mode for mode in modes if mode == optimize), None)
         if mode is None:
@@ -49,7 +56,13 @@ class Preferences:
         allowed = None if allowed_peers is None else _peer_ids("allowed_peers", allowed_peers)
         if allowed is not None and not allowed:
             raise BadConfiguration("allowed_peers", "it is empty: name peers, or pass None to allow all")
-        return cls(allowed, _peer_ids("blocked_peers", blocked_peers), mode)
+        trusted = []
+        for text, peers in (trusted_peers or {}).items():
+            name = f"trusted_peers[{str(text)!r}]"
+            trusted.append((Blocks.parse(str(text)), _peer_ids(name, peers)))
+            if not trusted[-1][1]:
+                raise BadConfiguration(name, "it is empty: name peers, or leave the range out")
+        return cls(allowed, _peer_ids("blocked_peers", blocked_peers), mode, tuple(trusted))
 
 
 ANY_PEER = Preferences()
@@ -130,6 +143,7 @@ class Router:
             avoid=avoid,
             allowed_peers=self._preferences.allowed_peers,
             blocked_peers=self._preferences.blocked_peers,
+            trusted_peers=self._preferences.trusted_peers,
             client_rtts=dict(self._rtts),
             positions_needed=positions_needed,
             optimize=self._preferences.optimize,

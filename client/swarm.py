@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from swarm.access import EVERYBODY, Access
 from swarm.blocks import Blocks
 from swarm.client.live import SessionPlan
 from swarm.client.route import Route
@@ -35,13 +36,16 @@ class ClientOptions:
     """How a client behaves.
 
     step_timeout_s: the longest that one step may take, with all its waiting and repairs. wait_for_blocks_s: how long to
-    wait for somebody to serve blocks that nobody serves. preferences: which peers it uses, and what for.
+    wait for somebody to serve blocks that nobody serves. preferences: which peers it uses, and what for. local_blocks:
+    the first ones, which run here.
     """
 
     network: str = "public"
     step_timeout_s: float = STEP_TIMEOUT_S
     wait_for_blocks_s: float = 0.0
     preferences: Preferences = ANY_PEER
+    local_blocks: int = 0
+    access: Access = EVERYBODY
 
 
 class Swarm:
@@ -58,7 +62,7 @@ class Swarm:
             checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, str(dtype).removeprefix("torch.")
         )
         self._options = options
-        self._me = Self(identity, ChannelKey(), options.network)
+        self._me = Self(identity, ChannelKey(), options.network, options.access)
         self._latest: Session | None = None
         self._loop = LoopThread()
         try:
@@ -119,7 +123,7 @@ class Swarm:
     async def _route(self) -> Route:
         if self._latest is not None:
             return self._router.explained(self._latest.route)
-        return await self._router.plan(Blocks(0, self._checkpoint.n_blocks))
+        return await self._router.plan(Blocks(self._options.local_blocks, self._checkpoint.n_blocks))
 
     async def _leave(self) -> None:
         self._life.cancel()

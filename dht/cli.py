@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from swarm.access import Access
 from swarm.commands import (
     HOST_PORT,
     common_options,
@@ -33,12 +34,15 @@ def command(
     initial_peers: tuple[str, ...],
     identity: Path | None,
     network: str,
+    network_key: Path | None,
+    allow_peers: Path | None,
     ready_file: Path | None,
     log_level: str,
 ) -> None:
     """Run a node of the swarm's DHT for others to join through."""
     path = identity or default_identity("bootstrap")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
+        access = Access.load(network_key, allow_peers, held.peer_id)
         with ending_at_once():
             # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
             from swarm.dht.bootstrap import bootstrap  # noqa: PLC0415
@@ -46,7 +50,7 @@ def command(
             from swarm.net.p2p import P2PConfig, multiaddr_of  # noqa: PLC0415
 
         announced = tuple(multiaddr_of(*address) for address in announce_address)
-        config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers)
+        config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access)
         run_until_stopped(lambda stop: bootstrap(config, held, ready, stop), log_level)
 
 

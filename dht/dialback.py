@@ -4,6 +4,9 @@ The asker sends its own signed record over a libp2p stream, which proves its pee
 the record, with the keys in the record, and says which answered. It dials nothing else: not for others, not what is no
 address of the record, and no private or loopback address unless the asker itself comes from such a network; so it is no
 port scanner for hire.
+
+In a private swarm record and answer are sealed: strangers' nodes, which anybody's routing table may hold, can neither
+read where a server is nor tell it that it cannot be reached.
 """
 
 import asyncio
@@ -18,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import ADDRESSES_MAX, RECORD_BYTES_MAX, SignedAnnouncement, open_announcement
+from swarm.dht.sealing import ANSWER, SEAL_BYTES
 from swarm.errors import InvalidMessage, RecordError, SwarmError, Unreachable
 from swarm.identity import peer_id_of
 from swarm.net.channel import Remote, Self
@@ -108,7 +112,7 @@ async def ask_dial_back(node: SwarmNode, signed: SignedAnnouncement) -> DialledB
 
 async def _ask_one(node: SwarmNode, helper: str, signed: SignedAnnouncement) -> DialledBack:
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
-        answer = await _ask(node, helper, signed.data)
+        answer = await _ask(node, helper, node.gate.seal.close(signed.data))
     if answer.refused:
         raise Unreachable(helper, (), 0.0, answer.refused)
     known = set(signed.announcement.addresses)
@@ -123,7 +127,8 @@ async def _ask(node: SwarmNode, helper: str, record: bytes) -> Answer:
     reader, writer = await node.open_stream(helper, PROTOCOL)
     try:
         await _write(writer, record)
-        return Answer.model_validate_json(await _read(reader, ANSWER_BYTES_MAX))
+        answer = node.gate.seal.open(await _read(reader, ANSWER_BYTES_MAX), ANSWER)
+        return Answer.model_validate_json(answer)
     except ValidationError:
         raise InvalidMessage("dial-back answer", f"from {helper}") from None
     finally:
@@ -147,10 +152,10 @@ class _Helper:
         self._streams += 1
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):  # read even what will be refused: a reset loses the answer
-                record = await _read(reader, RECORD_BYTES_MAX)
+                record = await _read(reader, RECORD_BYTES_MAX + SEAL_BYTES)
             answer = await self._answer(asker, str(info.addr), record)
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                await _write(writer, answer.model_dump_json().encode())
+                await _write(writer, self._node.gate.seal.close(answer.model_dump_json().encode(), ANSWER))
         except (OSError, TimeoutError, asyncio.IncompleteReadError, SwarmError) as error:
             _log.debug("dial-back request failed", asker=asker, why=str(error))
         finally:
@@ -173,7 +178,7 @@ class _Helper:
     async def _try_all(self, asker: str, asker_address: str, record: bytes) -> Answer:
         gate = self._node.gate
         try:
-            announcement = open_announcement(record, now=gate.clock(), network=gate.network)
+            announcement = open_announcement(gate.seal.open(record), now=gate.clock(), network=gate.network)
         except RecordError as error:
             return Answer(refused=str(error)[:200])
         if announcement.peer_id != asker:

@@ -27,7 +27,7 @@ from swarm.dht.records import (
     span_keys,
 )
 from swarm.dht.store import RecordStore
-from swarm.dht.validator import Clock, Entry
+from swarm.dht.validator import Clock, Entry, Facts
 from swarm.errors import RecordError
 from swarm.identity import Identity
 
@@ -81,9 +81,8 @@ class Directory:
             raise RecordError(f"more than {SPANS_MAX} spans of one peer")
         signed = self._signed(announcement)
         self._announced[place] = signed.announcement
-        facts = self._store.gate.facts(signed.data)
-        entries = [Entry(signed.data, facts, facts.span), Entry(signed.data, facts, facts.model)]
-        replicas = await self._store.put(entries)
+        stored, facts = self._sealed(signed)
+        replicas = await self._store.put([Entry(stored, facts, facts.span), Entry(stored, facts, facts.model)])
         return Published(signed, replicas[0])
 
     async def withdraw(self, blocks: Blocks | None = None) -> None:
@@ -94,8 +93,8 @@ class Directory:
                 continue
             del self._announced[place]
             signed = self._signed(announcement.model_copy(update={"state": "withdrawn", "addresses": (), "rtts": ()}))
-            facts = self._store.gate.facts(signed.data)
-            entries.append(Entry(signed.data, facts, facts.span))
+            stored, facts = self._sealed(signed)
+            entries.append(Entry(stored, facts, facts.span))
         if entries:
             await self._store.put(entries)
 
@@ -105,15 +104,15 @@ class Directory:
 
     async def survey(self, root: str, n_blocks: int) -> Survey:
         """Return the living announcements, and what had to be left out. Raises NetworkError."""
-        found = await self._store.get(span_keys(self._network, root, n_blocks))
+        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks))
         servers, others = [], set()
-        for i, data in enumerate(_flat(found.values())):
+        for i, stored in enumerate(_flat(found.values())):
             if i % OPEN_SLICE == OPEN_SLICE - 1:
                 await asyncio.sleep(0)
             try:
-                servers.append(SignedAnnouncement(self._opened(data), data))
+                servers.append(self._opened(stored))
             except RecordError as error:
-                others |= self._protocol_of(data)
+                others |= self._protocol_of(stored)
                 _log.debug("record left out", why=error.why)
         usable = [
             signed
@@ -126,11 +125,12 @@ class Directory:
 
     async def models(self, name: str | None = None) -> tuple[ModelEntry, ...]:
         """Return the models that are announced, or those of one name. Raises NetworkError."""
-        keys = model_keys(self._network) if name is None else (model_key(self._network, name),)
+        seal = self._store.gate.seal
+        keys = model_keys(seal.scope) if name is None else (model_key(seal.scope, name),)
         entries = set()
-        for data in _flat((await self._store.get(keys)).values()):
+        for stored in _flat((await self._store.get(keys)).values()):
             try:
-                record = open_envelope(data, now=self._clock(), network=self._network)
+                record = open_envelope(seal.open(stored), now=self._clock(), network=self._network)
             except RecordError as error:
                 _log.debug("record left out", why=error.why)
                 continue
@@ -150,13 +150,24 @@ class Directory:
         data = sign_announcement(stamped, self._identity)
         return SignedAnnouncement(stamped, data)
 
-    def _opened(self, data: bytes) -> Announcement:
-        self._store.gate.facts(data)  # verified once, remembered by its digest
-        return open_announcement(data, now=self._clock(), network=self._network, verified=True)
+    def _sealed(self, signed: SignedAnnouncement) -> tuple[bytes, Facts]:
+        """Return a record of ours as it is stored."""
+        gate = self._store.gate
+        stored = gate.seal.close(signed.data)
+        return stored, gate.facts(stored)
 
-    def _protocol_of(self, data: bytes) -> set[int]:
+    def _opened(self, stored: bytes) -> SignedAnnouncement:
+        gate = self._store.gate
+        gate.facts(stored)  # verified once, remembered by its digest
+        data = gate.seal.open(stored)
+        return SignedAnnouncement(
+            open_announcement(data, now=self._clock(), network=self._network, verified=True), data
+        )
+
+    def _protocol_of(self, stored: bytes) -> set[int]:
         """Return the record's protocol if it is only that which we cannot use."""
         try:
+            data = self._store.gate.seal.open(stored)
             envelope = open_envelope(data, now=self._clock(), network=self._network)
         except RecordError:
             return set()

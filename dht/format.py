@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgpack
 
 from swarm.dht.records import RECORD_BYTES_MAX, packed_text
+from swarm.dht.sealing import SEAL_BYTES
 from swarm.dht.storage import SUBKEYS_MAX
 from swarm.dht.validator import Entry, pack_value
 
@@ -33,7 +34,7 @@ def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
         outer = msgpack.unpackb(value, raw=False, max_ext_len=len(value))
         if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY_TAG:
             return []
-        limits = {"max_array_len": SUBKEYS_MAX, "max_bin_len": RECORD_BYTES_MAX + 3, "max_str_len": 256}
+        limits = {"max_array_len": SUBKEYS_MAX, "max_bin_len": RECORD_BYTES_MAX + SEAL_BYTES + 3, "max_str_len": 256}
         _, _, items = msgpack.unpackb(outer.data, raw=False, max_map_len=0, max_ext_len=0, **limits)
         return [(packed_text(s), v, e) for s, v, e in items if _is_item(s, v, e)]
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError):

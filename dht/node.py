@@ -23,6 +23,7 @@ from hivemind.dht.traverse import traverse_dht
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
+from swarm.access import EVERYBODY, Access
 from swarm.dht.format import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS
 from swarm.dht.protocol import STORES_MAX, SwarmProtocol
 from swarm.dht.records import check_clock, key_id
@@ -57,6 +58,7 @@ class NodeConfig:
     network: str
     p2p: P2PConfig
     initial_peers: tuple[str, ...] = ()
+    access: Access = EVERYBODY
 
     @property
     def client(self) -> bool:
@@ -77,7 +79,7 @@ class SwarmNode:
     """A node of the DHT; a RecordStore. Made by `open_node`."""
 
     def __init__(self, config: NodeConfig, clock: Clock, random_source: random.Random) -> None:
-        self.gate = RecordGate(config.network, clock)
+        self.gate = RecordGate(config.network, clock, config.access)
         self.storage = RecordStorage(clock)
         self.restarts = -1  # of p2pd; 0 once the first one runs
         self.addresses: tuple[str, ...] = ()
@@ -103,7 +105,7 @@ class SwarmNode:
             return tuple(counts)
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
-        """Search the DHT. Returns the newest living records under each key. Raises Unreachable."""
+        """Search the DHT. Returns the newest living records under each key, as stored. Raises Unreachable."""
         found: dict[str, tuple[bytes, ...]] = {}
         async with self._deadline("looking up records", GET_TIMEOUT_S):
             for first in range(0, len(keys), GET_KEYS_MAX):

@@ -211,16 +211,17 @@ def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
 
 
 # --- places in the DHT -----------------------------------------------------------------------------------------------
+# scope: the network's name, or in a private swarm what only members know (`swarm.dht.sealing`).
 
 
-def span_keys(network: str, root: str, n_blocks: int) -> tuple[str, ...]:
+def span_keys(scope: str, root: str, n_blocks: int) -> tuple[str, ...]:
     """Return every key under which spans of this model are stored."""
-    return tuple(span_key(network, root, first) for first in range(0, n_blocks, SPANS_PER_KEY))
+    return tuple(span_key(scope, root, first) for first in range(0, n_blocks, SPANS_PER_KEY))
 
 
-def span_key(network: str, root: str, first_block: int) -> str:
+def span_key(scope: str, root: str, first_block: int) -> str:
     """Return the key of the spans that begin near `first_block`."""
-    return f"swarm/spans/{network}/{root}/{first_block // SPANS_PER_KEY}"
+    return f"swarm/spans/{scope}/{root}/{first_block // SPANS_PER_KEY}"
 
 
 def span_subkey(public_key: str, blocks: tuple[int, int]) -> str:
@@ -228,14 +229,14 @@ def span_subkey(public_key: str, blocks: tuple[int, int]) -> str:
     return f"{public_key}/{blocks[0]}:{blocks[1]}"
 
 
-def model_keys(network: str) -> tuple[str, ...]:
+def model_keys(scope: str) -> tuple[str, ...]:
     """Return every key under which names of models are stored."""
-    return tuple(f"swarm/models/{network}/{shard}" for shard in range(MODEL_SHARDS))
+    return tuple(f"swarm/models/{scope}/{shard}" for shard in range(MODEL_SHARDS))
 
 
-def model_key(network: str, name: str) -> str:
+def model_key(scope: str, name: str) -> str:
     """Return the key under which the entries of one name are stored."""
-    return model_keys(network)[hashlib.sha256(name.encode()).digest()[0] % MODEL_SHARDS]
+    return model_keys(scope)[hashlib.sha256(name.encode()).digest()[0] % MODEL_SHARDS]
 
 
 def model_subkey(envelope: Envelope) -> str:

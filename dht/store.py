@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from swarm.access import EVERYBODY, Access
 from swarm.dht.records import key_id
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate
@@ -24,7 +25,7 @@ class RecordStore(Protocol):
         """Store entries. Returns, for each, how many other nodes hold it now. Raises NetworkError."""
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
-        """Return the newest living records under each key. Raises NetworkError."""
+        """Return the newest living records under each key, as they are stored. Raises NetworkError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class MemoryStore:
     storage: RecordStorage
 
     @classmethod
-    def make(cls, network: str, clock: Clock) -> "MemoryStore":
+    def make(cls, network: str, clock: Clock, access: Access = EVERYBODY) -> "MemoryStore":
         """Make an empty one."""
-        return cls(RecordGate(network, clock), RecordStorage(clock))
+        return cls(RecordGate(network, clock, access), RecordStorage(clock))
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Store entries; 1 for each that was kept."""

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarm.access import EVERYBODY, Access
 from swarm.dht.records import (
     check_expiry,
     key_id,
@@ -20,6 +21,7 @@ from swarm.dht.records import (
     span_key,
     span_subkey,
 )
+from swarm.dht.sealing import seal_for
 from swarm.errors import RecordError
 
 VERIFIED_MAX = 8192  # remembered digests: a look-up of a whole large model fits, at about 1 KiB each
@@ -59,11 +61,16 @@ class Entry:
 
 
 class RecordGate:
-    """Decides what is a record of this network, and where it belongs; remembers what it has verified."""
+    """Decides what is a record of this network, and where it belongs; remembers what it has verified.
 
-    def __init__(self, network: str, clock: Clock) -> None:
+    seal: what is stored is closed with it, and what it does not open is no record.
+    """
+
+    def __init__(self, network: str, clock: Clock, access: Access = EVERYBODY) -> None:
         self.network = network
         self.clock = clock
+        self.seal = seal_for(network, access.network_key)
+        self._access = access
         self._verified: OrderedDict[bytes, Facts] = OrderedDict()
 
     def admit(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> Entry:
@@ -78,7 +85,7 @@ class RecordGate:
         raise RecordError("misplaced: the record belongs under another key")
 
     def facts(self, data: bytes) -> Facts:
-        """Verify a record, or remember that it was. Raises RecordError; RecordExpired if it does not live now."""
+        """Verify what is stored, or remember that it was. Raises RecordError; RecordExpired if it does not live now."""
         digest = hashlib.sha256(data).digest()
         facts = self._verified.get(digest)
         now = self.clock()
@@ -86,17 +93,20 @@ class RecordGate:
             self._verified.move_to_end(digest)
             check_expiry(facts.issued, facts.expires, now)
             return facts
-        record = open_envelope(data, now=now, network=self.network)
+        record = open_envelope(self.seal.open(data), now=now, network=self.network)
+        if not self._access.admits(record.peer_id):
+            raise RecordError(f"owner: {record.peer_id} is not on this side's list of allowed peers")
+        scope, subkey = self.seal.scope, self.seal.subkey
         facts = Facts(
             owner=record.public_key,
             issued=record.issued,
             expires=record.expires,
             span=Place(
-                key_id(span_key(record.network, record.root, record.blocks.start)),
-                span_subkey(record.public_key, record.blocks),
+                key_id(span_key(scope, record.root, record.blocks.start)),
+                subkey(span_subkey(record.public_key, record.blocks)),
                 float(record.sequence),
             ),
-            model=Place(key_id(model_key(record.network, record.model)), model_subkey(record), record.expires),
+            model=Place(key_id(model_key(scope, record.model)), subkey(model_subkey(record)), record.expires),
         )
         self._verified[digest] = facts
         if len(self._verified) > VERIFIED_MAX:

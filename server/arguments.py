@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarm.access import EVERYBODY, Access
+
 AUTO = "auto"
 REBALANCE_EVERY_S = 300.0  # plus or minus a half, so that servers do not all look at once
 
@@ -33,6 +35,7 @@ class ServeArguments:
     rebalance_every: float  # seconds; 0: never
     initial_peers: tuple[str, ...]
     network: str
+    access: Access = EVERYBODY
 
     @property
     def automatic(self) -> bool:

@@ -1,11 +1,13 @@
 """`swarm-serve`: host blocks of a model for everybody."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from swarm.access import Access
 from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.commands import (
     DTYPES,
@@ -166,6 +168,8 @@ def command(
     model: str | None,
     ready_file: Path | None,
     identity: Path | None,
+    network_key: Path | None,
+    allow_peers: Path | None,
     log_level: str,
     **options: Any,  # noqa: ANN401 - click passes them by name
 ) -> None:
@@ -190,6 +194,7 @@ def command(
             raise click.UsageError("--blocks says which blocks, --num-blocks how many: pass one of them")
     path = identity or default_identity("server")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
+        arguments = replace(arguments, access=Access.load(network_key, allow_peers, held.peer_id))
         with ending_at_once():
             leave_out_what_no_server_needs()
             from swarm.server.serve import serve  # noqa: PLC0415 - torch: a wrong argument is answered without it

@@ -75,11 +75,11 @@ async def serve(
     arguments: ServeArguments, identity: Identity, identity_path: Path, ready: Callable[[Ready], None], stop: Stop
 ) -> None:
     """Serve until asked to stop. Raises UsageError, CheckpointError or NetworkError while starting."""
-    me = Self(identity, ChannelKey(), arguments.network)
+    me = Self(identity, ChannelKey(), arguments.network, arguments.access)
     listener = Listener(me, *arguments.listen)
     announced = tuple(multiaddr_of(*address) for address in arguments.p2p_announce_address)
     p2p = P2PConfig(identity_path, arguments.p2p_listen, announced)
-    config = NodeConfig(me.network, p2p, arguments.initial_peers)
+    config = NodeConfig(me.network, p2p, arguments.initial_peers, me.access)
     with ungrouped():
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(_in_thread(lambda: _open(arguments)))

@@ -1,17 +1,17 @@
 """A session as one hop holds it: who may use it, how far it is, and what it computes.
 
-Two threads share a session. The loop decides and counts (everything but `_Past`); the compute thread owns `_Past`, the
-cache and the attention mask, and sees the steps in the order in which the loop accepted them.
+Two threads share a session. The loop decides and counts (everything but the past); the compute thread owns `SpanPast`,
+the cache and the attention mask, and sees the steps in the order in which the loop accepted them.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from swarm.model.cache import SpanCache
+from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.pool import Lease
@@ -69,7 +69,7 @@ class HostedSession:
         self._steps_under_way = 0
         self.span = span
         self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
-        self._past = _Past(span.new_cache(request.rollback_max))
+        self._past = SpanPast(span.new_cache(request.rollback_max))
 
     # In the loop
 
@@ -193,7 +193,7 @@ class HostedSession:
         if self.closed:
             return None
         self._past.rewind(step.keep, step.rows)
-        output = self._forward(hidden, positions, mask)
+        output = self._past.forward(self.span, hidden, positions, mask)
         if not self.has_next:
             output = output[:, output.shape[1] - step.want :]
         return output.to("cpu")
@@ -206,41 +206,4 @@ class HostedSession:
             return None
         if piece.start == 0:
             self._past.rewind(0, None)
-        return self._forward(hidden, positions, mask).to("cpu")
-
-    def _forward(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
-        past, device = self._past, self.span.device
-        full_mask = past.extend_mask(mask, hidden.shape[0], hidden.shape[1])
-        return self.span.forward(
-            hidden.to(device),
-            cache=past.cache,
-            positions=positions.to(device) if positions is not None else None,
-            mask=full_mask.to(device) if full_mask is not None else None,
-        )
-
-
-@dataclass(slots=True)
-class _Past:
-    """What the blocks remember of a session, with the attention mask of all its positions."""
-
-    cache: SpanCache
-    mask: Tensor | None = field(default=None)  # uint8 [rows, length]; None: no padding so far
-
-    def rewind(self, keep: int, rows: Sequence[int] | None) -> None:
-        """Go back to `keep` positions, then gather rows."""
-        if keep < self.cache.length:
-            self.cache.keep(keep)
-            self.mask = self.mask[:, :keep] if self.mask is not None and keep else None
-        if rows is not None and self.cache.length:
-            index = torch.tensor(rows)
-            self.cache.gather(index)
-            self.mask = self.mask[index] if self.mask is not None else None
-
-    def extend_mask(self, new: Tensor | None, rows: int, tokens: int) -> Tensor | None:
-        """Append the new columns. Returns the whole mask, or None where there is no padding at all."""
-        if new is None and self.mask is None:
-            return None
-        past = self.mask if self.mask is not None else torch.ones(rows, self.cache.length, dtype=torch.uint8)
-        fresh = new if new is not None else torch.ones(rows, tokens, dtype=torch.uint8)
-        self.mask = torch.cat([past, fresh], dim=1)
-        return self.mask
+        return self._past.forward(self.span, hidden, positions, mask).to("cpu")

@@ -267,6 +267,27 @@ def split_peers(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     return tuple(part for text in value for part in re.split(r"[,\s]+", text) if part)
 
 
+def access_options(function: Command) -> Command:
+    """Add the options that say who may take part."""
+    options = (
+        click.option(
+            "--network-key",
+            type=click.Path(path_type=Path),
+            default=None,
+            help="key file that all members of a private swarm share",
+        ),
+        click.option(
+            "--allow-peers",
+            type=click.Path(path_type=Path),
+            default=None,
+            help="file with the ids of all peers that may take part, one in a line",
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
 def common_options(function: Command) -> Command:
     """Add the options that every long-running command takes."""
     options = (
@@ -281,6 +302,7 @@ def common_options(function: Command) -> Command:
         click.option(
             "--network", type=NETWORK, default="public", show_default=True, help="swarms of different names do not mix"
         ),
+        access_options,
         click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),
         click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True),
     )

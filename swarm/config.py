@@ -33,8 +33,11 @@ class Settings(BaseSettings):
     revision: str | None = Field(None, description="branch, tag or commit of a hub repository")
     initial_peers: Annotated[tuple[str, ...], NoDecode] = Field((), description="multiaddrs, split at commas or spaces")
     network: str = Field("public", description="swarms of different names do not mix", pattern=NETWORK_PATTERN)
+    network_key: Path | None = Field(None, description="key file of a private swarm")
+    allow_peers: Path | None = Field(None, description="list of the peers that may take part")
     identity: Path | None = Field(None, description="key file")
     cache_dir: Path | None = Field(None, description="where the hub's files are kept")
+    p2pd_sha256: str | None = Field(None, description="a p2pd that replaces hivemind's", pattern="^[0-9a-f]{64}$")
     log_level: str | None = Field(None, pattern="^(debug|info|warning|error)$")
 
     @field_validator("initial_peers", mode="before")

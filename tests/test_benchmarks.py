@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
     [
         ("hop_overhead", {"local", "1 hop", "2 hops", "3 hops", "generate, local", "generate, 3 hops"}),
         ("plan", {"spans of 8, latency", "spans of 8, throughput", "spans of 8, latency, computing"}),
+        ("inversion", {f"blocks 0:{depth}, attacker's time per token" for depth in (0, 1, 2, 4, 8)}),
         ("placement", {"settled / annealer", "settled with stale views / annealer"}),
         pytest.param(
             "health",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from google.protobuf.message import DecodeError
 
+from swarm.access import EVERYBODY, Access
 from swarm.dht.format import (
     BURST,
     CALL_TIMEOUT_S,
@@ -49,12 +50,14 @@ _log = structlog.get_logger("swarm.light")
 
 
 @asynccontextmanager
-async def open_light(network: str, initial_peers: Sequence[str], clock: Clock) -> "AsyncIterator[LightStore]":
+async def open_light(
+    network: str, initial_peers: Sequence[str], clock: Clock, access: Access = EVERYBODY
+) -> "AsyncIterator[LightStore]":
     """Join as a reader while the block runs. Raises Unreachable, ClockSkew, BadConfiguration."""
     from swarm.dht.light.host import open_host  # noqa: PLC0415 - see above
 
     async with open_host() as host:
-        store = LightStore(host, network, initial_peers, clock)
+        store = LightStore(host, network, initial_peers, clock, access)
         await store.join()
         yield store
 
@@ -74,8 +77,10 @@ class _Search:
 class LightStore:
     """Reads the DHT. Lives in the asyncio loop."""
 
-    def __init__(self, host: "LightHost", network: str, initial_peers: Sequence[str], clock: Clock) -> None:
-        self.gate = RecordGate(network, clock)
+    def __init__(
+        self, host: "LightHost", network: str, initial_peers: Sequence[str], clock: Clock, access: Access = EVERYBODY
+    ) -> None:
+        self.gate = RecordGate(network, clock, access)
         self._host, self._clock = host, clock
         self._initial = tuple(initial_peers)[:INITIAL_PEERS_MAX]
         self._nodes: dict[bytes, bytes | None] = {}

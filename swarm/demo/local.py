@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.errors import SwarmError
+from swarm.identity import Identity
 from swarm.net.launch import command
 
 START_TIMEOUT_S = 120.0
@@ -109,7 +110,8 @@ class LocalSwarm:
     """A bootstrap node and servers. A context manager: every process has ended when the block has.
 
     spans: block ranges such as "0:4", one server each. options: more arguments for every server.
-    host: what all of them listen on. on_start: called with each process's name as it is started, for people who watch.
+    host: what all of them listen on. identities: of processes by their names ("bootstrap", "server-0", ...); others
+    make their own. on_start: called with each process's name as it is started, for people who watch.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class LocalSwarm:
         log_level: str = "info",
         env: dict[str, str] | None = None,
         host: str = "127.0.0.1",
+        identities: Mapping[str, Identity] | None = None,
         on_start: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.model = str(model)
@@ -133,6 +136,7 @@ class LocalSwarm:
         self._common = ("--network", network, "--log-level", log_level)
         self._env = {**os.environ, **(env or {})}
         self._host = host
+        self._identities = dict(identities or {})
         self._on_start = on_start
         self._closing = ExitStack()
 
@@ -173,8 +177,10 @@ class LocalSwarm:
 
     def _start(self, name: str, module: str, arguments: Sequence[str], place: Place) -> LocalProcess:
         self._on_start(name)
-        identity = str(place.folder / f"{name}.identity")
-        common = ("--listen", f"{place.host}:0", "--identity", identity, *self._common)
+        identity = place.folder / f"{name}.identity"
+        if name in self._identities:
+            self._identities[name].save(identity)
+        common = ("--listen", f"{place.host}:0", "--identity", str(identity), *self._common)
         process = LocalProcess(name, module, (*common, *arguments), place, self._env)
         self._processes.append(process)
         return process

@@ -9,6 +9,7 @@ from swarm.commands import (
     HOST_PORT,
     LOG_LEVELS,
     NETWORK,
+    access_options,
     ending_at_once,
     ready_writer,
     run_click,
@@ -44,6 +45,13 @@ class Multiaddr(click.ParamType[str]):
     help="node to read the DHT through; may be repeated",
 )
 @click.option("--network", type=NETWORK, default="public", show_default=True, help="the swarm's name")
+@access_options
+@click.option(
+    "--identity",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="key file, for servers with a list of peers; by default a fresh identity",
+)
 @click.option(
     "--database",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -63,6 +71,9 @@ def command(
     listen: tuple[str, int],
     initial_peers: tuple[str, ...],
     network: str,
+    network_key: Path | None,
+    allow_peers: Path | None,
+    identity: Path | None,
     database: Path,
     join_address: tuple[str, ...],
     probe: tuple[str, ...],
@@ -85,6 +96,9 @@ def command(
             listen=listen,
             initial_peers=initial_peers,
             network=network,
+            network_key=network_key,
+            allow_peers=allow_peers,
+            identity=identity,
             database=database,
             join_addresses=join_address,
             probes=probe,

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import structlog
 
+from swarm.access import EVERYBODY, Access
 from swarm.dht.records import Announcement
 from swarm.dht.validator import Clock
 from swarm.errors import SwarmError
@@ -104,9 +105,9 @@ class Contacts:
             self._next[key] = self._clock() + pause_s
 
 
-def dialling(identity: Identity, network: str) -> Answer:
+def dialling(identity: Identity, network: str, access: Access = EVERYBODY) -> Answer:
     """Return the real thing: dial, prove, ping, close."""
-    me = Self(identity, ChannelKey(), network)
+    me = Self(identity, ChannelKey(), network, access)
 
     async def answer(record: Announcement) -> float:
         remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))

@@ -9,6 +9,7 @@ session. The model is loaded once.
 
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.client.auto import AutoDistributedModel
-from swarm.commands import LOG_LEVELS, NETWORK, configure_logging, run_click, split_peers
+from swarm.commands import LOG_LEVELS, NETWORK, access_options, configure_logging, run_click, split_peers
 from swarm.errors import SwarmError
 from swarm.model.checkpoint import open_checkpoint
 from swarm.monitor.probing import ProbeLine
@@ -71,17 +72,22 @@ def probe_once(model: Any, root: str) -> ProbeLine:  # noqa: ANN401 - a PreTrain
 @click.option("--every", type=click.FloatRange(1.0), required=True, help="seconds")
 @click.option("--initial-peers", multiple=True, callback=split_peers)
 @click.option("--network", type=NETWORK, default="public")
+@access_options
+@click.option("--identity", type=click.Path(path_type=Path), default=None)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning")
-def command(model: str, every: float, initial_peers: tuple[str, ...], network: str, log_level: str) -> None:
+def command(
+    model: str,
+    every: float,
+    log_level: str,
+    **joining: Any,  # noqa: ANN401 - handed on to from_pretrained, which names and types them
+) -> None:
     """Generate through the swarm again and again; print how each went."""
     configure_logging(log_level)
     root = open_checkpoint(model).root
     while True:
         began = time.monotonic()
         try:
-            with AutoDistributedModel.from_pretrained(
-                model, initial_peers=initial_peers, network=network, step_timeout_s=STEP_TIMEOUT_S
-            ) as joined:
+            with AutoDistributedModel.from_pretrained(model, step_timeout_s=STEP_TIMEOUT_S, **joining) as joined:
                 while True:
                     began = time.monotonic()
                     line = probe_once(joined, root)

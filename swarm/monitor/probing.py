@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import structlog
@@ -48,6 +49,15 @@ class ProbePlan:
     every_s: float
     initial_peers: tuple[str, ...]
     network: str
+    network_key: Path | None = None
+    allow_peers: Path | None = None
+    identity: Path | None = None
+
+    @property
+    def access_arguments(self) -> tuple[str, ...]:
+        """The files that say who may take part, as the child takes them."""
+        files = {"--network-key": self.network_key, "--allow-peers": self.allow_peers, "--identity": self.identity}
+        return tuple(part for name, path in files.items() if path is not None for part in (name, str(path)))
 
 
 class Prober:
@@ -75,6 +85,7 @@ class Prober:
             "-m",
             "swarm.monitor.probe",
             *arguments,
+            *plan.access_arguments,
             *peers,
             "--",
             plan.model,

@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 import uvicorn
 
+from swarm.access import Access
 from swarm.commands import Ready, Stop
 from swarm.dht.light import open_light
 from swarm.errors import BadConfiguration, ungrouped
@@ -37,6 +38,9 @@ class HealthArguments:
     listen: tuple[str, int]
     initial_peers: tuple[str, ...]
     network: str
+    network_key: Path | None
+    allow_peers: Path | None
+    identity: Path | None  # None: a fresh one
     database: Path
     join_addresses: tuple[str, ...]
     probes: tuple[str, ...]
@@ -63,13 +67,15 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
     if len(arguments.probes) > PROBES_MAX:
         raise BadConfiguration("--probe", f"at most {PROBES_MAX} models")
-    identity = Identity.generate()
+    path = arguments.identity
+    identity = Identity.generate() if path is None else Identity.load_or_create(path)
+    access = Access.load(arguments.network_key, arguments.allow_peers)
     with bound(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
         monitor = Monitor(
             MonitorOptions(network=arguments.network, join_addresses=arguments.join_addresses),
-            lambda: open_light(arguments.network, arguments.initial_peers, time.time),
-            dialling(identity, arguments.network),
+            lambda: open_light(arguments.network, arguments.initial_peers, time.time, access),
+            dialling(identity, arguments.network, access),
             database,
             time.time,
         )
@@ -96,6 +102,9 @@ async def _live(
                 every_s=arguments.probe_every_s,
                 initial_peers=arguments.initial_peers,
                 network=arguments.network,
+                network_key=arguments.network_key,
+                allow_peers=arguments.allow_peers,
+                identity=arguments.identity,
             ),
             database.record_probe,
         )

@@ -21,6 +21,7 @@ import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from swarm.access import EVERYBODY, Access
 from swarm.config import PROTOCOL_VERSION
 from swarm.errors import (
     ChannelClosed,
@@ -49,6 +50,7 @@ TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
 PINGS_MAX = 8
 _log = structlog.get_logger("swarm.net")
+_ENDED_EARLY = "it may have another network key, or a list of allowed peers that this side is not on"
 _HELLO_DOMAIN = {True: b"swarm channel initiator", False: b"swarm channel responder"}
 
 
@@ -80,7 +82,14 @@ class Self:
     identity: Identity
     key: ChannelKey
     network: str
+    access: Access = EVERYBODY
     clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
+
+    @property
+    def psk(self) -> bytes | None:
+        """What a private swarm's handshakes mix in, 32 bytes."""
+        key = self.access.network_key
+        return key.derive("handshake") if key is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +125,14 @@ class Channel:
         self._nonces = itertools.count()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._handshake: Handshake | None = Handshake(
-            me.key, prologue(me.network), remote.channel_key if remote is not None else None
+            me.key, prologue(me.network), remote.channel_key if remote is not None else None, psk=me.psk
         )
         self._handshake_hash = b""
         self._sealer: Sealer | None = None
         self._opener: Sealer | None = None
         if remote is not None:
             try:
+                self._refuse_unlisted(remote.peer)
                 carrier.write(PREFACE + self._handshake.write())
             except HandshakeFailed as error:  # whoever announced such a key; `ready` tells
                 self._fail(error)
@@ -226,12 +236,16 @@ class Channel:
         self._handshake_hash = secrets.handshake_hash
         self._sealer = Sealer(secrets.send_key)
         self._opener = Sealer(secrets.receive_key)
+        if self._remote is not None or self._me.access.allowed is None:
+            self._introduce()  # else not before we know that whoever comes is on the list
+        return True
+
+    def _introduce(self) -> None:
         identity = self._me.identity
-        signature = identity.sign(_HELLO_DOMAIN[self._remote is not None], secrets.handshake_hash)
+        signature = identity.sign(_HELLO_DOMAIN[self._remote is not None], self._handshake_hash)
         self._write(
             encode(Hello(public_key=identity.public_key.hex(), signature=signature.hex(), software=__version__))
         )
-        return True
 
     def _meet(self, hello: AnyMessage) -> None:
         """Check the other side's Hello: from here on its peer id is proven."""
@@ -244,9 +258,16 @@ class Channel:
         peer = peer_id_of(key)
         if self._remote is not None and peer != self._remote.peer:
             raise HandshakeFailed(self.peer, f"{peer} answered instead")
+        self._refuse_unlisted(peer)
+        if self._remote is None and self._me.access.allowed is not None:
+            self._introduce()
         self.peer = peer
         self.software = hello.software
         self.ready.set_result(None)
+
+    def _refuse_unlisted(self, peer: str) -> None:
+        if not self._me.access.admits(peer):
+            raise HandshakeFailed(peer, "it is not on this side's list of allowed peers")
 
     # Frames
 
@@ -316,7 +337,8 @@ class Channel:
         if self._unfinished is not None:
             self._unfinished.cancel()
         if not self.ready.done():
-            self.ready.set_exception(HandshakeFailed(self.peer, f"the connection ended: {why}"))
+            hint = "" if self._remote is None else f"; {_ENDED_EARLY}"
+            self.ready.set_exception(HandshakeFailed(self.peer, f"the connection ended: {why}{hint}"))
         for waiting in self._pings.values():
             if not waiting.done():
                 waiting.set_exception(ChannelClosed(self.peer, why))

@@ -1,5 +1,8 @@
 """The handshake: Noise IK over X25519, AES-256-GCM and SHA-256, by the `noiseprotocol` library.
 
+In a private swarm it is IKpsk1: the network's secret is mixed in at the end of the first message, whose tag nobody can
+make without it. So whoever is no member is turned away before the responder has said a word (docs/adr).
+
 The initiator knows the responder's channel key from its signed announcement. No application data travels in the
 handshake's messages: the first one could be replayed. When it is over, its split keys seal our own frames
 (`swarm.net.channel`), since a Noise transport message stops at 65,535 bytes.
@@ -16,6 +19,7 @@ from swarm.config import PROTOCOL_VERSION
 from swarm.errors import HandshakeFailed
 
 NOISE_NAME = b"Noise_IK_25519_AESGCM_SHA256"
+PRIVATE_NOISE_NAME = b"Noise_IKpsk1_25519_AESGCM_SHA256"  # messages have the same sizes
 MESSAGE_1_BYTES = 96  # e 32, s 32 + 16, empty payload 16
 MESSAGE_2_BYTES = 48  # e 32, empty payload 16
 
@@ -42,13 +46,21 @@ class Handshake:
     """One side of one handshake."""
 
     def __init__(
-        self, key: ChannelKey, prologue: bytes, remote_public: bytes | None, *, ephemeral: bytes | None = None
+        self,
+        key: ChannelKey,
+        prologue: bytes,
+        remote_public: bytes | None,
+        *,
+        psk: bytes | None = None,
+        ephemeral: bytes | None = None,
     ) -> None:
         """remote_public: the responder's 32-byte channel key makes this side the initiator; None the responder.
 
-        ephemeral: for published test vectors alone.
+        psk: 32 bytes that both sides of a private swarm have. ephemeral: for published test vectors alone.
         """
-        self._noise = NoiseConnection.from_name(NOISE_NAME)
+        self._noise = NoiseConnection.from_name(NOISE_NAME if psk is None else PRIVATE_NOISE_NAME)
+        if psk is not None:
+            self._noise.set_psks(psk)
         self._noise.set_prologue(prologue)
         self._noise.set_keypair_from_private_bytes(Keypair.STATIC, key.private)
         if ephemeral is not None:
@@ -72,7 +84,7 @@ class Handshake:
         try:
             return bytes(self._noise.read_message(message))
         except (InvalidTag, NoiseHandshakeError, NoiseInvalidMessage, NoiseValueError, ValueError) as error:
-            why = "another channel key, another network, or a damaged message"
+            why = "another channel key, another network or network key, or a damaged message"
             raise HandshakeFailed("the other side", why) from error
 
     def finish(self) -> ChannelSecrets:

@@ -34,8 +34,10 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
+from swarm.config import load_settings
 from swarm.errors import AddressInUse, BadConfiguration, P2PFailed, Unreachable
 from swarm.net.launch import command
+from swarm.net.program import check_program
 
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 3.0  # then SIGKILL
@@ -165,7 +167,7 @@ class _PrivateP2P(P2P):  # type: ignore[misc]
 
 @asynccontextmanager
 async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
-    """Run p2pd. Raises AddressInUse, or P2PFailed when it does not start."""
+    """Run p2pd. Raises AddressInUse, or P2PFailed when it is not the p2pd that we know or does not start."""
     use_hivemind_log_handler("nowhere")
     if config.listen is not None:
         _check_free(*config.listen)
@@ -185,6 +187,7 @@ async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
 
 @asynccontextmanager
 async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, deque[str]]]:
+    await asyncio.to_thread(check_program, Path(_program()), load_settings().p2pd_sha256)
     line = command(
         _program(), *_arguments(config, folder), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=DATA_BYTES_MAX
     )

@@ -6,7 +6,7 @@ from swarm.client import AutoDistributedModel
 from swarm.client.explain import Reason
 from swarm.client.route import UNKNOWN_RTT_MS
 from swarm.client.router import Preferences
-from swarm.errors import BadConfiguration, NoRoute
+from swarm.errors import BadBlocks, BadConfiguration, NoRoute, UsageError
 from swarm.identity import Identity
 from tests.client.test_repair import ONE, Assassin, settings
 from tests.support.inprocess import inprocess
@@ -112,3 +112,66 @@ def test_servers_measure_round_trips_to_their_neighbours_and_routes_count_with_t
         assert rtt.peer == second.me.identity.public_key.hex()[:16]
         with swarm.client() as newcomer:
             assert newcomer.route.estimates[1].trip_ms == pytest.approx(rtt.ms / 2)
+
+
+@pytest.mark.parametrize(
+    ("trusted", "named"),
+    [
+        ({"0:2": STRANGER}, "0:2"),
+        ({"0:2": []}, "empty"),
+        ({"0:2": ["me!"]}, "me!"),
+        ({"two": [STRANGER]}, "two"),
+        ({(0, 2): [STRANGER]}, "not a range"),
+    ],
+)
+def test_bad_trusted_peers_are_named_before_anything_is_loaded(trusted, named):
+    with pytest.raises(UsageError, match=named):
+        AutoDistributedModel.from_pretrained(
+            "nowhere/nothing", initial_peers=["/ip4/127.0.0.1/tcp/1"], trusted_peers=trusted
+        )
+
+
+def test_trusted_peers_of_blocks_that_the_model_has_not_are_named(checkpoint):
+    with pytest.raises(BadBlocks, match="4:7"):
+        AutoDistributedModel.from_pretrained(
+            checkpoint, initial_peers=["/ip4/127.0.0.1/tcp/1"], trusted_peers={"4:7": [STRANGER]}
+        )
+
+
+def trusting(trusted):
+    return Preferences.checked(None, [], "latency", trusted)
+
+
+def test_pinned_blocks_go_to_trusted_peers_alone(checkpoint, full):
+    with inprocess(checkpoint, "0:6", "0:3") as swarm:
+        whole, first = swarm.servers
+        with swarm.client(preferences=trusting({"0:2": [peer(first)]})) as model:
+            assert model.generate(ONE, **settings()).tolist() == full.generate(ONE, **settings()).tolist()
+            (one, two) = model.route
+            assert (one.peer_id, two.peer_id) == (peer(first), peer(whole))
+            assert one.blocks.start == 0
+            assert two.blocks.start >= 2
+
+
+def test_a_repair_fails_rather_than_leave_the_trusted_peers(checkpoint):
+    with inprocess(checkpoint, "0:2", "2:6", "0:6", "2:6") as swarm:
+        trusted, _, stranger, _ = swarm.servers
+        with swarm.client(preferences=trusting({"0:2": [peer(trusted)]})) as model:
+            model.generate(ONE, **settings(max_new_tokens=1))
+            with pytest.raises(NoRoute, match="trusted_peers") as caught:
+                model.generate(ONE, **settings(streamer=Assassin(swarm, [trusted])))
+            assert set(caught.value.missing) == {0, 1}
+            for session in stranger.handler.sessions.values():
+                assert session.span.blocks.start >= 2
+
+
+def test_a_repair_of_other_blocks_takes_whoever_serves_them(checkpoint, full):
+    with inprocess(checkpoint, "0:2", "2:6") as swarm:
+        trusted, second = swarm.servers
+        with swarm.client(preferences=trusting({"0:2": [peer(trusted)]})) as model:
+            model.generate(ONE, **settings(max_new_tokens=1))
+            third = swarm.serve("0:6")
+            text = model.generate(ONE, **settings(streamer=Assassin(swarm, [second])))
+            assert text.tolist() == full.generate(ONE, **settings()).tolist()
+            assert [hop.peer_id for hop in model.route] == [peer(trusted), peer(third)]
+            assert model.route[1].blocks.start == 2

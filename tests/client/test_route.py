@@ -288,3 +288,41 @@ def test_a_route_is_a_tuple_of_hops():
     route = plan_route("m", Blocks(0, 12), servers)
     assert isinstance(route, Route)
     assert route == (Hop(servers[0], Blocks(0, 12)),)
+
+
+def test_a_server_is_given_only_what_it_is_trusted_with():
+    mine, other, whole = server(0, 8, tps=1), server(0, 12, tps=1000), server(4, 12, tps=1)
+    trusted = ((Blocks(0, 2), frozenset({mine.announcement.peer_id})),)
+    route = plan_route("m", Blocks(0, 12), [mine, other, whole], trusted_peers=trusted)
+    assert [(hop.signed is mine, str(hop.blocks)) for hop in route] == [(True, "0:2"), (False, "2:12")]
+    assert {one.peer_id: one.reason for one in route.explanation().rejected} == {
+        whole.announcement.peer_id: Reason.SLOWER
+    }
+
+
+def test_a_pin_in_the_middle_splits_what_others_may_be_given():
+    mine, other, after = server(4, 8), server(0, 12), server(8, 12)
+    trusted = ((Blocks(5, 6), frozenset({mine.announcement.peer_id})),)
+    route = plan_route("m", Blocks(0, 12), [mine, other, after], trusted_peers=trusted)
+    assert [hop.peer_id for hop in route] == [s.announcement.peer_id for s in (other, mine, after)]
+    with pytest.raises(NoRoute):  # `other` would have to hold two parts of one session
+        plan_route("m", Blocks(0, 12), [server(5, 6, identity=None), other], trusted_peers=trusted)
+
+
+def test_pins_of_one_block_hold_together():
+    one, two = server(0, 12), server(0, 12)
+    ids = [signed.announcement.peer_id for signed in (one, two)]
+    trusted = ((Blocks(0, 8), frozenset(ids)), (Blocks(4, 12), frozenset(ids[1:])))
+    route = plan_route("m", Blocks(0, 12), [one, two], trusted_peers=trusted)
+    assert route[-1].signed is two
+    nobody = (*trusted, (Blocks(6, 7), frozenset(ids[:1])))
+    with pytest.raises(NoRoute, match="trusted_peers") as caught:
+        plan_route("m", Blocks(0, 12), [one, two], trusted_peers=nobody)
+    assert caught.value.missing == (6,)
+
+
+def test_who_is_trusted_with_none_of_the_blocks_is_said():
+    mine, other = server(0, 4), server(0, 4, tps=1000)
+    trusted = ((Blocks(0, 4), frozenset({mine.announcement.peer_id})),)
+    route = plan_route("m", Blocks(0, 4), [mine, other], trusted_peers=trusted)
+    assert [one.reason for one in route.explanation().rejected] == [Reason.NOT_TRUSTED]

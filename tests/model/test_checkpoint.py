@@ -2,7 +2,7 @@
 
 import json
 import os
-import pickle
+import pickle  # noqa: TID251 - to see one refused
 import shutil
 from collections.abc import Callable
 from pathlib import Path

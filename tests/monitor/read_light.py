@@ -5,6 +5,8 @@ import json
 import sys
 import time
 
+from swarm.access import Access
+from swarm.config import load_settings
 from swarm.dht.directory import Directory
 from swarm.dht.light import open_light
 from swarm.errors import SwarmError
@@ -12,7 +14,8 @@ from swarm.errors import SwarmError
 
 async def main(network: str, root: str, n_blocks: int, peers: list[str]) -> None:
     try:
-        async with open_light(network, peers, time.time) as store:
+        access = Access.load(load_settings().network_key, None)
+        async with open_light(network, peers, time.time, access) as store:
             directory = Directory(store, identity=None, network=network, clock=time.time)
             models = [entry.name for entry in await directory.models()]
             found = await directory.survey(root, n_blocks)

@@ -2,26 +2,31 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from swarm.access import Access
 from swarm.dht.directory import Directory
-from swarm.dht.node import SwarmNode
+from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import key_id, span_key, span_subkey
 from swarm.dht.validator import Entry, Facts, Place
 from swarm.identity import Identity
-from tests.dht.support import NETWORK, ROOT, announcement, node, signed
+from swarm.net.p2p import P2PConfig
+from tests.dht.support import LOOPBACK, NETWORK, ROOT, announcement, node, signed
 from tests.monitor import needs_light
 
 pytestmark = needs_light
 
 
-async def read(*peers: str) -> dict[str, Any]:
+async def read(*peers: str, **env: str) -> dict[str, Any]:
     """Run a light reader in a process of its own."""
     line = [sys.executable, "-m", "tests.monitor.read_light", NETWORK, ROOT, "12", *peers]
-    child = await asyncio.create_subprocess_exec(*line, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+    child = await asyncio.create_subprocess_exec(
+        *line, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **env}
+    )
     async with asyncio.timeout(60):
         out, err = await child.communicate()
     assert child.returncode == 0, err.decode()
@@ -84,3 +89,18 @@ async def test_a_swarm_that_cannot_be_reached_is_an_error_with_a_name():
 async def test_a_clock_that_is_wrong_is_told_before_anything_is_read(tmp_path: Path):
     async with node(tmp_path, "late", clock=lambda: time.time() - 120) as late:
         assert await read(*late.addresses[:1]) == {"error": "ClockSkew"}
+
+
+async def test_it_reads_a_private_swarm_with_the_key_and_nothing_without(tmp_path: Path):
+    key, me = tmp_path / "network.key", Identity.generate()
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    access = Access.load(key, None)
+    me.save(tmp_path / "identity")
+    config = NodeConfig(NETWORK, P2PConfig(tmp_path / "identity", LOOPBACK), (), access)
+    async with open_node(config, clock=time.time) as member:
+        directory = Directory(member, identity=me, network=NETWORK, clock=time.time)
+        await directory.announce(announcement(me, public_name="ours"))
+        with_key, without = await read(*member.addresses, SWARM_NETWORK_KEY=str(key)), await read(*member.addresses)
+    assert with_key == {"models": ["org/model"], "servers": ["ours"], "heavy": []}
+    assert without == {"models": [], "servers": [], "heavy": []}

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from swarm.access import EVERYBODY, Access, NetworkKey
 from swarm.errors import ChannelClosed, HandshakeFailed, ProtocolMismatch
 from swarm.identity import Identity
 from swarm.net import channel as channel_module
@@ -45,16 +46,15 @@ class Pipe:
 class Pair:
     """Two channels, connected."""
 
-    def __init__(self, *, network="public", remote=None):
-        self.a_id, self.b_id = Identity.generate(), Identity.generate()
+    def __init__(self, *, network="public", remote=None, a_access=EVERYBODY, b_access=EVERYBODY, ids=None):
+        self.a_id, self.b_id = ids or (Identity.generate(), Identity.generate())
         b_key = ChannelKey()
         self.to_a, self.to_b = Pipe(), Pipe()
         self.at_a, self.at_b = [], []
         remote = remote or Remote(self.b_id.peer_id, b_key.public)
-        self.b = Channel(self.to_a, Self(self.b_id, b_key, "public"), lambda *args: self.at_b.append(args[1:]))
-        self.a = Channel(
-            self.to_b, Self(self.a_id, ChannelKey(), network), lambda *args: self.at_a.append(args[1:]), remote
-        )
+        b_self, a_self = Self(self.b_id, b_key, "public", b_access), Self(self.a_id, ChannelKey(), network, a_access)
+        self.b = Channel(self.to_a, b_self, lambda *args: self.at_b.append(args[1:]))
+        self.a = Channel(self.to_b, a_self, lambda *args: self.at_a.append(args[1:]), remote)
         self.to_a.channel, self.to_b.channel = self.a, self.b
         self.to_a.sender, self.to_b.sender = self.b, self.a
 
@@ -267,3 +267,60 @@ async def test_bytes_behind_a_message_without_tensors_are_rejected():
     pair.to_b.deliver()
     assert pair.b.closed
     assert pair.at_b == []
+
+
+# Private swarms
+
+OURS, THEIRS = Access(NetworkKey(b"o" * 32)), Access(NetworkKey(b"t" * 32))
+
+
+async def test_members_of_a_private_swarm_talk():
+    pair = Pair(a_access=OURS, b_access=OURS).shake()
+    message, hidden = step()
+    pair.a.send(message, [hidden])
+    pair.to_b.deliver()
+    assert [received for received, _ in pair.at_b] == [message]
+
+
+@pytest.mark.parametrize(("outside", "inside"), [(EVERYBODY, OURS), (THEIRS, OURS), (OURS, EVERYBODY)])
+async def test_without_the_networks_key_a_handshake_ends_with_the_first_message_and_no_answer(outside, inside):
+    pair = Pair(a_access=outside, b_access=inside)
+    pair.to_b.deliver()
+    assert isinstance(pair.b.ready.exception(), HandshakeFailed)
+    assert pair.to_a.held == []  # not a byte: who is no member cannot even tell what answers
+    assert not pair.a.proven
+
+
+async def test_a_peer_that_is_not_on_the_list_is_refused_and_nothing_of_it_is_processed():
+    listed, stranger, server = (Identity.generate() for _ in range(3))
+    access = Access(allowed=frozenset({listed.peer_id}))
+    for client, admitted in ((listed, True), (stranger, False)):
+        pair = Pair(b_access=access, ids=(client, server))
+        pair.to_b.deliver()
+        pair.to_a.deliver()
+        assert pair.to_a.held == []  # the server does not say who it is before it knows who comes
+        message, hidden = step()
+        pair.a.send(message, [hidden])
+        pair.to_b.deliver()  # a Hello and a step at once
+        pair.to_a.deliver()
+        assert pair.a.proven == admitted
+        assert (len(pair.at_b), pair.b.proven, pair.b.closed) == (int(admitted), admitted, not admitted)
+        if not admitted:
+            assert stranger.peer_id in str(pair.b.ready.exception())
+            pair.a.lost("the other side ended it")
+            assert "not on" in str(pair.a.ready.exception())
+
+
+async def test_a_peer_that_is_not_on_the_list_is_not_spoken_to():
+    pair = Pair(a_access=Access(allowed=frozenset()))
+    assert pair.to_b.held == []
+    with pytest.raises(HandshakeFailed, match=f"{pair.b_id.peer_id}.*list of allowed peers"):
+        await pair.a.ready
+
+
+async def test_a_key_and_a_list_hold_together():
+    ids = Identity.generate(), Identity.generate()
+    both = Access(OURS.network_key, frozenset(identity.peer_id for identity in ids))
+    assert Pair(a_access=both, b_access=both, ids=ids).shake().b.proven
+    assert not Pair(a_access=Access(THEIRS.network_key, both.allowed), b_access=both, ids=ids).shake().b.proven
+    assert not Pair(a_access=OURS, b_access=both).shake().b.proven

@@ -3,7 +3,7 @@
 import pytest
 
 from swarm.errors import HandshakeFailed
-from swarm.net.noise import ChannelKey, Handshake, prologue
+from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
 
 # Noise_IK_25519_AESGCM_SHA256 from the vectors of flynn/noise (vectors.txt, with prologue and payloads).
 INITIATOR_STATIC = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
@@ -68,3 +68,53 @@ def test_another_channel_key_is_rejected():
     message = Handshake(ChannelKey(), prologue("public"), ChannelKey().public).write()
     with pytest.raises(HandshakeFailed):
         Handshake(ChannelKey(), prologue("public"), None).read(message)
+
+
+# Noise_IKpsk1_25519_AESGCM_SHA256 from the vectors of cacophony.
+PRIVATE_INITIATOR_STATIC = "e61ef9919cde45dd5f82166404bd08e38bceb5dfdfded0a34c8df7ed542214d1"
+PRIVATE_RESPONDER_STATIC = "4a3acbfdb163dec651dfa3194dece676d437029c62a408b4c5ea9114246e4893"
+PRIVATE_INITIATOR_EPHEMERAL = "893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da977c464a"
+PRIVATE_RESPONDER_EPHEMERAL = "bbdb4cdbd309f1a1f2e1456967fe288cadd6f712d65dc7b7793d5e63da6b375b"
+PRIVATE_PSK = "54686973206973206d7920417573747269616e20706572737065637469766521"
+PRIVATE_HASH = "60b2cc6a78e5c5170469bf6be88f6f083363113fe4216b791f04c79659884185"
+PRIVATE_MESSAGE_1 = (
+    "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944cf5aec5a69cc937598c005d3f36940abe166f1eab777e15d"
+    "8958d533d2d5eca2967c66cfc0788d6197989cac53ecb8e9cb04a2ff8bdf3a9d2bf1897b492c84639583c5486e0205e4012ac81400e569cb"
+)
+PRIVATE_MESSAGE_2 = (
+    "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f144808843"
+    "746e1ca9059ed09501f41b1c01dd32378315c2d754bdc29ced08b435f05259"
+)
+
+
+@pytest.mark.filterwarnings("ignore:One of ephemeral keypairs:UserWarning")
+def test_a_private_handshake_matches_the_published_vector():
+    psk, spoken = bytes.fromhex(PRIVATE_PSK), b"John Galt"
+    ours, theirs = (ChannelKey(bytes.fromhex(key)) for key in (PRIVATE_INITIATOR_STATIC, PRIVATE_RESPONDER_STATIC))
+    ephemerals = (bytes.fromhex(key) for key in (PRIVATE_INITIATOR_EPHEMERAL, PRIVATE_RESPONDER_EPHEMERAL))
+    initiator = Handshake(ours, spoken, theirs.public, psk=psk, ephemeral=next(ephemerals))
+    responder = Handshake(theirs, spoken, None, psk=psk, ephemeral=next(ephemerals))
+    message_1 = initiator.write(b"Ludwig von Mises")
+    assert message_1.hex() == PRIVATE_MESSAGE_1
+    assert responder.read(message_1) == b"Ludwig von Mises"
+    message_2 = responder.write(b"Murray Rothbard")
+    assert message_2.hex() == PRIVATE_MESSAGE_2
+    assert initiator.read(message_2) == b"Murray Rothbard"
+    assert initiator.finish().handshake_hash.hex() == responder.finish().handshake_hash.hex() == PRIVATE_HASH
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(b"a", b"b"), (None, b"b"), (b"a", None)])
+def test_without_the_networks_key_the_first_message_is_rejected(theirs: bytes | None, ours: bytes | None):
+    responder_key = ChannelKey()
+    psks = [None if key is None else key * 32 for key in (theirs, ours)]
+    message = Handshake(ChannelKey(), prologue("public"), responder_key.public, psk=psks[0]).write()
+    with pytest.raises(HandshakeFailed, match="network key"):
+        Handshake(responder_key, prologue("public"), None, psk=psks[1]).read(message)
+
+
+def test_private_messages_have_the_sizes_that_channels_wait_for():
+    key = ChannelKey()
+    initiator, responder = (Handshake(k, b"", r, psk=b"p" * 32) for k, r in ((ChannelKey(), key.public), (key, None)))
+    message_1 = initiator.write()
+    responder.read(message_1)
+    assert (len(message_1), len(responder.write())) == (MESSAGE_1_BYTES, MESSAGE_2_BYTES)

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from swarm.errors import P2PFailed, Unreachable
 from swarm.identity import Identity
-from swarm.net.p2p import Daemon, P2PConfig, running_daemon, supervise
+from swarm.net.p2p import Daemon, P2PConfig, _program, running_daemon, supervise
+from swarm.net.program import OVERRIDE, check_program
 from tests.dht.support import is_running, soon
 
 PARENT = """
@@ -59,9 +62,36 @@ async def test_connecting_gives_up_at_its_deadline() -> None:
 
 async def test_a_p2pd_that_does_not_start_is_reported_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.net.p2p._program", lambda: "/bin/false")
+    monkeypatch.setenv(OVERRIDE, hashlib.sha256(Path("/bin/false").read_bytes()).hexdigest())
     with pytest.raises(P2PFailed, match="did not start"):
         async with running_daemon(P2PConfig(None, None)):
             pass
+
+
+async def test_another_p2pd_is_never_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program, mark = tmp_path / "p2pd", tmp_path / "it ran"
+    program.write_text(f"#!/bin/sh\ntouch '{mark}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("swarm.net.p2p._program", lambda: str(program))
+    with pytest.raises(P2PFailed, match=f"{hashlib.sha256(program.read_bytes()).hexdigest()}.*{OVERRIDE}="):
+        async with running_daemon(P2PConfig(None, None)):
+            pass
+    assert not mark.exists()
+
+
+async def test_a_p2pd_that_is_trusted_by_name_of_its_hash_takes_the_place_of_the_pinned_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(OVERRIDE, "0" * 64)
+    with pytest.raises(P2PFailed, match=f"not {'0' * 64}"):
+        async with running_daemon(P2PConfig(None, None)):
+            pass
+
+
+def test_the_binary_of_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "plan9")
+    with pytest.raises(P2PFailed, match="known for this platform"):
+        check_program(Path(_program()))
 
 
 async def test_a_p2pd_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

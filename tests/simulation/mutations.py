@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from swarm.client import live
+from swarm.model.past import SpanPast
 from swarm.server import handler
-from swarm.server import session as hosted
 from swarm.wire import journal
 from swarm.wire.journal import Past, rebuild_messages
 
@@ -68,8 +68,8 @@ def accept_a_stale_epoch(patch: Patch) -> None:
 
 def drop_the_rollback(patch: Patch) -> None:
     """A hop goes on from where it is."""
-    rewind = hosted._Past.rewind
-    patch.setattr(hosted._Past, "rewind", lambda self, keep, rows: rewind(self, keep and self.cache.length, rows))
+    rewind = SpanPast.rewind
+    patch.setattr(SpanPast, "rewind", lambda self, keep, rows: rewind(self, keep and self.cache.length, rows))
 
 
 def drop_the_rollback_in_a_replay(patch: Patch) -> None:
@@ -88,12 +88,12 @@ def drop_the_rollback_in_a_replay(patch: Patch) -> None:
 
 def ignore_a_gather(patch: Patch) -> None:
     """Rows stay where they are, as far as there are enough of them."""
-    rewind = hosted._Past.rewind
+    rewind = SpanPast.rewind
 
     def ignoring(self: Any, keep: int, rows: Sequence[int] | None) -> None:
         rewind(self, keep, None if rows is None else [min(i, max(rows)) for i in range(len(rows))])
 
-    patch.setattr(hosted._Past, "rewind", ignoring)
+    patch.setattr(SpanPast, "rewind", ignoring)
 
 
 def ignore_a_gather_in_a_replay(patch: Patch) -> None:

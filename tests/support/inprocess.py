@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from swarm.blocks import Blocks
+from swarm.client.local import LocalFirst
 from swarm.client.model import DistributedModel, distribute
 from swarm.client.router import ANY_PEER, Preferences
 from swarm.client.runtime import LoopThread
@@ -64,6 +65,7 @@ class InProcessSwarm:
         step_timeout_s: float = 30.0,
         wait_for_blocks_s: float = 0.0,
         preferences: Preferences = ANY_PEER,
+        local_blocks: int = 0,
     ) -> DistributedModel:
         """A distributed model; `close` it."""
 
@@ -71,9 +73,11 @@ class InProcessSwarm:
         async def join() -> AsyncIterator[Directory]:
             yield self.directory()
 
-        options = ClientOptions(NETWORK, step_timeout_s, wait_for_blocks_s, preferences)
+        options = ClientOptions(NETWORK, step_timeout_s, wait_for_blocks_s, preferences, local_blocks)
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
-        return distribute(load_ends(self.checkpoint, dtype=self.dtype), swarm)
+        first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None
+        ends = load_ends(self.checkpoint, dtype=self.dtype)
+        return distribute(ends, swarm if first is None else LocalFirst(first, swarm))
 
     def close(self) -> None:
         """End every server."""

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm import AutoDistributedModel
 from swarm.demo.local import LocalSwarm
+from swarm.identity import Identity
 from tests.model.rings import save_family
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,11 +51,17 @@ def world(
     spans: Sequence[str] = SPANS,
     dtype: torch.dtype = torch.float32,
     options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    identities: Mapping[str, Identity] | None = None,
 ) -> Iterator[World]:
-    """Run a swarm on a checkpoint. options: more arguments for every server."""
+    """Run a swarm on a checkpoint. options: more arguments for every server. identities: by processes' names."""
     full = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     options = ("--dtype", str(dtype).removeprefix("torch."), *options)
-    with LocalSwarm(directory, spans, env=environment(home), options=options) as swarm, ExitStack() as closing:
+    settings = environment(home) | dict(env or {})
+    with (
+        LocalSwarm(directory, spans, env=settings, options=options, identities=identities) as swarm,
+        ExitStack() as closing,
+    ):
         yield World(directory, full, swarm, closing)
 
 

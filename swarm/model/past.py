@@ -1,0 +1,53 @@
+"""What some blocks remember of one session: their cache, and the attention mask of all its positions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swarm.model.cache import SpanCache
+from swarm.model.span import Span
+
+
+@dataclass(slots=True)
+class SpanPast:
+    """A session's past on one span. Belongs to one thread at a time, as its cache does."""
+
+    cache: SpanCache
+    mask: Tensor | None = field(default=None)  # uint8 [rows, length]; None: no padding so far
+
+    def rewind(self, keep: int, rows: Sequence[int] | None) -> None:
+        """Go back to `keep` positions, then gather rows. Raises RollbackImpossible, and then nothing has changed."""
+        if keep < self.cache.length:
+            self.cache.keep(keep)
+            self.mask = self.mask[:, :keep] if self.mask is not None and keep else None
+        if rows is not None and self.cache.length:
+            index = torch.tensor(rows)
+            self.cache.gather(index)
+            self.mask = self.mask[index] if self.mask is not None else None
+
+    def forward(self, span: Span, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Run new positions through the span, on its device.
+
+        hidden: [rows, tokens, hidden_size]; positions: int64 [rows or 1, tokens], or None to count on; mask: uint8
+        [rows, tokens], the new columns of the attention mask, or None for no padding among them. Returns the shape of
+        `hidden`.
+        """
+        device = span.device
+        full_mask = self._extend_mask(mask, hidden.shape[0], hidden.shape[1])
+        return span.forward(
+            hidden.to(device),
+            cache=self.cache,
+            positions=positions.to(device) if positions is not None else None,
+            mask=full_mask.to(device) if full_mask is not None else None,
+        )
+
+    def _extend_mask(self, new: Tensor | None, rows: int, tokens: int) -> Tensor | None:
+        """Append the new columns. Returns the whole mask, or None where there is no padding at all."""
+        if new is None and self.mask is None:
+            return None
+        past = self.mask if self.mask is not None else torch.ones(rows, self.cache.length, dtype=torch.uint8)
+        fresh = new.to("cpu") if new is not None else torch.ones(rows, tokens, dtype=torch.uint8)
+        self.mask = torch.cat([past, fresh], dim=1)
+        return self.mask
