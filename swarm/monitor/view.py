@@ -8,6 +8,7 @@ from statistics import fmean
 
 from swarm.monitor.assess import ranges
 from swarm.monitor.state import BlockState, BlockStatus, History, ModelDetail, Point, ServerState
+from swarm.monitor.wording import lasting
 
 ROWS_SHOWN = 100  # servers on the page unless all are asked for: a thousand rows would be most of its weight
 CELLS_MAX = 256  # of a block map: a model with more blocks gets several of them in a cell
@@ -123,10 +124,9 @@ def servers(detail: ModelDetail, *, text: str = "", block: int | None = None, ev
 
 
 def _row(server: ServerState) -> ServerRow:
-    if not server.online:
-        return ServerRow(server, "silent", "never answered" if server.answered_s is None else "no answer")
-    details = {"online": "answers", "joining": "not serving yet", "draining": "takes no new sessions"}
-    return ServerRow(server, server.state, details[server.state])
+    answered = "never answered" if server.answered_s is None else f"answered {lasting(server.answered_s)} ago"
+    details = {"online": answered, "joining": "not serving yet", "draining": "takes no new sessions"}
+    return ServerRow(server, server.state if server.online else "silent", details[server.state] if server.online else answered)
 
 
 def use(detail: ModelDetail, network: str, join_addresses: Sequence[str]) -> Use:

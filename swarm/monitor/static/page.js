@@ -152,6 +152,12 @@
     return [at, values];
   }
 
+  function day(at, step_s) {
+    const when = new Date(at * 1000);
+    if (step_s >= 86400) return when.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
+    return when.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  }
+
   function chart(figure) {
     const { series: key, unit } = figure.dataset;
     const style = getComputedStyle(root);
@@ -162,10 +168,10 @@
     const number = (v) => (v === null || v === undefined ? "–" : v.toLocaleString("en", { maximumSignificantDigits: 3 }));
     const tell = (plot, index) => {
       const i = index ?? data[0].length - 1;
-      const when = index === null || index === undefined ? "now" : new Date(data[0][i] * 1000).toLocaleString();
+      const when = index === null || index === undefined ? "now" : new Date(data[0][i] * 1000).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
       readout.textContent = data[0].length ? `${number(data[1][i])} ${unit}`.trim() + ` · ${when}` : "nothing recorded yet";
     };
-    const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "13px system-ui" };
+    const axis = { size: 28, stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "13px system-ui" };
     const options = {
       width: Math.max(160, box.clientWidth),
       height: 170,
@@ -173,7 +179,7 @@
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "history" } },
       scales: { x: {}, y: { range: (plot, low, high) => [0, key === "coverage" ? 100 : Math.max(1, (high ?? 0) * 1.15)] } },
       axes: [
-        { ...axis, space: 70 },
+        { ...axis, space: 64, values: (plot, ticks, index, space, step) => ticks.map((at) => day(at, step)) },
         { ...axis, size: 52, space: 36, values: (plot, ticks) => ticks.map((v) => v.toLocaleString("en", { notation: "compact" })) },
       ],
       series: [{}, { stroke: color("--plot"), width: 2, fill: `${color("--plot")}22`, points: { show: data[0].length < 3 } }],
