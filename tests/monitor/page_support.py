@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sin
 from typing import Any
 
@@ -115,9 +115,8 @@ class Site:
 
     now: Assessment
     revision: int = 1
-    changed: threading.Event = field(default_factory=threading.Event)
     url: str = ""
-    requests: list[str] = field(default_factory=list)
+    closing: bool = False
 
     def show(self, new: Assessment) -> None:
         self.revision += 1
@@ -151,7 +150,7 @@ class Site:
     async def stream(self) -> AsyncIterator[str]:
         told = None
         yield "retry: 500\n\n"
-        while True:
+        while not self.closing:
             if told != self.revision:
                 told = self.revision
                 yield f"id: {told}\nevent: state\ndata: {self.now.state.model_dump_json()}\n\n"
@@ -161,7 +160,7 @@ class Site:
 @contextmanager
 def serving(site: Site, port: int = 0) -> Iterator[Site]:
     """Serve on loopback, in a thread of its own."""
-    config = uvicorn.Config(site.app(), host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=0)
+    config = uvicorn.Config(site.app(), host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -172,5 +171,6 @@ def serving(site: Site, port: int = 0) -> Iterator[Site]:
         site.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         yield site
     finally:
+        site.closing = True
         server.should_exit = True
         thread.join(10)
