@@ -9,7 +9,7 @@ no script run but ours. One rendering serves everybody until the state changes.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Annotated
@@ -23,7 +23,7 @@ from swarm.monitor.state import MODELS_MAX, Block, History, ModelDetail, State, 
 
 GetState = Callable[[], State]
 GetDetail = Callable[[str], ModelDetail | None]
-GetHistory = Callable[[str | None, Window], Awaitable[History]]
+GetHistory = Callable[[str | None, Window], Awaitable[History | None]]
 
 QUERY_MAX = 64  # characters of a search: no name and no peer id is longer
 KEPT_MAX = 4 * MODELS_MAX  # renderings of one state
@@ -34,8 +34,6 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
 }
 
 
@@ -87,12 +85,11 @@ class Renderings:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Renders. The getters answer at once, but that of histories; join_addresses: the operator's own multiaddrs."""
+    """Renders what the getters give."""
 
     get_state: GetState
     get_detail: GetDetail
     get_history: GetHistory
-    join_addresses: Sequence[str]
     assets: Mapping[str, Asset]
     templates: Environment
     renderings: Renderings = field(default_factory=Renderings)
@@ -101,7 +98,9 @@ class Pages:
         """Answer with a page, with 304 if the browser has it, or with 404 if there is no such model."""
         state = self.get_state()
         if asked.root is not None and self.get_detail(asked.root) is None:
-            page = self.templates.get_template("missing.html").render(asked=asked, state=state, versioned=self.versioned)
+            page = self.templates.get_template("missing.html").render(
+                asked=asked, state=state, versioned=self.versioned
+            )
             return HTMLResponse(page, 404, HEADERS)
         known = self.renderings.get(state, asked)
         etag, content = known if known is not None else await self._render(state, asked)
@@ -119,7 +118,7 @@ class Pages:
             facts = {
                 "cells": view.cells(detail.blocks),
                 "held": view.held(detail.blocks),
-                "use": view.use(detail, state.network, self.join_addresses),
+                "use": view.use(detail, state.network),
                 "past": view.past(history, broken=detail.summary.status == "broken"),
                 "servers": view.servers(detail, text=asked.q, block=asked.block, everything=asked.everything),
             }
@@ -144,11 +143,13 @@ class Pages:
         return Response(asset.content, headers=headers, media_type=asset.media_type)
 
 
-def router(
-    get_state: GetState, get_detail: GetDetail, get_history: GetHistory, join_addresses: Sequence[str] = ()
-) -> APIRouter:
-    """Make the page's routes. get_detail returns None for a root that it does not know; join_addresses: to join by."""
-    pages = Pages(get_state, get_detail, get_history, tuple(join_addresses), load_assets(), make_environment())
+def router(get_state: GetState, get_detail: GetDetail, get_history: GetHistory) -> APIRouter:
+    """Make the page's routes.
+
+    get_state returns the same object until something changes. get_detail returns None for a root that it does not know,
+    and get_history where there is none to read.
+    """
+    pages = Pages(get_state, get_detail, get_history, load_assets(), make_environment())
     routes = APIRouter(include_in_schema=False)
 
     @routes.api_route("/", methods=["GET", "HEAD"])
@@ -159,7 +160,7 @@ def router(
         q: Annotated[str, Query(max_length=QUERY_MAX)] = "",
         block: Annotated[Block | None, Query()] = None,
         window: Window = "24h",
-        all: bool = False,  # noqa: A002 - the parameter's name
+        all: bool = False,
     ) -> Response:
         base = request.scope.get("root_path", "")
         return await pages.respond(request, Asked(root, base, window, q.strip(), block, all))

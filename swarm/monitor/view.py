@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from swarm.monitor.assess import ranges
@@ -12,6 +13,7 @@ from swarm.monitor.wording import lasting
 
 ROWS_SHOWN = 100  # servers on the page unless all are asked for: a thousand rows would be most of its weight
 CELLS_MAX = 256  # of a block map: a model with more blocks gets several of them in a cell
+ADDRESS = "/dns4/HOST/tcp/31337/p2p/PEER"  # stands where the operator gave none to join through
 HISTORY_ROWS_MAX = 12  # of the table that stands beside the charts
 
 WORST_FIRST: tuple[BlockStatus, ...] = ("missing", "silent", "leaving", "single", "spare")
@@ -79,7 +81,6 @@ class Use:
 class Past:
     """A history in a few lines. working: share of the window; broken_since: wall seconds, None unless it is now."""
 
-    window: str
     working: float | None
     broken_since: float | None
     rows: tuple[Point, ...]
@@ -126,13 +127,16 @@ def servers(detail: ModelDetail, *, text: str = "", block: int | None = None, ev
 def _row(server: ServerState) -> ServerRow:
     answered = "never answered" if server.answered_s is None else f"answered {lasting(server.answered_s)} ago"
     details = {"online": answered, "joining": "not serving yet", "draining": "takes no new sessions"}
-    return ServerRow(server, server.state if server.online else "silent", details[server.state] if server.online else answered)
+    if not server.online:
+        return ServerRow(server, "silent", answered)
+    return ServerRow(server, server.state, details[server.state])
 
 
-def use(detail: ModelDetail, network: str, join_addresses: Sequence[str]) -> Use:
-    """Write what a user copies. The model is named as in the join command: a stranger's text gets into neither."""
-    model = shlex.split(detail.join_command)[1]
-    addresses = list(join_addresses) or ["/dns4/HOST/tcp/31337/p2p/PEER"]
+def use(detail: ModelDetail, network: str) -> Use:
+    """Write what a user copies. Model and addresses are the join command's: no stranger's text gets into it."""
+    joining = shlex.split(detail.join_command)
+    model = joining[1]
+    addresses = [word for option, word in pairwise(joining) if option == "--initial-peers"] or [ADDRESS]
     python = f"""from swarm import AutoDistributedModel
 from transformers import AutoTokenizer
 
@@ -150,11 +154,10 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"""
     return Use(python, shlex.join(words))
 
 
-def past(history: History, *, broken: bool) -> Past:
-    """Sum up a history. broken: whether the model is broken now."""
-    points = history.points
+def past(history: History | None, *, broken: bool) -> Past:
+    """Sum up a history; None cannot be read. broken: whether the model is broken now."""
+    points = history.points if history is not None else ()
     return Past(
-        window=history.window,
         working=fmean(point.healthy for point in points) if points else None,
         broken_since=_broken_since(points) if broken else None,
         rows=tuple(reversed(condense(points, HISTORY_ROWS_MAX))),

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-NOT_KNOWN = "–"
+NOT_KNOWN = "\N{EN DASH}"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 

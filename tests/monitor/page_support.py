@@ -16,8 +16,9 @@ from starlette.middleware.gzip import GZipMiddleware
 from swarm.dht.records import Announcement
 from swarm.identity import Identity
 from swarm.monitor import pages
+from swarm.monitor.app import Headers
 from swarm.monitor.assess import Assessment, Contact, Sighting, assess
-from swarm.monitor.state import History, Point, ProbeStats, Quantiles, Reading, Window
+from swarm.monitor.state import History, ModelDetail, Point, ProbeStats, Quantiles, Reading, Window
 from tests.dht.support import announcement
 
 NOW = 1_790_000_000.0
@@ -36,7 +37,9 @@ def record(n: int, start: int, stop: int, **changes: Any) -> Announcement:
         "prefill_tps": 700.0 + 13 * (n % 50),
         "free_tokens": 8192 * (1 + n % 5),
         "device": DEVICES[n % len(DEVICES)],
-        "public_name": ("", f"volunteer-{n % 40}", "Kästner’s cellar", "the university of somewhere far away, rack 12")[n % 4],
+        "public_name": ("", f"volunteer-{n % 40}", "Kästner's cellar", "the university of somewhere far away, rack 12")[
+            n % 4
+        ],
         "version": "0.1.0" if n % 7 else "0.0.9",
         "numeric_class": "bfloat16",
         "network": "public",
@@ -54,7 +57,11 @@ def assessment(records: list[Announcement], silent: frozenset[int] = frozenset()
         for i, r in enumerate(records)
     }
     sighting = Sighting(
-        network="public", records=records, contacts=contacts, reading=Reading(at=NOW, took_s=0.8), join_addresses=(JOIN,)
+        network="public",
+        records=records,
+        contacts=contacts,
+        reading=Reading(at=NOW, took_s=0.8),
+        join_addresses=(JOIN,),
     )
     facts = {name: getattr(sighting, name) for name in Sighting.__dataclass_fields__}
     return assess(Sighting(**{**facts, **changes}), NOW)
@@ -70,7 +77,9 @@ def one_model(name: str = "org/Meadow-70B-Instruct", blocks: int = 80) -> Assess
 
 
 def healthy(**changes: Any) -> Assessment:
-    records = [record(n, a, a + 20, model="org/Meadow-70B-Instruct", n_blocks=80) for n, a in enumerate((0, 20, 40, 60) * 3, 1)]
+    records = [
+        record(n, a, a + 20, model="org/Meadow-70B-Instruct", n_blocks=80) for n, a in enumerate((0, 20, 40, 60) * 3, 1)
+    ]
     probes = ProbeStats(
         window="24h",
         attempts=288,
@@ -125,13 +134,15 @@ class Site:
     def app(self) -> FastAPI:
         app = FastAPI()
         app.add_middleware(GZipMiddleware)
+        app.add_middleware(Headers)
+
+        def get_detail(root: str) -> ModelDetail | None:
+            return self.now.details.get(root)
 
         async def get_history(root: str | None, window: Window) -> History:
             return history(root, window)
 
-        app.include_router(
-            pages.router(lambda: self.now.state, lambda root: self.now.details.get(root), get_history, (JOIN,))
-        )
+        app.include_router(pages.router(lambda: self.now.state, get_detail, get_history))
 
         @app.get("/api/v1/history")
         async def api_history(root: str, window: Window = "24h") -> History:

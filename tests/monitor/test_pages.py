@@ -14,7 +14,19 @@ import pytest
 
 from swarm.monitor import pages, view, wording
 from swarm.monitor.state import BlockState
-from tests.monitor.page_support import JOIN, MARKUP, NOW, Site, assessment, crowd, healthy, history, one_model, record, serving
+from tests.monitor.page_support import (
+    JOIN,
+    MARKUP,
+    NOW,
+    Site,
+    assessment,
+    crowd,
+    healthy,
+    history,
+    one_model,
+    record,
+    serving,
+)
 
 STATIC = Path(pages.__file__).with_name("static")
 
@@ -61,7 +73,10 @@ def rows(page: str) -> int:
 def test_says_what_is_wrong_and_since_when(site: Site) -> None:
     text = Reader(get(site.url)[2]).text
     assert "org/Meadow-70B-Instruct broken" in text
-    assert "It does not work now: nobody announces blocks 78:80; no server answers for blocks 68:74. Broken for 2 h" in text
+    assert (
+        "It does not work now: nobody announces blocks 78:80; no server answers for blocks 68:74. Broken for 2 h"
+        in text
+    )
     assert "nobody announces it: 2 blocks (78:80)" in text
     assert "one server: 6 blocks (66:68, 74:78)" in text
 
@@ -80,12 +95,15 @@ def test_gives_the_exact_commands_to_join_and_to_use(site: Site) -> None:
     assert detail.join_command in text
     assert "--blocks 68:74" in detail.join_command
     assert f'initial_peers=["{JOIN}"]' in text
-    assert f"swarm-generate org/Meadow-70B-Instruct --prompt 'Once upon a time' --network public --initial-peers {JOIN}" in text
+    assert (
+        f"swarm-generate org/Meadow-70B-Instruct --prompt 'Once upon a time' --network public --initial-peers {JOIN}"
+        in text
+    )
 
 
 def test_the_python_on_the_page_is_python() -> None:
     (detail,) = one_model().details.values()
-    compile(view.use(detail, "public", (JOIN,)).python, "page", "exec")
+    compile(view.use(detail, "public").python, "page", "exec")
 
 
 def test_markup_in_names_versions_and_devices_is_text(site: Site) -> None:
@@ -106,7 +124,7 @@ def test_markup_in_what_is_asked_for_is_text(site: Site) -> None:
 def test_a_name_that_is_no_hub_id_gets_into_no_command() -> None:
     shown = assessment([record(1, 0, 4, model='"); import os; ("', n_blocks=4)])
     (detail,) = shown.details.values()
-    use = view.use(detail, "public", (JOIN,))
+    use = view.use(detail, "public")
     assert "import os" not in use.python + use.command
     assert '"MODEL"' in use.python
 
@@ -241,7 +259,8 @@ def test_broken_since_is_when_the_last_run_of_broken_points_began() -> None:
 
 def test_an_empty_history_says_nothing() -> None:
     empty = history(None, "24h").model_copy(update={"points": ()})
-    assert view.past(empty, broken=True) == view.Past("24h", None, None, ())
+    assert view.past(empty, broken=True) == view.Past(None, None, ())
+    assert view.past(None, broken=True) == view.Past(None, None, ())
 
 
 @pytest.mark.parametrize(
@@ -253,8 +272,8 @@ def test_an_empty_history_says_nothing() -> None:
         (wording.figure(8192), "8,192"),
         (wording.figure(12345), "12.3k"),
         (wording.figure(41_000_000), "41M"),
-        (wording.figure(None), "–"),
-        (wording.rate(None), "–"),
+        (wording.figure(None), wording.NOT_KNOWN),
+        (wording.rate(None), wording.NOT_KNOWN),
         (wording.share(0.9999), "99.9 %"),
         (wording.share(1.0), "100 %"),
         (wording.took(410.0), "410 ms"),

@@ -3,7 +3,10 @@
 "use strict";
 (() => {
   const REFRESH_MIN_MS = 3000; // a busy swarm changes all the time
+  const REFUSED_MS = 30000;
   const HISTORY_MIN_MS = 120000; // the history's own step
+  const PLOT_HEIGHT = 170;
+  const PLOT_WIDTH_MIN = 160;
   const SERIES = { coverage: (v) => v * 100 };
 
   const root = document.documentElement;
@@ -49,6 +52,7 @@
       const answer = await fetch(location.href, { cache: "no-cache", signal: AbortSignal.timeout(15000) });
       if (!answer.ok && answer.status !== 404) throw new Error(answer.status);
       show(new DOMParser().parseFromString(await answer.text(), "text/html"));
+      if (wanted === -1) wanted = Number(document.body.dataset.revision);
     } catch {
       wanted = Number(document.body.dataset.revision); // the next event tries again
     } finally {
@@ -60,13 +64,14 @@
   function show(fresh) {
     const status = () => document.getElementById("status")?.dataset.status;
     const before = status();
+    const source = fresh.querySelector(".charts")?.dataset.history;
     document.title = fresh.title;
     morph(document.body, fresh.body);
     if (status() !== before && status()) {
       announcer.textContent = `Now ${status()}. ${document.getElementById("status").textContent.trim()}`;
     }
     tellAges();
-    if (performance.now() - drawnAt > HISTORY_MIN_MS) drawHistory();
+    watchCharts(source);
   }
 
   function listen() {
@@ -77,13 +82,18 @@
       live.textContent = text;
     };
     events.addEventListener("open", () => tell(true, "live"));
-    events.addEventListener("error", () => tell(false, "reconnecting"));
+    events.addEventListener("error", () => {
+      tell(false, "reconnecting");
+      if (events.readyState !== EventSource.CLOSED) return; // the browser tries again
+      setTimeout(listen, REFUSED_MS * (1 + Math.random())); // too many listeners: look now and then
+      wanted = -1;
+      refreshSoon();
+    });
     events.addEventListener("state", (event) => {
       tell(true, "live");
       wanted = JSON.parse(event.data).revision;
       refreshSoon();
     });
-    document.addEventListener("visibilitychange", refreshSoon);
   }
 
   function tellAges() {
@@ -173,8 +183,8 @@
     };
     const axis = { size: 28, stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "13px system-ui" };
     const options = {
-      width: Math.max(160, box.clientWidth),
-      height: 170,
+      width: Math.max(PLOT_WIDTH_MIN, box.clientWidth),
+      height: PLOT_HEIGHT,
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, sync: { key: "history" } },
       scales: { x: {}, y: { range: (plot, low, high) => [0, key === "coverage" ? 100 : Math.max(1, (high ?? 0) * 1.15)] } },
@@ -190,17 +200,20 @@
     return plot;
   }
 
-  function watchCharts() {
+  const resized = new ResizeObserver(() => {
+    for (const plot of plots) {
+      const width = Math.max(PLOT_WIDTH_MIN, plot.root.parentElement.clientWidth);
+      if (width !== plot.width) plot.setSize({ width, height: PLOT_HEIGHT });
+    }
+  });
+
+  function watchCharts(source) {
     const box = document.querySelector(".charts");
     if (!box) return;
-    new ResizeObserver(() => {
-      for (const plot of plots) {
-        const width = Math.max(160, plot.root.parentElement.clientWidth);
-        if (width !== plot.width) plot.setSize({ width, height: 170 });
-      }
-    }).observe(box);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-    drawHistory();
+    resized.observe(box);
+    const another = source !== undefined && source !== box.dataset.history; // "/" may show another model by now
+    if (another) box.dataset.history = source;
+    if (another || performance.now() - drawnAt > HISTORY_MIN_MS) drawHistory();
   }
 
   // ----------------------------------------------------------------------------------------------------------------
@@ -213,5 +226,7 @@
   tellAges();
   setInterval(tellAges, 5000);
   watchCharts();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   listen();
+  document.addEventListener("visibilitychange", refreshSoon);
 })();
