@@ -7,22 +7,22 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def rate(tps: float | None) -> str:
-    """Say a throughput: 7.25 -> "7.3 tok/s", 12345.0 -> "12.3k tok/s"; None was not measured."""
+    """Say a throughput: 7.25 -> "7.2 tok/s", 12345.0 -> "12.3k tok/s"; None was not measured."""
     return NOT_KNOWN if tps is None else f"{figure(tps)} tok/s"
 
 
 def figure(value: float | None) -> str:
-    """Say a number in at most four digits: 7.25 -> "7.3", 950.4 -> "950", 12345 -> "12.3k", 4100000 -> "4.1M"."""
+    """Say a number in about three digits: 7.25 -> "7.2", 950.4 -> "950", 8192 -> "8,192", 12345 -> "12.3k"."""
     if value is None:
         return NOT_KNOWN
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size * 9.995:
+    for unit, size, least in (("G", 1e9, 0.9995e9), ("M", 1e6, 0.9995e6), ("k", 1e3, 9.9995e3)):
+        if value >= least:
             return f"{_short(value / size)}{unit}"
     return f"{value:,.0f}" if value >= 1000 else _short(value)
 
 
 def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}".removesuffix(".0")
 
 
 def share(value: float | None) -> str:

@@ -268,9 +268,12 @@ def test_an_empty_history_says_nothing() -> None:
     [
         (wording.figure(7.25), "7.2"),
         (wording.figure(20.0), "20"),
+        (wording.figure(57.04), "57"),
         (wording.figure(950.4), "950"),
         (wording.figure(8192), "8,192"),
         (wording.figure(12345), "12.3k"),
+        (wording.figure(999_400), "999k"),
+        (wording.figure(3_375_478), "3.4M"),
         (wording.figure(41_000_000), "41M"),
         (wording.figure(None), wording.NOT_KNOWN),
         (wording.rate(None), wording.NOT_KNOWN),
