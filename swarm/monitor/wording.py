@@ -3,12 +3,13 @@
 from datetime import UTC, datetime
 
 NOT_KNOWN = "\N{EN DASH}"
+_NBSP = "\N{NO-BREAK SPACE}"  # keeps a number and its unit on one line
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def rate(tps: float | None) -> str:
     """Say a throughput: 7.25 -> "7.2 tok/s", 12345.0 -> "12.3k tok/s"; None was not measured."""
-    return NOT_KNOWN if tps is None else f"{figure(tps)} tok/s"
+    return NOT_KNOWN if tps is None else f"{figure(tps)}{_NBSP}tok/s"
 
 
 def figure(value: float | None) -> str:
@@ -30,7 +31,7 @@ def share(value: float | None) -> str:
     if value is None:
         return NOT_KNOWN
     percent = int(value * 1000) / 10 if value < 1 else 100.0
-    return f"{percent:.0f} %" if percent == int(percent) else f"{percent:.1f} %"
+    return f"{percent:.0f}{_NBSP}%" if percent == int(percent) else f"{percent:.1f}{_NBSP}%"
 
 
 def span(blocks: tuple[int, int]) -> str:
@@ -42,7 +43,7 @@ def took(ms: float | None) -> str:
     """Say a short time: 410 -> "410 ms", 1240 -> "1.2 s"."""
     if ms is None:
         return NOT_KNOWN
-    return f"{ms:.0f} ms" if ms < 999.5 else f"{ms / 1000:.1f} s"
+    return f"{ms:.0f}{_NBSP}ms" if ms < 999.5 else f"{ms / 1000:.1f}{_NBSP}s"
 
 
 def lasting(seconds: float | None) -> str:
@@ -50,12 +51,12 @@ def lasting(seconds: float | None) -> str:
     if seconds is None:
         return NOT_KNOWN
     if seconds < 2 * _MINUTE_S:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f}{_NBSP}s"
     if seconds < 2 * _HOUR_S:
-        return f"{seconds // _MINUTE_S:.0f} min"
+        return f"{seconds // _MINUTE_S:.0f}{_NBSP}min"
     if seconds < 2 * _DAY_S:
-        return f"{seconds // _HOUR_S:.0f} h"
-    return f"{seconds // _DAY_S:.0f} days"
+        return f"{seconds // _HOUR_S:.0f}{_NBSP}h"
+    return f"{seconds // _DAY_S:.0f}{_NBSP}days"
 
 
 def moment(at: float) -> str:
