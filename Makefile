@@ -53,7 +53,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 $(HEALTH): $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health,browser]'
 	touch $@
 
 clean:

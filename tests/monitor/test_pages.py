@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 import pytest
 
+pytest.importorskip("fastapi", reason="needs pip install 'swarm-inference[health]'")
+
 from swarm.monitor import pages, view, wording
 from swarm.monitor.state import BlockState
 from tests.monitor.page_support import (

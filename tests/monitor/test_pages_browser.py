@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi", reason="needs pip install 'swarm-inference[health]'")
+
 from tests.monitor.page_support import Site, assessment, crowd, healthy, one_model, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
