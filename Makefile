@@ -58,7 +58,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 $(HEALTH): $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health,browser]'
 	touch $@
 
 # Everything that the project may install, on any platform, with the hashes of every file that the index has of it.

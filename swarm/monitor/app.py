@@ -1,4 +1,4 @@
-"""The API: what the monitor knows, over HTTP, for people's pages and for machines. It reads nothing and writes nothing.
+"""What the monitor knows, over HTTP: the page for people, the API for machines. It reads nothing and writes nothing.
 
 Bodies are made when something changes, not when somebody asks; see `swarm.monitor.service`.
 """
@@ -10,14 +10,17 @@ from typing import Annotated
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from swarm.monitor import pages
 from swarm.monitor.metrics import CONTENT_TYPE
 from swarm.monitor.service import EVENT_CLIENTS_MAX, Monitor
 from swarm.monitor.state import Health, History, ModelDetail, State, Status, Window
 from swarm.version import __version__
 
 KEEP_ALIVE_S = 15.0
+COMPRESSED_MIN = 1024  # bytes; less is not worth it
 RETRY_MS = 5000
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -45,9 +48,11 @@ def make_app(monitor: Monitor) -> FastAPI:
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
     )
+    app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_MIN, compresslevel=6)  # not for server-sent events
     app.add_middleware(Headers)
     _add_api(app, monitor)
     _add_operations(app, monitor)
+    _add_pages(app, monitor)
     return app
 
 
@@ -106,6 +111,20 @@ def _add_operations(app: FastAPI, monitor: Monitor) -> None:
         status = detail.summary.status if detail is not None else None
         headers = {"Cache-Control": "max-age=60"}
         return Response(badge_svg(status), 200 if detail else 404, headers, media_type="image/svg+xml")
+
+
+def _add_pages(app: FastAPI, monitor: Monitor) -> None:
+    def state() -> State:
+        return monitor.published.assessment.state
+
+    def detail(root: str) -> ModelDetail | None:
+        return monitor.published.assessment.details.get(root)
+
+    async def history(root: str | None, window: Window) -> History | None:
+        body = await monitor.history(root, window)
+        return History.model_validate_json(body) if body is not None else None
+
+    app.include_router(pages.router(state, detail, history))
 
 
 async def _events(monitor: Monitor) -> AsyncIterator[bytes]:
