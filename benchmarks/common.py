@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm.blocks import Blocks
-from swarm.client.route import Hop
+from swarm.client.route import Hop, Route
+from swarm.client.router import Router
 from swarm.client.swarm import Swarm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,26 +48,36 @@ def tiny_llama(directory: Path, n_blocks: int, seed: int = SEED) -> PreTrainedMo
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
-class ByHand(Swarm):
-    """A client whose next session takes the route that it is told."""
+class ByHand(Router):
+    """Lets a client's next session take the route that it is told."""
 
     by_hand: tuple[Hop, ...] | None = None
 
     @classmethod
     def take_over(cls, swarm: Swarm) -> "ByHand":
-        """Turn a client that has joined into one of these."""
-        swarm.__class__ = cls
-        assert isinstance(swarm, cls)
-        return swarm
+        """Turn the router of a client that has joined into one of these."""
+        swarm._router.__class__ = cls
+        assert isinstance(swarm._router, cls)
+        return swarm._router
 
-    def servers_in_turn(self, peers: Sequence[str], cuts: Sequence[Blocks]) -> tuple[Hop, ...]:
+    async def servers_in_turn(self, peers: Sequence[str], cuts: Sequence[Blocks]) -> tuple[Hop, ...]:
         """Return the route that runs `cuts[i]` on `peers[i]`, from what they announce."""
-        survey = self._loop.run(self._directory.survey(self._checkpoint.root, self._checkpoint.n_blocks))
+        survey = await self._look_up()
         known = {signed.announcement.peer_id: signed for signed in survey.servers}
         return tuple(Hop(known[peer], blocks) for peer, blocks in zip(peers, cuts, strict=False))
 
-    async def _plan(self, blocks: Blocks, avoid: Sequence[str]) -> tuple[Hop, ...]:
-        return self.by_hand if self.by_hand is not None else await super()._plan(blocks, avoid)
+    async def plan(
+        self,
+        blocks: Blocks,
+        avoid: Collection[str] = (),
+        numeric_class: str | None = None,
+        *,
+        positions_needed: int = 0,
+    ) -> Route:
+        """As told, or as planned."""
+        if self.by_hand is None:
+            return await super().plan(blocks, avoid, numeric_class, positions_needed=positions_needed)
+        return Route(self.by_hand, self._request(blocks, avoid))
 
 
 def decoder_step(model: PreTrainedModel, cache: object, prompt: Tensor) -> Callable[[], None]:

@@ -81,7 +81,7 @@ def measure_routes(
         client = ByHand.take_over(model.backend)
         works = {"local": decoder_step(local, DynamicCache(config=local.config), prompt)}
         for hops in HOPS:
-            client.by_hand = client.servers_in_turn(peers, even_cuts(n_blocks, hops))
+            client.by_hand = model.backend._loop.run(client.servers_in_turn(peers, even_cuts(n_blocks, hops)))
             works[_name(hops)] = decoder_step(model, model.new_cache(), prompt)
         interleaved(WARM_UP, works)
         steps = interleaved(tokens, works)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,9 +14,9 @@ from swarm.blocks import Blocks
 from swarm.client.live import SessionPlan
 from swarm.client.route import Hop
 from swarm.client.runtime import LoopThread
-from swarm.client.session import Session, Sessions
+from swarm.client.session import Session
+from swarm.client.sessions import Sessions
 from swarm.client.swarm import WaitingSession
-from swarm.errors import NoRoute
 from swarm.identity import Identity
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
@@ -38,7 +38,7 @@ def measure_software(count: int, warm_up: int, hidden_size: int) -> dict[str, Sa
     loop = LoopThread()
     try:
         ring = loop.run(_open(hidden_size))
-        waiting = WaitingSession(loop, ring.session)
+        waiting = WaitingSession(loop, ring.opened)
         hidden = torch.randn(1, 1, hidden_size)
         samples = {name: Samples(name) for name in NAMES}
         for number in range(warm_up + count):
@@ -59,6 +59,10 @@ class _Ring:
     def __init__(self, session: Session, served: "_Wire") -> None:
         self.session = session
         self._served = served
+
+    async def opened(self, _: int) -> Session:
+        """As `Router.open`."""
+        return self.session
 
     async def step(self, hidden: Tensor, keep: int) -> tuple[float, float]:
         """Run one step. Returns seconds that the server took, and that the client took."""
@@ -89,12 +93,12 @@ async def _open(hidden_size: int) -> _Ring:
     plan = SessionPlan(
         root=ROOT_HASH, positions_max=POSITIONS_MAX, rollback_max=0, step_timeout_s=60.0, wait_for_blocks_s=0.0
     )
-    session = await sessions.open(plan, [hop], _nobody)
+
+    async def planner(*_: object) -> tuple[Hop, ...]:
+        return (hop,)
+
+    session = await sessions.open(plan, BLOCKS, planner)
     return _Ring(session, back)
-
-
-async def _nobody(blocks: Blocks, avoid: Collection[str]) -> tuple[Hop, ...]:
-    raise NoRoute("ring", tuple(blocks), f"without {len(avoid)} peers there is nobody here")
 
 
 class _Wire:

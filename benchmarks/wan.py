@@ -79,7 +79,7 @@ def measure(
     with model:
         client = ByHand.take_over(model.backend)
         peers = [server.ready["peer_id"] for server in swarm.servers]
-        client.by_hand = client.servers_in_turn(peers, even_cuts(N_BLOCKS, HOPS))
+        client.by_hand = model.backend._loop.run(client.servers_in_turn(peers, even_cuts(N_BLOCKS, HOPS)))
         steps = {
             "token, local": decoder_step(local, DynamicCache(config=local.config), prompt),
             "token, ring": decoder_step(model, model.new_cache(), prompt),
