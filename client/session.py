@@ -33,6 +33,7 @@ HOLDERS_S = 8.0  # how long those who announce missing blocks, but failed, are a
 DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
 WAIT_POLL_S = 1.0
+WAITS_COUNTED = 16  # by then it is the longest pause, and 2 ** waits stays a number
 
 FromHop = (
     wire.Opened
@@ -283,7 +284,7 @@ class Session:
         patience_s = max(self._plan.wait_for_blocks_s, HOLDERS_S if mending.without else 0.0)
         if full or self._loop.time() - mending.began < patience_s:
             await asyncio.sleep(min(WAIT_POLL_S, WAIT_FIRST_S * 2**mending.waits))
-            mending.waits += 1
+            mending.waits = min(mending.waits + 1, WAITS_COUNTED)
             mending.without.clear()
         elif last is None:
             raise nobody

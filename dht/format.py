@@ -1,13 +1,15 @@
 """What every reader of the DHT shares: the form of an answer, and the bounds of a call. Neither hivemind nor libp2p."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 
 import msgpack
 
 from swarm.dht.records import RECORD_BYTES_MAX, packed_text
 from swarm.dht.sealing import SEAL_BYTES
 from swarm.dht.storage import SUBKEYS_MAX
-from swarm.dht.validator import Entry, pack_value
+from swarm.dht.validator import Entry, RecordGate, pack_value
+from swarm.errors import RecordError, RecordExpired
 
 BUCKET_SIZE = 20
 REPLICAS = 5
@@ -15,6 +17,7 @@ CALL_TIMEOUT_S = 3.0
 KEYS_MAX = 4  # keys in one find: 4 full keys fill half of p2pd's largest message, 4 MiB
 FALSE_MAX = 8  # forged or misplaced records in one answer; then the rest of it is not looked at
 NEIGHBOURS_MAX = 2 * BUCKET_SIZE  # in one answer for one key
+FOUND_MAX = 4096  # records that one search keeps per key
 VERIFY_SLICE = 24  # records checked without a pause: about 2 ms
 RATE, BURST = 50.0, 400.0  # others' calls a second, per peer; a stored entry counts like a call
 _DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subkeys
@@ -39,6 +42,34 @@ def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
         return [(packed_text(s), v, e) for s, v, e in items if _is_item(s, v, e)]
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
         return []
+
+
+async def believe(gate: RecordGate, key: bytes, value: bytes, slice_records: int = VERIFY_SLICE) -> list[Entry]:
+    """Pick the records that hold out of an answer for one key, `slice_records` at a time without a pause."""
+    believed: list[Entry] = []
+    false = 0
+    for i, (subkey, packed, expiration) in enumerate(unpack_dictionary(value)):
+        try:
+            believed.append(gate.admit(key, subkey, packed, expiration))
+        except RecordExpired:  # clocks differ a little: nobody's fault
+            pass
+        except RecordError:
+            false += 1
+            if false >= FALSE_MAX:
+                break
+        if i % slice_records == slice_records - 1:
+            await asyncio.sleep(0)
+    return believed
+
+
+def merge(into: dict[str, Entry], entries: Iterable[Entry]) -> None:
+    """Add what was found in one place more: the newest record in each place of a key wins."""
+    for entry in entries:
+        held = into.get(entry.place.subkey)
+        if held is None and len(into) >= FOUND_MAX:
+            continue
+        if held is None or held.place.rank < entry.place.rank:
+            into[entry.place.subkey] = entry
 
 
 def _is_item(subkey: object, value: object, expiration: object) -> bool:

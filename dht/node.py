@@ -24,7 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from swarm.access import EVERYBODY, Access
-from swarm.dht.format import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS
+from swarm.dht.format import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS, merge
 from swarm.dht.protocol import STORES_MAX, SwarmProtocol
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.storage import RecordStorage
@@ -41,7 +41,6 @@ MAINTAIN_S = 15.0  # how often neighbours are looked at, and initial peers calle
 GET_KEYS_MAX = 16  # keys in one search; more are looked up one search after the other
 GET_BEAM = 2 * REPLICAS  # nodes that a search asks for one key
 SEARCH_WORKERS = 4
-FOUND_MAX = 4096  # records that one search keeps per key
 INITIAL_PEERS_MAX = 32
 OWN_MAX = 256  # of our own entries, which are stored again when p2pd was replaced
 
@@ -184,7 +183,7 @@ class SwarmNode:
         """Ask the nodes nearest to each key and merge what they hold: the newest record in each place wins."""
         found: dict[DHTID, dict[str, Entry]] = {key: {} for key in keys}
         for key in keys:
-            _merge(found[key], self.storage.entries(key.to_bytes()))
+            merge(found[key], self.storage.entries(key.to_bytes()))
         table = running.protocol.routing_table
         peers: dict[DHTID, PeerID] = {}
         for key in keys:
@@ -193,7 +192,7 @@ class SwarmNode:
         async def neighbours(node: DHTID, queries: Sequence[DHTID]) -> dict[DHTID, tuple[tuple[DHTID, ...], bool]]:
             answers = await running.dht._call_find_with_blacklist(peers[node], list(queries)) or {}
             for key, (entries, near) in answers.items():
-                _merge(found[key], entries)
+                merge(found[key], entries)
                 peers.update(near)
             return {key: (tuple(answers[key][1]) if key in answers else (), False) for key in queries}
 
@@ -365,12 +364,3 @@ async def _background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
         task = group.create_task(work)
         yield
         task.cancel()
-
-
-def _merge(into: dict[str, Entry], entries: Sequence[Entry]) -> None:
-    for entry in entries:
-        held = into.get(entry.place.subkey)
-        if held is None and len(into) >= FOUND_MAX:
-            continue
-        if held is None or held.place.rank < entry.place.rank:
-            into[entry.place.subkey] = entry

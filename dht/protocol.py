@@ -29,20 +29,19 @@ from swarm.dht.format import (
     BUCKET_SIZE,
     BURST,
     CALL_TIMEOUT_S,
-    FALSE_MAX,
     KEYS_MAX,
     NEIGHBOURS_MAX,
     RATE,
     REPLICAS,
     VERIFY_SLICE,
+    believe,
     pack_dictionary,
-    unpack_dictionary,
 )
 from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.records import packed_text
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
-from swarm.errors import InvalidMessage, RecordError, RecordExpired
+from swarm.errors import InvalidMessage, RecordError
 
 DEPTH_MODULO = 5
 CALLS_MAX = 64  # our own calls at one time
@@ -226,25 +225,9 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         for key, result in zip(keys, response.results, strict=True):
             entries: tuple[Entry, ...] = ()
             if result.type == dht_pb2.FOUND_DICTIONARY:
-                entries = await self._believed(key.to_bytes(), result.value)
+                entries = tuple(await believe(self.gate, key.to_bytes(), result.value))
             answers[key] = entries, _neighbours(result)
         return answers
-
-    async def _believed(self, key: bytes, value: bytes) -> tuple[Entry, ...]:
-        """Pick the records that hold out of an answer, in slices."""
-        believed, false = [], 0
-        for i, (subkey, packed, expiration) in enumerate(unpack_dictionary(value)):
-            try:
-                believed.append(self.gate.admit(key, subkey, packed, expiration))
-            except RecordExpired:  # clocks differ a little: nobody's fault
-                pass
-            except RecordError:
-                false += 1
-                if false >= FALSE_MAX:
-                    break
-            if i % VERIFY_SLICE == VERIFY_SLICE - 1:
-                await asyncio.sleep(0)
-        return tuple(believed)
 
     async def _call(self, peer: PeerID, method: str, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
         """Make one call and note whether the peer is alive. None stands for any failure."""

@@ -8,7 +8,7 @@ gives to one asker.
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,18 +20,18 @@ from swarm.access import EVERYBODY, Access
 from swarm.dht.format import (
     BURST,
     CALL_TIMEOUT_S,
-    FALSE_MAX,
     KEYS_MAX,
     NEIGHBOURS_MAX,
     RATE,
     REPLICAS,
-    unpack_dictionary,
+    believe,
+    merge,
 )
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
 from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.validator import Clock, Entry, RecordGate
-from swarm.errors import RecordError, RecordExpired, SwarmError, Unreachable
+from swarm.errors import SwarmError, Unreachable
 
 if TYPE_CHECKING:
     from swarm.dht.light.host import LightHost  # py-libp2p: only where it runs
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 7.0
 GET_TIMEOUT_S = 20.0
 BEAM = 2 * REPLICAS  # nodes that are asked for one key
-FOUND_MAX = 4096  # records kept per key
 VERIFY_SLICE = 8  # records checked without a pause: about 2 ms; a web server shares this loop
 NODES_MAX = 1024  # remembered between searches
 INITIAL_PEERS_MAX = 32
@@ -156,27 +155,14 @@ class LightStore:
         search.answers += 1
         for key, result in zip(keys, answer.results, strict=False):
             if result.type == FOUND_DICTIONARY:
-                _merge(search.found[key], await self._believed(key, result.value))
+                merge(search.found[key], await self._believed(key, result.value))
             for near in list(result.nearest_peer_ids)[:NEIGHBOURS_MAX]:
                 if len(near) <= 64 and len(search.known) < NODES_MAX:
                     search.known.setdefault(bytes(near), peer)
 
     async def _believed(self, key: bytes, value: bytes) -> list[Entry]:
-        """Pick the records that hold out of an answer, in slices."""
-        believed, false = [], 0
         async with self._verifying:  # many answers at once must not each take a slice of one turn of the loop
-            for i, (subkey, packed, expiration) in enumerate(unpack_dictionary(value)):
-                try:
-                    believed.append(self.gate.admit(key, subkey, packed, expiration))
-                except RecordExpired:  # clocks differ a little: nobody's fault
-                    pass
-                except RecordError:
-                    false += 1
-                    if false >= FALSE_MAX:
-                        break
-                if i % VERIFY_SLICE == VERIFY_SLICE - 1:
-                    await asyncio.sleep(0)
-        return believed
+            return await believe(self.gate, key, value, VERIFY_SLICE)
 
     def _remember(self, search: _Search) -> None:
         """Keep who answered, and who was only named while there is room; the next search begins there."""
@@ -229,12 +215,3 @@ class LightStore:
 def _position(peer: bytes) -> int:
     """Return a node's place in the key space: others could choose an id, and cannot choose a hash."""
     return int.from_bytes(hashlib.sha1(peer, usedforsecurity=False).digest())
-
-
-def _merge(into: dict[str, Entry], entries: Iterable[Entry]) -> None:
-    for entry in entries:
-        held = into.get(entry.place.subkey)
-        if held is None and len(into) >= FOUND_MAX:
-            continue
-        if held is None or held.place.rank < entry.place.rank:
-            into[entry.place.subkey] = entry

@@ -289,3 +289,23 @@ def test_a_journal_folds_and_still_tells_the_past():
     pieces = journal.past_after(step)
     assert torch.equal(torch.cat([piece.hidden for piece in pieces], dim=1), before_last)
     assert len(journal._entries) <= STEPS_UNFOLDED_MAX
+
+
+def test_a_wait_may_be_as_long_as_it_likes(checkpoint, full, monkeypatch):
+    monkeypatch.setattr(session_module, "WAIT_POLL_S", 0.0)
+    looks = 0
+    wait = session_module.Session._wait_for_somebody
+
+    async def counted(self, mending, nobody):
+        nonlocal looks
+        looks += 1
+        if looks == 1200:
+            swarm.serve_later("0:6")
+        await wait(self, mending, nobody)
+
+    monkeypatch.setattr(session_module.Session, "_wait_for_somebody", counted)
+    with inprocess(checkpoint) as swarm, swarm.client(wait_for_blocks_s=60.0, step_timeout_s=60.0) as model:
+        swarm.serve_later = lambda blocks: threading.Thread(target=swarm.serve, args=(blocks,)).start()
+        with torch.no_grad():
+            assert torch.equal(model(ONE).logits, full(ONE).logits)
+    assert looks >= 1200

@@ -15,8 +15,8 @@ import uvloop
 from swarm.dht import node as node_module
 from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
-from swarm.dht.format import pack_dictionary
-from swarm.dht.node import NodeConfig, SwarmNode, _merge, open_node
+from swarm.dht.format import believe, merge, pack_dictionary
+from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
 from swarm.identity import Identity
@@ -316,7 +316,7 @@ async def test_a_full_key_is_verified_in_slices(tmp_path: Path) -> None:
 
         async with asyncio.TaskGroup() as group:
             other = group.create_task(other_work())
-            believed = await boot._running.protocol._believed(entries[0].place.key, pack_dictionary(entries))
+            believed = await believe(boot.gate, entries[0].place.key, pack_dictionary(entries))
             other.cancel()
         assert len(believed) == 256
         assert turns >= 256 // 24
@@ -401,5 +401,5 @@ def test_of_two_nodes_answers_the_newer_record_counts() -> None:
     for answers in ((old, new), (new, old)):
         found: dict[str, Entry] = {}
         for answer in answers:
-            _merge(found, (answer,))
+            merge(found, (answer,))
         assert list(found.values()) == [new]
