@@ -29,8 +29,9 @@ help:
 demo: $(STAMP)
 	$(BIN)/swarm-demo
 
+# A file's tests run one after another, two files at a time.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 test-long: $(HEALTH)
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)

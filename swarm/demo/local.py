@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 from swarm.errors import SwarmError
 from swarm.identity import Identity
@@ -38,28 +38,65 @@ class Place:
     env: dict[str, str] = field(default_factory=dict)
 
 
+class Launched(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        ...
+
+
+Launch = Callable[[Place, str, Sequence[str], dict[str, str], BinaryIO], Launched]
+
+
+def launch(place: Place, module: str, arguments: Sequence[str], env: dict[str, str], log: BinaryIO) -> Launched:
+    """Run a module of the swarm in a process of its own that cannot outlive this one, and prints into `log`."""
+    line = place.prefix + command(
+        *(sys.executable, "-m", module, *arguments), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=MEMORY_BYTES_MAX
+    )
+    # In a process group of its own: Ctrl-C is for us, and we end our children in order.
+    return subprocess.Popen(  # noqa: S603 - our own commands
+        line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0
+    )
+
+
 class LocalProcess:
     """One command of the swarm, in a process of its own that cannot outlive this one."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], place: Place, env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        place: Place,
+        env: dict[str, str],
+        launch: Launch = launch,
+    ) -> None:
         self.name = name
         self.log = place.folder / f"{name}.log"
         self._ready_file = place.folder / f"{name}.json"
-        line = place.prefix + command(
-            sys.executable,
-            "-m",
-            module,
-            *arguments,
-            "--ready-file",
-            str(self._ready_file),
-            descriptors_max=DESCRIPTORS_MAX,
-            data_bytes_max=MEMORY_BYTES_MAX,
-        )
-        # In a process group of its own: Ctrl-C is for us, and we end our children in order.
+        arguments = (*arguments, "--ready-file", str(self._ready_file))
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(  # noqa: S603 - our own commands
-                line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env | place.env, process_group=0
-            )
+            self.process = launch(place, module, arguments, env | place.env, log)
         self.started_at = time.monotonic()
         self._asked = False
         self.ready: dict[str, Any] = {}
@@ -111,7 +148,8 @@ class LocalSwarm:
 
     spans: block ranges such as "0:4", one server each. options: more arguments for every server.
     host: what all of them listen on. identities: of processes by their names ("bootstrap", "server-0", ...); others
-    make their own. on_start: called with each process's name as it is started, for people who watch.
+    make their own. on_start: called with each process's name as it is started, for people who watch. launch: starts
+    the processes.
     """
 
     def __init__(
@@ -126,6 +164,7 @@ class LocalSwarm:
         host: str = "127.0.0.1",
         identities: Mapping[str, Identity] | None = None,
         on_start: Callable[[str], None] = lambda name: None,
+        launch: Launch = launch,
     ) -> None:
         self.model = str(model)
         self.network = network
@@ -138,6 +177,7 @@ class LocalSwarm:
         self._host = host
         self._identities = dict(identities or {})
         self._on_start = on_start
+        self._launch = launch
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
@@ -181,7 +221,7 @@ class LocalSwarm:
         if name in self._identities:
             self._identities[name].save(identity)
         common = ("--listen", f"{place.host}:0", "--identity", str(identity), *self._common)
-        process = LocalProcess(name, module, (*common, *arguments), place, self._env)
+        process = LocalProcess(name, module, (*common, *arguments), place, self._env, self._launch)
         self._processes.append(process)
         return process
 

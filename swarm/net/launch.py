@@ -24,8 +24,8 @@ def command(program: str, *args: str, descriptors_max: int, data_bytes_max: int)
     return (sys.executable, "-I", "-S", str(Path(__file__)), *limits, program, *args)
 
 
-def become(parent: int, descriptors_max: int, data_bytes_max: int, argv: list[str]) -> None:
-    """Set the limits and replace this process by `argv`. Returns only if the parent is already gone."""
+def bind(parent: int, descriptors_max: int, data_bytes_max: int) -> bool:
+    """Set the limits, and let this process end with its parent. Returns False if that is already gone."""
     for kind, value in ((resource.RLIMIT_NOFILE, descriptors_max), (resource.RLIMIT_DATA, data_bytes_max)):
         hard = resource.getrlimit(kind)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -33,9 +33,8 @@ def become(parent: int, descriptors_max: int, data_bytes_max: int, argv: list[st
             resource.setrlimit(kind, (limit, limit))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == parent:  # else it died before the line above
-        os.execv(argv[0], argv)  # noqa: S606 - no shell is wanted
+    return os.getppid() == parent  # else it died before the line above
 
 
-if __name__ == "__main__":
-    become(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+if __name__ == "__main__" and bind(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])):
+    os.execv(sys.argv[4], sys.argv[4:])  # noqa: S606 - no shell is wanted

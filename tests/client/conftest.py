@@ -30,7 +30,7 @@ def full(checkpoint):
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # what it announces lives for a minute
 def swarm(checkpoint):
     with inprocess(checkpoint, "0:1", "1:4", "4:6") as swarm:
         yield swarm

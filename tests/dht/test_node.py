@@ -95,9 +95,10 @@ async def test_a_deaf_connection_to_p2pd_is_noticed(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_closing_a_node_leaves_no_process_and_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+async def test_closing_a_node_leaves_no_process_and_no_folder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path_factory.mktemp("t")  # of a short name: a socket's path has a hundred characters at most
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     async with node(tmp_path, "boot") as boot:
         pid = boot.p2pd_pid

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import threading
 import time
@@ -80,26 +79,36 @@ def test_a_server_that_dies_or_stalls_in_the_middle_is_replaced_and_the_text_is_
 ):
     two_hops.swarm.start_server("3:6").wait_ready()  # either may be used, and the other takes over
     model = two_hops.client()
-    used = used_last(two_hops, model)
+    struck = []
+
+    def strike():
+        struck.append(used_last(two_hops, model))
+        struck[0].process.send_signal(number)
+
     try:
         began = time.monotonic()
-        strike = After(5, lambda: os.kill(used.process.pid, number))
-        got = model.generate(prompt(1, 6), max_new_tokens=40, streamer=strike, **SAME)
+        got = model.generate(prompt(1, 6), max_new_tokens=40, streamer=After(5, strike), **SAME)
         assert torch.equal(got, two_hops.full.generate(prompt(1, 6), max_new_tokens=40, **SAME))
         assert time.monotonic() - began < 20
-        assert model.route[1].peer_id != used.ready["peer_id"]
+        assert model.route[1].peer_id != struck[0].ready["peer_id"]
     finally:
         if number == signal.SIGSTOP:
-            used.process.send_signal(signal.SIGCONT)
+            struck[0].process.send_signal(signal.SIGCONT)
 
 
 def test_a_server_that_is_asked_to_stop_hands_its_sessions_on_before_it_goes(two_hops: World):
     two_hops.swarm.start_server("3:6").wait_ready()
     model = two_hops.client()
-    used = used_last(two_hops, model)
-    text = After(5, used.ask_to_stop)
-    got = model.generate(prompt(1, 6), max_new_tokens=40, streamer=text, **SAME)
+    asked = []
+
+    def stop_in_the_middle():
+        asked.append(used_last(two_hops, model))
+        asked[0].ask_to_stop()
+        eventually(lambda: '"leaving"' in asked[0].log.read_text(), within_s=SOON_S)  # else it might be done before
+
+    got = model.generate(prompt(1, 6), max_new_tokens=40, streamer=After(5, stop_in_the_middle), **SAME)
     assert torch.equal(got, two_hops.full.generate(prompt(1, 6), max_new_tokens=40, **SAME))
+    (used,) = asked
     assert model.route[1].peer_id != used.ready["peer_id"]
     assert used.process.wait(timeout=20) == 0
     events = [json.loads(line) for line in used.log.read_text().splitlines() if line.startswith("{")]
@@ -110,8 +119,7 @@ def test_a_server_that_is_asked_to_stop_hands_its_sessions_on_before_it_goes(two
 
 
 def used_last(world: World, model: PreTrainedModel) -> LocalProcess:
-    """The server that runs the last blocks of a route; the next one will be the same."""
-    model.generate(prompt(1, 6), max_new_tokens=1, **SAME)
+    """The server that runs the last blocks of the running generation."""
     peer = model.route[1].peer_id
     return next(server for server in world.swarm.servers if server.ready["peer_id"] == peer)
 

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,13 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from swarm.blocks import Blocks
-from swarm.demo.local import LocalSwarm
+from swarm.demo.local import LocalProcess, LocalSwarm, launch
 from swarm.errors import NoRoute
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
 from tests.families import make
 from tests.support.hub import Hub
-from tests.support.swarms import World, environment, eventually, join, prompt
+from tests.support.swarms import environment, eventually, join, prompt, world
 
 REPOSITORY = "org/larger"
 SPANS = (Blocks(0, 1), Blocks(1, 6))
@@ -146,13 +146,19 @@ def test_a_span_and_a_clients_part_hold_their_share_of_the_weights(larger: Large
     assert held <= SHARE * larger.n_bytes(None)
 
 
-def test_a_server_process_needs_memory_for_its_share_and_little_else(larger: Larger, started: Started, llama: World):
-    servers = started.swarm.servers
+def test_a_server_process_needs_memory_for_its_share_and_little_else(
+    larger: Larger, started: Started, checkpoint: Callable[[str], Path], home: Path
+):
+    with world(checkpoint("llama"), home, spans=("0:6",), launch=launch) as tiny:
+        compare_memory(larger, started.swarm.servers, tiny.swarm.servers[0])
+
+
+def compare_memory(larger: Larger, servers: Sequence[LocalProcess], tiny: LocalProcess):
     eventually(lambda: all('"online"' in server.log.read_text() for server in servers), within_s=30)
     for server, blocks in zip(servers, SPANS, strict=True):
         assert pss_bytes(server.process.pid) - larger.n_bytes(blocks) <= OVERHEAD_BYTES_MAX
         # Beside a server whose model weighs next to nothing:
-        weights = uss_bytes(server.process.pid) - uss_bytes(llama.swarm.servers[0].process.pid)
+        weights = uss_bytes(server.process.pid) - uss_bytes(tiny.process.pid)
         assert 0.8 * larger.n_bytes(blocks) - NOISE_BYTES <= weights <= SHARE * larger.n_bytes(blocks) + NOISE_BYTES
 
 

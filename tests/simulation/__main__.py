@@ -15,7 +15,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from tests.simulation.run import Outcome, simulate
+from tests.simulation.run import Outcome, settle, simulate
 
 TREE = Path(__file__).parents[2]
 SOURCES = ("swarm", "client", "server", "dht", "tests/simulation")
@@ -92,9 +92,10 @@ def _run(jobs: Sequence[Job], path: Path, processes: int) -> None:
 
 def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
     if processes == 1:
+        settle()
         yield from map(_simulate, jobs)
         return
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, initializer=settle) as pool:
         yield from pool.imap_unordered(_simulate, jobs, chunksize=4)
 
 

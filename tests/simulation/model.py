@@ -91,7 +91,7 @@ class HashSpan:
         n_rows, tokens, _ = hidden.shape
         past = cache.length
         self.cost.add(tokens, len(self.blocks))
-        rows = hidden.tolist()
+        rows = hidden.to(torch.int64).tolist()
         ids = [list(range(past, past + tokens))] if positions is None else positions.tolist()
         masks = None if mask is None else mask.tolist()
         assert masks is None or len(masks[0]) == past + tokens
@@ -131,15 +131,15 @@ def _run_row(block: int, inputs: list[Row], ids: Sequence[int], masks: Sequence[
     factor, weight = 48_271 + 2 * block, 69_621 + 30 * block
     outputs = []
     for (a, b, c, d), position, mask in zip(inputs, ids, masks, strict=True):
-        word = int(a) + 3_571 * int(b) + 12_553 * int(c) + 90_001 * int(d)
+        word = a + 3_571 * b + 12_553 * c + 90_001 * d
         state = (state * factor + word * weight + (position + 1) * 7_919 + mask * 331 + block + 1) % PRIME
         states.append(state)
         outputs.append(
             [
-                (state * 16_807 + int(a) + block) % PRIME,
-                (state * 31_337 + int(b)) % PRIME,
-                (state * 40_692 + int(c)) % PRIME,
-                (state * 65_539 + int(d)) % PRIME,
+                (state * 16_807 + a + block) % PRIME,
+                (state * 31_337 + b) % PRIME,
+                (state * 40_692 + c) % PRIME,
+                (state * 65_539 + d) % PRIME,
             ]
         )
     return outputs

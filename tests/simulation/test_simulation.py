@@ -13,7 +13,7 @@ import pytest
 from swarm.errors import ClockSkew
 from tests.simulation.__main__ import replay
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.run import Outcome, simulate
+from tests.simulation.run import Outcome, settle, simulate
 from tests.simulation.world import Weather
 
 SEEDS = 200
@@ -26,7 +26,8 @@ def described(outcomes: list[Outcome]) -> str:
 
 
 def test_no_token_differs_and_nothing_hangs_whatever_fails():
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # one for each core; every run is on its own
+    spawning = get_context("spawn")
+    with ProcessPoolExecutor(mp_context=spawning, initializer=settle) as pool:  # one for each core
         seeds = range(SEEDS)
         outcomes = list(pool.map(simulate, seeds, [SLOW if seed % 2 else FAST for seed in seeds], chunksize=5))
     bad = [outcome for outcome in outcomes if not outcome.good]

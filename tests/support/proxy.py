@@ -129,6 +129,9 @@ def listening_address_of(pid: int) -> tuple[str, int] | None:
 
 
 def holds_port(pid: int, port: int) -> bool:
-    """Whether one of a process's connections has this local port."""
-    connections = psutil.Process(pid).net_connections(kind="tcp")
+    """Whether one of a process's connections has this local port; a dead one has none."""
+    try:
+        connections = psutil.Process(pid).net_connections(kind="tcp")
+    except psutil.NoSuchProcess:
+        return False
     return any(c.laddr and c.laddr.port == port and c.status != psutil.CONN_LISTEN for c in connections)

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm import AutoDistributedModel
-from swarm.demo.local import LocalSwarm
+from swarm.demo.local import Launch, LocalSwarm
 from swarm.identity import Identity
 from tests.model.rings import save_family
+from tests.support import warm
 
 REPOSITORY = Path(__file__).parents[2]
 SPANS = ("0:1", "1:4", "4:6")
@@ -53,13 +54,14 @@ def world(
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     identities: Mapping[str, Identity] | None = None,
+    launch: Launch = warm.launch,
 ) -> Iterator[World]:
     """Run a swarm on a checkpoint. options: more arguments for every server. identities: by processes' names."""
     full = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     options = ("--dtype", str(dtype).removeprefix("torch."), *options)
     settings = environment(home) | dict(env or {})
     with (
-        LocalSwarm(directory, spans, env=settings, options=options, identities=identities) as swarm,
+        LocalSwarm(directory, spans, env=settings, options=options, identities=identities, launch=launch) as swarm,
         ExitStack() as closing,
     ):
         yield World(directory, full, swarm, closing)
