@@ -154,7 +154,7 @@ class Directory:
         """Return a record of ours as it is stored."""
         gate = self._store.gate
         stored = gate.seal.close(signed.data)
-        return stored, gate.facts(stored)
+        return stored, gate.facts(stored, ours=True)
 
     def _opened(self, stored: bytes) -> SignedAnnouncement:
         gate = self._store.gate

@@ -185,9 +185,9 @@ def open_announcement(
     return _parse(Announcement, data)
 
 
-def open_envelope(data: bytes, *, now: float, network: str) -> Envelope:
+def open_envelope(data: bytes, *, now: float, network: str, verified: bool = False) -> Envelope:
     """Check what holds for records of every protocol version. Raises RecordError like open_announcement."""
-    return _checked(data, _fields(data), now, network, False, 0.0)
+    return _checked(data, _fields(data), now, network, verified, 0.0)
 
 
 def check_expiry(issued: float, expires: float, now: float) -> None:

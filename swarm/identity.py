@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,7 @@ from swarm.errors import BadConfiguration, IdentityInUse
 
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+PEER_IDS_REMEMBERED = 4096  # base58 costs more than all else that is done with a key, but signatures
 _PRIVATE_PREFIX = b"\x08\x01\x12\x40"  # protobuf: key type Ed25519, 64 bytes: seed and public key
 _PUBLIC_PREFIX = b"\x00\x24\x08\x01\x12\x20"  # multihash identity, 36 bytes: key type Ed25519, 32 bytes
 
@@ -110,6 +112,7 @@ def verify(public_key: bytes, domain: bytes, message: bytes, signature: bytes) -
     return True
 
 
+@lru_cache(maxsize=PEER_IDS_REMEMBERED)
 def peer_id_of(public_key: bytes) -> str:
     """Return the libp2p peer id (base58, "12D3KooW...") of a 32-byte Ed25519 public key."""
     return base58.b58encode(_PUBLIC_PREFIX + public_key).decode()

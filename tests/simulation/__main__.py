@@ -6,9 +6,10 @@ changed it starts anew, in another file.
 
 import hashlib
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,13 @@ def _run(jobs: Sequence[Job], path: Path, processes: int) -> None:
 def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
     if processes == 1:
         settle()
-        yield from map(_simulate, jobs)
+        yield from (simulate(*job) for job in jobs)
         return
-    with multiprocessing.get_context("spawn").Pool(processes, initializer=settle) as pool:
-        yield from pool.imap_unordered(_simulate, jobs, chunksize=4)
-
-
-def _simulate(job: Job) -> Outcome:
-    return simulate(*job)
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=settle) as pool:
+        try:
+            yield from (done.result() for done in as_completed([pool.submit(simulate, *job) for job in jobs]))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _report(outcomes: Sequence[Outcome]) -> int:
