@@ -47,10 +47,13 @@ class Avoidance:
         return entry is not None and self._clock() < entry.until
 
     @property
-    def processes(self) -> frozenset[str]:
-        """Whom to avoid now."""
+    def processes(self) -> tuple[str, ...]:
+        """Whom to avoid now, the latest failure first."""
         now = self._clock()
-        return frozenset(key for key, entry in self._entries.items() if isinstance(key, str) and now < entry.until)
+        found = [
+            (entry.failed_at, key) for key, entry in self._entries.items() if isinstance(key, str) and now < entry.until
+        ]
+        return tuple(key for _, key in sorted(found, reverse=True))
 
     def _strike(self, key: str | Edge, first_s: float) -> None:
         now = self._clock()

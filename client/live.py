@@ -24,7 +24,7 @@ from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
 from swarm.wire.journal import Journal, rebuild_messages
 
-CONNECT_TIMEOUT_S = 2.5  # somebody else may be quicker
+CONNECT_TIMEOUTS_S = (1.0, 2.5)  # the first time, when somebody else may be quicker, and when it is asked again
 PING_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the next hop included
 REBUILD_TIMEOUT_S = 120.0
@@ -123,6 +123,7 @@ class LiveRoute:
         self.session = session
         self._numeric_class: str | None = None  # of the whole session, once it stands
         self._relayed: frozenset[int] = frozenset()
+        self._late: set[str] = set()  # processes that did not connect in time
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -302,12 +303,14 @@ class LiveRoute:
     async def _dial(self, index: int) -> None:
         leg = self.legs[index]
         record = leg.hop.announcement
+        timeout_s = CONNECT_TIMEOUTS_S[leg.hop.process in self._late]
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 leg.channel = await self._dialer.connect(remote, record.addresses)
         except TimeoutError:
-            raise leg.broken(f"not connected within {CONNECT_TIMEOUT_S} s") from None
+            self._late.add(leg.hop.process)
+            raise leg.broken(f"not connected within {timeout_s} s") from None
         except NetworkError as error:
             raise leg.broken(str(error)) from None
         self._watch(leg.channel)

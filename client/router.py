@@ -117,17 +117,57 @@ class Router:
         avoid: peers and processes that are out of the question. Those that failed lately are taken if nobody else is.
         """
         request = self._request(blocks, avoid, numeric_class, positions_needed)
-        lately = self._sessions.avoidance.processes
-        if lately - set(avoid):
+        looked_up_at, survey = self._looked_up
+        repairing = numeric_class is not None
+        if repairing or asyncio.get_running_loop().time() - looked_up_at < DIRECTORY_AGE_S:
             with contextlib.suppress(NoRoute):
-                return await self._plan_now(replace(request, avoid={*avoid, *lately}))
-        return await self._plan_now(request)
+                return self._planned(request, survey)
+        try:
+            survey = await self._look_up()
+        except NetworkError as error:
+            if not repairing:
+                raise
+            why = f"the directory cannot be read now ({error})"
+            raise NoRoute(self._model.name, tuple(request.wanted), why) from None
+        try:
+            return self._planned(request, survey)
+        except NoRoute as nobody:
+            if not survey.servers:
+                await self._explain(nobody)
+            if survey.other_protocols:
+                why = f"{nobody.why}; servers of protocol {survey.other_protocols} were left out"
+                raise NoRoute(nobody.model, nobody.missing, why) from None
+            raise
+
+    def _planned(self, request: Request, survey: Survey) -> Route:
+        """Plan without those that failed lately; if that cannot be, without as many of the latest as can be."""
+        lately = [process for process in self._sessions.avoidance.processes if process not in request.avoid]
+
+        def without(count: int) -> Route:
+            avoid = {*request.avoid, *lately[:count]}
+            return plan_request(replace(request, servers=survey.servers, avoid=avoid))
+
+        least, most = 0, len(lately)
+        try:
+            return without(most)
+        except NoRoute:
+            if not lately:
+                raise
+        self._look_up_soon()  # perhaps somebody else has come
+        found = without(least)
+        while most - least > 1:  # without `most` there is no route, without `least` there is
+            count = (least + most) // 2
+            try:
+                found, least = without(count), count
+            except NoRoute:
+                most = count
+        return found
 
     def explained(self, hops: Sequence[Hop]) -> Route:
         """Return a session's hops as a route that compares itself with the servers that are known now."""
         self._remember(hops)
         used = {hop.process for hop in hops}
-        avoid = self._sessions.avoidance.processes - used
+        avoid = set(self._sessions.avoidance.processes) - used
         blocks = Blocks(hops[0].blocks.start, hops[-1].blocks.stop)
         return Route(hops, replace(self._request(blocks, avoid), servers=self._looked_up[1].servers))
 
@@ -166,36 +206,19 @@ class Router:
                 with contextlib.suppress(NetworkError):
                     await self._look_up()
 
-    async def _plan_now(self, request: Request) -> Route:
-        """Plan with the servers that were looked up lately, if they suffice; else look again."""
-        looked_up_at, survey = self._looked_up
-        repairing = request.numeric_class is not None
-        if repairing or asyncio.get_running_loop().time() - looked_up_at < DIRECTORY_AGE_S:
-            with contextlib.suppress(NoRoute):
-                return plan_request(replace(request, servers=survey.servers))
-        try:
-            survey = await self._look_up()
-        except NetworkError as error:
-            if not repairing:
-                raise
-            why = f"the directory cannot be read now ({error})"
-            raise NoRoute(self._model.name, tuple(request.wanted), why) from None
-        try:
-            return plan_request(replace(request, servers=survey.servers))
-        except NoRoute as nobody:
-            if not survey.servers:
-                await self._explain(nobody)
-            if survey.other_protocols:
-                why = f"{nobody.why}; servers of protocol {survey.other_protocols} were left out"
-                raise NoRoute(nobody.model, nobody.missing, why) from None
-            raise
-
     async def _look_up(self) -> Survey:
         """Read the directory; whoever asks meanwhile gets the same answer."""
+        return await asyncio.shield(self._look_up_soon())
+
+    def _look_up_soon(self) -> asyncio.Task[Survey]:
+        """Begin to read the directory, if nobody has."""
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._directory.survey(self._model.root, self._model.n_blocks))
+            self._looking = asyncio.create_task(self._look_up_now())
             self._looking.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
-        survey = await asyncio.shield(self._looking)
+        return self._looking
+
+    async def _look_up_now(self) -> Survey:
+        survey = await self._directory.survey(self._model.root, self._model.n_blocks)
         self._looked_up = (asyncio.get_running_loop().time(), survey)
         return survey
 

@@ -29,7 +29,7 @@ from swarm.wire.journal import Entry, Journal, Past
 from swarm.wire.tensors import meta_of
 
 OPEN_TIMEOUT_S = 30.0
-HOLDERS_S = 8.0  # how long those who announce missing blocks, but failed, are asked again
+HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are asked again
 DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
 WAIT_POLL_S = 1.0

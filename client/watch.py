@@ -35,6 +35,11 @@ class Usual:
         self._mean_s: float | None = None
         self._deviation_s = 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether anything has been observed."""
+        return self._mean_s is not None
+
     def observe(self, took_s: float) -> None:
         """Learn; `wait_s` is then what it hardly ever exceeds."""
         if self._mean_s is None:
@@ -137,11 +142,18 @@ class Watcher:
                 self._judge(watch, said)
             await asyncio.sleep(self.steps.wait_s)
 
+    @property
+    def _answer_s(self) -> float:
+        """How long to wait for an answer: one takes less than a step, which passes through every hop."""
+        if self._answers.known or not self.steps.known:
+            return self._answers.wait_s
+        return min(self._answers.wait_s, max(ANSWER_S[0], self.steps.wait_s))
+
     async def _ask(self, leg: Leg) -> Progress | None:
         channel = leg.channel
         if channel is None or leg.failed:
             return None
-        asked_at, unsent, patience_s = self._loop.time(), channel.unsent_bytes, self._answers.wait_s
+        asked_at, unsent, patience_s = self._loop.time(), channel.unsent_bytes, self._answer_s
         try:
             async with asyncio.timeout(patience_s):
                 if not leg.opened:
