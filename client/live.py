@@ -18,13 +18,14 @@ from torch import Tensor
 from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.route import Hop
+from swarm.client.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute
 from swarm.net.channel import Channel, Remote
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
 from swarm.wire.journal import Journal, rebuild_messages
 
-CONNECT_TIMEOUTS_S = (1.0, 2.5)  # the first time, when somebody else may be quicker, and when it is asked again
+CONNECT_S = (0.3, 1.0, 2.5)  # at first, since somebody else may be quicker; the most for who is asked again
 PING_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the next hop included
 REBUILD_TIMEOUT_S = 120.0
@@ -105,9 +106,11 @@ class LiveRoute:
         blocks: Blocks,
         dialer: Dialer,
         avoidance: Avoidance,
+        connects: Usual,
         watch: Callable[[Channel], None],
     ) -> None:
-        """blocks: what the route is to cover. watch: told of every channel whose end the session must learn of.
+        """blocks: what the route is to cover. connects: how long connecting takes, with CONNECT_S as its bounds.
+        watch: told of every channel whose end the session must learn of.
 
         Nothing is connected before the first `repair`.
         """
@@ -119,6 +122,7 @@ class LiveRoute:
         self._blocks = blocks
         self._dialer = dialer
         self._avoidance = avoidance
+        self._connects = connects
         self._watch = watch
         self.session = session
         self._numeric_class: str | None = None  # of the whole session, once it stands
@@ -303,16 +307,18 @@ class LiveRoute:
     async def _dial(self, index: int) -> None:
         leg = self.legs[index]
         record = leg.hop.announcement
-        timeout_s = CONNECT_TIMEOUTS_S[leg.hop.process in self._late]
+        timeout_s = CONNECT_S[2] if leg.hop.process in self._late else self._connects.wait_s
+        began = asyncio.get_running_loop().time()
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             async with asyncio.timeout(timeout_s):
                 leg.channel = await self._dialer.connect(remote, record.addresses)
         except TimeoutError:
             self._late.add(leg.hop.process)
-            raise leg.broken(f"not connected within {timeout_s} s") from None
+            raise leg.broken(f"not connected within {timeout_s:.1f} s") from None
         except NetworkError as error:
             raise leg.broken(str(error)) from None
+        self._connects.observe(asyncio.get_running_loop().time() - began)
         self._watch(leg.channel)
 
     async def _ping(self, index: int) -> float:

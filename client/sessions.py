@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance
-from swarm.client.live import LiveRoute, Plan, SessionPlan
+from swarm.client.live import CONNECT_S, LiveRoute, Plan, SessionPlan
 from swarm.client.session import AnyEpoch, FromHop, Session
+from swarm.client.usual import Usual
 from swarm.net.channel import Channel, Tensors
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
@@ -25,6 +26,7 @@ class Sessions:
         """new_id: names a session, with 32 hex digits."""
         self._new_id = new_id
         self.avoidance = Avoidance(asyncio.get_running_loop().time)
+        self._connects = Usual(CONNECT_S)
         self._by_id: dict[str, Session] = {}
         self._watched: set[Channel] = set()
         self.dialer: Dialer  # set by whoever builds both: each needs the other
@@ -47,7 +49,7 @@ class Sessions:
         planner: finds the hops, and later on those that take over from others.
         """
         session_id = self._new_id()
-        live = LiveRoute(session_id, plan, blocks, self.dialer, self.avoidance, self._watch)
+        live = LiveRoute(session_id, plan, blocks, self.dialer, self.avoidance, self._connects, self._watch)
         session = Session(session_id, plan, planner, live, self.avoidance)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session

@@ -167,7 +167,7 @@ def replaced(backend, **traits):
 
 def test_a_hop_that_never_answers_is_left_out_of_the_next_route(swarm, model, full, monkeypatch):
     """Its addresses are tried one after the other, for longer than opening may take."""
-    monkeypatch.setattr(live_module, "CONNECT_TIMEOUTS_S", (0.5, 0.5))
+    monkeypatch.setattr(live_module, "CONNECT_S", (0.3, 0.5, 0.5))
     silent = Identity.generate()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -14,7 +14,9 @@ PLAN = SessionPlan(root="00" * 32, positions_max=8, rollback_max=0, step_timeout
 
 
 def live_route(*hops):
-    live = LiveRoute("0" * 32, PLAN, Blocks(0, 6), SimpleNamespace(), SimpleNamespace(), lambda _: None)
+    live = LiveRoute(
+        "0" * 32, PLAN, Blocks(0, 6), SimpleNamespace(), SimpleNamespace(), SimpleNamespace(), lambda _: None
+    )
     live.legs = [Leg(hop, channel=SimpleNamespace(closed=False), opened=True) for hop in hops]
     return live
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from swarm.client.usual import Usual
 from swarm.client.watch import (
     GIVE_UP_ROUNDS,
     PATIENCE_S,
     RESEND_ROUNDS,
     WEDGED_S,
     Stuck,
-    Usual,
     Watch,
     Wedged,
 )
