@@ -97,6 +97,7 @@ def report(run: Run, path: Path | None, options: dict[str, str]) -> list[str]:
         faults=[asdict(fault) for fault in run.faults],
         died=[asdict(died) for died in run.died],
         recoveries=[asdict(recovery) for recovery in recoveries],
+        slow=[_slow(recovery, run) for recovery in recoveries if recovery.extra_s > P99_S_MAX / 2],
         generations=[_in_short(made) for made in run.generations],
         failures=[_failure(made, run) for made in run.generations if not made.completed or made.wrong],
     )
@@ -192,5 +193,14 @@ def _in_short(made: Generation) -> dict[str, Any]:
 
 def _failure(made: Generation, run: Run) -> dict[str, Any]:
     """What the clients saw around one generation that failed or was wrong."""
-    around = [event for event in run.events if made.began - 1 <= event["at"] <= made.ended + 1]
-    return {**_in_short(made), "events": [{k: str(v) for k, v in e.items()} for e in around[-EVENTS_REPORTED:]]}
+    return {**_in_short(made), "events": _events(run, made.began - 1, made.ended + 1)}
+
+
+def _slow(recovery: Recovery, run: Run) -> dict[str, Any]:
+    """What the clients saw while one of their sessions took long to recover."""
+    return {**asdict(recovery), "events": _events(run, recovery.ended - recovery.extra_s - 1, recovery.ended)}
+
+
+def _events(run: Run, begin: float, end: float) -> list[dict[str, str]]:
+    around = [event for event in run.events if begin <= event["at"] <= end]
+    return [{key: str(value) for key, value in event.items()} for event in around[-EVENTS_REPORTED:]]

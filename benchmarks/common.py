@@ -71,12 +71,13 @@ class ByHand(Router):
         blocks: Blocks,
         avoid: Collection[str] = (),
         numeric_class: str | None = None,
+        fresh: bool = False,
         *,
         positions_needed: int = 0,
     ) -> Route:
         """As told, or as planned."""
         if self.by_hand is None:
-            return await super().plan(blocks, avoid, numeric_class, positions_needed=positions_needed)
+            return await super().plan(blocks, avoid, numeric_class, fresh, positions_needed=positions_needed)
         return Route(self.by_hand, self._request(blocks, avoid))
 
 

@@ -11,6 +11,7 @@ import contextlib
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TypeVar
 
 from torch import Tensor
@@ -32,7 +33,7 @@ REBUILD_TIMEOUT_S = 120.0
 
 Result = TypeVar("Result")
 Reply = wire.Opened | wire.Rerouted | wire.Rebuilt
-Plan = Callable[[Blocks, Collection[str], str | None], Awaitable[tuple[Hop, ...]]]
+Plan = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
 """`await plan(blocks, avoid, numeric_class)`: hops for blocks, without these peers or processes. Raises NoRoute."""
 
 
@@ -246,23 +247,27 @@ class LiveRoute:
     # Steps of a repair
 
     async def _splice(self, without: Collection[str], plan: Plan) -> list[Leg]:
-        """Return the legs with new ones in place of those that cannot be used; where that fails, all new ones."""
-        kept = [leg for leg in self.legs if self._usable(leg, without)]
-        try:
-            return await self._filled(kept, without, plan)
-        except NoRoute:  # perhaps a hop that is kept has the missing blocks too: then it must take a larger part
-            if not kept:
-                raise
-            return await self._filled([], without, plan)
+        """Return the legs with new ones in place of those that cannot be used; where that fails, all new ones.
 
-    async def _filled(self, kept: Sequence[Leg], without: Collection[str], plan: Plan) -> list[Leg]:
+        For perhaps a hop that is kept has the missing blocks too: then it must take a larger part. Only if the servers
+        that are known do not suffice either way, the directory is read. Raises NoRoute.
+        """
+        kept = [leg for leg in self.legs if self._usable(leg, without)]
+        *attempts, last = product((False, True), (kept, []) if kept else ([],))
+        for fresh, keeping in attempts:
+            with contextlib.suppress(NoRoute):
+                return await self._filled(keeping, without, plan, fresh)
+        fresh, keeping = last
+        return await self._filled(keeping, without, plan, fresh)
+
+    async def _filled(self, kept: Sequence[Leg], without: Collection[str], plan: Plan, fresh: bool) -> list[Leg]:
         """Return these legs with planned ones in the gaps. Raises NoRoute."""
         taken = {leg.hop.peer_id for leg in kept}  # a peer holds one part of a session
         bounds = [self._blocks.start, *(at for leg in kept for at in (leg.hop.blocks.start, leg.hop.blocks.stop))]
         legs: list[Leg] = []
         for start, stop, leg in zip(bounds[::2], [*bounds[1::2], self._blocks.stop], [*kept, None], strict=True):
             if start < stop:
-                hops = await plan(Blocks(start, stop), {*without, *taken}, self._numeric_class)
+                hops = await plan(Blocks(start, stop), {*without, *taken}, self._numeric_class, fresh)
                 taken |= {hop.peer_id for hop in hops}
                 legs += [Leg(hop) for hop in hops]
             legs += [leg] if leg is not None else []

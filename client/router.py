@@ -18,6 +18,7 @@ from swarm.errors import BadConfiguration, NetworkError, NoRoute, RootMismatch
 from swarm.identity import public_key_of
 
 DIRECTORY_AGE_S = 10.0  # a look-up is used again for so long
+NOW_S = 1.0  # what was read so short a time ago is what the directory says now
 RTTS_MAX = 1024  # measured round trips that are remembered
 
 
@@ -109,17 +110,22 @@ class Router:
         blocks: Blocks,
         avoid: Collection[str] = (),
         numeric_class: str | None = None,
+        fresh: bool = False,
         *,
         positions_needed: int = 0,
     ) -> Route:
         """Plan a route, or a part of one that is to be repaired: then in its numeric class. Raises NoRoute.
 
         avoid: peers and processes that are out of the question. Those that failed lately are taken if nobody else is.
+        fresh: from what the directory says now. Otherwise what it said before is enough, for a repair however long ago.
         """
         request = self._request(blocks, avoid, numeric_class, positions_needed)
         looked_up_at, survey = self._looked_up
         repairing = numeric_class is not None
-        if repairing or asyncio.get_running_loop().time() - looked_up_at < DIRECTORY_AGE_S:
+        age_s = asyncio.get_running_loop().time() - looked_up_at
+        if repairing and not fresh:
+            return self._planned(request, survey)
+        if age_s < (NOW_S if fresh else DIRECTORY_AGE_S):
             with contextlib.suppress(NoRoute):
                 return self._planned(request, survey)
         try:
@@ -148,11 +154,8 @@ class Router:
             return plan_request(replace(request, servers=survey.servers, avoid=avoid))
 
         least, most = 0, len(lately)
-        try:
+        with contextlib.suppress(NoRoute):
             return without(most)
-        except NoRoute:
-            if not lately:
-                raise
         self._look_up_soon()  # perhaps somebody else has come
         found = without(least)
         while most - least > 1:  # without `most` there is no route, without `least` there is

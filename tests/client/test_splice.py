@@ -21,9 +21,10 @@ def live_route(*hops):
     return live
 
 
-def planner(*servers):
-    async def plan(blocks, avoid, numeric_class):
-        return plan_route("model", blocks, servers, numeric_class=numeric_class, avoid=avoid)
+def planner(*servers, later=()):
+    async def plan(blocks, avoid, numeric_class, fresh):
+        known = (*servers, *later) if fresh else servers
+        return plan_route("model", blocks, known, numeric_class=numeric_class, avoid=avoid)
 
     return plan
 
@@ -53,3 +54,18 @@ async def test_hops_that_can_go_on_are_kept():
     legs = await live._splice({live.legs[1].hop.process}, planner(first, middle, spare, last))
     assert [legs[0], legs[2]] == kept
     assert (legs[1].hop.signed, legs[1].hop.blocks) == (spare, Blocks(2, 4))
+
+
+async def test_the_directory_is_read_only_when_nobody_known_can_take_over():
+    first, middle, last, newcomer = server(0, 2), server(2, 4), server(2, 6), server(2, 4)
+    live = live_route(
+        *plan_route("model", Blocks(0, 2), [first]),
+        *plan_route("model", Blocks(2, 4), [middle]),
+        *plan_route("model", Blocks(4, 6), [last]),
+    )
+    dead, other = live.legs[1].hop.process, live.legs[2].hop.process
+    legs = await live._splice({dead}, planner(first, middle, last, later=[newcomer]))
+    assert [leg.hop.signed for leg in legs] == [first, last]
+    another = server(2, 6)
+    legs = await live._splice({dead, other}, planner(first, middle, last, later=[another]))
+    assert [leg.hop.signed for leg in legs] == [first, another]
