@@ -3,27 +3,35 @@
     python benchmarks/delay_proxy.py --delay-ms 25 --report late.json 127.0.0.1:7001=127.0.0.1:8001 ...
 
 It serves any number of LISTEN=TARGET pairs until SIGTERM, and then writes how late it was itself, beyond the delay.
-There is no limit of bandwidth. It waits with select(), which counts in microseconds: uvloop and epoll count in
-milliseconds, and three or four of those would be seen in every token.
+There is no limit of bandwidth.
+
+A cable does not have to wake up, so the proxy's own share is kept small: the delay counts from when the kernel got the
+bytes, and the last half millisecond of it is waited for awake.
 """
 
 import argparse
-import asyncio
 import json
-import selectors
+import select
 import signal
+import socket
 import statistics
+import struct
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from swarm.net.launch import command
 
 SAMPLES_MAX = 100_000
+AWAKE_S = 0.0005
+READ_BYTES = 1 << 16
+SO_TIMESTAMPNS = 35  # Linux: the kernel says when it got what is read
+TIMESPEC = struct.Struct("@ll")
 
 
 def main() -> None:
@@ -32,19 +40,14 @@ def main() -> None:
     arguments.add_argument("--delay-ms", type=float, default=25.0, help="one way")
     arguments.add_argument("--report", type=Path, required=True)
     options = arguments.parse_args()
-    lateness_ms: deque[float] = deque(maxlen=SAMPLES_MAX)
-    loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
-    stopped = loop.create_future()
-    loop.add_signal_handler(signal.SIGTERM, stopped.set_result, None)
-    try:
-        for pair in options.pairs:
-            listen, _, target = pair.partition("=")
-            loop.run_until_complete(_serve(loop, listen, target, options.delay_ms / 1000, lateness_ms))
-        print("ready", flush=True)
-        loop.run_until_complete(stopped)
-    finally:
-        loop.close()
-    options.report.write_text(json.dumps(list(lateness_ms)))
+    proxy = Proxy(options.delay_ms / 1000)
+    signal.signal(signal.SIGTERM, lambda *_: proxy.stop())
+    for pair in options.pairs:
+        listen, _, target = pair.partition("=")
+        proxy.listen(listen, target)
+    print("ready", flush=True)
+    proxy.run()
+    options.report.write_text(json.dumps(list(proxy.late_ms)))
 
 
 @contextmanager
@@ -69,80 +72,106 @@ def late_ms(report: Path) -> tuple[float, float]:
     return statistics.median(samples), samples[int(0.95 * len(samples))]
 
 
-async def _serve(
-    loop: asyncio.AbstractEventLoop, listen: str, target: str, delay_s: float, lateness_ms: deque[float]
-) -> None:
-    host, _, port = listen.rpartition(":")
+@dataclass(eq=False, slots=True)
+class Pipe:
+    """One direction of a proxied connection. queue: what is on its way, each with when it is due; b"" is the end."""
 
-    def accept() -> _End:
-        near = _End(loop, delay_s, lateness_ms)
-        near.connect(target)
-        return near
-
-    await loop.create_server(accept, host, int(port))
+    source: socket.socket
+    target: socket.socket
+    queue: deque[tuple[float, bytes]] = field(default_factory=deque)
+    ended: bool = False  # nothing more comes from its source
 
 
-class _End(asyncio.Protocol):
-    """One side of a proxied connection. What it receives is written to the other side, `delay_s` later."""
+class Proxy:
+    """All connections, in one thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, delay_s: float, lateness_ms: deque[float]) -> None:
-        self._loop = loop
+    def __init__(self, delay_s: float) -> None:
+        self.late_ms: deque[float] = deque(maxlen=SAMPLES_MAX)
         self._delay_s = delay_s
-        self._lateness_ms = lateness_ms
-        self._queue: deque[tuple[float, bytes | None]] = deque()  # due, data; None for the end
-        self._transport: asyncio.Transport | None = None
-        self.other: _End | None = None
-        self._dial: asyncio.Task[None] | None = None
+        self._listeners: dict[socket.socket, tuple[str, int]] = {}
+        self._pipes: dict[socket.socket, Pipe] = {}  # by source
+        self._stopped = False
 
-    def connect(self, target: str) -> None:
-        """Open the other side."""
-        self._dial = self._loop.create_task(self._connect(target))
+    def listen(self, address: str, target: str) -> None:
+        """Listen at "host:port" for those who want to talk to the target."""
+        host, _, port = address.rpartition(":")
+        target_host, _, target_port = target.rpartition(":")
+        self._listeners[socket.create_server((host, int(port)))] = target_host, int(target_port)
 
-    async def _connect(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        far = _End(self._loop, self._delay_s, self._lateness_ms)
-        far.other = self
+    def stop(self) -> None:
+        """End `run`, soon."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Carry bytes until stopped."""
+        while not self._stopped:
+            now = time.time()
+            due = min((pipe.queue[0][0] for pipe in self._pipes.values() if pipe.queue), default=now + 1.0)
+            reading = [*self._listeners, *(source for source, pipe in self._pipes.items() if not pipe.ended)]
+            readable, _, _ = select.select(reading, (), (), max(0.0, due - now - AWAKE_S))
+            for each in readable:
+                if each in self._listeners:
+                    self._accept(each)
+                else:
+                    self._read(self._pipes[each])
+            for pipe in list(self._pipes.values()):
+                self._deliver(pipe)
+
+    def _accept(self, listener: socket.socket) -> None:
+        near, _ = listener.accept()
         try:
-            await self._loop.create_connection(lambda: far, host, int(port))
+            far = socket.create_connection(self._listeners[listener], timeout=5.0)
         except OSError:
-            if self._transport is not None:
-                self._transport.close()
+            near.close()
             return
-        self.other = far
-        self._deliver()
+        for end in (near, far):
+            end.setblocking(False)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._pipes[near], self._pipes[far] = Pipe(near, far), Pipe(far, near)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    def _read(self, pipe: Pipe) -> None:
+        arrived = time.time()
+        try:
+            data, notes, _, _ = pipe.source.recvmsg(READ_BYTES, socket.CMSG_SPACE(TIMESPEC.size))
+        except BlockingIOError:
+            return
+        except OSError:
+            data, notes = b"", []
+        for _, kind, note in notes:
+            if kind == SO_TIMESTAMPNS and len(note) >= TIMESPEC.size:
+                seconds, nanoseconds = TIMESPEC.unpack_from(note)
+                arrived = seconds + nanoseconds / 1e9
+        pipe.ended = not data
+        pipe.queue.append((arrived + self._delay_s, data))
 
-    def data_received(self, data: bytes) -> None:
-        self._put(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._put(None)
-
-    def _put(self, data: bytes | None) -> None:
-        due = self._loop.time() + self._delay_s
-        self._queue.append((due, data))
-        if len(self._queue) == 1:
-            self._loop.call_at(due, self._deliver)
-
-    def _deliver(self) -> None:
-        """Write what is due; come back for the rest."""
-        other = self.other
-        if other is None or other._transport is None:
-            return  # called again when the other side is there
-        while self._queue:
-            due, data = self._queue[0]
-            now = self._loop.time()
-            if due > now:
-                self._loop.call_at(due, self._deliver)
+    def _deliver(self, pipe: Pipe) -> None:
+        """Write what is due."""
+        while pipe.queue and pipe.queue[0][0] <= (now := time.time()):
+            due, data = pipe.queue.popleft()
+            if not data:
+                with suppress(OSError):
+                    pipe.target.shutdown(socket.SHUT_WR)
+                self._forget(pipe)
                 return
-            self._queue.popleft()
-            if data is None:
-                other._transport.close()
-            else:
-                other._transport.write(data)
-                self._lateness_ms.append(1000 * (now - due))
+            try:
+                sent = pipe.target.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # nobody reads it any more
+            if sent < len(data):
+                pipe.queue.appendleft((now + 0.001, data[sent:]))
+            if sent:
+                self.late_ms.append(1000 * (now - due))
+
+    def _forget(self, pipe: Pipe) -> None:
+        """Close a connection whose both directions have ended."""
+        other = self._pipes.get(pipe.target)
+        if other is None or (other.ended and not other.queue):
+            for end in (pipe.source, pipe.target):
+                self._pipes.pop(end, None)
+                end.close()
 
 
 if __name__ == "__main__":

@@ -118,9 +118,11 @@ def test_swarm_generate_says_what_is_wrong_in_one_line(arguments, given, says):
 
 
 def test_an_interrupt_while_libraries_are_imported_is_no_error():
-    line = (sys.executable, "-m", "swarm.client.cli", "/no/such/model", "--prompt", "x", "--initial-peers", NOWHERE)
-    for after_s in (0.5, 0.8, 1.1, 1.4):
+    program = "from swarm.client.cli import main; print('begins', flush=True); main()"
+    line = (sys.executable, "-c", program, "/no/such/model", "--prompt", "x", "--initial-peers", NOWHERE)
+    for after_s in (0.1, 0.4, 0.7, 1.0):
         run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert run.stdout.readline() == "begins\n"
         time.sleep(after_s)
         run.send_signal(signal.SIGINT)
         _, errors = run.communicate(timeout=DEADLINE_S)
