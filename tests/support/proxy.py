@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import psutil
 
@@ -121,17 +121,18 @@ class ByteProxy:
 
 
 def listening_address_of(pid: int) -> tuple[str, int] | None:
-    """The one address on which a process listens for TCP; None while it does not."""
-    for connection in psutil.Process(pid).net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN:
-            return connection.laddr.ip, connection.laddr.port
-    return None
+    """The one address on which a process listens for TCP; None while it does not, or is dead."""
+    listening = [c for c in _connections(pid) if c.status == psutil.CONN_LISTEN]
+    return (listening[0].laddr.ip, listening[0].laddr.port) if listening else None
 
 
 def holds_port(pid: int, port: int) -> bool:
     """Whether one of a process's connections has this local port; a dead one has none."""
+    return any(c.laddr and c.laddr.port == port and c.status != psutil.CONN_LISTEN for c in _connections(pid))
+
+
+def _connections(pid: int) -> list[Any]:
     try:
-        connections = psutil.Process(pid).net_connections(kind="tcp")
+        return list(psutil.Process(pid).net_connections(kind="tcp"))
     except psutil.NoSuchProcess:
-        return False
-    return any(c.laddr and c.laddr.port == port and c.status != psutil.CONN_LISTEN for c in connections)
+        return []
