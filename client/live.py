@@ -26,7 +26,7 @@ from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
 from swarm.wire.journal import Journal, rebuild_messages
 
-CONNECT_S = (0.3, 1.0, 2.5)  # at first, since somebody else may be quicker; the most for who is asked again
+CONNECT_S = (0.5, 1.0, 2.5)  # at first, since somebody else may be quicker; the most for who is asked again
 PING_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the next hop included
 REBUILD_TIMEOUT_S = 120.0
