@@ -117,32 +117,28 @@ class Router:
         """Plan a route, or a part of one that is to be repaired: then in its numeric class. Raises NoRoute.
 
         avoid: peers and processes that are out of the question. Those that failed lately are taken if nobody else is.
-        fresh: from what the directory says now. Otherwise what it said before is enough, for a repair however long ago.
+        fresh: from what the directory says now, and with an error that says more. Otherwise what it said before is
+        enough, for a repair however long ago.
         """
         request = self._request(blocks, avoid, numeric_class, positions_needed)
         looked_up_at, survey = self._looked_up
         repairing = numeric_class is not None
         age_s = asyncio.get_running_loop().time() - looked_up_at
-        if repairing and not fresh:
-            return self._planned(request, survey)
-        if age_s < (NOW_S if fresh else DIRECTORY_AGE_S):
-            with contextlib.suppress(NoRoute):
-                return self._planned(request, survey)
-        try:
-            survey = await self._look_up()
-        except NetworkError as error:
-            if not repairing:
-                raise
-            why = f"the directory cannot be read now ({error})"
-            raise NoRoute(self._model.name, tuple(request.wanted), why) from None
+        if age_s >= NOW_S if fresh else not repairing and age_s >= DIRECTORY_AGE_S:
+            try:
+                survey = await self._look_up()
+            except NetworkError as error:
+                if not repairing:
+                    raise
+                why = f"the directory cannot be read now ({error})"
+                raise NoRoute(self._model.name, tuple(request.wanted), why) from None
+        elif repairing and age_s >= NOW_S:
+            self._look_up_soon()  # perhaps somebody else has come, for whom the next try need not wait then
         try:
             return self._planned(request, survey)
         except NoRoute as nobody:
-            if not survey.servers:
-                await self._explain(nobody)
-            if survey.other_protocols:
-                why = f"{nobody.why}; servers of protocol {survey.other_protocols} were left out"
-                raise NoRoute(nobody.model, nobody.missing, why) from None
+            if fresh:
+                await self._explain(nobody, survey)
             raise
 
     def _planned(self, request: Request, survey: Survey) -> Route:
@@ -154,9 +150,9 @@ class Router:
             return plan_request(replace(request, servers=survey.servers, avoid=avoid))
 
         least, most = 0, len(lately)
-        with contextlib.suppress(NoRoute):
-            return without(most)
-        self._look_up_soon()  # perhaps somebody else has come
+        if most:
+            with contextlib.suppress(NoRoute):
+                return without(most)
         found = without(least)
         while most - least > 1:  # without `most` there is no route, without `least` there is
             count = (least + most) // 2
@@ -225,8 +221,11 @@ class Router:
         self._looked_up = (asyncio.get_running_loop().time(), survey)
         return survey
 
-    async def _explain(self, nobody: NoRoute) -> None:
-        """Raise RootMismatch if others serve a model of this name."""
-        for entry in await self._directory.models(nobody.model):
+    async def _explain(self, nobody: NoRoute, survey: Survey) -> None:
+        """Raise what says more: others serve a model of this name, or speak another protocol."""
+        for entry in () if survey.servers else await self._directory.models(nobody.model):
             if entry.root != self._model.root:
                 raise RootMismatch(nobody.model, entry.root, self._model.root) from None
+        if survey.other_protocols:
+            why = f"{nobody.why}; servers of protocol {survey.other_protocols} were left out"
+            raise NoRoute(nobody.model, nobody.missing, why) from None

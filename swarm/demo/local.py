@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Self
 
 from swarm.errors import SwarmError
 from swarm.identity import Identity
@@ -38,37 +38,12 @@ class Place:
     env: dict[str, str] = field(default_factory=dict)
 
 
-class Launched(Protocol):
-    """What is used of `subprocess.Popen`."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code. Raises subprocess.TimeoutExpired."""
-        ...
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal."""
-        ...
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        ...
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-        ...
+Launch = Callable[[Place, str, Sequence[str], dict[str, str], BinaryIO], "subprocess.Popen[bytes]"]
 
 
-Launch = Callable[[Place, str, Sequence[str], dict[str, str], BinaryIO], Launched]
-
-
-def launch(place: Place, module: str, arguments: Sequence[str], env: dict[str, str], log: BinaryIO) -> Launched:
+def launch(
+    place: Place, module: str, arguments: Sequence[str], env: dict[str, str], log: BinaryIO
+) -> "subprocess.Popen[bytes]":
     """Run a module of the swarm in a process of its own that cannot outlive this one, and prints into `log`."""
     line = place.prefix + command(
         *(sys.executable, "-m", module, *arguments), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=MEMORY_BYTES_MAX

@@ -1,0 +1,95 @@
+"""What a router plans with: whom it does without, and how old a reading of the directory may be."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from swarm.blocks import Blocks
+from swarm.client.avoidance import Avoidance
+from swarm.client.router import NOW_S, Router, Wanted
+from swarm.dht.directory import Survey
+from swarm.errors import NoRoute, RootMismatch
+from tests.client.test_route import server
+
+WANTED = Wanted("00" * 32, "model", 6, "float32")
+
+
+class Reading:
+    """A directory whose answers are given, and counted."""
+
+    def __init__(self, *servers):
+        self.servers, self.surveys, self.others = servers, 0, ()
+
+    async def survey(self, root, n_blocks):
+        self.surveys += 1
+        return Survey(tuple(self.servers), ())
+
+    async def models(self, name):
+        return self.others
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def router_of(*servers):
+    directory, clock = Reading(*servers), Clock()
+    sessions = SimpleNamespace(avoidance=Avoidance(clock), any_open=False)
+    return Router(WANTED, directory, sessions), directory, sessions.avoidance, clock
+
+
+async def planned(router, *arguments):
+    return [hop.signed for hop in await router.plan(Blocks(0, 6), *arguments)]
+
+
+async def test_of_those_that_failed_the_one_whose_failure_is_longest_ago_is_taken():
+    first, second, third = (server(0, 6, tps=rate) for rate in (100.0, 10.0, 1.0))
+    router, _, avoidance, clock = router_of(first, second, third)
+    (process_of_first,) = [hop.process for hop in await router.plan(Blocks(0, 6))]
+    processes = [process_of_first]
+    for _ in range(2):
+        (hop,) = await router.plan(Blocks(0, 6), processes)
+        processes.append(hop.process)
+    assert await planned(router) == [first]
+    for process in (processes[1], processes[2], processes[0]):  # each of them, a moment apart
+        avoidance.failed(process)
+        clock.now += 1.0
+    assert await planned(router) == [second]
+    assert await planned(router, [processes[1]]) == [third]
+
+
+async def test_a_repair_reads_the_directory_only_when_it_is_told_to():
+    old, new = server(0, 6, tps=1.0), server(0, 6, tps=100.0)
+    router, directory, _, _ = router_of(old)
+    assert await planned(router) == [old]
+    directory.servers = [old, new]
+    router._looked_up = (router._looked_up[0] - 3600.0, router._looked_up[1])
+    assert await planned(router, (), "float32") == [old]
+    await asyncio.sleep(0.01)  # meanwhile it is read for the next one
+    assert directory.surveys == 2
+    assert await planned(router, (), "float32") == [new]
+
+
+async def test_what_was_just_read_is_fresh():
+    router, directory, _, _ = router_of(server(0, 3))
+    for fresh in (False, True, True):
+        with pytest.raises(NoRoute):
+            await planned(router, (), None, fresh)
+    assert directory.surveys == 1
+    router._looked_up = (router._looked_up[0] - NOW_S, router._looked_up[1])
+    with pytest.raises(NoRoute):
+        await planned(router, (), None, True)
+    assert directory.surveys == 2
+
+
+async def test_whoever_serves_another_model_of_this_name_is_named():
+    router, directory, _, _ = router_of()
+    directory.others = [SimpleNamespace(root="11" * 32)]
+    with pytest.raises(NoRoute):
+        await planned(router)
+    with pytest.raises(RootMismatch):
+        await planned(router, (), None, True)
