@@ -120,7 +120,7 @@ class Watcher:
             await asyncio.sleep(self.steps.wait_s)
 
     @property
-    def _answer_s(self) -> float:
+    def answer_s(self) -> float:
         """How long to wait for an answer: one takes less than a step, which passes through every hop."""
         if self._answers.known or not self.steps.known:
             return self._answers.wait_s
@@ -130,7 +130,7 @@ class Watcher:
         channel = leg.channel
         if channel is None or leg.failed:
             return None
-        asked_at, unsent, patience_s = self._loop.time(), channel.unsent_bytes, self._answer_s
+        asked_at, unsent, patience_s = self._loop.time(), channel.unsent_bytes, self.answer_s
         try:
             async with asyncio.timeout(patience_s):
                 if not leg.opened:

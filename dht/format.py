@@ -14,6 +14,7 @@ from swarm.errors import RecordError, RecordExpired
 BUCKET_SIZE = 20
 REPLICAS = 5
 CALL_TIMEOUT_S = 3.0
+FIND_TIMEOUT_S = 1.5  # in a search, where others answer as well: some five round trips for who is not connected yet
 KEYS_MAX = 4  # keys in one find: 4 full keys fill half of p2pd's largest message, 4 MiB
 FALSE_MAX = 8  # forged or misplaced records in one answer; then the rest of it is not looked at
 NEIGHBOURS_MAX = 2 * BUCKET_SIZE  # in one answer for one key

@@ -40,7 +40,7 @@ PUT_TIMEOUT_S = 20.0
 MAINTAIN_S = 15.0  # how often neighbours are looked at, and initial peers called on that are none (any more)
 GET_KEYS_MAX = 16  # keys in one search; more are looked up one search after the other
 GET_BEAM = 2 * REPLICAS  # nodes that a search asks for one key
-SEARCH_WORKERS = 4
+SEARCH_WORKERS = GET_BEAM  # so that a search with dead nodes in its way waits for them all at once
 INITIAL_PEERS_MAX = 32
 OWN_MAX = 256  # of our own entries, which are stored again when p2pd was replaced
 
@@ -216,7 +216,9 @@ class SwarmNode:
         protocol = await SwarmProtocol.build(
             daemon.p2p, gate=self.gate, storage=self.storage, clock=self._clock, client=self._config.client
         )
-        dht = await DHTNode.create(p2p=daemon.p2p, node_id=protocol.node_id, client_mode=True, cache_nearest=0)
+        dht = await DHTNode.create(
+            p2p=daemon.p2p, node_id=protocol.node_id, client_mode=True, cache_nearest=0, num_workers=SEARCH_WORKERS
+        )
         dht.protocol = protocol  # hivemind's own, made by create, answers nobody
         self._running = running = _Running(daemon, dht, protocol)
         try:

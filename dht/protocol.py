@@ -29,6 +29,7 @@ from swarm.dht.format import (
     BUCKET_SIZE,
     BURST,
     CALL_TIMEOUT_S,
+    FIND_TIMEOUT_S,
     KEYS_MAX,
     NEIGHBOURS_MAX,
     RATE,
@@ -218,7 +219,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         """Ask a node for keys (at most KEYS_MAX). Returns only what holds; None without a usable answer."""
         keys = list(keys)
         request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=self.node_info)
-        response = await self._call(peer, "rpc_find", request)
+        response = await self._call(peer, "rpc_find", request, FIND_TIMEOUT_S)
         if response is None or len(response.results) != len(keys):
             return None
         answers: dict[DHTID, Answer] = {}
@@ -229,11 +230,17 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             answers[key] = entries, _neighbours(result)
         return answers
 
-    async def _call(self, peer: PeerID, method: str, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
+    async def _call(
+        self,
+        peer: PeerID,
+        method: str,
+        request: Any,  # noqa: ANN401 - protobuf messages
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> Any:  # noqa: ANN401
         """Make one call and note whether the peer is alive. None stands for any failure."""
         try:
             async with self.rpc_semaphore:
-                response = await getattr(self.get_stub(peer), method)(request, timeout=self.wait_timeout)
+                response = await getattr(self.get_stub(peer), method)(request, timeout=timeout_s)
         except Exception:  # noqa: BLE001 - whatever the peer or p2pd made of it
             self._forget(peer)
             return None

@@ -1,5 +1,6 @@
 """What is not a crash: stalls, busy hops, blocked edges, full pools, departures, repairs that fail half-way."""
 
+import asyncio
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from swarm.client import watch as watch_module
+from swarm.client.live import CONNECT_S
 from swarm.errors import Unreachable
 from swarm.model.span import Span
 from swarm.wire import messages as wire
@@ -277,6 +279,22 @@ def test_two_threads_in_one_session_take_turns(going):
         thread.join()
     first = outputs["a"][0]
     assert all(torch.equal(output, first) for name in "ab" for output in outputs[name])
+
+
+def test_a_server_that_connects_slowly_gets_a_second_chance(checkpoint, full):
+    with inprocess(checkpoint, "0:6") as swarm, swarm.client() as model:
+        dialer = model.backend._router._sessions.dialer
+        connect, times = dialer.connect, []
+
+        async def slow(*arguments):
+            times.append(time.monotonic())
+            await asyncio.sleep((CONNECT_S[1] + CONNECT_S[2]) / 2)  # too long for the first time
+            return await connect(*arguments)
+
+        dialer.connect = slow
+        with torch.no_grad():
+            assert torch.equal(model(ONE).logits, full(ONE).logits)
+        assert len(times) == 2
 
 
 def test_what_one_session_learns_the_next_one_knows(going):

@@ -4,12 +4,14 @@ import pytest
 
 from swarm.client.usual import Usual
 from swarm.client.watch import (
+    ANSWER_S,
     GIVE_UP_ROUNDS,
     PATIENCE_S,
     RESEND_ROUNDS,
     WEDGED_S,
     Stuck,
     Watch,
+    Watcher,
     Wedged,
 )
 from swarm.wire.messages import Progress
@@ -79,3 +81,18 @@ def test_patience_follows_what_is_usual_within_limits():
     for _ in range(50):
         usual.observe(30.0)
     assert usual.wait_s == most
+
+
+async def test_hops_get_no_longer_for_an_answer_than_a_step_usually_takes():
+    least, first, most = ANSWER_S
+    watcher = Watcher(None, list, print, print)
+    assert watcher.answer_s == first
+    for _ in range(50):
+        watcher.steps.observe(0.01)
+    assert watcher.answer_s == least
+    for _ in range(50):
+        watcher.steps.observe(0.6)
+    assert least < watcher.answer_s <= first
+    for _ in range(50):
+        watcher._answers.observe(10.0)  # what is known of answers themselves counts more
+    assert watcher.answer_s == most
