@@ -124,19 +124,22 @@ class Router:
         looked_up_at, survey = self._looked_up
         repairing = numeric_class is not None
         age_s = asyncio.get_running_loop().time() - looked_up_at
+        unread: NetworkError | None = None
         if age_s >= NOW_S if fresh else not repairing and age_s >= DIRECTORY_AGE_S:
             try:
                 survey = await self._look_up()
             except NetworkError as error:
-                if not repairing:
+                if not survey.servers and not repairing:
                     raise
-                why = f"the directory cannot be read now ({error})"
-                raise NoRoute(self._model.name, tuple(request.wanted), why) from None
+                unread = error  # what was read before may do
         elif repairing and age_s >= NOW_S:
             self._look_up_soon()  # perhaps somebody else has come, for whom the next try need not wait then
         try:
             return self._planned(request, survey)
         except NoRoute as nobody:
+            if unread is not None:
+                why = f"{nobody.why}; the directory cannot be read now ({unread})"
+                raise NoRoute(nobody.model, nobody.missing, why) from None
             if fresh:
                 await self._explain(nobody, survey)
             raise

@@ -24,7 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from swarm.access import EVERYBODY, Access
-from swarm.dht.format import BUCKET_SIZE, CALL_TIMEOUT_S, KEYS_MAX, REPLICAS, merge
+from swarm.dht.format import BUCKET_SIZE, CALL_TIMEOUT_S, FIND_TIMEOUT_S, KEYS_MAX, REPLICAS, merge
 from swarm.dht.protocol import STORES_MAX, SwarmProtocol
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.storage import RecordStorage
@@ -160,6 +160,7 @@ class SwarmNode:
             for i, ok in zip(wanted, accepted or (), strict=False):
                 counts[i] += ok
 
+        await self._find_company(running)
         near = await self._nearest(running, tuple(by_key))
         async with asyncio.TaskGroup() as group:
             for key, wanted in by_key.items():
@@ -180,24 +181,46 @@ class SwarmNode:
         return nearest
 
     async def _search(self, running: _Running, keys: Sequence[DHTID]) -> dict[DHTID, dict[str, Entry]]:
-        """Ask the nodes nearest to each key and merge what they hold: the newest record in each place wins."""
+        """Ask the nodes nearest to each key and merge what they hold: the newest record in each place wins.
+
+        Raises Unreachable if nobody answers: that is not the same as nobody holding a record.
+        """
         found: dict[DHTID, dict[str, Entry]] = {key: {} for key in keys}
         for key in keys:
             merge(found[key], self.storage.entries(key.to_bytes()))
+        await self._find_company(running)
+        if await self._ask_nearest(running, found) or not self._config.initial_peers:
+            return found
+        await self._find_company(running)
+        if not await self._ask_nearest(running, found) and not any(found.values()):
+            raise Unreachable("the swarm", self._config.initial_peers, FIND_TIMEOUT_S, "no node of the DHT answers")
+        return found
+
+    async def _find_company(self, running: _Running) -> None:
+        """Call on the initial peers if we know nobody (any more): all may have been silent at the same moment."""
+        if not running.protocol.routing_table.uid_to_peer_id:
+            running.dht.blacklist.clear()
+            await self._join(running, must=False)
+
+    async def _ask_nearest(self, running: _Running, found: dict[DHTID, dict[str, Entry]]) -> int:
+        """Do one search for the keys of `found`, and add to it. Returns how many answers came."""
+        keys, answered = list(found), 0
         table = running.protocol.routing_table
         peers: dict[DHTID, PeerID] = {}
         for key in keys:
             peers |= dict(table.get_nearest_neighbors(key, BUCKET_SIZE, exclude=running.protocol.node_id))
 
         async def neighbours(node: DHTID, queries: Sequence[DHTID]) -> dict[DHTID, tuple[tuple[DHTID, ...], bool]]:
+            nonlocal answered
             answers = await running.dht._call_find_with_blacklist(peers[node], list(queries)) or {}
+            answered += bool(answers)
             for key, (entries, near) in answers.items():
                 merge(found[key], entries)
                 peers.update(near)
             return {key: (tuple(answers[key][1]) if key in answers else (), False) for key in queries}
 
         await traverse_dht(
-            queries=list(keys),
+            queries=keys,
             initial_nodes=list(peers),
             beam_size=GET_BEAM,
             num_workers=SEARCH_WORKERS,
@@ -206,7 +229,7 @@ class SwarmNode:
             visited_nodes={key: {running.protocol.node_id} for key in keys},
             await_all_tasks=True,
         )
-        return found
+        return answered
 
     # --- life --------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance
 from swarm.client.router import NOW_S, Router, Wanted
 from swarm.dht.directory import Survey
-from swarm.errors import NoRoute, RootMismatch
+from swarm.errors import NoRoute, RootMismatch, Unreachable
 from tests.client.test_route import server
 
 WANTED = Wanted("00" * 32, "model", 6, "float32")
@@ -19,10 +19,12 @@ class Reading:
     """A directory whose answers are given, and counted."""
 
     def __init__(self, *servers):
-        self.servers, self.surveys, self.others = servers, 0, ()
+        self.servers, self.surveys, self.others, self.silent = servers, 0, (), False
 
     async def survey(self, root, n_blocks):
         self.surveys += 1
+        if self.silent:
+            raise Unreachable("the swarm", (), 1.0)
         return Survey(tuple(self.servers), ())
 
     async def models(self, name):
@@ -93,3 +95,19 @@ async def test_whoever_serves_another_model_of_this_name_is_named():
         await planned(router)
     with pytest.raises(RootMismatch):
         await planned(router, (), None, True)
+
+
+async def test_what_was_read_before_does_while_the_directory_cannot_be_read():
+    one = server(0, 6)
+    router, directory, _, _ = router_of(one)
+    directory.silent = True
+    with pytest.raises(Unreachable):
+        await planned(router)
+    directory.silent = False
+    assert await planned(router) == [one]
+    directory.silent = True
+    router._looked_up = (router._looked_up[0] - 3600.0, router._looked_up[1])
+    assert await planned(router) == [one]
+    assert await planned(router, (), "float32", True) == [one]
+    with pytest.raises(NoRoute, match="cannot be read"):
+        await planned(router, (), "bfloat16", True)

@@ -369,6 +369,30 @@ async def test_a_dead_neighbour_is_forgotten(tmp_path: Path) -> None:
                 await directory(boot).servers(ROOT, 12)
 
 
+async def test_a_node_that_knows_nobody_any_more_finds_its_way_back_at_once(tmp_path: Path) -> None:
+    async with (
+        node(tmp_path, "boot") as boot,
+        node(tmp_path, "alice", boot.addresses, identity=ALICE) as server,
+        node(tmp_path, "client", boot.addresses, client=True) as client,
+    ):
+        published = await directory(server, ALICE).announce(announcement(ALICE))
+        assert client._running is not None
+        client._running.protocol.routing_table = type(client._running.protocol.routing_table)(
+            client._running.protocol.node_id, 20, 5
+        )
+        assert await directory(client).servers(ROOT, 12) == (published.signed,)
+
+
+async def test_that_nobody_answers_is_not_that_nobody_serves(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack, AsyncExitStack() as others:
+        boot = await others.enter_async_context(node(tmp_path, "boot"))
+        client = await stack.enter_async_context(node(tmp_path, "client", boot.addresses, client=True))
+        assert await directory(client).servers(ROOT, 12) == ()
+        await others.aclose()
+        with pytest.raises(Unreachable):
+            await directory(client).servers(ROOT, 12)
+
+
 async def test_an_initial_peer_that_was_away_learns_of_the_others_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
