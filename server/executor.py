@@ -1,27 +1,81 @@
 """Where the model runs: one thread per span, because a hollow model is not re-entrant.
 
-A step crosses two boundaries between threads, one in and one out, and nothing else.
+An iteration takes everything that is queued, runs what `form_batch` chooses as one step of the model, and delivers all
+that is finished in one hand-off to the loop. Single steps of many sessions run together, and prefill in pieces beside
+them. What is no session's work (a measurement, a replay) runs alone. Each session's work runs in its own order.
 """
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Protocol, TypeVar
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
 
+import structlog
 import torch
+
+from swarm.model.packed import Segment
+from swarm.server.batch import Company, Pace, Ready, Slice, form_batch
+from swarm.server.session import SessionWork
 
 Result = TypeVar("Result")
 Done = Callable[[Result | Exception], None]
+RECENT_S = 0.25  # after a single step, its session is expected back
+
+_log = structlog.get_logger("swarm.server")
 
 
 class Executor(Protocol):
-    """Runs jobs one after another, in the order in which they were submitted."""
+    """Runs jobs, those of one session in the order in which they were submitted."""
 
     def submit(self, job: Callable[[], Result], done: Done[Result]) -> None:
-        """Run `job` elsewhere and call `done` in the loop, with what it returned or raised."""
+        """Run `job` elsewhere and call `done` in the loop, with what it returned or raised.
+
+        A job that is a `SessionWork` may run together with others, and in pieces.
+        """
         ...
+
+
+@dataclass(eq=False, slots=True)
+class _Item:
+    """One submitted job. error: what it raised. result: of a job that is no session's work."""
+
+    job: Callable[[], Any]
+    done: Done[Any]
+    result: object = None
+    error: Exception | None = None
+
+    @property
+    def ready(self) -> Ready:
+        return self.job.ready if isinstance(self.job, SessionWork) else _JOB
+
+    def run(self, tokens: int) -> None:
+        """Run the next positions alone; of a job that is no session's work, all."""
+        try:
+            if isinstance(self.job, SessionWork):
+                self.job.run(tokens)
+            else:
+                self.result = self.job()
+        except Exception as error:  # noqa: BLE001 - whatever a model raises fails one session, not the server
+            self.error = error
+
+    @property
+    def is_over(self) -> bool:
+        return not isinstance(self.job, SessionWork) or self.job.is_over or self.error is not None
+
+    def outcome(self) -> object:
+        """What is delivered."""
+        if self.error is None and isinstance(self.job, SessionWork):
+            return self.job.result()
+        return self.error or self.result
+
+
+_JOB = Ready(peer="", group=None, rows=1, tokens=1, packs=False, cuts=False)
+_Batch = Sequence[tuple[_Item, Slice]]
 
 
 class ComputeThread:
@@ -31,13 +85,13 @@ class ComputeThread:
         """threads: how many cores one operation may use; None leaves torch's own choice."""
         self._loop = loop
         self._threads = threads
-        self._jobs: SimpleQueue[tuple[Callable[[], object], Done[object]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], Result], done: Done[Result]) -> None:
         """Queue a job."""
-        self._jobs.put((job, done))  # type: ignore[arg-type]
+        self._jobs.put(_Item(job, done))
 
     def stop(self) -> None:
         """Finish what is queued, then end the thread."""
@@ -48,16 +102,128 @@ class ComputeThread:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():  # entered once: entering it for every step costs 15 % of a small one
-            while (work := self._jobs.get()) is not None:
-                job, done = work
-                result: object
-                try:
-                    result = job()
-                except Exception as error:  # noqa: BLE001 - whatever a model raises fails one session, not the server
-                    result = error
-                self._deliver(done, result)
-                del job, done, work, result  # while waiting, hold no activations
+            iterations = _Iterations(self._jobs)
+            while iterations.wait():
+                self._deliver(iterations.run())
 
-    def _deliver(self, done: Done[object], result: object) -> None:
+    def _deliver(self, finished: Sequence[tuple[Done[Any], object]]) -> None:
+        if not finished:
+            return
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(done, result)
+            self._loop.call_soon_threadsafe(_tell, finished)
+
+
+def _tell(finished: Sequence[tuple[Done[Any], object]]) -> None:
+    """In the loop: hand results to whoever waits. One that breaks must not keep the others from theirs."""
+    loop = asyncio.get_running_loop()
+    for done, result in finished[1:]:
+        loop.call_soon(done, result)
+    done, result = finished[0]
+    done(result)
+
+
+class _Iterations:
+    """What the compute thread has to do, what it learned about it, and the doing."""
+
+    def __init__(self, jobs: SimpleQueue[_Item | None]) -> None:
+        self._jobs = jobs
+        self._waiting: OrderedDict[object, deque[_Item]] = OrderedDict()  # by session, next one first
+        self._stopping = False
+        self._pace = Pace()
+        self._company = Company()
+        self._decoded_at = 0.0
+
+    def wait(self) -> bool:
+        """Wait for something to do, and then a moment for company. False: there will be nothing any more."""
+        if not self._waiting and not self._stopping:
+            self._add(self._jobs.get())
+        self._take_all()
+        since = now = time.perf_counter()
+        while (wait_s := self._company.wait_s(self._waiting.keys(), since, now)) > 0 and not self._stopping:
+            with contextlib.suppress(Empty):
+                self._add(self._jobs.get(timeout=wait_s))
+                self._take_all()
+            now = time.perf_counter()
+        return bool(self._waiting)
+
+    def run(self) -> list[tuple[Done[Any], object]]:
+        """Run one iteration. Returns what is finished, with its results."""
+        batch = self._batch()
+        began = time.perf_counter()
+        sizes = [(each.tokens * (ready := item.ready).rows, ready.decodes) for item, each in batch]
+        if len(batch) == 1:
+            ((item, each),) = batch
+            item.run(each.tokens)
+        else:
+            _run_together(batch)
+        now = time.perf_counter()
+        over = [item for item, _ in batch if item.is_over]
+        if isinstance(batch[0][0].job, SessionWork):
+            decodes = sum(decodes for _, decodes in sizes)
+            self._pace.observe(decodes, sum(size for size, decodes in sizes if not decodes), now - began)
+            self._decoded_at = now if decodes else self._decoded_at
+        for item, _ in batch:
+            self._put_back(item)
+        absent = [key for item in over if (key := _key(item)) not in self._waiting and key is not item]
+        self._company.delivered(absent, now, now - began)
+        return [(item.done, item.outcome()) for item in over]
+
+    def _batch(self) -> list[tuple[_Item, Slice]]:
+        heads = [items[0] for items in self._waiting.values()]
+        ready = [item.ready for item in heads]
+        recently = time.perf_counter() - self._decoded_at < RECENT_S
+        decoding = recently or any(each.decodes for each in ready)
+        slices = form_batch(ready, self._pace.prefill_tokens(decoding=decoding))
+        return [(heads[each.index], each) for each in slices]
+
+    def _put_back(self, item: _Item) -> None:
+        """Others go first next time; what is over goes away."""
+        key = _key(item)
+        if item.is_over:
+            self._waiting[key].popleft()
+        if self._waiting[key]:
+            self._waiting.move_to_end(key)
+        else:
+            del self._waiting[key]
+
+    def _take_all(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._add(self._jobs.get_nowait())
+
+    def _add(self, item: _Item | None) -> None:
+        if item is None:
+            self._stopping = True
+            return
+        key = _key(item)
+        self._waiting.setdefault(key, deque()).append(item)
+        self._company.arrived(key, time.perf_counter())
+
+
+def _key(item: _Item) -> object:
+    return item.job.session.id if isinstance(item.job, SessionWork) else item
+
+
+def _run_together(batch: _Batch) -> None:
+    """Run session work as one packed step; where that fails, one by one, so that it fails only who is to blame."""
+    running: list[tuple[_Item, SessionWork, Segment, int]] = []
+    for item, each in batch:
+        assert isinstance(item.job, SessionWork)
+        try:
+            segment = item.job.segment(each.tokens)
+        except Exception as error:  # noqa: BLE001 - fails one session, not the server
+            item.error = error
+        else:
+            if segment is not None:
+                running.append((item, item.job, segment, each.tokens))
+    if not running:
+        return
+    try:
+        outputs = running[0][1].session.span.forward_packed([segment for _, _, segment, _ in running])
+    except Exception as error:  # noqa: BLE001 - as above
+        _log.warning("a batch failed, its steps run one by one", sessions=len(running), error=type(error).__name__)
+        for item, _, _, tokens in running:
+            item.run(tokens)
+        return
+    for (_, work, _, _), output in zip(running, outputs, strict=True):
+        work.take(output)

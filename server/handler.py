@@ -283,7 +283,7 @@ class Handler:
             self._refuse(session.owner, piece, None, Declined("no_room", str(full), RETRY_AFTER_S))
             return
         self._executor.submit(
-            lambda: session.compute_rebuild(piece, hidden, positions, mask),
+            session.rebuild_work(piece, hidden, positions, mask),
             partial(self._on_rebuilt, session, piece, (positions, mask)),
         )
 
@@ -367,7 +367,7 @@ class Handler:
             return
         self.steps_under_way += 1
         self._executor.submit(
-            lambda: session.compute(step, hidden, positions, mask),
+            session.work(step, hidden, positions, mask),
             partial(self._on_computed, session, session.generation, step, (positions, mask), arrived_at),
         )
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
+from swarm.server.batch import Ready
 from swarm.server.pool import Lease
 from swarm.wire.journal import Journal
 from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
@@ -188,22 +190,114 @@ class HostedSession:
 
     # In the compute thread
 
-    def compute(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Run one accepted step. Returns the output on the host: all positions, or for the owner the wanted ones."""
-        if self.closed:
+    def work(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> "SessionWork":
+        """What an accepted step is for the compute thread."""
+        return SessionWork(self, step.keep, step.rows, step.want, hidden, positions, mask)
+
+    def rebuild_work(
+        self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
+    ) -> "SessionWork":
+        """What an accepted piece of the past is for the compute thread."""
+        return SessionWork(self, piece.start, None, None, hidden, positions, mask)
+
+    @property
+    def past(self) -> SpanPast:
+        """What the blocks remember."""
+        return self._past
+
+
+class SessionWork:
+    """One step of a session, or one piece of its past, on its way through the compute thread: alone, packed, in pieces.
+
+    Called as a whole it runs alone, and returns the output on the host: all positions, or for the owner the wanted
+    ones; None once the session is closed.
+    """
+
+    __slots__ = ("_began", "_hidden", "_keep", "_mask", "_outputs", "_positions", "_rows", "_want", "done", "session")
+
+    def __init__(
+        self,
+        session: HostedSession,
+        keep: int,
+        rows: Sequence[int] | None,
+        want: int | None,
+        hidden: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        """want: trailing positions that the owner gets; None keeps all, whoever gets them."""
+        self.session = session
+        self.done = 0  # positions that were computed
+        self._keep = keep
+        self._rows = rows
+        self._want = want
+        self._hidden = hidden
+        self._positions = positions
+        self._mask = mask
+        self._began = False
+        self._outputs: list[Tensor] = []
+
+    def __call__(self) -> Tensor | None:
+        """Run what is left of it, alone."""
+        self.run(self.tokens - self.done)
+        return self.result()
+
+    @property
+    def tokens(self) -> int:
+        """Positions of each row."""
+        return self._hidden.shape[1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to compute."""
+        return self.session.closed or self.done == self.tokens
+
+    @property
+    def ready(self) -> Ready:
+        """How the planner sees what is left."""
+        session = self.session
+        packs = session.span.packs and self._mask is None and session.past.mask is None
+        return Ready(session.owner.peer, session.span.blocks, self._hidden.shape[0], self.tokens - self.done, packs)
+
+    def segment(self, tokens: int) -> Segment | None:
+        """The next positions, to run in a packed step, whose output goes to `take`; None if the session is closed."""
+        if self.session.closed:
             return None
-        self._past.rewind(step.keep, step.rows)
-        output = self._past.forward(self.span, hidden, positions, mask)
-        if not self.has_next:
-            output = output[:, output.shape[1] - step.want :]
+        past = self._begin()
+        assert past.mask is None
+        part = slice(self.done, self.done + tokens)
+        device = self.session.span.device
+        positions = self._positions[:, part].to(device) if self._positions is not None else None
+        return Segment(self._hidden[:, part].to(device), past.cache, positions)
+
+    def run(self, tokens: int) -> None:
+        """Compute the next positions alone."""
+        if self.session.closed:
+            return
+        past, span = self._begin(), self.session.span
+        part = slice(self.done, self.done + tokens)
+        positions = self._positions[:, part] if self._positions is not None else None
+        mask = self._mask[:, part] if self._mask is not None else None
+        self.take(past.forward(span, self._hidden[:, part], positions, mask))
+
+    def take(self, output: Tensor) -> None:
+        """Keep the output of the next positions."""
+        self.done += output.shape[1]
+        self._outputs.append(output)
+
+    def result(self) -> Tensor | None:
+        """What is delivered when all is computed."""
+        if self.session.closed or not self._outputs:
+            return None
+        output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
+        if self._want is not None and not self.session.has_next:
+            output = output[:, output.shape[1] - self._want :].clone()  # not to hold the rest
         return output.to("cpu")
 
-    def compute_rebuild(
-        self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
-    ) -> Tensor | None:
-        """Run an accepted piece of the past. Returns the output on the host, all positions."""
-        if self.closed:
-            return None
-        if piece.start == 0:
-            self._past.rewind(0, None)
-        return self._past.forward(self.span, hidden, positions, mask).to("cpu")
+    def _begin(self) -> SpanPast:
+        """Bring the session's past to where this work starts."""
+        past = self.session.past
+        if not self._began:
+            past.rewind(self._keep, self._rows)
+            self._began = True
+        return past

@@ -89,6 +89,16 @@ class SpanCache:
                 _remove_last(layer, removed)
             self.inner.seen = n_positions
 
+    def snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What `restore` needs to undo a step that breaks half-way. Layers of keys and values only; copies nothing."""
+        return [(layer, dict(vars(layer))) for layer in self.layers]
+
+    def restore(self, snapshot: list[tuple[Any, dict[str, Any]]]) -> None:
+        """Undo what has happened to the layers since."""
+        for layer, before in snapshot:
+            vars(layer).clear()
+            vars(layer).update(before)
+
     def gather(self, rows: Tensor) -> None:
         """Make row i of the batch what row `rows[i]` was. rows: int64 [any length]; reorders, repeats and selects."""
         self.inner.reorder_cache(rows)

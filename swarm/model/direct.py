@@ -191,7 +191,7 @@ class DirectPath:
     def _recorded(self, first: int, stop: int, *, past: int, batch: int) -> tuple[SpanCache, Record]:
         """Record a step of some positions, on a cache that only claims to have a past."""
         cache = self._new_cache()
-        _pretend(cache, past)
+        pretend(cache, past)
         return cache, self._record(cache, torch.arange(first, stop, device=self._device)[None], batch)
 
 
@@ -280,7 +280,7 @@ def _alike(left: object, right: object) -> bool:
     return left == right
 
 
-def _pretend(cache: SpanCache, length: int) -> None:
+def pretend(cache: SpanCache, length: int) -> None:
     """Make a cache claim a past of `length` positions, without any memory: enough for a parent, not for a block."""
     cache.inner.seen = length
     if not length:

@@ -20,7 +20,7 @@ from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedC
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, blocks_of, class_for, decoder_of, hollow_class, skeleton, text_config
 from swarm.model.ownership import own_weights, return_free_memory
-from swarm.model.probe import check_span, prove_direct_path
+from swarm.model.probe import check_span, prove_direct_path, prove_packing
 from swarm.model.span import Span
 
 Dtype = torch.dtype | str  # "auto": the checkpoint's
@@ -38,6 +38,7 @@ def load_span(
     span = Span(model, checkpoint.traits, blocks)
     check_span(span)
     prove_direct_path(span)
+    prove_packing(span)
     return span
 
 

@@ -13,11 +13,22 @@ from torch import Tensor, nn
 
 from swarm.blocks import Blocks
 from swarm.errors import UnsupportedArchitecture
+from swarm.model.direct import pretend
 from swarm.model.hollow import Placeholder, blocks_of
+from swarm.model.packed import PackedCache, PackedMask, Segment
 from swarm.model.span import Span
 
 PROBE_TOKENS = (3, 1, 2)  # prefill, decode, a chunk after history
 PROBE_DECODES = 3
+PACK_ROWS = (1, 1, 2, 1)  # of the sessions in a ragged batch
+PACK_STEPS = ((3, 9, 2, 1), (1, 4, 1, 1), (1, 1, 1, 5))  # their tokens, step by step
+PACK_TOLERANCES = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 3e-2,
+    torch.float16: 5e-3,
+}  # of a norm
+PACK_TRIES = 4
+FAR_POSITION = 1 << 17
 PROBE_BLOCKS_MAX = 4  # one of each kind is enough, and probing reads a block's weights
 
 
@@ -56,6 +67,76 @@ def prove_direct_path(span: Span) -> None:
             proved = False
     if not proved:
         span.forget_direct_path()
+
+
+def prove_packing(span: Span) -> None:
+    """Let a span run steps of many sessions as one, if on its blocks that gives what solo runs give.
+
+    Two proofs, because windows and scalings far out would cost much to run into: what the parent hands its blocks at
+    distant positions, compared exactly; and what the blocks make of short sessions, within the arithmetic's tolerance.
+    """
+    span.allow_packing(False)
+    if not set(span.traits.kinds) <= {"full", "sliding"}:
+        return
+    with torch.inference_mode():
+        samples = [span.part(Blocks(index, index + 1)) for index in _samples(span)]
+        try:
+            proved = _told_alike(span) and all(_pack_agrees(part) for part in samples)
+        except Exception:  # noqa: BLE001 - stand-ins for keys and masks break a block in any way
+            proved = False
+    span.allow_packing(proved)
+
+
+def _told_alike(span: Span) -> bool:
+    """Compare what blocks are called with at scattered positions, packed and alone."""
+    limit = min(span.traits.positions_max or FAR_POSITION, FAR_POSITION)
+    positions = sorted({limit - 1, 1, limit // 2, 5, limit // 3}, reverse=True)
+    caches = [span.new_cache() for _ in positions]
+    for cache, position in zip(caches, positions, strict=True):
+        pretend(cache, position)
+    alone = [span.recorded(cache, position) for cache, position in zip(caches, positions, strict=True)]
+    dummy = torch.zeros(1, 1, span.hidden_size, dtype=span.dtype, device=span.device)
+    packed = span.recorded_packed([Segment(dummy, cache) for cache in caches])
+    return all(_joins(list(calls), call) for *calls, call in zip(*alone, packed, strict=True))
+
+
+def _joins(parts: list[Any], whole: Any) -> bool:  # noqa: ANN401 - any argument of any block
+    """Whether a packed step's argument is those of its sessions, put together."""
+    if isinstance(whole, (PackedCache, PackedMask)):
+        return True  # made of the sessions' own
+    if isinstance(whole, Tensor):
+        if not all(isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts):
+            return False
+        joined = (torch.cat(parts, dim=axis) for axis in range(whole.dim()) if whole.shape[axis] == len(parts))
+        return any(torch.equal(whole, each) for each in joined) or all(torch.equal(whole, part) for part in parts)
+    if isinstance(whole, (tuple, list, dict)):
+        keys = list(whole) if isinstance(whole, dict) else list(range(len(whole)))
+        alike = all(type(part) is type(whole) and len(part) == len(whole) for part in parts)
+        return alike and all(_joins([part[key] for part in parts], whole[key]) for key in keys)
+    return all(type(part) is type(whole) and part == whole for part in parts)
+
+
+def _pack_agrees(part: Span) -> bool:
+    """Compare a few ragged steps with solo ones. In half precision experts may be chosen otherwise now and then."""
+    tries = 1 if part.dtype is torch.float32 else PACK_TRIES
+    return any(_ragged_error(part, seed) < PACK_TOLERANCES.get(part.dtype, 0.0) for seed in range(tries))
+
+
+def _ragged_error(part: Span, seed: int) -> float:
+    """The largest error of a session's step relative to the solo one's norm."""
+    generator = torch.Generator().manual_seed(seed)
+    alone = [part.new_cache() for _ in PACK_ROWS]
+    packed = [part.new_cache() for _ in PACK_ROWS]
+    worst = 0.0
+    for counts in PACK_STEPS:
+        steps = [_random(part, count, generator, rows) for count, rows in zip(counts, PACK_ROWS, strict=True)]
+        expected = [part.forward(step, cache=cache) for step, cache in zip(steps, alone, strict=True)]
+        got = part.forward_packed([Segment(step, cache) for step, cache in zip(steps, packed, strict=True)])
+        errors = [
+            (left - right).float().norm() / right.float().norm() for left, right in zip(got, expected, strict=True)
+        ]
+        worst = max(worst, *(error.item() for error in errors))
+    return worst
 
 
 def _agrees(part: Span, batch: int) -> bool:

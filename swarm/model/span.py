@@ -7,6 +7,7 @@ output and ends the call, so that neither the parent's epilogue nor its placehol
 
 import contextlib
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from swarm.errors import BadBlocks
 from swarm.model.cache import SpanCache, new_cache
 from swarm.model.direct import DirectPath, Record
 from swarm.model.hollow import Placeholder, decoder_of
+from swarm.model.packed import PackedCache, Packing, Segment, configs_of
 from swarm.model.traits import Traits
 
 PARTS_MAX = 64  # remembered: strangers choose them, and each has a module for every block of the model
@@ -40,6 +42,8 @@ class Span:
         self._run = _Run()
         self._decoder = _decoder_for(decoder, list_name, blocks, traits.returns, self._run)
         self._direct: DirectPath | None = None
+        self._packing = Packing(configs_of(model))
+        self.packs = False  # whether steps of many sessions can run as one; `swarm.model.probe` finds out
         self._whole = blocks
         self._parts: dict[Blocks, Span] = {blocks: self}  # the latest ones; sessions hold on to theirs
         weights = [*model.parameters(), *model.buffers()]
@@ -120,6 +124,41 @@ class Span:
             cache.advance(tokens)
         return output
 
+    def forward_packed(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """Run steps of many sessions of this very span as one; their caches grow.
+
+        Returns what each one's `forward` would, within the arithmetic's tolerance. Whatever this raises, no cache has
+        changed. Only where `packs`.
+        """
+        hidden = torch.cat([segment.hidden.reshape(1, segment.size, self.hidden_size) for segment in segments], dim=1)
+        arguments: dict[str, Any] = {self.traits.cache_argument: PackedCache(segments, self._packing.usual)}
+        if self.traits.takes_positions:
+            arguments["position_ids"] = torch.cat([segment.packed_positions() for segment in segments])[None]
+        befores = [segment.cache.snapshot() for segment in segments]
+        self._run.hidden = hidden
+        dummy = hidden.new_zeros(1, hidden.shape[1], self.traits.embedding_size)
+        try:
+            with self._packing.on():
+                self._decoder(inputs_embeds=dummy, use_cache=True, **arguments)
+        except SpanDone as done:
+            output = done.hidden
+        except Exception:
+            for segment, before in zip(segments, befores, strict=True):
+                segment.cache.restore(before)
+            raise
+        finally:
+            self._run.hidden = None
+        for segment in segments:
+            segment.cache.advance(segment.tokens)
+        parts = output.split([segment.size for segment in segments], dim=1)
+        # Copies: whoever keeps a session's output must not keep the others' with it.
+        return [part.clone().view(segment.hidden.shape) for part, segment in zip(parts, segments, strict=True)]
+
+    def allow_packing(self, allowed: bool) -> None:
+        """Let all parts run packed steps, or none."""
+        for part in self._parts.values():
+            part.packs = allowed
+
     @property
     def is_direct(self) -> bool:
         """Whether decode steps go to the blocks without their parent."""
@@ -128,25 +167,41 @@ class Span:
     def learn_direct_path(self) -> None:
         """Find out whether decode steps can go without the parent; `swarm.model.probe` then proves it or drops it."""
         assert all(part in self.blocks for part in self._parts), "only the whole span knows all of its blocks"
+        record, layers = self._recorder()
+        direct = None
+        with contextlib.suppress(Exception), torch.inference_mode():  # a parent may not bear what is tried on it here
+            direct = DirectPath(layers, lambda cache, *step: record(cache.inner, *step), self.new_cache, self.device)
+        for part in self._parts.values():
+            part._direct = direct
+
+    def recorded(self, cache: SpanCache, position: int) -> Record:
+        """What the parent calls its blocks with in one decode step at this position."""
+        record, _ = self._recorder()
+        return record(cache.inner, torch.tensor([[position]], device=self.device), 1)
+
+    def recorded_packed(self, segments: Sequence[Segment]) -> Record:
+        """What the parent calls its blocks with in a packed step."""
+        record, _ = self._recorder()
+        positions = torch.cat([segment.packed_positions() for segment in segments])[None]
+        with self._packing.on():
+            return record(PackedCache(segments, self._packing.usual), positions, 1)
+
+    def _recorder(self) -> tuple[Callable[[Any, Tensor, int], Record], dict[int, nn.Module]]:
+        """Return what records a call of the parent (cache, positions, batch), and the blocks."""
         decoder, _ = decoder_of(self.model)
         recorders = [_Recorder(block, self.traits.returns) for block in _originals(getattr(decoder, self._list_name))]
         shallow = _with_blocks(decoder, self._list_name, list(recorders))
 
-        def record(cache: SpanCache, positions: Tensor, batch: int) -> Record:
+        def record(inner: Any, positions: Tensor, batch: int) -> Record:  # noqa: ANN401 - as a cache's `inner`
             shape = batch, positions.shape[1], self.traits.embedding_size
             dummy = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            arguments: dict[str, Any] = {"use_cache": True, self.traits.cache_argument: cache.inner}
+            arguments: dict[str, Any] = {"use_cache": True, self.traits.cache_argument: inner}
             if self.traits.takes_positions:
                 arguments["position_ids"] = positions
             shallow(inputs_embeds=dummy, **arguments)
             return [recorders[index].call for index in self.blocks]
 
-        layers = {index: recorders[index].original for index in self.blocks}
-        direct = None
-        with contextlib.suppress(Exception), torch.inference_mode():  # a parent may not bear what is tried on it here
-            direct = DirectPath(layers, record, self.new_cache, self.device)
-        for part in self._parts.values():
-            part._direct = direct
+        return record, {index: recorders[index].original for index in self.blocks}
 
     def forget_direct_path(self) -> None:
         """Let the parent do every step, in all parts."""

@@ -1,0 +1,174 @@
+"""What runs next: from the work that is ready to one batch, and how much prefill a batch may carry.
+
+Both are pure. The compute thread (`swarm.server.executor`) asks them before every iteration.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+DECODE_TOKENS_MAX = 512  # of one batch: more would not make it quicker by the token
+PREFILL_TOKENS_MIN = 16  # smaller pieces would read all weights for next to nothing
+PREFILL_TOKENS_MAX = 2048
+STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
+ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
+FORGOTTEN_S = 1.0  # who is away for longer is not waited for
+SMOOTHING = 0.2  # weight of the newest measurement
+LINGER_MAX_S = 0.005  # that ready work waits for company
+LINGER_SHARE = 0.2  # of the last iteration, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The first unfinished work of one session, as the planner sees it.
+
+    peer: who owns it. group: work of different groups (parts of the span) cannot run together. tokens: positions that
+    are left, of each of `rows` rows. packs: whether it can run with others at all. cuts: whether it can run in pieces.
+    """
+
+    peer: str
+    group: object
+    rows: int
+    tokens: int
+    packs: bool = True
+    cuts: bool = True
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a single position, which somebody waits for."""
+        return self.tokens == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The next `tokens` positions of the ready work number `index`."""
+
+    index: int
+    tokens: int
+
+
+def form_batch(ready: Sequence[Ready], prefill_tokens: int) -> tuple[Slice, ...]:
+    """Choose what runs in the next iteration: never empty if anything is ready.
+
+    ready: in the order in which it runs if there is no reason for another; a session is in it once. Work that was
+    cut comes again at the end, so that all go forward.
+    prefill_tokens: the most that is spent on prefill, at least for one piece.
+
+    Decode steps come first, of every peer in turn. Prefill fills up the budget; peers share it evenly, whatever
+    number of sessions they have.
+    """
+    if not ready:
+        return ()
+    first = ready[0]
+    if not first.packs:
+        return (Slice(0, _piece(first, prefill_tokens)),)
+    together = [i for i, work in enumerate(ready) if work.packs and work.group == first.group]
+    chosen: list[Slice] = []
+    room = DECODE_TOKENS_MAX
+    for index in _in_turn(ready, [i for i in together if ready[i].decodes]):
+        if room < ready[index].rows and chosen:
+            break
+        chosen.append(Slice(index, 1))
+        room -= ready[index].rows
+    prefills = _in_turn(ready, [i for i in together if not ready[i].decodes])
+    share = prefill_tokens // max(1, len({ready[i].peer for i in prefills}))
+    left = prefill_tokens
+    for index in prefills:
+        tokens = _piece(ready[index], max(PREFILL_TOKENS_MIN, min(share, left)))
+        if tokens * ready[index].rows > left and chosen:
+            continue
+        chosen.append(Slice(index, tokens))
+        left -= tokens * ready[index].rows
+    return tuple(chosen)
+
+
+def _piece(work: Ready, tokens: int) -> int:
+    """Positions that a piece of about so many tokens has."""
+    return min(work.tokens, max(1, tokens // work.rows)) if work.cuts else work.tokens
+
+
+def _in_turn(ready: Sequence[Ready], indices: Sequence[int]) -> list[int]:
+    """Put the first of every peer before the second of any; within that, as they come."""
+    seen: dict[str, int] = defaultdict(int)
+    ranked = []
+    for index in indices:
+        ranked.append((seen[ready[index].peer], index))
+        seen[ready[index].peer] += 1
+    return [index for _, index in sorted(ranked)]
+
+
+class Pace:
+    """Learns how long iterations take, and from it how much prefill they may carry."""
+
+    def __init__(self) -> None:
+        self._decode_s: float | None = None  # an iteration without prefill
+        self._token_s: float | None = None  # one prefilled token
+
+    def observe(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
+        """Learn from an iteration of so many decode steps and prefilled tokens."""
+        if prefill_tokens == 0:
+            self._decode_s = _smooth(self._decode_s, took_s)
+            return
+        beside_s = (self._decode_s or 0.0) if decodes else 0.0
+        per_token = max(took_s - beside_s, took_s / 10) / prefill_tokens
+        self._token_s = _smooth(self._token_s, per_token)
+
+    def prefill_tokens(self, *, decoding: bool) -> int:
+        """How many tokens of prefill the next iteration may carry. decoding: whether anybody waits for single steps."""
+        if self._token_s is None:
+            return 4 * PREFILL_TOKENS_MIN
+        limit_s = STRETCH * self._decode_s if decoding and self._decode_s is not None else ALONE_S
+        return max(PREFILL_TOKENS_MIN, min(PREFILL_TOKENS_MAX, int(limit_s / self._token_s)))
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)
+
+
+class Company:
+    """Learns who comes back soon: waiting a moment for them costs less than running twice.
+
+    Steps that ran together were delivered together, so their sessions' next ones come together too, as long as they
+    travel the same way; and a client next door is back before the next iteration has begun. Without this, sessions fall
+    into groups that take turns, each reading all weights for itself.
+    """
+
+    def __init__(self) -> None:
+        self._delivered_s: dict[object, float] = {}  # absent sessions: since when
+        self._away_s: dict[object, float] = {}  # how long they usually are
+        self._batch_of: dict[object, int] = {}
+        self._batch = 0
+        self._iteration_s = 0.0
+
+    def delivered(self, sessions: Collection[object], now: float, took_s: float) -> None:
+        """Note that one step each of these sessions went out together, after an iteration of `took_s`."""
+        self._batch += 1
+        self._iteration_s = took_s
+        gone = [session for session, went in self._delivered_s.items() if now - went > FORGOTTEN_S]
+        for session in gone:
+            for known in (self._delivered_s, self._away_s, self._batch_of):
+                known.pop(session, None)
+        for session in sessions:
+            self._delivered_s[session] = now
+            self._batch_of[session] = self._batch
+
+    def arrived(self, session: object, now: float) -> None:
+        """Note that a session is back."""
+        since = self._delivered_s.pop(session, None)
+        if since is not None:
+            self._away_s[session] = _smooth(self._away_s.get(session), now - since)
+
+    def wait_s(self, ready: Collection[object], since: float, now: float) -> float:
+        """How long to wait before the next iteration, while these sessions are ready, the first since `since`."""
+        limit_s = min(LINGER_MAX_S, LINGER_SHARE * self._iteration_s)
+        if now >= since + limit_s or len(self._delivered_s) == 0:
+            return 0.0
+        batches = {self._batch_of.get(session) for session in ready}
+        until = now
+        for session, went in self._delivered_s.items():
+            soon = went + 1.5 * self._away_s.get(session, limit_s)
+            if now < soon <= since + limit_s:
+                until = max(until, soon)
+            elif self._batch_of.get(session) in batches:
+                until = since + limit_s
+        return max(0.0, until - now)

@@ -1,0 +1,221 @@
+"""Steps of many sessions in one call: all their tokens as one row, and attention told which past is whose.
+
+Linear layers, norms and experts do not care whose a token is; they run once over [1, N, hidden]. Only attention does.
+What it needs travels in what a parent hands through anyway. The cache it is called with is a `PackedCache`: its
+`update` appends every session's new keys to that session's own cache, and returns the pasts side by side. The mask is
+a `PackedMask`: not the mask, but how to make one, from which every session's own is made. Both reach the attention
+function registered here, which gives each session to the family's usual one. So positions, windows, chunks and sinks
+are what the family says they are.
+
+Families whose blocks look at keys or masks before they hand them on, or whose states are no keys and values, break on
+these stand-ins or disagree with solo runs: `swarm.model.probe` tries it when a span is loaded.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from swarm.model.cache import SpanCache
+
+PACKED = "swarm_packed"  # the attention implementation while packed steps run
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One session's share of a packed step.
+
+    hidden: [rows, tokens, hidden_size]. positions: int64 [rows or 1, tokens]; None counts on from the cache's length.
+    No position is padding.
+    """
+
+    hidden: Tensor
+    cache: SpanCache
+    positions: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """The session's rows."""
+        return self.hidden.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each row."""
+        return self.hidden.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Tokens in the packed row, where they lie row after row."""
+        return self.hidden.shape[0] * self.hidden.shape[1]
+
+    def packed_positions(self) -> Tensor:
+        """The tokens' position ids, int64 [size]."""
+        positions, past, device = self.positions, self.cache.length, self.hidden.device
+        if positions is None:
+            positions = torch.arange(past, past + self.tokens, device=device)[None]
+        return positions.expand(self.rows, -1).reshape(-1)
+
+
+class PackedCache(Cache):
+    """What a parent sees as its cache during a packed step."""
+
+    def __init__(self, segments: Sequence[Segment], usual: Mapping[int, str]) -> None:
+        """usual: for each of the model's configs, by its `id`, the attention implementation of solo steps."""
+        super().__init__(layers=list(segments[0].cache.inner.layers))  # tells what kinds of layers there are
+        self.segments = segments
+        self.usual = usual
+        self.pasts = [segment.cache.length for segment in segments]
+        self.bounds = list(pairwise(accumulate((segment.size for segment in segments), initial=0)))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Append [1, heads, N, size] to the sessions' caches. Returns their pasts as `PackedStates`, twice."""
+        keys, values = PackedStates(self), PackedStates(self)
+        for segment, (start, stop) in zip(self.segments, self.bounds, strict=True):
+            layer = segment.cache.inner.layers[layer_idx]
+            new_keys = _rows(key_states[:, :, start:stop], segment)
+            new_values = _rows(value_states[:, :, start:stop], segment)
+            past_keys, past_values = layer.update(new_keys, new_values, *args, **kwargs)
+            keys.parts.append(past_keys)
+            values.parts.append(past_values)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: lengths are the sessions' own."""
+        del layer_idx
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0, as `get_seq_length`."""
+        del layer_idx
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return something: masks are made for each session."""
+        del layer_idx
+        return query_length, 0
+
+
+@dataclass(slots=True)
+class PackedStates:
+    """Keys or values of all sessions of a packed step in one layer. No tensor: who computes with it is found out."""
+
+    cache: PackedCache
+    parts: list[Tensor] = field(default_factory=list)
+
+
+class PackedMask:
+    """How to make the masks that a parent would have made for each session alone."""
+
+    def __init__(self, config: PretrainedConfig, arguments: dict[str, Any]) -> None:
+        self._config = config
+        self._arguments = arguments
+        self._made: dict[tuple[int, int], Tensor | None] = {}
+
+    def of(self, cache: PackedCache, number: int, kv_length: int) -> Tensor | None:
+        """The mask of segment `number` for the last `kv_length` of its positions, as its parent alone would make it."""
+        key = number, kv_length
+        if key not in self._made:
+            segment, past = cache.segments[number], cache.pasts[number]
+            make = ALL_MASK_ATTENTION_FUNCTIONS[cache.usual[id(self._config)]]
+            self._made[key] = make(
+                **self._arguments,
+                config=self._config,
+                batch_size=1,  # without padding all rows have the same
+                q_length=segment.tokens,
+                kv_length=kv_length,
+                q_offset=past,
+                kv_offset=past + segment.tokens - kv_length,
+                attention_mask=None,
+            )
+        return self._made[key]
+
+
+class Packing:
+    """Turns one model to packed attention for the time of a call. Used by the model's one compute thread."""
+
+    def __init__(self, configs: Sequence[PretrainedConfig]) -> None:
+        """configs: all that the model's modules look at."""
+        self._configs = [(config, str(config._attn_implementation)) for config in configs]
+        self.usual = {id(config): name for config, name in self._configs}
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Use packed attention in this block."""
+        for config, _ in self._configs:
+            config._attn_implementation_internal = PACKED
+        try:
+            yield
+        finally:
+            for config, name in self._configs:
+                config._attn_implementation_internal = name
+
+
+def configs_of(model: nn.Module) -> list[PretrainedConfig]:
+    """All configs that modules of a model hold, each once."""
+    found = {
+        id(config): config
+        for module in model.modules()
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig)
+    }
+    return list(found.values())
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: PackedStates,
+    value: PackedStates,
+    attention_mask: PackedMask | None,
+    **kwargs: Any,  # noqa: ANN401 - whatever the family gives its attention
+) -> tuple[Tensor, None]:
+    """Give each session to the family's usual attention. query: [1, heads, N, size]; returns [1, N, heads, size]."""
+    cache = key.cache
+    attend = _usual_attention(module, cache)
+    positions = kwargs.pop("position_ids", None)
+    outputs = []
+    for number, (segment, (start, stop)) in enumerate(zip(cache.segments, cache.bounds, strict=True)):
+        keys = key.parts[number]
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask.of(cache, number, keys.shape[-2])
+        if positions is not None:
+            kwargs["position_ids"] = positions[:, start:stop].reshape(segment.rows, segment.tokens)
+        states = _rows(query[:, :, start:stop], segment)
+        output = attend(module, states, keys, value.parts[number], mask, **kwargs)[0]
+        outputs.append(output.reshape(1, segment.size, *output.shape[2:]))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def packed_mask(*, config: PretrainedConfig, **arguments: Any) -> PackedMask:  # noqa: ANN401 - as all mask makers
+    """Stand for the mask that a parent wants to be made."""
+    for own in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask"):
+        arguments.pop(own, None)
+    return PackedMask(config, arguments)
+
+
+def _usual_attention(module: nn.Module, cache: PackedCache) -> Callable[..., Any]:
+    """The attention of solo steps; a family's eager one is in its module."""
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(cache.usual[id(module.config)], eager)
+    return found
+
+
+def _rows(states: Tensor, segment: Segment) -> Tensor:
+    """[1, heads, rows * tokens, size] -> [rows, heads, tokens, size]."""
+    if segment.rows == 1:
+        return states
+    heads, size = states.shape[1], states.shape[3]
+    return states.reshape(heads, segment.rows, segment.tokens, size).transpose(0, 1)
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, packed_mask)
