@@ -25,6 +25,7 @@ from swarm.dht.records import SignedAnnouncement
 from swarm.errors import BadConfiguration, NetworkError, RootMismatch, SwarmError, Unreachable, ungrouped
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
+from swarm.model.kernels import choose_kernels
 from swarm.model.loading import block_bytes, expected_dtype, fetch_span, load_span
 from swarm.model.span import Span, numeric_class_of
 from swarm.net.channel import Self
@@ -323,6 +324,10 @@ def _load(arguments: ServeArguments, checkpoint: Checkpoint, blocks: Blocks, dev
         span = load_span(checkpoint, blocks, dtype=_dtype(arguments), device=device)
     except (torch.OutOfMemoryError, MemoryError):
         raise BadConfiguration("--blocks", f"blocks {blocks} do not fit into the memory of {device}") from None
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)  # of this thread, so that kernels are timed as they will run
+    packed = choose_kernels(span)
+    _log.info("kernels chosen", weights="packed by oneDNN" if packed else "as they are", batches=span.packs)
     with torch.inference_mode():
         return _Loaded(span, arguments.cache_tokens or default_pool_tokens(span))
 

@@ -22,7 +22,7 @@ PROBE_TOKENS = (3, 1, 2)  # prefill, decode, a chunk after history
 PROBE_DECODES = 3
 PACK_ROWS = (1, 1, 2, 1)  # of the sessions in a ragged batch
 PACK_STEPS = ((3, 9, 2, 1), (1, 4, 1, 1), (1, 1, 1, 5))  # their tokens, step by step
-PACK_TOLERANCES = {
+TOLERANCES = {
     torch.float32: 1e-4,
     torch.bfloat16: 3e-2,
     torch.float16: 5e-3,
@@ -36,7 +36,7 @@ def check_span(span: Span) -> None:
     """Run a few blocks with two sessions in turns. Raises UnsupportedArchitecture if they do not keep apart."""
     name = span.traits.model_type
     layers = blocks_of(span.model)
-    for index in _samples(span):
+    for index in samples_of(span):
         block = layers[index]
         part = span.part(Blocks(index, index + 1))
         watch = _Watch(block)
@@ -60,7 +60,7 @@ def prove_direct_path(span: Span) -> None:
     if not span.is_direct:
         return
     with torch.inference_mode():
-        samples = [span.part(Blocks(index, index + 1)) for index in _samples(span)]
+        samples = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
         try:
             proved = all(_agrees(part, batch) for part in samples for batch in (1, 2))
         except Exception:  # noqa: BLE001 - arguments that do not fit break a block in any way
@@ -79,7 +79,7 @@ def prove_packing(span: Span) -> None:
     if not set(span.traits.kinds) <= {"full", "sliding"}:
         return
     with torch.inference_mode():
-        samples = [span.part(Blocks(index, index + 1)) for index in _samples(span)]
+        samples = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
         try:
             proved = _told_alike(span) and all(_pack_agrees(part) for part in samples)
         except Exception:  # noqa: BLE001 - stand-ins for keys and masks break a block in any way
@@ -119,7 +119,7 @@ def _joins(parts: list[Any], whole: Any) -> bool:  # noqa: ANN401 - any argument
 def _pack_agrees(part: Span) -> bool:
     """Compare a few ragged steps with solo ones. In half precision experts may be chosen otherwise now and then."""
     tries = 1 if part.dtype is torch.float32 else PACK_TRIES
-    return any(_ragged_error(part, seed) < PACK_TOLERANCES.get(part.dtype, 0.0) for seed in range(tries))
+    return any(_ragged_error(part, seed) < TOLERANCES.get(part.dtype, 0.0) for seed in range(tries))
 
 
 def _ragged_error(part: Span, seed: int) -> float:
@@ -154,7 +154,7 @@ def _agrees(part: Span, batch: int) -> bool:
     return True
 
 
-def _samples(span: Span) -> list[int]:
+def samples_of(span: Span) -> list[int]:
     """The first hosted block of each kind of class and memory."""
     layers = blocks_of(span.model)
     kinds: dict[tuple[str, ...], int] = {}

@@ -1,0 +1,160 @@
+"""Which kernel multiplies with a span's weights on this processor: found by measuring, when the span is loaded.
+
+Decode reads every weight for a handful of tokens, so what counts is how fast weights are read. The stock kernels take
+them as they lie in the checkpoint. oneDNN can take them in an order of its own, prepared once ("prepacked"): on a Zen 4
+core fp32 weights are then read at 29 GB/s instead of 15 and bf16 ones at 20 instead of 12, and batches of 2 to 64
+tokens take half as long. Elsewhere it may not be so: therefore both are timed on the span's own weights.
+
+Packed weights take the place of the others, not memory beside them. The numbers stay: fp32 is multiplied and added up
+in fp32, in another order.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from swarm.blocks import Blocks
+from swarm.model.hollow import blocks_of
+from swarm.model.probe import TOLERANCES, samples_of
+from swarm.model.span import Span
+
+PACK_BYTES_MIN = 32 << 20  # smaller spans stay in the processor's cache, and calls cost more than reading does
+TRIAL_BYTES = 192 << 20  # of weights to time: well beyond any cache
+TRIAL_ROUNDS = 5
+TRIAL_TOKENS = (1, 8)
+GAIN_MIN = 1.1  # less is noise
+LAYOUT_TOKENS = 16  # the batch size that the packed order is made for; it does well from 1 to 512
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight is in oneDNN's order. Made of an `nn.Linear` by `_pack`.
+
+    `weight` keeps shape, dtype and device, but no memory: it is NaN everywhere, so that code that goes around
+    `forward` is found out by the proof.
+    """
+
+    packed: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in nn.Linear
+        """Multiply; [..., in] -> [..., out]."""
+        if torch.is_grad_enabled():
+            return nn.functional.linear(input, self.packed.to_dense(), self.bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+        return output
+
+
+def choose_kernels(span: Span) -> bool:
+    """Pack a span's weights if that is faster here and computes the same. Returns whether it did. Takes a second or so.
+
+    Call it in a thread that has as many cores as the compute thread will have.
+    """
+    layers = blocks_of(span.model)
+    linears = {index: list(_linears(layers[index])) for index in span.blocks}
+    everything = [linear for found in linears.values() for linear in found]
+    if sum(linear.weight.nbytes for linear in everything) < PACK_BYTES_MIN or not torch.backends.mkldnn.is_available():
+        return False
+    with torch.inference_mode():
+        try:
+            if not _is_faster(everything):
+                return False
+        except RuntimeError:  # a build of torch without these operators
+            return False
+        for index in samples_of(span):
+            if not _proved(span.part(Blocks(index, index + 1)), linears[index]):
+                return False
+        for linear in everything:
+            if not isinstance(linear, PackedLinear):
+                _pack(linear)
+    return True
+
+
+def _linears(block: nn.Module) -> Iterator[nn.Linear]:
+    """The plain linear layers of a block on the CPU: no subclass, which would have its reason."""
+    for module in block.modules():
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in DTYPES:
+            yield module
+
+
+def _is_faster(linears: Iterable[nn.Linear]) -> bool:
+    """Time stock and packed weights, in turn."""
+    trial: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for linear in linears:
+        if size >= TRIAL_BYTES:
+            break
+        trial.append((linear.weight, _packed(linear.weight)))
+        size += linear.weight.nbytes
+    for tokens in TRIAL_TOKENS:
+        inputs = {weight.shape[1]: torch.ones(tokens, weight.shape[1], dtype=weight.dtype) for weight, _ in trial}
+
+        def stock(inputs: dict[int, Tensor] = inputs) -> None:
+            for weight, _ in trial:
+                nn.functional.linear(inputs[weight.shape[1]], weight)
+
+        def packed(inputs: dict[int, Tensor] = inputs) -> None:
+            for weight, ready in trial:
+                torch.ops.mkldnn._linear_pointwise(inputs[weight.shape[1]], ready, None, "none", [], "")
+
+        stock_s, packed_s = _quickest(stock, packed)
+        if stock_s < GAIN_MIN * packed_s:
+            return False
+    return True
+
+
+def _quickest(*works: Callable[[], None]) -> list[float]:
+    """The shortest time of each, in seconds."""
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(TRIAL_ROUNDS):
+        for work, taken in zip(works, times, strict=True):
+            began = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - began)
+    return [min(taken) for taken in times]
+
+
+def _proved(part: Span, linears: list[nn.Linear]) -> bool:
+    """Pack one block, and compare what it computes with what it did; where that differs, leave it as it was."""
+    weights = [linear.weight for linear in linears]
+    expected = _outputs(part)
+    for linear in linears:
+        _pack(linear)
+    try:
+        got = _outputs(part)
+        tolerance = TOLERANCES[part.dtype]
+        agree = all(
+            float((left - right).float().norm() / right.float().norm()) < tolerance
+            for left, right in zip(got, expected, strict=True)
+        )
+    except Exception:  # noqa: BLE001 - a family may do with its layers what it likes
+        agree = False
+    if not agree:
+        for linear, weight in zip(linears, weights, strict=True):
+            linear.__class__ = nn.Linear
+            linear.weight = weight
+            vars(linear).pop("packed", None)
+    return agree
+
+
+def _outputs(part: Span) -> list[Tensor]:
+    """A short prefill and one token behind it."""
+    generator = torch.Generator().manual_seed(2)
+    cache = part.new_cache()
+    steps = [torch.randn(1, tokens, part.hidden_size, generator=generator).to(part.dtype) for tokens in (9, 1)]
+    return [part.forward_through_parent(step, cache=cache) for step in steps]
+
+
+def _pack(linear: nn.Linear) -> None:
+    weight = linear.weight
+    vars(linear)["packed"] = _packed(weight)
+    with torch.inference_mode(mode=False):
+        nothing = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
+        linear.weight = nn.Parameter(nothing, requires_grad=weight.requires_grad)
+    linear.__class__ = PackedLinear
+
+
+def _packed(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LAYOUT_TOKENS)
+    return packed
