@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from swarm.blocks import Blocks
 from swarm.errors import SessionError
+from swarm.model.growing import growing
 
 
 class RollbackImpossible(SessionError):
@@ -130,7 +131,7 @@ class _Inner(DynamicCache):
         super().__init__(config=config)
         self.arguments = (config, blocks, record)
         self.start = blocks.start
-        self.layers = [layer if i in blocks else DummyLayer() for i, layer in enumerate(self.layers)]
+        self.layers = [growing(layer) if i in blocks else DummyLayer() for i, layer in enumerate(self.layers)]
         self.seen = 0
         self.pending = 0  # positions of the running step: the blocks before this span have seen them
         for layer in self.layers:

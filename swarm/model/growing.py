@@ -1,0 +1,113 @@
+"""Keys and values that grow in place: a decode step writes one position, and does not copy the past.
+
+The stock layers put the past and the new positions together in a new tensor at every step. Here a layer holds a buffer
+with some room behind its last position, in pages; when that is used up, a sixteenth more than is needed is taken. So
+no more than that is held beyond what is used, and a past is copied once for many steps. Layers with a sliding window move
+on through their buffer and start anew when they reach its end.
+
+Whatever else happens to a layer (a gather, a rollback) makes new tensors or views, as it does in the stock layers: a view
+that still lies in the buffer goes on there, anything else gets a buffer of its own with the next step.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+PAGE_TOKENS = 16  # what memory is taken and charged in, per row
+SLACK_SHARE = 16  # a growing buffer has one part in so many to spare
+WINDOW_SLACK_SHARE = 4  # for windows: a full one moves back to its buffer's start once in a quarter of its length
+
+
+def pages(tokens: int) -> int:
+    """Round tokens up to whole pages."""
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
+class _Buffer:
+    """Memory for the keys, or the values, of one layer: [rows, heads, capacity, size]."""
+
+    def __init__(self, slack_share: int) -> None:
+        self._slack_share = slack_share
+        self._memory: Tensor | None = None
+
+    def append(self, past: Tensor, new: Tensor) -> Tensor:
+        """Return past and new positions as one view of the buffer. past: [rows, heads, length, size], or empty."""
+        length = past.shape[-2] if past.dim() == new.dim() else 0
+        total = length + new.shape[-2]
+        start = self._start_of(past, new) if length else -1
+        if start < 0 or self._memory is None or start + total > self._memory.shape[-2]:
+            slack = total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS
+            self._memory = new.new_empty(*new.shape[:2], pages(total) + slack, new.shape[3])
+            start = 0
+            if length:
+                self._memory.narrow(2, 0, length).copy_(past)
+        self._memory.narrow(2, start + length, new.shape[-2]).copy_(new)
+        return self._memory.narrow(2, start, total)
+
+    def _start_of(self, past: Tensor, new: Tensor) -> int:
+        """At which position of the buffer this view of it begins; -1 if it is none that can be written behind."""
+        memory = self._memory
+        if memory is None or memory.shape[0] != new.shape[0] or past.stride() != memory.stride():
+            return -1
+        if memory.is_inference() != torch.is_inference_mode_enabled():
+            return -1
+        offset, step = past.data_ptr() - memory.data_ptr(), memory.shape[3] * memory.element_size()
+        return offset // step if 0 <= offset < memory.shape[2] * step else -1
+
+
+class GrowingLayer(DynamicLayer):
+    """A stock layer whose `update` does not copy the past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers = _Buffer(SLACK_SHARE), _Buffer(SLACK_SHARE)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        """Append; returns all keys and values."""
+        if key_states.requires_grad and torch.is_grad_enabled():
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._buffers
+        self.keys = keys.append(self.keys, key_states)
+        self.values = values.append(self.values, value_states)
+        return self.keys, self.values
+
+
+class GrowingSlidingLayer(DynamicSlidingWindowLayer):
+    """A stock layer with a window whose `update` seldom copies it."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self._buffers = _Buffer(WINDOW_SLACK_SHARE), _Buffer(WINDOW_SLACK_SHARE)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        """Append; returns the keys and values that the new positions can see, as the stock layer does."""
+        if key_states.requires_grad and torch.is_grad_enabled():
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = key_states.shape[-2]
+        self.cumulative_length += new
+        keys, values = self._buffers
+        all_keys, all_values = keys.append(self.keys, key_states), values.append(self.values, value_states)
+        kept = all_keys.shape[-2] if self.record_past else self.sliding_window - 1
+        self.keys, self.values = _last(all_keys, kept), _last(all_values, kept)
+        visible = self.sliding_window - 1 + new
+        return _last(all_keys, visible), _last(all_values, visible)
+
+
+def growing(layer: Any) -> Any:  # noqa: ANN401 - a cache layer of any family
+    """Return the layer that takes the place of a stock one, still empty; any other is returned as it is."""
+    if type(layer) is DynamicLayer:
+        return GrowingLayer()
+    if type(layer) is DynamicSlidingWindowLayer:
+        return GrowingSlidingLayer(layer.sliding_window)
+    return layer
+
+
+def _last(states: Tensor, count: int) -> Tensor:
+    length = states.shape[-2]
+    return states if length <= count else states.narrow(2, length - count, count)
