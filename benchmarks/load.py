@@ -1,4 +1,4 @@
-"""What the serving benchmarks share: checkpoints of a real size, stock blocks to compare with, and many sessions at once.
+"""What the serving benchmarks share: checkpoints of a real size, stock blocks to compare with, many sessions at once.
 
 Sessions are measured where they are opened, with hidden states in and out: no client's embeddings, no head. The weights
 are random; what is computed has a real model's cost.
@@ -6,9 +6,8 @@ are random; what is computed has a real model's cost.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -86,6 +86,10 @@ class SpanCache:
                 )
             if removed > self.rollback_max and any(_forgets(layer) for layer in self.layers):
                 raise RollbackImpossible(f"cannot roll back {removed} positions, {self.rollback_max} were agreed on")
+            if not all(_remembers(layer, removed) for layer in self.layers):
+                raise RollbackImpossible(
+                    "the past before a window is gone: positions were taken back too often in a row"
+                )
             for layer in self.layers:
                 _remove_last(layer, removed)
             self.inner.seen = n_positions
@@ -200,6 +204,13 @@ def _minimax_inner(special: type[DynamicCache]) -> Any:  # noqa: ANN401 - an ins
 def _forgets(layer: object) -> bool:
     """Whether a layer drops its past as it goes unless it records."""
     return isinstance(layer, (DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin))
+
+
+def _remembers(layer: Any, removed: int) -> bool:  # noqa: ANN401 - a cache layer of any family
+    """Whether a layer with a window still has all of it once its last positions are gone."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None:
+        return True
+    return layer.keys.shape[-2] - removed >= min(layer.sliding_window - 1, layer.cumulative_length - removed)
 
 
 def _remove_last(layer: Any, removed: int) -> None:  # noqa: ANN401 - a cache layer of any family

@@ -2,11 +2,11 @@
 
 The stock layers put the past and the new positions together in a new tensor at every step. Here a layer holds a buffer
 with some room behind its last position, in pages; when that is used up, a sixteenth more than is needed is taken. So
-no more than that is held beyond what is used, and a past is copied once for many steps. Layers with a sliding window move
-on through their buffer and start anew when they reach its end.
+no more than that is held beyond what is used, and a past is copied once for many steps. Layers with a sliding window
+move on through their buffer and start anew when they reach its end.
 
-Whatever else happens to a layer (a gather, a rollback) makes new tensors or views, as it does in the stock layers: a view
-that still lies in the buffer goes on there, anything else gets a buffer of its own with the next step.
+Whatever else happens to a layer (a gather, a rollback) makes new tensors or views, as it does in the stock layers: a
+view that still lies in the buffer goes on there, anything else gets a buffer of its own with the next step.
 """
 
 from typing import Any
@@ -32,16 +32,16 @@ class _Buffer:
         self._slack_share = slack_share
         self._memory: Tensor | None = None
 
-    def append(self, past: Tensor, new: Tensor) -> Tensor:
+    def append(self, past: Tensor | None, new: Tensor) -> Tensor:
         """Return past and new positions as one view of the buffer. past: [rows, heads, length, size], or empty."""
-        length = past.shape[-2] if past.dim() == new.dim() else 0
+        length = past.shape[-2] if past is not None and past.dim() == new.dim() else 0
         total = length + new.shape[-2]
-        start = self._start_of(past, new) if length else -1
+        start = self._start_of(past, new) if past is not None and length else -1
         if start < 0 or self._memory is None or start + total > self._memory.shape[-2]:
             slack = total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS
             self._memory = new.new_empty(*new.shape[:2], pages(total) + slack, new.shape[3])
             start = 0
-            if length:
+            if past is not None and length:
                 self._memory.narrow(2, 0, length).copy_(past)
         self._memory.narrow(2, start + length, new.shape[-2]).copy_(new)
         return self._memory.narrow(2, start, total)
@@ -61,13 +61,14 @@ class GrowingLayer(DynamicLayer):
     """A stock layer whose `update` does not copy the past."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = _Buffer(SLACK_SHARE), _Buffer(SLACK_SHARE)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         """Append; returns all keys and values."""
         if key_states.requires_grad and torch.is_grad_enabled():
-            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+            stock: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return stock
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self._buffers
@@ -86,7 +87,8 @@ class GrowingSlidingLayer(DynamicSlidingWindowLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         """Append; returns the keys and values that the new positions can see, as the stock layer does."""
         if key_states.requires_grad and torch.is_grad_enabled():
-            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+            stock: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return stock
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]

@@ -5,15 +5,22 @@ them as they lie in the checkpoint. oneDNN can take them in an order of its own,
 core fp32 weights are then read at 29 GB/s instead of 15 and bf16 ones at 20 instead of 12, and batches of 2 to 64
 tokens take half as long. Elsewhere it may not be so: therefore both are timed on the span's own weights.
 
+Attention of one position in half precision is the other slow spot: torch's kernel takes four times as long as turning
+keys and values into fp32 and using the kernel for that, which is more exact, too.
+
 Packed weights take the place of the others, not memory beside them. The numbers stay: fp32 is multiplied and added up
 in fp32, in another order.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
 from swarm.blocks import Blocks
 from swarm.model.hollow import blocks_of
@@ -29,6 +36,10 @@ LAYOUT_TOKENS = 16  # the batch size that the packed order is made for; it does 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+WIDENED = "swarm_widened"  # an attention implementation
+TRIAL_ATTENTION = (1, 8, 512, 64)  # batch, heads, positions, size
+
+
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is in oneDNN's order. Made of an `nn.Linear` by `_pack`.
 
@@ -38,7 +49,7 @@ class PackedLinear(nn.Linear):
 
     packed: Tensor
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in nn.Linear
+    def forward(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out]."""
         if torch.is_grad_enabled():
             return nn.functional.linear(input, self.packed.to_dense(), self.bias)
@@ -57,6 +68,7 @@ def choose_kernels(span: Span) -> bool:
     if sum(linear.weight.nbytes for linear in everything) < PACK_BYTES_MIN or not torch.backends.mkldnn.is_available():
         return False
     with torch.inference_mode():
+        _choose_attention(span)
         try:
             if not _is_faster(everything):
                 return False
@@ -69,6 +81,68 @@ def choose_kernels(span: Span) -> bool:
             if not isinstance(linear, PackedLinear):
                 _pack(linear)
     return True
+
+
+def widened_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,  # noqa: ANN401 - as all attention functions
+) -> tuple[Tensor, None]:
+    """The stock attention, but in fp32 for one position behind a past. query: [batch, heads, tokens, size]."""
+    batch, heads, tokens, size = query.shape
+    plain = attention_mask is None and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+    if tokens != 1 or not plain or heads % key.shape[1]:
+        stock: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return stock
+    # Heads that share keys become positions: nothing is repeated.
+    shared = query.reshape(batch, key.shape[1], heads // key.shape[1], size).float()
+    output = nn.functional.scaled_dot_product_attention(shared, key.float(), value.float(), scale=scaling)
+    return output.to(query.dtype).reshape(batch, 1, heads, value.shape[-1]), None
+
+
+AttentionInterface.register(WIDENED, widened_attention)
+AttentionMaskInterface.register(WIDENED, sdpa_mask)
+
+
+def _choose_attention(span: Span) -> None:
+    """Let decode attend in fp32 where the span's dtype is slower at it."""
+    if span.device.type != "cpu" or span.dtype not in (torch.bfloat16, torch.float16):
+        return
+    states = torch.ones(TRIAL_ATTENTION, dtype=span.dtype)
+    query = states[:, :, :1]
+
+    def stock() -> None:
+        nn.functional.scaled_dot_product_attention(query, states, states)
+
+    def widened() -> None:
+        nn.functional.scaled_dot_product_attention(query.float(), states.float(), states.float())
+
+    stock_s, widened_s = _quickest(stock, widened)
+    if stock_s < GAIN_MIN * widened_s:
+        return
+    parts = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
+    expected = [_outputs(part) for part in parts]
+    changed = span.change_attention("sdpa", WIDENED)
+    try:
+        agree = all(_agree(_outputs(part), outputs) for part, outputs in zip(parts, expected, strict=True))
+    except Exception:  # noqa: BLE001 - a family may look at the name
+        agree = False
+    if changed and not agree:
+        span.change_attention(WIDENED, "sdpa")
+
+
+def _agree(got: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether outputs are the same within the tolerance of their dtype."""
+    return all(
+        float((left - right).float().norm() / right.float().norm()) < TOLERANCES[right.dtype]
+        for left, right in zip(got, expected, strict=True)
+    )
 
 
 def _linears(block: nn.Module) -> Iterator[nn.Linear]:
@@ -122,12 +196,7 @@ def _proved(part: Span, linears: list[nn.Linear]) -> bool:
     for linear in linears:
         _pack(linear)
     try:
-        got = _outputs(part)
-        tolerance = TOLERANCES[part.dtype]
-        agree = all(
-            float((left - right).float().norm() / right.float().norm()) < tolerance
-            for left, right in zip(got, expected, strict=True)
-        )
+        agree = _agree(_outputs(part), expected)
     except Exception:  # noqa: BLE001 - a family may do with its layers what it likes
         agree = False
     if not agree:

@@ -154,6 +154,17 @@ class Span:
         # Copies: whoever keeps a session's output must not keep the others' with it.
         return [part.clone().view(segment.hidden.shape) for part, segment in zip(parts, segments, strict=True)]
 
+    def change_attention(self, old: str, new: str) -> bool:
+        """Use attention implementation `new` instead of `old`, in all parts. Returns whether any was in use."""
+        configs = [config for config in configs_of(self.model) if config._attn_implementation == old]
+        for config in configs:
+            config._attn_implementation_internal = new
+        packing = Packing(configs_of(self.model))
+        for part in self._parts.values():
+            part._packing = packing
+        self._packing = packing
+        return bool(configs)
+
     def allow_packing(self, allowed: bool) -> None:
         """Let all parts run packed steps, or none."""
         for part in self._parts.values():

@@ -1,0 +1,153 @@
+"""Sessions that run together get what they would have got alone: any mix of steps, families and histories."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swarm.blocks import Blocks
+from swarm.model import packed as packed_module
+from swarm.model.cache import RollbackImpossible, SpanCache
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.loading import load_span
+from swarm.model.packed import Segment
+from swarm.model.span import Span
+from tests.families import SPLIT, make
+from tests.model.rings import save_model
+
+FamilyDir = Callable[[str], Path]
+
+# Those whose blocks look at keys or masks themselves, or that keep states which are no keys and values.
+ONE_BY_ONE = {
+    "deepseek_v3", "falcon", "falcon+alibi", "bloom", "granitemoehybrid", "qwen3_next", "qwen3_5_text", "minimax",
+    "lfm2", "jamba", "mamba2",
+}  # fmt: skip
+TOGETHER = tuple(name for name in SPLIT if name not in ONE_BY_ONE)
+TOLERANCE = 1e-4  # of a step's norm, fp32
+ROLLBACK = 4
+few = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+# One iteration: for each of four sessions None (it sits out), or how many tokens, what is taken back, and a reordering.
+moves = st.none() | st.tuples(st.sampled_from([1, 1, 1, 1, 3, 9]), st.sampled_from([0, 0, 0, 1, 3]), st.booleans())
+schedules = st.lists(st.tuples(moves, moves, moves, moves), min_size=3, max_size=10)
+
+
+@pytest.fixture(scope="module")
+def span_of(family_dir: FamilyDir) -> Callable[[str], Span]:
+    made: dict[str, Span] = {}
+
+    def get(name: str) -> Span:
+        if name not in made:
+            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6))
+        return made[name]
+
+    return get
+
+
+def test_the_families_that_run_together_are_known(span_of: Callable[[str], Span]) -> None:
+    assert {name for name in SPLIT if not span_of(name).packs} == ONE_BY_ONE
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@few
+@given(schedule=schedules, part=st.sampled_from([(1, 6), (2, 4)]), seed=st.integers(0, 99))
+def test_members_come_and_go_roll_back_and_reorder(
+    span_of: Callable[[str], Span], name: str, schedule: list[tuple[tuple[int, int, bool] | None, ...]],
+    part: tuple[int, int], seed: int,
+) -> None:  # fmt: skip
+    span = span_of(name).part(Blocks(*part))
+    generator = torch.Generator().manual_seed(seed)
+    rows = (1, 2, 1, 3)
+    solo = [span.new_cache(ROLLBACK) for _ in rows]
+    packed = [span.new_cache(ROLLBACK) for _ in rows]
+    with torch.inference_mode():
+        for iteration in schedule:
+            steps: list[tuple[int, Tensor]] = []
+            for number, move in enumerate(iteration):
+                if move is None:
+                    continue
+                tokens, back, reorder = move
+                for cache in (solo[number], packed[number]):
+                    rewind(cache, back, rows[number], reorder)
+                steps.append((number, torch.randn(rows[number], tokens, 64, generator=generator)))
+            if not steps:
+                continue
+            expected = [span.forward(step, cache=solo[number]) for number, step in steps]
+            shuffled = torch.randperm(len(steps), generator=generator).tolist()
+            outputs = span.forward_packed([Segment(steps[i][1], packed[steps[i][0]]) for i in shuffled])
+            for at, i in enumerate(shuffled):
+                assert outputs[at].shape == expected[i].shape
+                assert (outputs[at] - expected[i]).norm() < TOLERANCE * expected[i].norm()
+                assert packed[steps[i][0]].length == solo[steps[i][0]].length
+
+
+def rewind(cache: SpanCache, back: int, rows: int, reorder: bool) -> None:
+    if 0 < back < cache.length:
+        with contextlib.suppress(RollbackImpossible):  # too often in a row
+            cache.keep(cache.length - back)
+    if reorder and cache.length:
+        cache.gather(torch.arange(rows - 1, -1, -1))
+
+
+def test_outputs_do_not_hold_each_others_memory(span_of: Callable[[str], Span]) -> None:
+    span = span_of("llama")
+    segments = [Segment(torch.randn(1, tokens, 64), span.new_cache()) for tokens in (200, 1)]
+    with torch.inference_mode():
+        _, small = span.forward_packed(segments)
+    assert small.untyped_storage().nbytes() == small.nbytes
+
+
+def test_a_batch_that_breaks_leaves_every_cache_as_it_was(
+    span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = span_of("gemma3_text")
+    real, calls = packed_module._usual_attention, []
+
+    def breaks(*arguments: object) -> object:
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError
+        return real(*arguments)  # type: ignore[arg-type]
+
+    caches, twins = [[span.new_cache() for _ in range(2)] for _ in range(2)]
+    prompts = [torch.randn(1, 11, 64) for _ in caches]
+    steps = [torch.randn(1, 2, 64) for _ in caches]
+    with torch.inference_mode():
+        for cache, twin, prompt in zip(caches, twins, prompts, strict=True):
+            span.forward(prompt, cache=cache)
+            span.forward(prompt, cache=twin)
+        monkeypatch.setattr(packed_module, "_usual_attention", breaks)
+        with pytest.raises(MemoryError):
+            span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
+        monkeypatch.undo()
+        for cache, twin, step in zip(caches, twins, steps, strict=True):
+            assert cache.length == twin.length == 11
+            assert torch.equal(span.forward(step, cache=cache), span.forward(step, cache=twin))
+
+
+def test_longrope_does_not_run_together_since_its_tables_switch_with_the_longest(tmp_path: Path) -> None:
+    config = make("phi3")
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **factors}
+    config.original_max_position_embeddings = 20
+    config.max_position_embeddings = 80
+    assert not load_span(open_checkpoint(save_model(config, tmp_path)), Blocks(0, 2)).packs
+
+
+def test_a_window_that_was_taken_back_too_often_is_refused_not_computed_wrongly(
+    span_of: Callable[[str], Span],
+) -> None:
+    span = span_of("gpt_oss")
+    cache = span.new_cache(ROLLBACK)
+    with torch.inference_mode():
+        span.forward(torch.randn(1, 12, 64), cache=cache)
+        cache.keep(9)
+        span.forward(torch.randn(1, 1, 64), cache=cache)
+        with pytest.raises(RollbackImpossible):
+            cache.keep(7)
+        assert cache.length == 10

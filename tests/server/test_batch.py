@@ -1,0 +1,109 @@
+"""What runs together, how much prefill runs beside it, and who is waited for: all without a model."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.server.batch import LINGER_MAX_S, PREFILL_TOKENS_MIN, Company, Pace, Ready, form_batch
+
+
+def decode(peer: str = "a", group: object = 0, rows: int = 1) -> Ready:
+    return Ready(peer, group, rows, 1)
+
+
+def prefill(tokens: int, peer: str = "a", group: object = 0) -> Ready:
+    return Ready(peer, group, 1, tokens)
+
+
+works = st.builds(
+    Ready,
+    peer=st.sampled_from("abc"),
+    group=st.sampled_from([0, 1]),
+    rows=st.integers(1, 4),
+    tokens=st.sampled_from([1, 1, 1, 5, 300, 4000]),
+    packs=st.sampled_from([True, True, True, False]),
+    cuts=st.booleans(),
+)
+
+
+@given(ready=st.lists(works, max_size=30), budget=st.integers(1, 3000))
+def test_a_batch_goes_forward_stays_within_its_kind_and_its_budget(ready: list[Ready], budget: int) -> None:
+    batch = form_batch(ready, budget)
+    assert bool(batch) == bool(ready)
+    chosen = [ready[each.index] for each in batch]
+    assert len({each.index for each in batch}) == len(batch)
+    assert all(1 <= each.tokens <= work.tokens for each, work in zip(batch, chosen, strict=True))
+    assert all(work.cuts or each.tokens == work.tokens for each, work in zip(batch, chosen, strict=True))
+    if len(batch) > 1:
+        assert all(work.packs for work in chosen)
+        assert len({work.group for work in chosen}) == 1
+        spent = [
+            each.tokens * work.rows for each, work in zip(batch, chosen, strict=True) if not work.decodes and work.cuts
+        ]
+        assert sum(spent) <= max(budget, PREFILL_TOKENS_MIN * 4)
+
+
+def test_single_steps_of_all_sessions_run_together_and_a_prefill_fills_up_the_budget() -> None:
+    batch = form_batch([prefill(2048, "b"), *[decode("a")] * 8], 64)
+    assert [(each.index, each.tokens) for each in batch] == [*((i, 1) for i in range(1, 9)), (0, 64)]
+
+
+def test_peers_share_the_prefill_whatever_number_of_sessions_they_have() -> None:
+    ready = [*[prefill(500, "greedy")] * 7, prefill(500, "modest")]
+    given_to = {"greedy": 0, "modest": 0}
+    for each in form_batch(ready, 256):
+        given_to[ready[each.index].peer] += each.tokens
+    assert given_to == {"greedy": 128, "modest": 128}
+
+
+def test_a_peer_with_many_sessions_does_not_push_anothers_step_out(monkeypatch) -> None:
+    monkeypatch.setattr("swarm.server.batch.DECODE_TOKENS_MAX", 4)
+    ready = [*[decode("greedy")] * 9, decode("modest")]
+    assert 9 in {each.index for each in form_batch(ready, 64)}
+
+
+def test_what_cannot_run_with_others_runs_when_it_is_its_turn_and_is_cut_too() -> None:
+    alone = Ready("a", 0, 1, 300, packs=False)
+    assert [(each.index, each.tokens) for each in form_batch([alone, decode()], 100)] == [(0, 100)]
+    assert [(each.index, each.tokens) for each in form_batch([decode(), alone], 100)] == [(0, 1)]
+
+
+def test_parts_of_the_span_take_turns() -> None:
+    assert {each.index for each in form_batch([decode(group=1), decode(group=2), decode(group=1)], 64)} == {0, 2}
+
+
+def test_prefill_beside_decode_adds_half_an_iteration_at_most() -> None:
+    pace = Pace()
+    for _ in range(40):
+        pace.observe(8, 0, 0.040)
+        pace.observe(8, 20, 0.060)  # a millisecond a token
+    assert pace.prefill_tokens(decoding=True) == 20
+    assert pace.prefill_tokens(decoding=False) == 200
+
+
+def test_companions_are_waited_for_a_moment_and_strangers_are_not() -> None:
+    company = Company()
+    company.delivered(["a", "b"], now=0.0, took_s=0.02)
+    company.arrived("a", now=0.5)
+    assert 0 < company.wait_s(["a"], since=0.5, now=0.5) <= LINGER_MAX_S
+    assert company.wait_s(["a"], since=0.5, now=0.5 + LINGER_MAX_S) == 0
+    assert company.wait_s(["stranger"], since=0.5, now=0.5) == 0
+    company.arrived("b", now=0.501)
+    assert company.wait_s(["a", "b"], since=0.5, now=0.501) == 0
+
+
+def test_who_is_back_at_once_is_waited_for_by_another_group() -> None:
+    company = Company()
+    for turn in range(5):
+        company.delivered(["near"], now=turn * 0.1, took_s=0.05)
+        company.arrived("near", now=turn * 0.1 + 0.001)
+    company.delivered(["near"], now=1.0, took_s=0.05)
+    assert company.wait_s(["other"], since=1.0, now=1.0) > 0
+    assert company.wait_s(["other"], since=1.0, now=1.003) == 0
+    assert company.wait_s(["other"], since=3.0, now=3.0) == 0
+
+
+def test_one_session_alone_is_never_kept_waiting() -> None:
+    company = Company()
+    company.delivered(["a"], now=0.0, took_s=0.02)
+    company.arrived("a", now=0.001)
+    assert company.wait_s(["a"], since=0.001, now=0.001) == 0
