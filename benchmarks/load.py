@@ -118,8 +118,10 @@ class Flow:
 class Bench:
     """A client of a local swarm, for sessions without heads. `run` its coroutines in the client's loop."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401 - a DistributedModel
+    def __init__(self, model: Any, dtype: torch.dtype, server_pids: Sequence[int]) -> None:  # noqa: ANN401
+        """model: a DistributedModel that has joined."""
         self.model = model
+        self.server_pids = server_pids
         self.client: Swarm = model.backend
         self.width = int(model.config.get_text_config().hidden_size)
         self.dtype = dtype
@@ -158,4 +160,4 @@ def bench(directory: Path, dtype: torch.dtype, spans: Sequence[str], options: Se
             swarm.model, initial_peers=swarm.initial_peers, network=swarm.network, dtype=dtype
         )
         with model:
-            yield Bench(model, dtype)
+            yield Bench(model, dtype, [server.ready["pid"] for server in swarm.servers])

@@ -143,6 +143,7 @@ class Announcement(Envelope):
     prefill_tps: Rate | None = None
     free_tokens: Count = 0
     load: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    batches: bool | None = Field(default=None, description="whether it runs steps of many sessions as one")
     state: Literal["joining", "online", "draining", "withdrawn"]
     automatic: bool = Field(default=False, description="the server chose the span itself and moves where it is needed")
     rtts: Annotated[tuple[Rtt, ...], Field(max_length=RTTS_MAX)] = ()

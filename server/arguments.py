@@ -24,6 +24,7 @@ class ServeArguments:
     dtype: str
     threads: int | None
     cache_tokens: int | None
+    cache_memory: int | None  # bytes
     revision: str | None
     root: str | None
     token: str | None

@@ -140,7 +140,13 @@ class Root(click.ParamType[str]):
     "--cache-tokens",
     type=click.IntRange(1),
     default=None,
-    help="size of the KV pool; by default what half of the free memory holds",
+    help="size of the KV pool in tokens (positions of one row in all hosted blocks)",
+)
+@click.option(
+    "--cache-memory",
+    type=Size(),
+    default=None,
+    help="size of the KV pool in memory; by default 0.6 of what the host, or 0.9 of what the GPU has left",
 )
 @click.option(
     "--journal-memory",

@@ -1,19 +1,25 @@
 """How fast a span is, and how much memory a cached token takes: measured, never assumed."""
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 
 import psutil
 import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from swarm.dht.records import DEVICE_MAX
+from swarm.model.growing import PAGE_TOKENS, SLACK_SHARE
 from swarm.model.span import Span
+from swarm.server.pool import Prices
 
 DECODE_STEPS = 16
 PREFILL_TOKENS = 128
 WEIGHTS_SHARE = 0.6  # of the memory that is free when a server decides how many blocks it takes
-POOL_SHARE = 0.5  # of the memory that is free when they are loaded
+CUDA_SHARE = 0.9  # of the memory that is left once they are loaded, for the KV pool; the rest is for activations
+HOST_SHARE = 0.6  # the same of host memory, which others use too
+STATE_TOKENS_MAX = 64  # a recurrent state counts as so many tokens at most, and as all where there is nothing else
 POOL_TOKENS_MAX = 1 << 22
 
 
@@ -49,20 +55,30 @@ def device_name(device: torch.device) -> str:
     return "".join(letter for letter in name if letter.isprintable()).strip()[:DEVICE_MAX].strip()
 
 
-def bytes_per_token(span: Span) -> int:
-    """Bytes that one more cached token takes in all layers that keep every token; at least 1."""
-    sizes = []
+def cache_prices(span: Span) -> Prices:
+    """What cached positions cost on this span, from the tensors that two of them leave."""
     cache = span.new_cache()
     token = torch.zeros(1, 1, span.hidden_size, dtype=span.dtype, device=span.device)
+    sizes = []
     for _ in range(2):
         span.forward(token, cache=cache)
         sizes.append(cache.nbytes)
-    return max(1, sizes[1] - sizes[0])
+    grown = sizes[1] - sizes[0]
+    states = sizes[0] - grown
+    token_bytes = max(1, grown, states // STATE_TOKENS_MAX)
+    windows: dict[int, float] = defaultdict(float)
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
+            windows[layer.sliding_window] += (layer.keys.nbytes + layer.values.nbytes) / 2 / token_bytes
+    return Prices(token_bytes, tuple(sorted(windows.items())), max(0, states) // token_bytes, PAGE_TOKENS)
 
 
-def default_pool_tokens(span: Span) -> int:
-    """Tokens that fit into half of the device's free memory."""
-    return min(POOL_TOKENS_MAX, max(1, int(free_bytes(span.device) * POOL_SHARE) // bytes_per_token(span)))
+def tokens_that_fit(span: Span, prices: Prices, cache_bytes: int | None) -> int:
+    """Tokens that fit into so many bytes; None: into what the device has left."""
+    if cache_bytes is None:
+        cache_bytes = int(free_bytes(span.device) * (CUDA_SHARE if span.device.type == "cuda" else HOST_SHARE))
+    # Buffers grow by a sixteenth more than they need.
+    return min(POOL_TOKENS_MAX, max(1, cache_bytes * SLACK_SHARE // (SLACK_SHARE + 1) // prices.token_bytes))
 
 
 def blocks_that_fit(bytes_per_block: int, device: torch.device) -> int:

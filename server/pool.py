@@ -1,4 +1,10 @@
-"""The KV pool: how many cached positions a server holds in all, and which session has how many."""
+"""The KV pool: how much cache a server has in all, and which session holds how much of it.
+
+The unit is a token: one row's one position in all blocks of the span. Memory is taken, and charged, in pages
+when positions arrive, whatever a session was opened for, and is given back by rollbacks and at the end.
+Layers with a sliding window stop costing when their window is full; recurrent states cost the same from the first
+position on, like a slot.
+"""
 
 from dataclasses import dataclass
 
@@ -12,11 +18,38 @@ class NoRoom(Exception):
         self.free = free
 
 
-class KvPool:
-    """Counts tokens (one row's one position, across all blocks of the span) against a capacity."""
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a span's cache costs.
 
-    def __init__(self, capacity_tokens: int) -> None:
+    token_bytes: of one row's one position in all layers. windows: for each length of sliding windows, which share of
+    that is theirs. slot_tokens: what a row costs besides, from its first position on. page: positions that memory is
+    taken for at a time.
+    """
+
+    token_bytes: int = 1
+    windows: tuple[tuple[int, float], ...] = ()
+    slot_tokens: int = 0
+    page: int = 1
+
+    def tokens(self, rows: int, positions: int, rollback_max: int) -> int:
+        """What a session of so many rows and positions is charged."""
+        if positions == 0:
+            return 0
+        whole = self._paged(positions)
+        spared = sum(max(0, whole - self._paged(window + rollback_max)) * share for window, share in self.windows)
+        return rows * (self.slot_tokens + whole - int(spared))
+
+    def _paged(self, positions: int) -> int:
+        return -(-positions // self.page) * self.page
+
+
+class KvPool:
+    """Counts tokens against a capacity."""
+
+    def __init__(self, capacity_tokens: int, prices: Prices = Prices()) -> None:
         self.capacity_tokens = capacity_tokens
+        self.prices = prices
         self.used_tokens = 0
 
     @property
@@ -36,14 +69,17 @@ class Lease:
     pool: KvPool
     tokens: int = 0
 
-    def resize(self, tokens: int) -> None:
-        """Hold `tokens` from now on. Raises NoRoom, and then nothing has changed."""
+    def hold(self, rows: int, positions: int, rollback_max: int = 0) -> None:
+        """Hold so much from now on. Raises NoRoom, and then nothing has changed."""
+        self._resize(self.pool.prices.tokens(rows, positions, rollback_max))
+
+    def release(self) -> None:
+        """Give everything back."""
+        self._resize(0)
+
+    def _resize(self, tokens: int) -> None:
         more = tokens - self.tokens
         if more > self.pool.free_tokens:
             raise NoRoom(more, self.pool.free_tokens)
         self.pool.used_tokens += more
         self.tokens = tokens
-
-    def release(self) -> None:
-        """Give everything back."""
-        self.resize(0)

@@ -35,7 +35,8 @@ from swarm.net.tcp import Listener
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
-from swarm.server.measure import blocks_that_fit, default_pool_tokens
+from swarm.server.measure import blocks_that_fit, cache_prices, tokens_that_fit
+from swarm.server.pool import Prices
 from swarm.server.server import Server, ServerOptions, claim
 
 REACHED_RETRY_S = 30.0  # how often a server that cannot be reached asks again
@@ -70,6 +71,7 @@ class _Loaded:
 
     span: Span
     pool_tokens: int
+    prices: Prices
 
 
 async def serve(
@@ -143,7 +145,7 @@ class _Host:
     async def _serve(self, loaded: _Loaded) -> Blocks | None:
         """Host one span: its whole life, from the first connection to the drain. Returns whereto to move, if at all."""
         gc.freeze()  # what is there now stays: a full collection would stop all sessions for half a second
-        options = replace(self._options, cache_tokens=loaded.pool_tokens)
+        options = replace(self._options, cache_tokens=loaded.pool_tokens, prices=loaded.prices)
         server = Server(self._checkpoint, loaded.span, self._me, self._listener, options)
         await server.start()
         goal = None
@@ -329,7 +331,8 @@ def _load(arguments: ServeArguments, checkpoint: Checkpoint, blocks: Blocks, dev
     packed = choose_kernels(span)
     _log.info("kernels chosen", weights="packed by oneDNN" if packed else "as they are", batches=span.packs)
     with torch.inference_mode():
-        return _Loaded(span, arguments.cache_tokens or default_pool_tokens(span))
+        prices = cache_prices(span)
+    return _Loaded(span, arguments.cache_tokens or tokens_that_fit(span, prices, arguments.cache_memory), prices)
 
 
 def _dtype(arguments: ServeArguments) -> torch.dtype | str:

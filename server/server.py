@@ -20,7 +20,7 @@ from swarm.server.announcer import State
 from swarm.server.executor import ComputeThread
 from swarm.server.handler import Handler, Hosting
 from swarm.server.measure import Throughput, device_name, measure_throughput
-from swarm.server.pool import KvPool
+from swarm.server.pool import KvPool, Prices
 from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
 
@@ -33,8 +33,8 @@ _log = structlog.get_logger("swarm.server")
 class ServerOptions:
     """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
 
-    cache_tokens: the KV pool's capacity. journal_bytes: host memory for what repairs replay. threads: cores for one
-    operation; None leaves torch's choice. automatic: the span was chosen by the server, which may move.
+    cache_tokens, prices: the KV pool's capacity, and what it charges; None a token for each. journal_bytes: host memory
+    for what repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the span was chosen by the server, which may move.
     """
 
     cache_tokens: int
@@ -43,6 +43,7 @@ class ServerOptions:
     public_name: str = ""
     journal_bytes: int = 1 << 30
     automatic: bool = False
+    prices: Prices | None = None
 
 
 class Server:
@@ -60,7 +61,7 @@ class Server:
         """listener: bound already, so that a port in use was noticed before the weights were loaded."""
         self.span = span
         self.throughput: Throughput | None = None
-        self.pool = KvPool(options.cache_tokens)
+        self.pool = KvPool(options.cache_tokens, options.prices or Prices())
         self._checkpoint = checkpoint
         self.me = me
         self._listener = listener
@@ -125,6 +126,7 @@ class Server:
                 "prefill_tps": measured.prefill_tps if measured else None,
                 "free_tokens": self.pool.free_tokens,
                 "load": float(self.handler.steps_under_way),
+                "batches": self.span.packs,
                 "state": state,
                 "rtts": self.round_trips.latest if len(self.options.announce) <= ADDRESSES_BESIDE_RTTS else (),
                 "device": device_name(self.span.device),

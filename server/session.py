@@ -132,7 +132,7 @@ class HostedSession:
             raise Declined("bad_request", f"{length} positions, the session was opened for {self._positions_max}")
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
-        self.lease.resize(rows * length)
+        self.lease.hold(rows, length, self._rollback_max)
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
         self.under_way += 1
@@ -144,7 +144,7 @@ class HostedSession:
             raise Declined("bad_request", f"positions from {piece.start}, {self._rebuild_from} is the next to rebuild")
         if piece.start and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
-        self.lease.resize(rows * (piece.start + tokens))
+        self.lease.hold(rows, piece.start + tokens, self._rollback_max)
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
         self.under_way += 1

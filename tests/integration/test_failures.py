@@ -23,7 +23,7 @@ from swarm.net.p2p import P2PConfig
 from tests.support.swarms import NETWORK, World, environment, eventually, prompt, world
 
 SAME = {"pad_token_id": 0, "eos_token_id": None}
-POOL_TOKENS = 48
+POOL_TOKENS = 64
 SOON_S = 5.0  # after that, what is announced has not been on its way when p2pd was killed
 REFRESH_WITHIN_S = 40.0  # an announcement is refreshed every 20 s
 
@@ -156,7 +156,7 @@ def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(
 ):
     monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 6 * small.full.config.hidden_size * 4)
     holder, waiting = small.client(), small.client()
-    held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values  # 6 of the next ones fit, and 12 do not
+    held = holder(prompt(1, POOL_TOKENS - 20)).past_key_values  # 12 of the next ones fit: a page; 18 do not
     release = threading.Timer(1.5, held.close)
     release.start()
     began = time.monotonic()
