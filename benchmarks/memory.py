@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py [--dtype fp32] [--sessions 60] [--open 8192] [--use 128] [--quick]
 
-One server of one thread. Its resident memory is read before, while the sessions hold what they have used, and after they
-have been closed; compared with what so many cached tokens take.
+One server of one thread. Its resident memory is read before, while the sessions hold what they have used, and a while
+after they have been closed; compared with what so many cached tokens take.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch
 from common import SEED, Samples, table, write_json
 from load import BLOCKS, DTYPES, MODELS, Bench, bench, save_checkpoint
 
+SWEEP_S = 16.0  # a server gives memory back to the system every 15 s
 PER_CLIENT = 50  # sessions that one peer opens; a server takes 64
 
 
@@ -65,7 +66,9 @@ def measure(swarm: Bench, count: int, positions: int, used: int) -> dict[str, fl
         return held
 
     round_trip()  # what the allocator and the kernels keep for themselves is taken now
+    time.sleep(SWEEP_S)
     sizes = {"before": resident(), "held": round_trip()}
+    time.sleep(SWEEP_S)
     sizes["closed"] = resident()
     return sizes
 

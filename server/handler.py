@@ -15,6 +15,7 @@ from torch import Tensor
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, open_announcement
 from swarm.errors import BadBlocks, ChannelClosed, InvalidMessage, NetworkError, RecordError
+from swarm.model.ownership import return_free_memory
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer
@@ -83,6 +84,7 @@ class Handler:
         self._loop = asyncio.get_running_loop()
         self._watched: set[Channel] = set()
         self._session_ended = asyncio.Event()
+        self._session_ended_lately = False
         self._openings: set[asyncio.Task[None]] = set()
 
     def on_message(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
@@ -114,6 +116,9 @@ class Handler:
             for session in list(self.sessions.values()):
                 if self._loop.time() - session.used_at > SESSION_IDLE_S:
                     self._fail(session, None, "self", f"nothing happened for {SESSION_IDLE_S:.0f} s")
+            if self._session_ended_lately:
+                self._session_ended_lately = False
+                self._executor.submit(return_free_memory, lambda _: None)  # the allocator keeps caches for itself
 
     async def drain(self, within_s: float) -> None:
         """Take no new sessions, ask the owners of the others to move them, and serve those until they have.
@@ -483,6 +488,7 @@ class Handler:
         self._drop_journal(session)
         self._leave_next(session)
         self._session_ended.set()
+        self._session_ended_lately = True
         _log.info("session ended", session=session.id[:8], sessions=len(self.sessions))
 
     def _refuse(

@@ -67,7 +67,7 @@ class _Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A span, and its KV pool's capacity."""
+    """A span, its KV pool's capacity and what that charges."""
 
     span: Span
     pool_tokens: int

@@ -34,7 +34,8 @@ class ServerOptions:
     """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
 
     cache_tokens, prices: the KV pool's capacity, and what it charges; None a token for each. journal_bytes: host memory
-    for what repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the span was chosen by the server, which may move.
+    for what repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the span was
+    chosen by the server, which may move.
     """
 
     cache_tokens: int

@@ -25,6 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
             {"first reading of the DHT", "later readings", "GET /api/v1/state, 50 a second"},
             marks=needs_light,
         ),
+        ("decode", {"1 sessions", "2 sessions", "stock, beside 1"}),
+        ("prefill", {"256, overlapped", "256, one by one"}),
+        ("mixed", {"decode alone", "decode beside prefills", "prefills"}),
+        ("memory", {"before", "held", "closed"}),
+        ("serving", {"TTFT, 1 clients", "TTFT, 8 clients"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )
@@ -33,7 +38,8 @@ def test_a_benchmark_prints_a_table_and_writes_its_raw_samples(name, measured, t
     line = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(path)]
     run = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
-    assert "median" in run.stdout
+    assert json.loads(path.read_text())["benchmark"] == name
+    assert len(run.stdout.splitlines()) > 3
     result = json.loads(path.read_text())
     assert {"commit", "machine", "seed", "samples"} <= result.keys()
     samples = {sample["name"]: sample["ms"] for sample in result["samples"]}
