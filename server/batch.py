@@ -14,8 +14,8 @@ STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a 
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 FORGOTTEN_S = 1.0  # who is away for longer is not waited for
 SMOOTHING = 0.2  # weight of the newest measurement
-LINGER_MAX_S = 0.005  # that ready work waits for company
-LINGER_SHARE = 0.2  # of the last iteration, at most
+LINGER_MAX_S = 0.010  # that ready work waits for company
+LINGER_SHARE = 0.4  # of the last iteration, at most
 
 
 @dataclass(frozen=True, slots=True)
