@@ -7,6 +7,9 @@ from torch import Tensor
 
 from swarm.wire.tensors import CHUNK_BYTES
 
+CHUNK_S = 0.1
+CHUNK_TOKENS_MIN = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -21,11 +24,24 @@ class Chunk:
 
 
 def cut(
-    hidden: Tensor, *, positions: Tensor | None, mask: Tensor | None, keep: int, rows: Sequence[int] | None, want: int
+    hidden: Tensor,
+    *,
+    positions: Tensor | None,
+    mask: Tensor | None,
+    keep: int,
+    rows: Sequence[int] | None,
+    want: int,
+    tokens_per_s: float | None = None,
 ) -> Iterator[Chunk]:
-    """Cut a step so that each part has about CHUNK_BYTES. Rollback and gather go with the first."""
+    """Cut a step into parts of CHUNK_BYTES at most. Rollback and gather go with the first.
+
+    tokens_per_s: what the slowest hop computes. A part then keeps it busy for about CHUNK_S, so that the next hop can
+    begin soon; but it has CHUNK_TOKENS_MIN at least, as smaller ones would read all weights for too little.
+    """
     batch, tokens, width = hidden.shape
     size = max(1, CHUNK_BYTES // (batch * width * hidden.element_size()))
+    if tokens_per_s is not None:
+        size = min(size, max(CHUNK_TOKENS_MIN, int(CHUNK_S * tokens_per_s)) // batch or 1)
     if tokens <= size:
         yield Chunk(hidden, positions, mask, keep, None if rows is None else tuple(rows), want)
         return

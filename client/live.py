@@ -136,6 +136,16 @@ class LiveRoute:
         return tuple(leg.hop for leg in self.legs)
 
     @property
+    def prefill_tps(self) -> float | None:
+        """How many tokens of a prompt the slowest hop computes in a second, by what they announce; None: none does."""
+        rates = [
+            hop.announcement.prefill_tps * len(hop.announcement.span) / len(hop.blocks)
+            for hop in self.hops
+            if hop.announcement.prefill_tps is not None
+        ]
+        return min(rates, default=None)
+
+    @property
     def window(self) -> int:
         """How many steps may be under way."""
         return min(leg.window for leg in self.legs)

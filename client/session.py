@@ -141,7 +141,8 @@ class Session:
                 want = tokens if want is None else min(want, tokens)
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
-                chunks = cut(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
+                rate = self.live.prefill_tps
+                chunks = cut(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want, tokens_per_s=rate)
                 outputs = await self._run(chunks, tokens, deadline)
         except TimeoutError:
             late = self.live.late()
