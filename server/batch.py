@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 DECODE_TOKENS_MAX = 512  # of one batch: more would not make it quicker by the token
-PREFILL_TOKENS_MIN = 16  # smaller pieces would read all weights for next to nothing
+PREFILL_TOKENS_MIN = 4  # so that it goes on whatever decode costs; the weights are read for decode anyway
 PREFILL_TOKENS_MAX = 2048
+PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 FORGOTTEN_S = 1.0  # who is away for longer is not waited for
@@ -116,7 +117,7 @@ class Pace:
     def prefill_tokens(self, *, decoding: bool) -> int:
         """How many tokens of prefill the next iteration may carry. decoding: whether anybody waits for single steps."""
         if self._token_s is None:
-            return 4 * PREFILL_TOKENS_MIN
+            return 4 * PREFILL_TOKENS_MIN if decoding else PREFILL_TOKENS_UNKNOWN
         limit_s = STRETCH * self._decode_s if decoding and self._decode_s is not None else ALONE_S
         return max(PREFILL_TOKENS_MIN, min(PREFILL_TOKENS_MAX, int(limit_s / self._token_s)))
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 
 from swarm.model.packed import Segment
 from swarm.server.batch import Company, Pace, Ready, Slice, form_batch
-from swarm.server.session import SessionWork
+from swarm.server.session import HostedSession, SessionWork
 
 Result = TypeVar("Result")
 Done = Callable[[Result | Exception], None]
@@ -131,7 +132,7 @@ class _Iterations:
         self._stopping = False
         self._pace = Pace()
         self._company = Company()
-        self._decoded_at = 0.0
+        self._decoded_at: weakref.WeakKeyDictionary[HostedSession, float] = weakref.WeakKeyDictionary()
 
     def wait(self) -> bool:
         """Wait for something to do, and then a moment for company. False: there will be nothing any more."""
@@ -161,7 +162,9 @@ class _Iterations:
         if isinstance(batch[0][0].job, SessionWork):
             decodes = sum(decodes for _, decodes in sizes)
             self._pace.observe(decodes, sum(size for size, decodes in sizes if not decodes), now - began)
-            self._decoded_at = now if decodes else self._decoded_at
+            for (item, _), (_, decoded) in zip(batch, sizes, strict=True):
+                if decoded and isinstance(item.job, SessionWork):
+                    self._decoded_at[item.job.session] = now
         for item, _ in batch:
             self._put_back(item)
         absent = [key for item in over if (key := _key(item)) not in self._waiting and key is not item]
@@ -171,10 +174,17 @@ class _Iterations:
     def _batch(self) -> list[tuple[_Item, Slice]]:
         heads = [items[0] for items in self._waiting.values()]
         ready = [item.ready for item in heads]
-        recently = time.perf_counter() - self._decoded_at < RECENT_S
-        decoding = recently or any(each.decodes for each in ready)
+        decoding = any(each.decodes for each in ready) or self._expects_others()
         slices = form_batch(ready, self._pace.prefill_tokens(decoding=decoding))
         return [(heads[each.index], each) for each in slices]
+
+    def _expects_others(self) -> bool:
+        """Whether a session that waits for nothing now will soon want its next single step."""
+        since = time.perf_counter() - RECENT_S
+        return any(
+            at > since and not session.closed and session.id not in self._waiting
+            for session, at in self._decoded_at.items()
+        )
 
     def _put_back(self, item: _Item) -> None:
         """Others go first next time; what is over goes away."""

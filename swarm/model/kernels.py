@@ -24,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from swarm.blocks import Blocks
 from swarm.model.hollow import blocks_of
+from swarm.model.ownership import return_free_memory
 from swarm.model.probe import TOLERANCES, samples_of
 from swarm.model.span import Span
 
@@ -80,6 +81,7 @@ def choose_kernels(span: Span) -> bool:
         for linear in everything:
             if not isinstance(linear, PackedLinear):
                 _pack(linear)
+    return_free_memory()  # the weights as they were, and those of the trial
     return True
 
 
