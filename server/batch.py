@@ -12,6 +12,7 @@ PREFILL_TOKENS_MIN = 4  # so that it goes on whatever decode costs; the weights 
 PREFILL_TOKENS_MAX = 2048
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
+STRETCH_MIN_S = 0.005  # which nobody notices
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 FORGOTTEN_S = 1.0  # who is away for longer is not waited for
 SMOOTHING = 0.2  # weight of the newest measurement
@@ -118,7 +119,9 @@ class Pace:
         """How many tokens of prefill the next iteration may carry. decoding: whether anybody waits for single steps."""
         if self._token_s is None:
             return 4 * PREFILL_TOKENS_MIN if decoding else PREFILL_TOKENS_UNKNOWN
-        limit_s = STRETCH * self._decode_s if decoding and self._decode_s is not None else ALONE_S
+        limit_s = ALONE_S
+        if decoding and self._decode_s is not None:
+            limit_s = max(STRETCH_MIN_S, STRETCH * self._decode_s)
         return max(PREFILL_TOKENS_MIN, min(PREFILL_TOKENS_MAX, int(limit_s / self._token_s)))
 
 
