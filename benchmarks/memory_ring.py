@@ -76,7 +76,9 @@ class _Ring:
 async def _open(hidden_size: int) -> _Ring:
     server, client = (Self(Identity.generate(), ChannelKey(), NETWORK) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
-    handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), KvPool(POSITIONS_MAX), time.time)
+    handler = Handler(
+        Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), KvPool(2 * POSITIONS_MAX), time.time
+    )
     sessions = Sessions()
     there, back = _Wire(), _Wire()
     remote = Remote(server.identity.peer_id, server.key.public)
@@ -130,6 +132,15 @@ class _Wire:
         return 0
 
     def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        raise AssertionError("the client is too quick")
+
+    def resume_reading(self) -> None:
         pass
 
 

@@ -19,6 +19,7 @@ from swarm.model.ownership import return_free_memory
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer
+from swarm.server.accounts import Accounts
 from swarm.server.executor import Executor
 from swarm.server.pool import KvPool, NoRoom
 from swarm.server.session import WINDOW_STEPS, Declined, HostedSession, Sent
@@ -75,6 +76,7 @@ class Handler:
         self.steps_under_way = 0
         self.jobs_done = 0  # since the start, for all sessions
         self.journal_bytes = 0
+        self.accounts = Accounts(asyncio.get_running_loop().time)
         self.dialer: Dialer  # set by whoever builds both: each needs the other
         self.sessions: dict[str, HostedSession] = {}
         self._hosting = hosting
@@ -89,6 +91,8 @@ class Handler:
 
     def on_message(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
         """Take one message from any channel. Raises InvalidMessage for what no peer sends to a server."""
+        if not isinstance(message, Step | Rebuild):  # those are charged to the session's owner
+            self.accounts.note_message(channel)
         match message:
             case Step():
                 self._on_step(channel, message, tensors)
@@ -116,9 +120,14 @@ class Handler:
             for session in list(self.sessions.values()):
                 if self._loop.time() - session.used_at > SESSION_IDLE_S:
                     self._fail(session, None, "self", f"nothing happened for {SESSION_IDLE_S:.0f} s")
+            self.accounts.sweep()
             if self._session_ended_lately:
                 self._session_ended_lately = False
                 self._executor.submit(return_free_memory, lambda _: None)  # the allocator keeps caches for itself
+
+    def uses(self, channel: Channel) -> bool:
+        """Whether a channel belongs to a session."""
+        return any(channel in (session.owner, session.source) for session in self.sessions.values())
 
     async def drain(self, within_s: float) -> None:
         """Take no new sessions, ask the owners of the others to move them, and serve those until they have.
@@ -165,6 +174,7 @@ class Handler:
             raise Declined("not_yours", "there is a session of this name")
         if sum(session.owner.peer == channel.peer for session in self.sessions.values()) >= SESSIONS_PER_PEER_MAX:
             raise Declined("no_room", f"at most {SESSIONS_PER_PEER_MAX} sessions a peer", RETRY_AFTER_S)
+        self.accounts.charge_opening(channel.peer)
         if len(self.sessions) >= SESSIONS_MAX:
             raise Declined("no_room", f"there are {SESSIONS_MAX} sessions", RETRY_AFTER_S)
         hosting = self._hosting
@@ -176,7 +186,7 @@ class Handler:
             part = hosting.span.part(Blocks(request.start, request.stop))
         except BadBlocks as error:
             raise Declined("not_served", str(error)) from None
-        return HostedSession(request, channel, part, self._pool.lease(), self._loop.time())
+        return HostedSession(request, channel, part, self._pool.lease(channel.peer), self._loop.time())
 
     def _following(self, request: Open | Reroute, stop: int) -> Announcement | None:
         """Read the record of the next hop, which must begin where this one stops. Raises Declined."""
@@ -236,6 +246,7 @@ class Handler:
         try:
             if request.epoch <= session.epoch:
                 raise Declined("not_yours", f"epoch {request.epoch} is not after {session.epoch}")
+            self.accounts.charge_opening(channel.peer)
             following = self._following(request, session.span.blocks.stop)
         except Declined as declined:
             self._refuse(channel, request, None, declined)
@@ -250,7 +261,10 @@ class Handler:
     def _on_replay(self, channel: Channel, request: Replay) -> None:
         """Send the next hops the past that they lack."""
         session = self._owned(channel, request)
-        if session is None or request.epoch != session.epoch:
+        if session is None:
+            return
+        self.accounts.note_refusal(channel)  # each may send a long past
+        if request.epoch != session.epoch:
             return
         journal = session.journal
         if journal is None:
@@ -274,12 +288,14 @@ class Handler:
     def _on_rebuild(self, channel: Channel, piece: Rebuild, tensors: Tensors) -> None:
         session = self.sessions.get(piece.session)
         if session is None or channel.peer != session.previous or piece.epoch != session.epoch:
+            self.accounts.note_refusal(channel)
             return
         session.used_at = self._loop.time()
         session.source = channel
         hidden, positions, mask = tensors
         assert hidden is not None
         try:
+            self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
             session.accept_rebuild(piece, hidden, positions, mask)
         except Declined as declined:
             self._refuse(session.owner, piece, None, declined)
@@ -348,6 +364,7 @@ class Handler:
                 channel,
                 Failed(session=step.session, epoch=step.epoch, step=step.step, blame="self", why="no such session"),
             )
+            self.accounts.note_refusal(channel)
             return
         if channel.peer != session.previous or step.epoch != session.epoch:
             why = "its activations come from another peer" if step.epoch == session.epoch else "of another epoch"
@@ -363,6 +380,7 @@ class Handler:
                 return
             if step.budget_ms == 0:
                 raise Declined("too_late", "the step's time is over")
+            self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
             session.accept(step, hidden, positions, mask)
         except Declined as declined:
             self._refuse(session.owner, step, step.step, declined)
@@ -449,12 +467,18 @@ class Handler:
         session = self.sessions.get(message.session)
         if session is not None and session.owner is channel:
             self._end(session)
+        else:
+            self.accounts.note_refusal(channel)
 
     def _on_trouble_ahead(self, channel: Channel, message: Refused | Failed) -> None:
         """The next hop could not tell the client itself, since it does not know the session."""
         session = self.sessions.get(message.session)
-        if session is not None and session.next is channel and message.epoch == session.epoch:
-            self._complain(session, message.step, "next", message.why)
+        if session is None or session.next is not channel or message.epoch != session.epoch:
+            self.accounts.note_refusal(channel)
+            return
+        self._complain(session, message.step, "next", message.why)
+        if isinstance(message, Failed):
+            self._leave_next(session)  # what we sent would only annoy it
 
     def _watch(self, channel: Channel) -> None:
         """Learn of a channel's end, once for all sessions that use it."""
@@ -510,6 +534,7 @@ class Handler:
                 retry_after_ms=retry_ms,
             ),
         )
+        self.accounts.note_refusal(channel)
 
     @staticmethod
     def _tell(channel: Channel, message: Message, tensors: Sequence[Tensor] = ()) -> None:

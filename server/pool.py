@@ -4,16 +4,23 @@ The unit is a token: one row's one position in all blocks of the span. Memory is
 when positions arrive, whatever a session was opened for, and is given back by rollbacks and at the end.
 Layers with a sliding window stop costing when their window is full; recurrent states cost the same from the first
 position on, like a slot.
+
+A peer may hold up to PEER_FACTOR times what stays free (dynamic thresholds: Choudhury and Hahne, IEEE/ACM
+Transactions on Networking 6(2), 1998). So one alone gets most of the pool, several share it evenly, and whoever comes
+next finds room.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+
+PEER_FACTOR = 8
 
 
 class NoRoom(Exception):
     """The pool cannot take so many more tokens now."""
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} more tokens do not fit, {free} are free")
+        super().__init__(f"{needed} more tokens do not fit, {free} are there for you")
         self.needed = needed
         self.free = free
 
@@ -50,16 +57,22 @@ class KvPool:
     def __init__(self, capacity_tokens: int, prices: Prices = Prices()) -> None:
         self.capacity_tokens = capacity_tokens
         self.prices = prices
-        self.used_tokens = 0
+        self.held: Counter[str] = Counter()  # by each peer
 
     @property
-    def free_tokens(self) -> int:
-        """Tokens that are not charged to any lease."""
-        return self.capacity_tokens - self.used_tokens
+    def used_tokens(self) -> int:
+        """Tokens that are charged to leases."""
+        return self.held.total()
 
-    def lease(self) -> "Lease":
-        """Start a lease that holds nothing yet: tokens are charged when they are used."""
-        return Lease(self)
+    def free_tokens(self, peer: str = "") -> int:
+        """How many more tokens a peer may hold; without one, somebody who has none."""
+        held = self.held[peer]
+        most = PEER_FACTOR * (self.capacity_tokens - self.used_tokens + held) // (PEER_FACTOR + 1)
+        return max(0, most - held)
+
+    def lease(self, peer: str) -> "Lease":
+        """Start a peer's lease that holds nothing yet: tokens are charged when they are used."""
+        return Lease(self, peer)
 
 
 @dataclass(slots=True)
@@ -67,6 +80,7 @@ class Lease:
     """One session's share of the pool."""
 
     pool: KvPool
+    peer: str
     tokens: int = 0
 
     def hold(self, rows: int, positions: int, rollback_max: int = 0) -> None:
@@ -79,7 +93,12 @@ class Lease:
 
     def _resize(self, tokens: int) -> None:
         more = tokens - self.tokens
-        if more > self.pool.free_tokens:
-            raise NoRoom(more, self.pool.free_tokens)
-        self.pool.used_tokens += more
+        if more == 0:
+            return
+        if more > 0 and more > (free := self.pool.free_tokens(self.peer)):
+            raise NoRoom(more, free)
         self.tokens = tokens
+        held = self.pool.held
+        held[self.peer] += more
+        if not held[self.peer]:
+            del held[self.peer]

@@ -77,7 +77,7 @@ class Server:
 
     async def start(self) -> None:
         """Accept channels from now on."""
-        await self._listener.start(self.handler.on_message)
+        await self._listener.start(self.handler.on_message, self.handler.uses)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
     async def stop(self, *, moving: bool = False) -> None:
@@ -125,7 +125,7 @@ class Server:
                 "addresses": self.options.announce or (self.data_address,),
                 "decode_tps": measured.decode_tps if measured else None,
                 "prefill_tps": measured.prefill_tps if measured else None,
-                "free_tokens": self.pool.free_tokens,
+                "free_tokens": self.pool.free_tokens(),
                 "load": float(self.handler.steps_under_way),
                 "batches": self.span.packs,
                 "state": state,

@@ -14,7 +14,7 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import structlog
@@ -33,7 +33,9 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.identity import Identity, peer_id_of, verify
+from swarm.net.buffers import SMALL_BYTES, Buffers
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
+from swarm.net.rate import Bucket
 from swarm.version import __version__
 from swarm.wire.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
 from swarm.wire.tensors import TENSOR_BYTES_MAX
@@ -49,6 +51,7 @@ FRAME_TIMEOUT_S = 30.0  # from its first byte to its last; a claimed length that
 TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
 PINGS_MAX = 8
+PINGS_PER_S, PINGS_BURST = 20.0, 60.0  # that are answered at once
 _log = structlog.get_logger("swarm.net")
 _ENDED_EARLY = "it may have another network key, or a list of allowed peers that this side is not on"
 _HELLO_DOMAIN = {True: b"swarm channel initiator", False: b"swarm channel responder"}
@@ -66,7 +69,19 @@ class Carrier(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is queued, then end. Calls `Channel.lost` when it has ended."""
+        """Send what is queued, as far as the peer reads it soon, then end. Calls `Channel.lost` when it has ended."""
+        ...
+
+    def abort(self) -> None:
+        """End at once, whatever is queued."""
+        ...
+
+    def pause_reading(self) -> None:
+        """Take nothing from the network for now, so that the other side must wait."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Go on."""
         ...
 
 
@@ -84,6 +99,7 @@ class Self:
     network: str
     access: Access = EVERYBODY
     clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
+    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def psk(self) -> bytes | None:
@@ -122,6 +138,9 @@ class Channel:
         self._remote = remote
         self._unread = bytearray()
         self._unfinished: asyncio.TimerHandle | None = None
+        self._unfinished_since = self._unread_since = self.heard_at
+        self._paused: asyncio.TimerHandle | None = None
+        self._pinged = Bucket(PINGS_PER_S, PINGS_BURST)
         self._nonces = itertools.count()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._handshake: Handshake | None = Handshake(
@@ -130,6 +149,7 @@ class Channel:
         self._handshake_hash = b""
         self._sealer: Sealer | None = None
         self._opener: Sealer | None = None
+        me.buffers.add(self)
         if remote is not None:
             try:
                 self._refuse_unlisted(remote.peer)
@@ -144,9 +164,14 @@ class Channel:
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
         if self._carrier.unsent_bytes() > UNSENT_BYTES_MAX:
-            self._fail(ChannelClosed(self.peer, "the peer does not read what it is sent"))
+            self.cut_off("the peer does not read what it is sent")
             raise ChannelClosed(self.peer, "the peer does not read what it is sent")
+        unsent = self._carrier.unsent_bytes()
+        if unsent == 0:
+            self._unread_since = self._loop.time()
         self._write(encode(message, tensors))
+        if unsent > SMALL_BYTES:
+            self._me.buffers.relieve()
 
     async def ping(self) -> float:
         """Ask for a sign of life, under the caller's deadline. Returns seconds. Raises ChannelClosed."""
@@ -182,6 +207,40 @@ class Channel:
         self._end("closed by this side")
         self._carrier.close()
 
+    def pause(self, for_s: float) -> None:
+        """Read nothing more for a while: whoever asks too much gets on no faster than it may."""
+        if not self.closed and self._paused is None:
+            self._carrier.pause_reading()
+            self._paused = self._loop.call_later(for_s, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = None
+        if not self.closed:
+            self._carrier.resume_reading()
+            self.receive(b"")
+
+    # What it holds, for `Buffers`
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a frame that is not complete, and bytes that the peer has not read."""
+        return len(self._unread) + self.unsent_bytes
+
+    @property
+    def held_since(self) -> float:
+        """Since when, in the loop's time."""
+        times = [self._loop.time()]
+        if self._unread:
+            times.append(self._unfinished_since)
+        if self.unsent_bytes:
+            times.append(self._unread_since)
+        return min(times)
+
+    def cut_off(self, why: str) -> None:
+        """End the channel at once, with nothing more sent."""
+        self._fail(ChannelClosed(self.peer, why))
+        self._carrier.abort()
+
     # Receiving: called by the carrier
 
     def receive(self, data: bytes) -> None:
@@ -192,7 +251,7 @@ class Channel:
         try:
             if self._handshake is None and not self._unread:
                 rest = data[self._read_frames(data) :]  # mostly nothing: whole frames are not copied
-                if rest:
+                if rest and not self.closed:
                     self._unread += rest
                     self._await_rest()
                 return
@@ -203,6 +262,8 @@ class Channel:
             del self._unread[:read]
             if read:
                 self._await_rest()
+            if len(self._unread) > SMALL_BYTES:
+                self._me.buffers.relieve()
         except SwarmError as error:
             self._fail(error)
 
@@ -279,7 +340,7 @@ class Channel:
         """Take the whole frames that `data` begins with. Returns how many bytes they are."""
         assert self._opener is not None
         taken = 0
-        while len(data) - taken >= 4 and not self.closed:
+        while len(data) - taken >= 4 and not self.closed and self._paused is None:
             start = taken + 4
             size = int.from_bytes(data[taken:start], "big")
             if not TAG_BYTES < size <= (FRAME_BYTES_MAX if self.ready.done() else HELLO_BYTES_MAX):
@@ -303,6 +364,8 @@ class Channel:
             raise InvalidMessage("hello", "it comes once")
         elif isinstance(message, Ping):
             self.send(Pong(nonce=message.nonce))
+            if (wait_s := self._pinged.take(self._loop.time())) > 0:
+                self.pause(wait_s)
         elif isinstance(message, Pong):
             waiting = self._pings.get(message.nonce)
             if waiting is not None and not waiting.done():
@@ -316,6 +379,7 @@ class Channel:
             self._unfinished.cancel()
             self._unfinished = None
         if self._unread:
+            self._unfinished_since = self._loop.time()
             late = FrameRejected(self.peer, f"its rest did not come within {FRAME_TIMEOUT_S:.0f} s")
             self._unfinished = self._loop.call_later(FRAME_TIMEOUT_S, self._fail, late)
 
@@ -333,9 +397,11 @@ class Channel:
         if self.closed:
             return
         self.ended.set_result(why)
+        self._me.buffers.discard(self)
         self._unread.clear()
-        if self._unfinished is not None:
-            self._unfinished.cancel()
+        for timer in (self._unfinished, self._paused):
+            if timer is not None:
+                timer.cancel()
         if not self.ready.done():
             hint = "" if self._remote is None else f"; {_ENDED_EARLY}"
             self.ready.set_exception(HandshakeFailed(self.peer, f"the connection ended: {why}{hint}"))

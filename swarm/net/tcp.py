@@ -3,18 +3,27 @@
 import asyncio
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import cast
 
 from swarm.errors import AddressInUse, BadConfiguration, Unreachable
 from swarm.net.channel import Channel, OnMessage, Remote, Self, Tensors
+from swarm.net.rate import Bucket
 from swarm.wire.messages import AnyMessage
 
 HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
 DIAL_TIMEOUT_S = 4.0  # connection and handshake together: some three round trips, and one lost packet
 HANDSHAKES_MAX = 256  # connections that have not proven who they are
+HANDSHAKES_PER_S, HANDSHAKES_BURST = 10.0, 100.0  # from one source; each takes a millisecond of computing
+SOURCES_MAX = 4096  # that are remembered
 CHANNELS_MAX = 4096
+CHANNELS_PER_PEER_MAX = 16
+IDLE_S = 120.0  # a channel without a session that says nothing for so long ends
+CLOSE_TIMEOUT_S = 5.0  # for the peer to read what was sent before the end
 KERNEL_BYTES = 128 * 1024  # that wait in the kernel to be sent
+InUse = Callable[[Channel], bool]
 TCP_NOTSENT_LOWAT = {"linux": 25, "darwin": 0x201}.get(sys.platform)
 
 
@@ -55,10 +64,38 @@ class _TcpCarrier(asyncio.Protocol):
     def close(self) -> None:
         assert self._transport is not None
         self._transport.close()
+        if self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def abort(self) -> None:
+        assert self._transport is not None
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        assert self._transport is not None
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # For the listener
+
+    @property
+    def source(self) -> str:
+        """Where the connection comes from: an IPv4 address, or the network of an IPv6 one."""
+        assert self._transport is not None
+        host = str(self._transport.get_extra_info("peername")[0])
+        return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
 
 class Listener:
-    """Accepts channels on one address."""
+    """Accepts channels on one address.
+
+    Whoever connects has proven nothing yet, so what it may cost is bounded by where it comes from, and of those who are
+    too many in the middle of the handshake the first goes: it had the longest time.
+    """
 
     def __init__(self, me: Self, host: str, port: int) -> None:
         """Take the address, so that nobody else can; port 0 picks one, and `address` says which.
@@ -69,17 +106,24 @@ class Listener:
         self._socket = bound(host, port)
         self._server: asyncio.Server | None = None
         self._channels: set[Channel] = set()
-        self._shaking = 0
+        self._shaking: dict[Channel, None] = {}  # the oldest first
+        self._proven: Counter[str] = Counter()  # channels of each peer
+        self._handshakes: dict[str, Bucket] = {}  # by source
+        self._sweeper: asyncio.Task[None] | None = None
         self._paused = False
         name = self._socket.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
 
-    async def start(self, on_message: OnMessage) -> None:
-        """Accept from now on, or again after a pause. Raises AddressInUse if somebody took the address just now."""
-        self._on_message = on_message
+    async def start(self, on_message: OnMessage, in_use: InUse = lambda _: True) -> None:
+        """Accept from now on, or again after a pause. Raises AddressInUse if somebody took the address just now.
+
+        in_use: whether a channel may be silent for long.
+        """
+        self._on_message, self._in_use = on_message, in_use
         self._paused = False
         if self._server is not None:
             return
+        self._sweeper = asyncio.create_task(self._sweep())
         try:
             self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
         except OSError as error:
@@ -87,12 +131,18 @@ class Listener:
 
     def pause(self) -> None:
         """End every accepted channel and keep the address; until the next start, connections are closed at once."""
-        self._paused, self._on_message = True, _unheard  # whoever listened before, with a model, can be forgotten
+        self._paused, self._on_message, self._in_use = (
+            True,
+            _unheard,
+            lambda _: True,
+        )  # whoever listened before, with a model, can be forgotten
         for channel in list(self._channels):
             channel.close()
 
     async def close(self) -> None:
         """Stop listening and end every accepted channel."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         self._socket.close() if self._server is None else self._server.close()
         for channel in list(self._channels):
             channel.close()
@@ -102,20 +152,58 @@ class Listener:
 
     def _channel(self, carrier: _TcpCarrier) -> Channel:
         channel = Channel(carrier, self._me, self._on_message)
-        if self._paused or self._shaking >= HANDSHAKES_MAX or len(self._channels) >= CHANNELS_MAX:
+        if self._paused or len(self._channels) >= CHANNELS_MAX or not self._may_shake(carrier.source):
             channel.close()
             return channel
-        self._shaking += 1
+        if len(self._shaking) >= HANDSHAKES_MAX:
+            next(iter(self._shaking)).cut_off("too many connections that prove nothing")
+        self._shaking[channel] = None
         self._channels.add(channel)
         deadline = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._expire, channel)
 
         def shaken(_: asyncio.Future[None]) -> None:
-            self._shaking -= 1
+            self._shaking.pop(channel, None)
             deadline.cancel()
+            if channel.proven:
+                self._admit(channel)
 
         channel.ready.add_done_callback(shaken)
         channel.ended.add_done_callback(lambda _: self._channels.discard(channel))
         return channel
+
+    def _may_shake(self, source: str) -> bool:
+        """Whether whoever is there has not connected too often lately."""
+        now = asyncio.get_running_loop().time()
+        if len(self._handshakes) >= SOURCES_MAX:
+            self._handshakes = {source: rate for source, rate in self._handshakes.items() if not rate.is_full(now)}
+        if source not in self._handshakes:
+            if len(self._handshakes) >= SOURCES_MAX:
+                return False
+            self._handshakes[source] = Bucket(HANDSHAKES_PER_S, HANDSHAKES_BURST)
+        return self._handshakes[source].take(now) == 0.0
+
+    def _admit(self, channel: Channel) -> None:
+        """Count a proven peer's channel."""
+        peer = channel.peer
+        if self._proven[peer] >= CHANNELS_PER_PEER_MAX:
+            channel.close()
+            return
+        self._proven[peer] += 1
+        channel.ended.add_done_callback(lambda _: self._forget(peer))
+
+    def _forget(self, peer: str) -> None:
+        self._proven[peer] -= 1
+        if not self._proven[peer]:
+            del self._proven[peer]
+
+    async def _sweep(self) -> None:
+        """End the channels that are silent and that nobody needs, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(IDLE_S / 4)
+            for channel in list(self._channels):
+                if loop.time() - channel.heard_at > IDLE_S and not self._in_use(channel):
+                    channel.close()
 
     @staticmethod
     def _expire(channel: Channel) -> None:

@@ -24,7 +24,7 @@ class Pipe:
         self.held = []
         self.channel = None  # the one that receives
         self.sender = None
-        self.closed = False
+        self.closed = self.paused = False
 
     def write(self, data):
         self.held.append(bytes(data))
@@ -37,7 +37,19 @@ class Pipe:
         if self.sender is not None:
             self.sender.lost("closed")
 
+    def abort(self):
+        self.held.clear()
+        self.close()
+
+    def pause_reading(self):
+        self.paused = True
+
+    def resume_reading(self):
+        self.paused = False
+
     def deliver(self):
+        if self.paused:
+            return
         data, self.held = b"".join(self.held), []
         if data:
             self.channel.receive(data)

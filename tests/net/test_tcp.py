@@ -56,7 +56,7 @@ async def test_the_wrong_key_is_a_failed_handshake(listener):
     with pytest.raises(HandshakeFailed):
         await dial(address(listener), remote(somebody()), somebody(), lambda *_: None)
     await until(lambda: not listener._channels)
-    assert listener._shaking == 0
+    assert not listener._shaking
 
 
 async def test_a_closed_port_is_unreachable():
@@ -79,7 +79,7 @@ async def test_whoever_says_nothing_is_disconnected(listener, monkeypatch):
     async with asyncio.timeout(5):
         assert await reader.read() == b""
     writer.close()
-    assert listener._shaking == 0
+    assert not listener._shaking
 
 
 async def test_a_port_in_use_is_named(listener):

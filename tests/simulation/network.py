@@ -315,6 +315,10 @@ class VirtualChannel:
         except SwarmError as error:
             self.hang_up(str(error))
 
+    def pause(self, for_s: float) -> None:
+        """As `Channel.pause`: what no peer here deserves."""
+        raise AssertionError(f"{self.peer} is read no more for {for_s} s")
+
     def close(self) -> None:
         """As `Channel.close`."""
         self.hang_up("closed by this side")

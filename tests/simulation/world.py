@@ -175,7 +175,7 @@ class Host:
             addresses=(self.process.address,),
             channel_key=self.process.me.key.public.hex(),
             decode_tps=1000.0 / (self.block_ms * len(self.blocks)),
-            free_tokens=self.pool.free_tokens,
+            free_tokens=self.pool.free_tokens(),
             load=float(self.handler.steps_under_way),
             state=state,
             sequence=0,

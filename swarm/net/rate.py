@@ -1,0 +1,33 @@
+"""How often something may happen."""
+
+
+class Bucket:
+    """A token bucket that lends: whoever finds anything in it may take more than is there, and waits the longer then.
+
+    So what comes in large pieces passes, too. Times are the caller's, in seconds.
+    """
+
+    __slots__ = ("_at", "_burst", "_level", "_per_s")
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._level = burst
+        self._at = 0.0
+
+    def take(self, now: float, amount: float = 1.0) -> float:
+        """Take, and return 0.0; or take nothing, and return the seconds until one can."""
+        self._fill(now)
+        if self._level <= 0:
+            return -self._level / self._per_s + 1e-3
+        self._level -= amount
+        return 0.0
+
+    def is_full(self, now: float) -> bool:
+        """Whether all that was taken has come back."""
+        self._fill(now)
+        return self._level >= self._burst
+
+    def _fill(self, now: float) -> None:
+        self._level = min(self._burst, self._level + max(0.0, now - self._at) * self._per_s)
+        self._at = now
