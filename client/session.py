@@ -9,7 +9,7 @@ from torch import Tensor, cat
 
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.chunks import Chunk, cut
-from swarm.client.live import EdgeDown, Leg, LiveRoute, Plan, SessionPlan, fail
+from swarm.client.live import EdgeDown, LiveRoute, Plan, SessionPlan, fail
 from swarm.client.route import Hop
 from swarm.client.watch import Watcher
 from swarm.errors import (
@@ -368,7 +368,7 @@ class Session:
                 if self.live.is_relayed(index):
                     self._hand_on(index + 1, message, tensors)
             case wire.Refused():
-                self._on_refused(leg, message)
+                self._on_refused(index, message)
             case wire.Progress():
                 leg.tell(message)
             case wire.Leaving():
@@ -408,7 +408,8 @@ class Session:
         else:
             self._stop_for(leg.broken(message.why))
 
-    def _on_refused(self, leg: Leg, message: wire.Refused) -> None:
+    def _on_refused(self, index: int, message: wire.Refused) -> None:
+        leg = self.live.legs[index]
         retry_after_s = None if message.retry_after_ms is None else message.retry_after_ms / 1000
         error = Refused(leg.hop.peer_id, str(leg.hop.blocks), message.code, message.why, retry_after_s)
         if message.step is None and leg.waiting:
@@ -418,6 +419,9 @@ class Session:
             self._stop_for(leg.broken(f"it has lost the session: {message.why}"))
             return
         flight = self._in_flight.get(message.step)
+        if message.code == "not_finite" and index > 0:  # one of the two lies, and we cannot tell which
+            self._stop_for(EdgeDown(self.live.edge(index - 1), message.why, blocked=False))
+            return
         if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():
             return  # it follows from what happened before, and the step will be sent again
         fail(flight.answer, error)

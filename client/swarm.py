@@ -21,10 +21,12 @@ from swarm.dht.directory import Directory
 from swarm.errors import SessionClosed
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
+from swarm.net.buffers import Buffers
 from swarm.net.channel import Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 
+HELD_BYTES_MAX = 1 << 30  # a replayed past waits as a whole to be sent
 STEP_TIMEOUT_S = 120.0
 POSITIONS_TO_COME = 128  # that a session is expected to reach beyond its first step, for a choice of hops with room
 
@@ -62,7 +64,7 @@ class Swarm:
             checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, str(dtype).removeprefix("torch.")
         )
         self._options = options
-        self._me = Self(identity, ChannelKey(), options.network, options.access)
+        self._me = Self(identity, ChannelKey(), options.network, options.access, buffers=Buffers(HELD_BYTES_MAX))
         self._latest: Session | None = None
         self._loop = LoopThread()
         try:

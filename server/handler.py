@@ -5,7 +5,7 @@ Everything here runs in the event loop and never blocks: dialling is a task, com
 
 import asyncio
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,8 +21,8 @@ from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer
 from swarm.server.accounts import Accounts
 from swarm.server.executor import Executor
-from swarm.server.pool import KvPool, NoRoom
-from swarm.server.session import WINDOW_STEPS, Declined, HostedSession, Sent
+from swarm.server.pool import KvPool
+from swarm.server.session import RETRY_AFTER_S, WINDOW_STEPS, Declined, HostedSession, Sent
 from swarm.wire.journal import Entry, Past, rebuild_messages
 from swarm.wire.messages import (
     TEXT_MAX,
@@ -45,14 +45,15 @@ from swarm.wire.messages import (
     Rerouted,
     Step,
 )
-from swarm.wire.tensors import meta_of
+from swarm.wire.tensors import is_finite, meta_of
 
 SESSIONS_MAX = 1024
-SESSIONS_PER_PEER_MAX = 64
+SESSIONS_SHARE = 16  # a peer may have one for so many that are free: 60 where nobody else has any
 SESSION_IDLE_S = 900.0  # a session that does nothing for so long gives its memory back
 SWEEP_S = 15.0
 NEXT_RECORD_LATE_S = 24 * 3600.0  # a route that stands outlives the records that it was planned with
-RETRY_AFTER_S = 1.0  # for a step that found the pool full
+REPLAY_POLL_S = 0.01
+UNREAD_BYTES_MAX = 8 << 20  # of outputs; whoever reads none gets no more
 
 _log = structlog.get_logger("swarm.server")
 
@@ -92,7 +93,7 @@ class Handler:
     def on_message(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
         """Take one message from any channel. Raises InvalidMessage for what no peer sends to a server."""
         if not isinstance(message, Step | Rebuild):  # those are charged to the session's owner
-            self.accounts.note_message(channel)
+            channel.note_chatter()
         match message:
             case Step():
                 self._on_step(channel, message, tensors)
@@ -125,9 +126,9 @@ class Handler:
                 self._session_ended_lately = False
                 self._executor.submit(return_free_memory, lambda _: None)  # the allocator keeps caches for itself
 
-    def uses(self, channel: Channel) -> bool:
-        """Whether a channel belongs to a session."""
-        return any(channel in (session.owner, session.source) for session in self.sessions.values())
+    def peers_in_use(self) -> set[str]:
+        """Those who take part in sessions: they may be silent for long."""
+        return {peer for session in self.sessions.values() for peer in (session.owner.peer, session.previous)}
 
     async def drain(self, within_s: float) -> None:
         """Take no new sessions, ask the owners of the others to move them, and serve those until they have.
@@ -172,11 +173,10 @@ class Handler:
             raise Declined("draining", "this server is leaving")
         if request.session in self.sessions:
             raise Declined("not_yours", "there is a session of this name")
-        if sum(session.owner.peer == channel.peer for session in self.sessions.values()) >= SESSIONS_PER_PEER_MAX:
-            raise Declined("no_room", f"at most {SESSIONS_PER_PEER_MAX} sessions a peer", RETRY_AFTER_S)
+        has = sum(session.owner.peer == channel.peer for session in self.sessions.values())
+        if has >= (most := (SESSIONS_MAX - len(self.sessions)) // SESSIONS_SHARE):
+            raise Declined("no_room", f"at most {most} sessions a peer, as many as there are now", RETRY_AFTER_S)
         self.accounts.charge_opening(channel.peer)
-        if len(self.sessions) >= SESSIONS_MAX:
-            raise Declined("no_room", f"there are {SESSIONS_MAX} sessions", RETRY_AFTER_S)
         hosting = self._hosting
         if request.root != hosting.root:
             raise Declined("not_served", f"this server has the model {hosting.root[:16]}...")
@@ -261,10 +261,7 @@ class Handler:
     def _on_replay(self, channel: Channel, request: Replay) -> None:
         """Send the next hops the past that they lack."""
         session = self._owned(channel, request)
-        if session is None:
-            return
-        self.accounts.note_refusal(channel)  # each may send a long past
-        if request.epoch != session.epoch:
+        if session is None or request.epoch != session.epoch:
             return
         journal = session.journal
         if journal is None:
@@ -281,14 +278,25 @@ class Handler:
         self.jobs_done += 1
         if isinstance(result, Exception):
             self._complain(session, None, "self", f"{type(result).__name__} while replaying")
-        elif session.epoch == epoch:
-            for message, tensors in result:
-                self._send_on(session, message, tensors)
+        elif session.epoch == epoch and not session.closed:
+            session.replay = iter(result)
+            self._replay_on(session, session.replay)
+
+    def _replay_on(self, session: HostedSession, pieces: Iterator[tuple[Rebuild, list[Tensor]]]) -> None:
+        """Send as much of the past as is read soon, and the rest later."""
+        while session.replay is pieces and session.next is not None:  # else there was a reroute, or the end
+            if session.next.unsent_bytes > UNREAD_BYTES_MAX:
+                self._loop.call_later(REPLAY_POLL_S, self._replay_on, session, pieces)
+                return
+            message, tensors = next(pieces, (None, []))
+            if message is None:
+                return
+            self._send_on(session, message, tensors)
 
     def _on_rebuild(self, channel: Channel, piece: Rebuild, tensors: Tensors) -> None:
         session = self.sessions.get(piece.session)
         if session is None or channel.peer != session.previous or piece.epoch != session.epoch:
-            self.accounts.note_refusal(channel)
+            channel.note_chatter(tensors)
             return
         session.used_at = self._loop.time()
         session.source = channel
@@ -299,9 +307,7 @@ class Handler:
             session.accept_rebuild(piece, hidden, positions, mask)
         except Declined as declined:
             self._refuse(session.owner, piece, None, declined)
-            return
-        except NoRoom as full:
-            self._refuse(session.owner, piece, None, Declined("no_room", str(full), RETRY_AFTER_S))
+            session.payer(channel).note_chatter(tensors)
             return
         self._executor.submit(
             session.rebuild_work(piece, hidden, positions, mask),
@@ -364,11 +370,12 @@ class Handler:
                 channel,
                 Failed(session=step.session, epoch=step.epoch, step=step.step, blame="self", why="no such session"),
             )
-            self.accounts.note_refusal(channel)
+            channel.note_chatter(tensors)
             return
         if channel.peer != session.previous or step.epoch != session.epoch:
             why = "its activations come from another peer" if step.epoch == session.epoch else "of another epoch"
             self._refuse(channel, step, step.step, Declined("not_yours", why))
+            channel.note_chatter(tensors)
             return
         arrived_at = session.used_at = self._loop.time()
         session.source = channel
@@ -377,16 +384,17 @@ class Handler:
         try:
             if sent := session.repeated(step.step):
                 self._pass_on(session, sent)
+                session.payer(channel).note_chatter(tensors)
                 return
             if step.budget_ms == 0:
                 raise Declined("too_late", "the step's time is over")
+            if session.owner.unsent_bytes > UNREAD_BYTES_MAX:
+                raise Declined("no_room", "what was sent before is not read", RETRY_AFTER_S)
             self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
             session.accept(step, hidden, positions, mask)
         except Declined as declined:
             self._refuse(session.owner, step, step.step, declined)
-            return
-        except NoRoom as full:
-            self._refuse(session.owner, step, step.step, Declined("no_room", str(full), RETRY_AFTER_S))
+            session.payer(channel).note_chatter(tensors)
             return
         self.steps_under_way += 1
         self._executor.submit(
@@ -413,6 +421,11 @@ class Handler:
                 "step failed", session=session.id[:8], step=step.step, error=type(result).__name__, exc_info=result
             )
             self._fail(session, step.step, "self", f"{type(result).__name__} while computing")
+            return
+        if not is_finite(result):
+            why = f"blocks {session.span.blocks} make activations of it that are infinite or no numbers"
+            self._refuse(session.owner, step, step.step, Declined("bad_request", why))
+            self._end(session)
             return
         sent = self._forwarded(session, step, beside, result, self._loop.time() - arrived_at)
         session.sent.append(sent)
@@ -467,18 +480,14 @@ class Handler:
         session = self.sessions.get(message.session)
         if session is not None and session.owner is channel:
             self._end(session)
-        else:
-            self.accounts.note_refusal(channel)
 
     def _on_trouble_ahead(self, channel: Channel, message: Refused | Failed) -> None:
         """The next hop could not tell the client itself, since it does not know the session."""
         session = self.sessions.get(message.session)
-        if session is None or session.next is not channel or message.epoch != session.epoch:
-            self.accounts.note_refusal(channel)
-            return
-        self._complain(session, message.step, "next", message.why)
-        if isinstance(message, Failed):
-            self._leave_next(session)  # what we sent would only annoy it
+        if session is not None and session.next is channel and message.epoch == session.epoch:
+            self._complain(session, message.step, "next", message.why)
+            if isinstance(message, Failed):
+                self._leave_next(session)  # it does not know the session
 
     def _watch(self, channel: Channel) -> None:
         """Learn of a channel's end, once for all sessions that use it."""
@@ -507,6 +516,7 @@ class Handler:
 
     def _end(self, session: HostedSession) -> None:
         session.closed = True
+        session.replay = None
         session.lease.release()
         del self.sessions[session.id]
         self._drop_journal(session)
@@ -534,7 +544,6 @@ class Handler:
                 retry_after_ms=retry_ms,
             ),
         )
-        self.accounts.note_refusal(channel)
 
     @staticmethod
     def _tell(channel: Channel, message: Message, tensors: Sequence[Tensor] = ()) -> None:

@@ -77,7 +77,7 @@ class Server:
 
     async def start(self) -> None:
         """Accept channels from now on."""
-        await self._listener.start(self.handler.on_message, self.handler.uses)
+        await self._listener.start(self.handler.on_message, self.handler.peers_in_use)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
     async def stop(self, *, moving: bool = False) -> None:

@@ -5,7 +5,7 @@ the cache and the attention mask, and sees the steps in the order in which the l
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,12 @@ from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.batch import Ready
-from swarm.server.pool import Lease
+from swarm.server.pool import Lease, NoRoom
 from swarm.wire.journal import Journal
 from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
-from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX
+from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, is_finite
 
+RETRY_AFTER_S = 1.0  # for whom there is no room
 WINDOW_STEPS = 8  # steps of one session that may be under way at a hop: a prefill's chunks
 STEP_BYTES_MAX = 4 * CHUNK_BYTES  # of one step's activations, unless it is but one token of every row
 
@@ -58,6 +59,7 @@ class HostedSession:
         self.source: Channel | None = None  # where activations last came from
         self.journal: Journal | None = Journal() if self.has_next else None
         self.lease = lease
+        self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
         self.used_at = now
         self.closed = False
         self.generation = 0  # raised when the past is forgotten: what was computed before counts no more
@@ -90,9 +92,14 @@ class HostedSession:
         """Positions, those of accepted steps included."""
         return self._length
 
+    def payer(self, sender: Channel) -> Channel:
+        """Whose channel is charged for activations that are refused: a hop that hands them on is not to blame."""
+        return sender if sender.peer == self.owner.peer else self.owner
+
     def reroute(self, request: Reroute) -> None:
         """Take new neighbours; forget the past if it is to come anew."""
         self.epoch = request.epoch
+        self.replay = None
         self.previous = request.previous or self.owner.peer
         self.has_next = request.next_record is not None or request.relay
         if request.reset:
@@ -132,22 +139,28 @@ class HostedSession:
             raise Declined("bad_request", f"{length} positions, the session was opened for {self._positions_max}")
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
-        self.lease.hold(rows, length, self._rollback_max)
+        self._hold(rows, length)
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
         self.under_way += 1
 
     def accept_rebuild(self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
-        """Check a piece of the past and charge its memory. Raises Declined or NoRoom."""
+        """Check a piece of the past and charge its memory. Raises Declined."""
         rows, tokens = self._check_tensors(hidden, positions, mask)
         if piece.start != self._rebuild_from or not piece.start + tokens <= piece.total <= self._positions_max:
             raise Declined("bad_request", f"positions from {piece.start}, {self._rebuild_from} is the next to rebuild")
         if piece.start and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
-        self.lease.hold(rows, piece.start + tokens, self._rollback_max)
+        self._hold(rows, piece.start + tokens)
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
         self.under_way += 1
+
+    def _hold(self, rows: int, positions: int) -> None:
+        try:
+            self.lease.hold(rows, positions, self._rollback_max)
+        except NoRoom as full:
+            raise Declined("no_room", str(full), RETRY_AFTER_S) from None
 
     def _check_tensors(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> tuple[int, int]:
         """Return rows and tokens of activations and what comes with them. Raises Declined."""
@@ -167,6 +180,8 @@ class HostedSession:
             self._check_positions(positions)
         if mask is not None and (mask.dtype != torch.uint8 or mask.shape != (rows, tokens)):
             raise Declined("bad_request", f"attention mask of shape {list(mask.shape)}")
+        if not is_finite(hidden):
+            raise Declined("not_finite", "activations that are infinite or no numbers")
         return rows, tokens
 
     def computed(self) -> None:

@@ -1,9 +1,40 @@
 """What channels hold for peers that send or read slowly: a bound on all of it together."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 HELD_BYTES_MAX = 128 * 2**20  # by all channels of one process
 SMALL_BYTES = 256 * 1024  # a channel that holds less is no trouble
+
+
+class Backlog:
+    """What was written to a carrier and has not left it: since when, and whether it gets any shorter."""
+
+    __slots__ = ("_mark", "_since", "_taken", "_unsent", "_written")
+
+    def __init__(self, unsent: Callable[[], int]) -> None:
+        """unsent: bytes that the carrier still has."""
+        self._unsent = unsent
+        self._written = self._mark = self._taken = 0
+        self._since = 0.0
+
+    def wrote(self, n_bytes: int, now: float) -> None:
+        """Note what was written just now."""
+        self._written += n_bytes
+        self.since(now)
+
+    def since(self, now: float) -> float:
+        """Since when some of it waits, or later; `now` if nothing does."""
+        unsent = self._unsent()
+        if unsent == 0 or self._written - unsent >= self._mark:  # all that was there at the last mark has left
+            self._mark, self._since = self._written, now
+        return self._since
+
+    def moves(self) -> bool:
+        """Whether some of it has left since this was last asked, or nothing had to."""
+        unsent, before = self._unsent(), self._taken
+        self._taken = self._written - unsent
+        return unsent == 0 or self._taken > before
 
 
 class Holder(Protocol):
@@ -11,7 +42,7 @@ class Holder(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of a frame that is not complete, and bytes that the peer has not read."""
+        """Bytes of frames that are not read, and bytes that the peer has not read."""
         ...
 
     @property
@@ -32,24 +63,28 @@ class Buffers:
 
     def __init__(self, held_bytes_max: int = HELD_BYTES_MAX) -> None:
         self._held_bytes_max = held_bytes_max
-        self._channels: set[Holder] = set()
+        self._held: dict[Holder, int] = {}  # of those that hold much, as they were last seen
+        self._total = 0
 
-    def add(self, channel: Holder) -> None:
-        """Count a channel from now on."""
-        self._channels.add(channel)
+    def note(self, channel: Holder) -> None:
+        """See what a channel holds, and cut off as many as must be. To be called when it may be more than before."""
+        size = channel.held_bytes
+        if size <= SMALL_BYTES:
+            return
+        self._total += size - self._held.get(channel, 0)
+        self._held[channel] = size
+        if self._total > self._held_bytes_max:
+            self._relieve()
 
     def discard(self, channel: Holder) -> None:
-        """Count it no longer."""
-        self._channels.discard(channel)
+        """Forget a channel: it holds nothing any more."""
+        self._total -= self._held.pop(channel, 0)
 
-    def relieve(self) -> None:
-        """Cut off as many as must be. To be called when a channel has come to hold more than SMALL_BYTES."""
-        held = sum(channel.held_bytes for channel in self._channels)
-        if held <= self._held_bytes_max:
-            return
-        for channel in sorted(self._channels, key=lambda channel: channel.held_since):
-            if (size := channel.held_bytes) > SMALL_BYTES:
-                channel.cut_off("all channels together hold too much, and this one for the longest time")
-                held -= size
-                if held <= self._held_bytes_max:
-                    return
+    def _relieve(self) -> None:
+        self._held = {channel: size for channel in self._held if (size := channel.held_bytes) > SMALL_BYTES}
+        self._total = sum(self._held.values())
+        for channel in sorted(self._held, key=lambda channel: channel.held_since):
+            if self._total <= self._held_bytes_max:
+                return
+            self.discard(channel)
+            channel.cut_off("all channels together hold too much, and this one for the longest time")

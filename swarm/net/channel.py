@@ -33,7 +33,7 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.identity import Identity, peer_id_of, verify
-from swarm.net.buffers import SMALL_BYTES, Buffers
+from swarm.net.buffers import SMALL_BYTES, Backlog, Buffers
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
 from swarm.net.rate import Bucket
 from swarm.version import __version__
@@ -46,12 +46,15 @@ if TYPE_CHECKING:
 MAGIC = b"swarm"
 PREFACE = MAGIC + bytes([PROTOCOL_VERSION])
 FRAME_BYTES_MAX = TENSOR_BYTES_MAX + 64 * 1024 + 16  # one message: header, tensors and tag
-UNSENT_BYTES_MAX = 256 * 1024 * 1024  # a peer that does not read is cut off
 FRAME_TIMEOUT_S = 30.0  # from its first byte to its last; a claimed length that never comes ends the channel
 TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
 PINGS_MAX = 8
-PINGS_PER_S, PINGS_BURST = 20.0, 60.0  # that are answered at once
+TURN_FRAMES = 16  # of one channel, then it is others' turn
+CHATTER_PER_S, CHATTER_BURST = 4.0, 32.0  # messages of one channel that move nothing forward, and are free
+ALL_CHATTER_PER_S, ALL_CHATTER_BURST = 400.0, 100.0  # the others, of all channels together
+CHATTER_BYTES = 64 * 1024  # more of them cost like so many messages
+PAUSE_S_MAX = 5.0
 _log = structlog.get_logger("swarm.net")
 _ENDED_EARLY = "it may have another network key, or a list of allowed peers that this side is not on"
 _HELLO_DOMAIN = {True: b"swarm channel initiator", False: b"swarm channel responder"}
@@ -100,6 +103,7 @@ class Self:
     access: Access = EVERYBODY
     clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
     buffers: Buffers = field(default_factory=Buffers)
+    chatter: Bucket = field(default_factory=lambda: Bucket(ALL_CHATTER_PER_S, ALL_CHATTER_BURST))
 
     @property
     def psk(self) -> bytes | None:
@@ -138,9 +142,10 @@ class Channel:
         self._remote = remote
         self._unread = bytearray()
         self._unfinished: asyncio.TimerHandle | None = None
-        self._unfinished_since = self._unread_since = self.heard_at
+        self._unfinished_since = self.heard_at
+        self._backlog = Backlog(carrier.unsent_bytes)
         self._paused: asyncio.TimerHandle | None = None
-        self._pinged = Bucket(PINGS_PER_S, PINGS_BURST)
+        self._chatter = Bucket(CHATTER_PER_S, CHATTER_BURST)
         self._nonces = itertools.count()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._handshake: Handshake | None = Handshake(
@@ -149,7 +154,6 @@ class Channel:
         self._handshake_hash = b""
         self._sealer: Sealer | None = None
         self._opener: Sealer | None = None
-        me.buffers.add(self)
         if remote is not None:
             try:
                 self._refuse_unlisted(remote.peer)
@@ -160,18 +164,12 @@ class Channel:
     # Sending
 
     def send(self, message: Message, tensors: "Sequence[Tensor]" = ()) -> None:
-        """Seal and queue one message. Raises ChannelClosed when the channel has ended or the peer does not read."""
+        """Seal and queue one message. Raises ChannelClosed when the channel has ended."""
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
-        if self._carrier.unsent_bytes() > UNSENT_BYTES_MAX:
-            self.cut_off("the peer does not read what it is sent")
-            raise ChannelClosed(self.peer, "the peer does not read what it is sent")
-        unsent = self._carrier.unsent_bytes()
-        if unsent == 0:
-            self._unread_since = self._loop.time()
         self._write(encode(message, tensors))
-        if unsent > SMALL_BYTES:
-            self._me.buffers.relieve()
+        if self._carrier.unsent_bytes() > SMALL_BYTES:
+            self._me.buffers.note(self)
 
     async def ping(self) -> float:
         """Ask for a sign of life, under the caller's deadline. Returns seconds. Raises ChannelClosed."""
@@ -208,37 +206,48 @@ class Channel:
         self._carrier.close()
 
     def pause(self, for_s: float) -> None:
-        """Read nothing more for a while: whoever asks too much gets on no faster than it may."""
+        """Read nothing more for a while, at most PAUSE_S_MAX: whoever asks too much gets on no faster than it may."""
         if not self.closed and self._paused is None:
             self._carrier.pause_reading()
-            self._paused = self._loop.call_later(for_s, self._resume)
+            self._paused = self._loop.call_later(min(for_s, PAUSE_S_MAX), self._resume)
 
     def _resume(self) -> None:
         self._paused = None
         if not self.closed:
             self._carrier.resume_reading()
-            self.receive(b"")
+            self._take(b"")
+
+    def note_chatter(self, tensors: "Tensors" = ()) -> None:
+        """Count a message that moves no session forward, and what came with it.
+
+        Each channel has some free. For those beyond that all channels share what this side has time for, and the one
+        that sent this is not read until it is paid for.
+        """
+        now = self._loop.time()
+        amount = 1 + sum(tensor.nbytes for tensor in tensors if tensor is not None) / CHATTER_BYTES
+        if self._chatter.take(now, amount) > 0 and (wait_s := self._me.chatter.owe(now, amount)) > 0:
+            self.pause(wait_s)
 
     # What it holds, for `Buffers`
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of a frame that is not complete, and bytes that the peer has not read."""
-        return len(self._unread) + self.unsent_bytes
+        """Bytes that are not read: by this side, since their frame is not complete, and by the peer."""
+        return len(self._unread) + self._carrier.unsent_bytes()
 
     @property
     def held_since(self) -> float:
         """Since when, in the loop's time."""
-        times = [self._loop.time()]
-        if self._unread:
-            times.append(self._unfinished_since)
-        if self.unsent_bytes:
-            times.append(self._unread_since)
-        return min(times)
+        since = self._backlog.since(self._loop.time())
+        return min(since, self._unfinished_since) if self._unread else since
+
+    def reads(self) -> bool:
+        """Whether the peer has taken anything since this was last asked, or there is nothing for it to take."""
+        return self._backlog.moves()
 
     def cut_off(self, why: str) -> None:
         """End the channel at once, with nothing more sent."""
-        self._fail(ChannelClosed(self.peer, why))
+        self._give_up(ChannelClosed(self.peer, why))
         self._carrier.abort()
 
     # Receiving: called by the carrier
@@ -248,6 +257,14 @@ class Channel:
         if self.closed:
             return
         self.heard_at = self._loop.time()
+        self._take(data)
+
+    def lost(self, why: str) -> None:
+        """The carrier has ended."""
+        self._end(why)
+        self._me.buffers.discard(self)
+
+    def _take(self, data: bytes) -> None:
         try:
             if self._handshake is None and not self._unread:
                 rest = data[self._read_frames(data) :]  # mostly nothing: whole frames are not copied
@@ -263,13 +280,9 @@ class Channel:
             if read:
                 self._await_rest()
             if len(self._unread) > SMALL_BYTES:
-                self._me.buffers.relieve()
+                self._me.buffers.note(self)
         except SwarmError as error:
             self._fail(error)
-
-    def lost(self, why: str) -> None:
-        """The carrier has ended."""
-        self._end(why)
 
     # The handshake
 
@@ -334,12 +347,14 @@ class Channel:
 
     def _write(self, parts: Sequence[bytes | memoryview]) -> None:
         assert self._sealer is not None
-        self._carrier.write(self._sealer.seal(parts))
+        frame = self._sealer.seal(parts)
+        self._carrier.write(frame)
+        self._backlog.wrote(len(frame), self._loop.time())
 
     def _read_frames(self, data: bytes | bytearray) -> int:
         """Take the whole frames that `data` begins with. Returns how many bytes they are."""
         assert self._opener is not None
-        taken = 0
+        taken = frames = 0
         while len(data) - taken >= 4 and not self.closed and self._paused is None:
             start = taken + 4
             size = int.from_bytes(data[taken:start], "big")
@@ -355,6 +370,9 @@ class Channel:
                     raise FrameRejected(self.peer, "it fails authentication") from None
             message, tensors = decode(memoryview(plaintext))
             self._dispatch(message, tensors)
+            frames += 1
+            if frames == TURN_FRAMES:
+                self.pause(0.0)
         return taken
 
     def _dispatch(self, message: AnyMessage, tensors: "Tensors") -> None:
@@ -363,12 +381,13 @@ class Channel:
         elif isinstance(message, Hello):
             raise InvalidMessage("hello", "it comes once")
         elif isinstance(message, Ping):
+            self.note_chatter()
             self.send(Pong(nonce=message.nonce))
-            if (wait_s := self._pinged.take(self._loop.time())) > 0:
-                self.pause(wait_s)
         elif isinstance(message, Pong):
             waiting = self._pings.get(message.nonce)
-            if waiting is not None and not waiting.done():
+            if waiting is None or waiting.done():
+                self.note_chatter()
+            else:
                 waiting.set_result(None)
         else:
             self._on_message(self, message, tensors)
@@ -386,18 +405,22 @@ class Channel:
     # The end
 
     def _fail(self, error: SwarmError) -> None:
+        self._give_up(error)
+        self._carrier.close()
+
+    def _give_up(self, error: SwarmError) -> None:
+        if self.closed:
+            return
         _log.info("channel failed", peer=self.peer, why=str(error))
         if not self.ready.done():
             known = error if isinstance(error, NetworkError) else HandshakeFailed(self.peer, str(error))
             self.ready.set_exception(known)
         self._end(str(error))
-        self._carrier.close()
 
     def _end(self, why: str) -> None:
         if self.closed:
             return
         self.ended.set_result(why)
-        self._me.buffers.discard(self)
         self._unread.clear()
         for timer in (self._unfinished, self._paused):
             if timer is not None:

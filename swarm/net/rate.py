@@ -23,6 +23,17 @@ class Bucket:
         self._level -= amount
         return 0.0
 
+    def owe(self, now: float, amount: float = 1.0) -> float:
+        """Take what has been used already. Returns the seconds until anybody may take again."""
+        self._fill(now)
+        self._level -= amount
+        return self.wait_s(now)
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until anybody may take again."""
+        self._fill(now)
+        return max(0.0, -self._level / self._per_s)
+
     def is_full(self, now: float) -> bool:
         """Whether all that was taken has come back."""
         self._fill(now)

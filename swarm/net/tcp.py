@@ -1,10 +1,11 @@
 """The direct carrier: TCP, by `asyncio.Protocol` (no streams: they cost a tenth of a millisecond a hop)."""
 
 import asyncio
+import resource
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from ipaddress import ip_network
 from typing import cast
 
@@ -16,14 +17,21 @@ from swarm.wire.messages import AnyMessage
 HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
 DIAL_TIMEOUT_S = 4.0  # connection and handshake together: some three round trips, and one lost packet
 HANDSHAKES_MAX = 256  # connections that have not proven who they are
-HANDSHAKES_PER_S, HANDSHAKES_BURST = 10.0, 100.0  # from one source; each takes a millisecond of computing
+HANDSHAKES_PER_S, HANDSHAKES_BURST = 4.0, 64.0  # from one source; each takes half a millisecond of computing
+ALL_HANDSHAKES_PER_S, ALL_HANDSHAKES_BURST = 100.0, 128.0
+TURN_WAIT_S = 2.0  # for one's turn to shake hands; whoever would wait longer is turned away
 SOURCES_MAX = 4096  # that are remembered
-CHANNELS_MAX = 4096
-CHANNELS_PER_PEER_MAX = 16
+ACCEPTS_PER_S, ACCEPTS_BURST = 500.0, 32.0  # the others wait in the kernel
+BACKLOG = 1024
+NO_DESCRIPTORS_S = 1.0  # how long to wait when there are none for a connection
+CHANNELS_MAX = 4096  # or half of the descriptors that this process may have
+CHANNELS_PER_PEER_MAX = 4
 IDLE_S = 120.0  # a channel without a session that says nothing for so long ends
+SWEEP_S = 30.0  # a channel whose peer takes nothing of what waits for it, for so long, ends
 CLOSE_TIMEOUT_S = 5.0  # for the peer to read what was sent before the end
 KERNEL_BYTES = 128 * 1024  # that wait in the kernel to be sent
-InUse = Callable[[Channel], bool]
+InUse = Callable[[], Collection[str]]
+"""Peers whose channels may be silent for long."""
 TCP_NOTSENT_LOWAT = {"linux": 25, "darwin": 0x201}.get(sys.platform)
 
 
@@ -77,24 +85,14 @@ class _TcpCarrier(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         assert self._transport is not None
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    # For the listener
-
-    @property
-    def source(self) -> str:
-        """Where the connection comes from: an IPv4 address, or the network of an IPv6 one."""
-        assert self._transport is not None
-        host = str(self._transport.get_extra_info("peername")[0])
-        return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
+        self._transport.resume_reading()
 
 
 class Listener:
     """Accepts channels on one address.
 
-    Whoever connects has proven nothing yet, so what it may cost is bounded by where it comes from, and of those who are
-    too many in the middle of the handshake the first goes: it had the longest time.
+    Whoever connects has proven nothing yet, so what it may cost is bounded: by how often anybody is let in, by where it
+    comes from, and, of those who are too many in the middle of the handshake, the first goes: it had the longest time.
     """
 
     def __init__(self, me: Self, host: str, port: int) -> None:
@@ -104,57 +102,102 @@ class Listener:
         """
         self._me = me
         self._socket = bound(host, port)
-        self._server: asyncio.Server | None = None
+        self._listens = False
         self._channels: set[Channel] = set()
+        self._arriving: set[asyncio.Task[None]] = set()
         self._shaking: dict[Channel, None] = {}  # the oldest first
         self._proven: Counter[str] = Counter()  # channels of each peer
-        self._handshakes: dict[str, Bucket] = {}  # by source
+        self._turns = Turns()
+        self._accepts = Bucket(ACCEPTS_PER_S, ACCEPTS_BURST)
+        self._channels_max = min(CHANNELS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._sweeper: asyncio.Task[None] | None = None
         self._paused = False
         name = self._socket.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
 
-    async def start(self, on_message: OnMessage, in_use: InUse = lambda _: True) -> None:
+    async def start(self, on_message: OnMessage, in_use: InUse | None = None) -> None:
         """Accept from now on, or again after a pause. Raises AddressInUse if somebody took the address just now.
 
-        in_use: whether a channel may be silent for long.
+        in_use: without it every channel may be silent for long.
         """
         self._on_message, self._in_use = on_message, in_use
         self._paused = False
-        if self._server is not None:
+        if self._listens:
             return
-        self._sweeper = asyncio.create_task(self._sweep())
         try:
-            self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
+            self._socket.listen(BACKLOG)
         except OSError as error:
             raise AddressInUse(f"{self.address[0]}:{self.address[1]}", error.strerror or str(error)) from None
+        self._socket.setblocking(False)
+        self._sweeper = asyncio.create_task(self._sweep())
+        self._listens = True
+        self._accept_more()
 
     def pause(self) -> None:
         """End every accepted channel and keep the address; until the next start, connections are closed at once."""
-        self._paused, self._on_message, self._in_use = (
-            True,
-            _unheard,
-            lambda _: True,
-        )  # whoever listened before, with a model, can be forgotten
+        self._paused, self._on_message, self._in_use = True, _unheard, None  # who listened before can be forgotten
         for channel in list(self._channels):
             channel.close()
 
     async def close(self) -> None:
         """Stop listening and end every accepted channel."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        self._socket.close() if self._server is None else self._server.close()
+        if self._listens:
+            self._listens = False
+            asyncio.get_running_loop().remove_reader(self._socket)
+        tasks = [*self._arriving, *([self._sweeper] if self._sweeper is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
         for channel in list(self._channels):
             channel.close()
 
-    def _accept(self) -> _TcpCarrier:
-        return _TcpCarrier(self._channel)
+    # Whoever comes
+
+    def _accept_more(self) -> None:
+        if self._listens:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Take one connection from the kernel, and then as few as the rate says."""
+        loop = asyncio.get_running_loop()
+        try:
+            sock, address = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            wait_s = NO_DESCRIPTORS_S
+        else:
+            wait_s = self._accepts.owe(loop.time())
+            self._let_in(sock, address[0])
+        if wait_s > 0:
+            loop.remove_reader(self._socket)
+            loop.call_later(wait_s, self._accept_more)
+
+    def _let_in(self, sock: socket.socket, host: str) -> None:
+        turn_s = self._turns.wait_s(host, asyncio.get_running_loop().time())
+        full = len(self._channels) >= self._channels_max or len(self._arriving) >= HANDSHAKES_MAX
+        if self._paused or full or turn_s is None:
+            sock.close()
+            return
+        task = asyncio.create_task(self._receive(sock, turn_s))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+
+    async def _receive(self, sock: socket.socket, turn_s: float) -> None:
+        """Begin the handshake when it is its turn."""
+        try:
+            await asyncio.sleep(turn_s)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: _TcpCarrier(self._channel), sock)
+        except OSError:  # it has gone meanwhile
+            sock.close()
+        except asyncio.CancelledError:
+            sock.close()
+            raise
 
     def _channel(self, carrier: _TcpCarrier) -> Channel:
         channel = Channel(carrier, self._me, self._on_message)
-        if self._paused or len(self._channels) >= CHANNELS_MAX or not self._may_shake(carrier.source):
-            channel.close()
-            return channel
         if len(self._shaking) >= HANDSHAKES_MAX:
             next(iter(self._shaking)).cut_off("too many connections that prove nothing")
         self._shaking[channel] = None
@@ -171,17 +214,6 @@ class Listener:
         channel.ended.add_done_callback(lambda _: self._channels.discard(channel))
         return channel
 
-    def _may_shake(self, source: str) -> bool:
-        """Whether whoever is there has not connected too often lately."""
-        now = asyncio.get_running_loop().time()
-        if len(self._handshakes) >= SOURCES_MAX:
-            self._handshakes = {source: rate for source, rate in self._handshakes.items() if not rate.is_full(now)}
-        if source not in self._handshakes:
-            if len(self._handshakes) >= SOURCES_MAX:
-                return False
-            self._handshakes[source] = Bucket(HANDSHAKES_PER_S, HANDSHAKES_BURST)
-        return self._handshakes[source].take(now) == 0.0
-
     def _admit(self, channel: Channel) -> None:
         """Count a proven peer's channel."""
         peer = channel.peer
@@ -197,18 +229,51 @@ class Listener:
             del self._proven[peer]
 
     async def _sweep(self) -> None:
-        """End the channels that are silent and that nobody needs, for ever."""
+        """End the channels that nobody reads at the other side, and those that are silent and not in use, for ever."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(IDLE_S / 4)
+            await asyncio.sleep(SWEEP_S)
+            in_use = self._in_use() if self._in_use is not None else None
             for channel in list(self._channels):
-                if loop.time() - channel.heard_at > IDLE_S and not self._in_use(channel):
+                silent_s = loop.time() - channel.heard_at
+                if not channel.reads():
+                    channel.cut_off("the peer does not read what it is sent")
+                elif silent_s > IDLE_S and in_use is not None and channel.peer not in in_use:
                     channel.close()
 
     @staticmethod
     def _expire(channel: Channel) -> None:
         if not channel.ready.done():
             channel.close()
+
+
+class Turns:
+    """When whoever connects may begin to shake hands: each source in its own time, and all in everybody's."""
+
+    def __init__(self) -> None:
+        self._all = Bucket(ALL_HANDSHAKES_PER_S, ALL_HANDSHAKES_BURST)
+        self._sources: dict[str, Bucket] = {}
+
+    def wait_s(self, host: str, now: float) -> float | None:
+        """Return how long to wait for one's turn; None if that were too long, and then it costs nobody a turn."""
+        source = self._of(_source(host), now)
+        if source is None or max(source.wait_s(now), self._all.wait_s(now)) > TURN_WAIT_S:
+            return None
+        return max(source.owe(now), self._all.owe(now))
+
+    def _of(self, source: str, now: float) -> Bucket | None:
+        if source not in self._sources:
+            if len(self._sources) >= SOURCES_MAX:
+                self._sources = {name: rate for name, rate in self._sources.items() if not rate.is_full(now)}
+            if len(self._sources) >= SOURCES_MAX:
+                return None
+            self._sources[source] = Bucket(HANDSHAKES_PER_S, HANDSHAKES_BURST)
+        return self._sources[source]
+
+
+def _source(host: str) -> str:
+    """Where a connection comes from: an IPv4 address, or the network of an IPv6 one."""
+    return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
 
 def _unheard(channel: Channel, message: AnyMessage, tensors: Tensors) -> None:

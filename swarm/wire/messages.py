@@ -41,6 +41,7 @@ RefusalCode = Literal[
     "not_served",  # another model, numeric class or block range
     "not_yours",  # the session belongs to another key, or expects its activations from another peer
     "out_of_order",  # a step before this one is missing
+    "not_finite",  # activations came that are infinite or no numbers
     "too_late",  # the client's patience ended before the step began
     "bad_request",
 ]

@@ -230,14 +230,18 @@ async def test_an_unproven_peer_cannot_make_us_buffer():
     assert pair.b.closed
 
 
-async def test_a_peer_that_does_not_read_is_cut_off(monkeypatch):
-    monkeypatch.setattr(channel_module, "UNSENT_BYTES_MAX", 10_000)
+async def test_a_peer_that_does_not_read_is_cut_off_and_what_waited_for_it_is_gone():
     pair = Pair().shake()
+    pair.a._me.buffers._held_bytes_max = 4 << 20
     message, hidden = step()
-    pair.to_b.held.append(bytes(10_001))
-    with pytest.raises(ChannelClosed, match="does not read"):
+    big = torch.zeros(1, 1 << 16, 4)  # 1 MiB
+    for _ in range(3):
+        pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), [big])
+        assert not pair.a.closed
+    pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), [big])
+    with pytest.raises(ChannelClosed, match="hold too much"):
         pair.a.send(message, [hidden])
-    assert pair.a.closed
+    assert pair.to_b.held == []
 
 
 async def test_a_frame_that_never_ends_ends_the_channel(monkeypatch):

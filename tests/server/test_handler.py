@@ -25,7 +25,7 @@ from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
 from swarm.server import server as server_module
-from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_PER_PEER_MAX
+from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHARE
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
 from swarm.wire.messages import (
@@ -446,7 +446,7 @@ async def test_one_peer_opens_only_so_many_sessions_over_however_many_channels(
     first: Site, owner: Peer, stranger: Peer
 ):
     again = Peer(owner.me.identity)
-    for number in range(SESSIONS_PER_PEER_MAX):
+    for number in range(SESSIONS_MAX // (SESSIONS_SHARE + 1)):
         assert isinstance(await (again if number % 2 else owner).ask(first, open_for(first)), Opened)
     assert code(await owner.ask(first, open_for(first))) == "no_room"
     assert code(await again.ask(first, open_for(first))) == "no_room"
@@ -561,12 +561,13 @@ async def test_a_session_may_always_begin_again(first: Site, owner: Peer):
 
 
 async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back(first: Site, owner: Peer):
-    request = await opened(owner, first, positions_max=POOL_TOKENS + 1)
-    refused = await owner.ask(first, *flat(step(request, 1, activations(1, POOL_TOKENS + 1))))
+    room = first.server.pool.free_tokens(owner.peer)
+    request = await opened(owner, first, positions_max=POOL_TOKENS)
+    refused = await owner.ask(first, *flat(step(request, 1, activations(1, room + 1))))
     assert code(refused) == "no_room"
     assert refused.retry_after_ms > 0
     assert first.server.pool.used_tokens == 0
-    (await owner.to(first)).send(*step(request, 1, activations(1, POOL_TOKENS)))
+    (await owner.to(first)).send(*step(request, 1, activations(1, room)))
     await owner.output()
 
 
