@@ -54,6 +54,8 @@ TURN_FRAMES = 16  # of one channel, then it is others' turn
 CHATTER_PER_S, CHATTER_BURST = 4.0, 32.0  # messages of one channel that move nothing forward, and are free
 ALL_CHATTER_PER_S, ALL_CHATTER_BURST = 400.0, 100.0  # the others, of all channels together
 CHATTER_BYTES = 64 * 1024  # more of them cost like so many messages
+BYTES_PER_S, BYTES_BURST = 4.0 * 2**20, 4.0 * 2**20  # of one channel, that are free
+ALL_BYTES_PER_S, ALL_BYTES_BURST = 128.0 * 2**20, 16.0 * 2**20  # the others, of all channels together
 PAUSE_S_MAX = 5.0
 _log = structlog.get_logger("swarm.net")
 _ENDED_EARLY = "it may have another network key, or a list of allowed peers that this side is not on"
@@ -104,6 +106,7 @@ class Self:
     clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
     buffers: Buffers = field(default_factory=Buffers)
     chatter: Bucket = field(default_factory=lambda: Bucket(ALL_CHATTER_PER_S, ALL_CHATTER_BURST))
+    inflow: Bucket = field(default_factory=lambda: Bucket(ALL_BYTES_PER_S, ALL_BYTES_BURST))
 
     @property
     def psk(self) -> bytes | None:
@@ -146,6 +149,7 @@ class Channel:
         self._backlog = Backlog(carrier.unsent_bytes)
         self._paused: asyncio.TimerHandle | None = None
         self._chatter = Bucket(CHATTER_PER_S, CHATTER_BURST)
+        self._inflow = Bucket(BYTES_PER_S, BYTES_BURST)
         self._nonces = itertools.count()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._handshake: Handshake | None = Handshake(
@@ -223,9 +227,12 @@ class Channel:
         Each channel has some free. For those beyond that all channels share what this side has time for, and the one
         that sent this is not read until it is paid for.
         """
+        n_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        self._charge(self._chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES)
+
+    def _charge(self, free: Bucket, shared: Bucket, amount: float) -> None:
         now = self._loop.time()
-        amount = 1 + sum(tensor.nbytes for tensor in tensors if tensor is not None) / CHATTER_BYTES
-        if self._chatter.take(now, amount) > 0 and (wait_s := self._me.chatter.owe(now, amount)) > 0:
+        if free.take(now, amount) > 0 and (wait_s := shared.owe(now, amount)) > 0:
             self.pause(wait_s)
 
     # What it holds, for `Buffers`
@@ -258,6 +265,7 @@ class Channel:
             return
         self.heard_at = self._loop.time()
         self._take(data)
+        self._charge(self._inflow, self._me.inflow, len(data))
 
     def lost(self, why: str) -> None:
         """The carrier has ended."""
