@@ -35,13 +35,13 @@ from swarm.demo.local import LocalSwarm
 from swarm.dht.records import Announcement
 
 BLOCKS = 4
-CACHE_TOKENS = 65536
+CACHE_TOKENS = 32768
 JOURNAL_MB = 32
 PROMPT = 64
 POSITIONS_MAX, STEPS_MAX = (
     480,
     400,
-)  # of one session: what seven hoarders leave of the pool has room for so many, but not for thousands
+)  # of one session: seven hoarders would leave room for so many of a full pool, but not for thousands
 P99_FACTOR_MAX = 2.0
 MEMORY_MIB_MAX = 256
 SETTLE_S = 60.0  # an announcement is renewed every 20 s

@@ -49,6 +49,7 @@ from swarm.wire.tensors import meta_of
 PEERS = 50
 CHANNELS = 4  # of one peer, where more of them hurt more
 BIG_FRAME = 32 << 20
+HOARD_TOKENS = 32  # of each session: what is computed to take them is not the attack
 UNSENT_MAX = 1 << 16  # in this process
 
 
@@ -174,16 +175,11 @@ async def hoard(peer: Attacker) -> None:
     """Open all sessions that there are, fill them with positions, ask for more, and let nothing go."""
     while True:
         channel = await peer.connect()
-        sizes: dict[str, int] = {}
         while not channel.closed:
             request = await peer.opened(channel)
             if request is not None:
-                sizes[request.session] = 0
                 peer.did["sessions"] += 1
-            for session, size in list(sizes.items())[-4:]:
-                if size < 512:
-                    await peer.push(channel, *peer.step(session, size // 128 + 1, 128, size, 1))
-                    sizes[session] = size + 128
+                await peer.push(channel, *peer.step(request.session, 1, HOARD_TOKENS, 0, 1))
             await asyncio.sleep(0.02)
 
 

@@ -53,7 +53,8 @@ SESSION_IDLE_S = 900.0  # a session that does nothing for so long gives its memo
 SWEEP_S = 15.0
 NEXT_RECORD_LATE_S = 24 * 3600.0  # a route that stands outlives the records that it was planned with
 REPLAY_POLL_S = 0.01
-UNREAD_BYTES_MAX = 8 << 20  # of outputs; whoever reads none gets no more
+UNREAD_BYTES_MAX = 1 << 20  # of outputs; whoever reads none gets no more
+REPLAY_UNSENT_MAX = 8 << 20
 
 _log = structlog.get_logger("swarm.server")
 
@@ -285,7 +286,7 @@ class Handler:
     def _replay_on(self, session: HostedSession, pieces: Iterator[tuple[Rebuild, list[Tensor]]]) -> None:
         """Send as much of the past as is read soon, and the rest later."""
         while session.replay is pieces and session.next is not None:  # else there was a reroute, or the end
-            if session.next.unsent_bytes > UNREAD_BYTES_MAX:
+            if session.next.unsent_bytes > REPLAY_UNSENT_MAX:
                 self._loop.call_later(REPLAY_POLL_S, self._replay_on, session, pieces)
                 return
             message, tensors = next(pieces, (None, []))

@@ -25,6 +25,7 @@ class Pipe:
         self.channel = None  # the one that receives
         self.sender = None
         self.closed = self.paused = False
+        self.back = self  # the other direction
 
     def write(self, data):
         self.held.append(bytes(data))
@@ -42,10 +43,10 @@ class Pipe:
         self.close()
 
     def pause_reading(self):
-        self.paused = True
+        self.back.paused = True
 
     def resume_reading(self):
-        self.paused = False
+        self.back.paused = False
 
     def deliver(self):
         if self.paused:
@@ -68,6 +69,7 @@ class Pair:
         self.b = Channel(self.to_a, b_self, lambda *args: self.at_b.append(args[1:]))
         self.a = Channel(self.to_b, a_self, lambda *args: self.at_a.append(args[1:]), remote)
         self.to_a.channel, self.to_b.channel = self.a, self.b
+        self.to_a.back, self.to_b.back = self.to_b, self.to_a
         self.to_a.sender, self.to_b.sender = self.b, self.a
 
     def shake(self):

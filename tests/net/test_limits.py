@@ -1,0 +1,272 @@
+"""What peers may cost: rates, and what is held for them."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+import torch
+
+from swarm.errors import ChannelClosed
+from swarm.net import channel as channel_module
+from swarm.net import tcp
+from swarm.net.buffers import SMALL_BYTES, Backlog, Buffers
+from swarm.net.rate import Bucket
+from swarm.net.tcp import Listener, Turns, dial
+from swarm.wire.messages import Close, Ping
+from swarm.wire.tensors import meta_of
+from tests.net.test_channel import SESSION, Pair, step
+from tests.net.test_tcp import address, remote, somebody, until
+
+
+def test_a_bucket_gives_its_burst_at_once_and_then_its_rate():
+    bucket = Bucket(10.0, 5.0)
+    assert [bucket.take(1.0) for _ in range(5)] == [0.0] * 5
+    assert 0 < bucket.take(1.0) <= 0.1
+    taken = sum(bucket.take(1.0 + i / 1000) == 0.0 for i in range(1, 2001))
+    assert 19 <= taken <= 21
+
+
+def test_a_bucket_lends_what_is_large_and_makes_wait_for_it():
+    bucket = Bucket(10.0, 5.0)
+    assert bucket.take(1.0, 25.0) == 0.0
+    assert bucket.take(1.0) == pytest.approx(2.0, abs=0.01)
+    assert bucket.take(3.1) == 0.0
+
+
+def test_what_is_owed_adds_up_and_comes_back():
+    bucket = Bucket(10.0, 5.0)
+    assert bucket.owe(0.0, 5.0) == 0.0
+    assert [bucket.owe(0.0, 5.0) for _ in range(3)] == [0.5, 1.0, 1.5]
+    assert not bucket.is_full(1.5)
+    assert bucket.is_full(2.1)
+
+
+class Held:
+    """A channel that holds so much, for so long."""
+
+    def __init__(self, held_bytes, held_since):
+        self.held_bytes, self.held_since, self.cut = held_bytes, held_since, False
+
+    def cut_off(self, why):
+        self.cut, self.held_bytes = True, 0
+
+
+def test_when_too_much_is_held_the_oldest_holder_goes_and_an_honest_large_frame_does_not():
+    buffers = Buffers(10 * SMALL_BYTES)
+    hoarders = [Held(2 * SMALL_BYTES, float(i)) for i in range(4)]
+    small = Held(SMALL_BYTES, -100.0)
+    honest = Held(6 * SMALL_BYTES, 50.0)
+    for channel in (small, *hoarders, honest):
+        buffers.note(channel)
+    assert [channel.cut for channel in hoarders] == [True, True, False, False]
+    assert not honest.cut
+    assert not small.cut
+
+
+def test_what_has_been_read_meanwhile_counts_no_more():
+    buffers = Buffers(10 * SMALL_BYTES)
+    channels = [Held(4 * SMALL_BYTES, float(i)) for i in range(20)]
+    for channel in channels:
+        buffers.note(channel)
+        channel.held_bytes = 0
+    assert not any(channel.cut for channel in channels)
+
+
+def test_a_backlog_is_as_old_as_what_waits_longest_and_tells_a_slow_reader_from_none():
+    unsent = 0
+    backlog = Backlog(lambda: unsent)
+    backlog.wrote(100, 1.0)
+    assert backlog.since(5.0) == 5.0  # all of it has left
+    for now in (6.0, 7.0):
+        unsent += 100
+        backlog.wrote(100, now)
+    assert backlog.moves()
+    assert not backlog.moves()
+    assert backlog.since(9.0) == 6.0
+    unsent = 50
+    assert backlog.since(9.0) == 9.0  # what waited at 6.0 has left, and of the rest we know no better
+    assert backlog.moves()
+
+
+async def test_a_closing_channel_counts_until_its_carrier_has_ended():
+    pair = Pair().shake()
+    pair.to_a.sender = None  # the carrier takes its time
+    buffers, big = pair.b._me.buffers, torch.zeros(1, 1 << 16, 16)  # 4 MiB
+    message = step()[0].model_copy(update={"hidden": meta_of(big)})
+    pair.b.send(message, [big])
+    pair.b.close()
+    assert buffers._total > 4 << 20
+    buffers._held_bytes_max = 5 << 20
+    other = Held(2 << 20, time.monotonic() + 100)
+    buffers.note(other)
+    assert pair.to_a.held == []  # let go at once
+    assert not other.cut
+
+
+async def test_a_paused_channel_goes_on_where_it_was_with_frames_that_were_read_already():
+    pair = Pair().shake()
+    for number in range(5):
+        message, hidden = step(number)
+        pair.a.send(message, [hidden])
+    stream = b"".join(pair.to_b.held)
+    pair.to_b.held = []
+    pair.b.pause(0.05)
+    assert pair.to_b.paused
+    pair.b.receive(stream[: len(stream) // 2])  # the carrier had it already
+    pair.b.receive(stream[len(stream) // 2 :])
+    assert pair.at_b == []
+    await until(lambda: len(pair.at_b) == 5)
+    assert [message.step for message, _ in pair.at_b] == list(range(5))
+    assert not pair.to_b.paused
+
+
+async def test_a_channel_that_ends_while_it_is_paused_is_not_resumed():
+    pair = Pair().shake()
+    pair.b.pause(0.02)
+    pair.b.lost("gone")
+    pair.to_b.resume_reading = lambda: pytest.fail("resumed")
+    await asyncio.sleep(0.05)
+
+
+async def test_many_frames_at_once_leave_others_their_turn():
+    pair = Pair().shake()
+    for number in range(3 * channel_module.TURN_FRAMES):
+        message, hidden = step(number)
+        pair.a.send(message, [hidden])
+    pair.to_b.deliver()
+    assert len(pair.at_b) == channel_module.TURN_FRAMES
+    await until(lambda: len(pair.at_b) == 3 * channel_module.TURN_FRAMES)
+
+
+async def test_a_flood_of_pings_is_answered_at_the_rate_that_all_share():
+    pair = Pair().shake()
+    pair.b._me.chatter._per_s = 50.0
+    pair.b._me.chatter.owe(asyncio.get_running_loop().time(), channel_module.ALL_CHATTER_BURST)
+    for nonce in range(300):
+        pair.a.send(Ping(nonce=nonce))
+    pair.to_b.deliver()
+    began = time.monotonic()
+    await asyncio.sleep(0.5)
+    answered = len(pair.to_a.held)
+    allowed = channel_module.CHATTER_BURST + (50 + channel_module.CHATTER_PER_S) * (time.monotonic() - began)
+    assert channel_module.CHATTER_BURST < answered <= allowed + 3
+    assert not pair.b.closed
+
+
+async def test_bytes_that_come_too_fast_are_read_at_the_rate_that_all_share():
+    pair = Pair().shake()
+    pair.b._me.inflow.owe(asyncio.get_running_loop().time(), channel_module.ALL_BYTES_BURST)
+    pair.b.receive((32 << 20).to_bytes(4, "big"))
+    for _ in range(8):
+        pair.b.receive(bytes(1 << 20))
+    assert pair.to_b.paused
+    assert not pair.b.closed
+
+
+# Listeners
+
+
+@pytest.fixture
+async def listener():
+    listener = Listener(somebody(), "127.0.0.1", 0)
+    await listener.start(lambda *_: None)
+    yield listener
+    await listener.close()
+
+
+def test_a_source_that_connects_too_often_waits_its_turn_and_is_then_turned_away_while_others_are_not():
+    turns = Turns()
+    waits = [turns.wait_s("10.0.0.1", 0.0) for _ in range(100)]
+    assert waits[: int(tcp.HANDSHAKES_BURST)] == [0.0] * int(tcp.HANDSHAKES_BURST)
+    late = waits[int(tcp.HANDSHAKES_BURST) :]
+    assert 0 < late[0] <= tcp.TURN_WAIT_S
+    assert late[-1] is None
+    assert turns.wait_s("10.0.0.2", 0.0) == 0.0
+    assert turns.wait_s("10.0.0.1", 60.0) == 0.0
+
+
+def test_all_addresses_of_one_ipv6_network_are_one_source():
+    assert tcp._source("2001:db8::1") == tcp._source("2001:db8::ffff:1")
+    assert tcp._source("2001:db8:0:1::1") != tcp._source("2001:db8::1")
+
+
+async def test_when_too_many_prove_nothing_the_oldest_goes(listener, monkeypatch):
+    monkeypatch.setattr(tcp, "HANDSHAKES_MAX", 2)
+    mute = []
+    for count in (1, 2):
+        mute.append(await asyncio.open_connection(*listener.address))
+        await until(lambda count=count: len(listener._shaking) == count)
+    channel = await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
+    async with asyncio.timeout(5):
+        assert await mute[0][0].read() == b""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await mute[1][0].read()
+    for _, writer in mute:
+        writer.close()
+    channel.close()
+
+
+async def test_one_peer_has_but_a_few_channels(listener):
+    me = somebody()
+    channels = [
+        await dial(address(listener), remote(listener._me), me, lambda *_: None)
+        for _ in range(tcp.CHANNELS_PER_PEER_MAX + 1)
+    ]
+    await until(lambda: channels[-1].closed)
+    assert not any(channel.closed for channel in channels[:-1])
+    channels[0].close()
+    await until(lambda: listener._proven[me.identity.peer_id] == tcp.CHANNELS_PER_PEER_MAX - 1)
+    again = await dial(address(listener), remote(listener._me), me, lambda *_: None)
+    await again.ping()
+    for channel in (*channels, again):
+        channel.close()
+    await until(lambda: not listener._proven)
+
+
+async def test_silent_channels_end_and_those_in_use_do_not(monkeypatch):
+    monkeypatch.setattr(tcp, "SWEEP_S", 0.05)
+    monkeypatch.setattr(tcp, "IDLE_S", 0.2)
+    used = somebody()
+    listener = Listener(somebody(), "127.0.0.1", 0)
+    await listener.start(lambda *_: None, lambda: {used.identity.peer_id})
+    peers = (used, somebody(), somebody())
+    kept, silent, talks = [await dial(address(listener), remote(listener._me), me, lambda *_: None) for me in peers]
+    for _ in range(8):
+        await talks.ping()
+        await asyncio.sleep(0.05)
+    assert (kept.closed, silent.closed, talks.closed) == (False, True, False)
+    await listener.close()
+    await until(lambda: kept.closed and talks.closed)
+
+
+async def test_whoever_takes_nothing_of_what_waits_for_it_is_cut_off(monkeypatch):
+    monkeypatch.setattr(tcp, "SWEEP_S", 0.1)
+    served = []
+    listener = Listener(somebody(), "127.0.0.1", 0)
+    await listener.start(lambda channel, *_: served.append(channel))
+    reads_nothing = await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
+    reads_nothing.send(Close(session=SESSION))
+    await until(lambda: served)
+    reads_nothing._carrier.pause_reading()
+    big = torch.zeros(1, 1 << 16, 64)  # 16 MiB: more than the kernel takes
+    served[0].send(step()[0].model_copy(update={"hidden": meta_of(big)}), [big])
+    await until(lambda: served[0].closed)
+    assert "does not read" in served[0].ended.result()
+    with pytest.raises(ChannelClosed):
+        served[0].send(Close(session=SESSION))
+    reads_nothing._carrier.abort()
+    await listener.close()
+    await asyncio.sleep(0.01)
+
+
+async def test_connections_are_accepted_at_a_rate_and_none_is_forgotten(listener, monkeypatch):
+    listener._accepts = Bucket(50.0, 1.0)
+    began = time.monotonic()
+    sockets = [socket.create_connection(listener.address) for _ in range(12)]
+    await until(lambda: len(listener._shaking) == 12)
+    assert time.monotonic() - began > 0.15
+    for sock in sockets:
+        sock.close()
+    await until(lambda: not listener._shaking)
