@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("prefill", {"256, overlapped", "256, one by one"}),
         ("mixed", {"decode alone", "decode beside prefills", "prefills"}),
         ("memory", {"before", "held", "closed"}),
+        ("hostile", {"step, no attack", "step, attacked"}),
         ("serving", {"TTFT, 1 clients", "TTFT, 8 clients"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],

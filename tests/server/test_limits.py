@@ -1,0 +1,269 @@
+"""What one peer may take of a server, and that all accounts come back to zero."""
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+
+from swarm.errors import ChannelClosed
+from swarm.net import channel as channel_module
+from swarm.server import accounts as accounts_module
+from swarm.server import handler as handler_module
+from swarm.server.accounts import BYTES_PER_S, OPENINGS_BURST, STEPS_BURST, Accounts
+from swarm.server.pool import KvPool, NoRoom
+from swarm.server.session import Declined
+from swarm.wire.messages import Close, Failed, Refused
+from swarm.wire.tensors import is_finite
+from tests.server.test_handler import (
+    FIRST,
+    Peer,
+    activations,
+    code,
+    first,
+    flat,
+    loaded,
+    open_for,
+    opened,
+    opened_ring,
+    owner,
+    rebuild,
+    second,
+    serving,
+    span_output,
+    step,
+    stranger,
+    until,
+)
+
+__all__ = ["first", "loaded", "owner", "second", "stranger"]  # fixtures
+
+
+class Clock:
+    """Stands still until told."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+# Accounts
+
+
+def refusal(charge):
+    with pytest.raises(Declined) as caught:
+        charge()
+    assert caught.value.code == "no_room"
+    assert caught.value.retry_after_s > 0
+    return caught.value
+
+
+def test_who_takes_too_many_steps_or_bytes_is_told_what_the_limit_is_and_when_to_come_back():
+    clock = Clock()
+    accounts = Accounts(clock)
+    for _ in range(int(STEPS_BURST)):
+        accounts.charge_activations("a", 1)
+    declined = refusal(lambda: accounts.charge_activations("a", 1))
+    assert "2000 steps a second" in declined.why
+    clock.now += declined.retry_after_s
+    accounts.charge_activations("a", int(10 * BYTES_PER_S))
+    declined = refusal(lambda: accounts.charge_activations("a", 1))
+    assert "128 MiB of activations a second" in declined.why
+    clock.now += declined.retry_after_s
+    accounts.charge_activations("a", 1)
+
+
+def test_one_peers_account_is_not_anothers():
+    accounts = Accounts(Clock())
+    for _ in range(int(OPENINGS_BURST)):
+        accounts.charge_opening("a")
+    refusal(lambda: accounts.charge_opening("a"))
+    accounts.charge_opening("b")
+
+
+def test_a_crowd_opens_no_more_than_all_peers_may():
+    accounts = Accounts(Clock())
+    for number in range(int(accounts_module.ALL_OPENINGS_BURST)):
+        accounts.charge_opening(str(number))
+    assert "by all peers" in refusal(lambda: accounts.charge_opening("one more")).why
+
+
+def test_settled_accounts_are_forgotten_and_others_are_not():
+    clock = Clock()
+    accounts = Accounts(clock)
+    accounts.charge_opening("a")
+    accounts.sweep()
+    assert len(accounts) == 1
+    clock.now += 60.0
+    accounts.sweep()
+    assert len(accounts) == 0
+
+
+# The pool
+
+
+def held(pool, peer):
+    """Take all that a peer gets."""
+    lease = pool.lease(peer)
+    with pytest.raises(NoRoom):
+        lease.hold(1, pool.free_tokens(peer) + 1)
+    lease.hold(1, pool.free_tokens(peer))
+    return lease.tokens
+
+
+def test_a_peer_that_is_alone_gets_eight_ninths_of_the_pool():
+    assert held(KvPool(900), "a") == 800
+
+
+def test_who_comes_next_gets_eight_ninths_of_what_is_left():
+    pool = KvPool(8100)
+    assert [held(pool, "a"), held(pool, "b"), held(pool, "c")] == [7200, 800, 88]
+
+
+def test_a_second_session_of_the_same_peer_gets_no_share_of_its_own():
+    pool = KvPool(900)
+    held(pool, "a")
+    assert pool.free_tokens("a") == 0
+    assert pool.free_tokens() > 0
+
+
+# Through a server
+
+
+async def test_steps_are_charged_to_the_sessions_owner_and_not_to_the_hop_that_hands_them_on(first, second, owner):
+    request = await opened_ring(owner, first, second)
+    (await owner.to(first)).send(*step(request, 1, activations(1, 3)))
+    await owner.output()
+    assert set(second.server.handler.accounts._accounts) == {owner.peer}
+
+
+async def test_an_owner_that_takes_too_much_is_refused_a_step_which_it_may_send_again(first, owner, monkeypatch):
+    request = await opened(owner, first)
+    account = first.server.handler.accounts._of(owner.peer)
+    account.bytes.take(asyncio.get_running_loop().time(), 530 * 2**20)
+    message = step(request, 1, activations(1, 2))
+    refused = await owner.ask(first, *flat(message))
+    assert code(refused) == "no_room"
+    assert 0 < refused.retry_after_ms < 1000
+    await asyncio.sleep(refused.retry_after_ms / 1000)
+    (await owner.to(first)).send(*message)
+    await owner.output()
+
+
+async def test_a_peers_sessions_shrink_what_it_may_open_and_leave_room_for_others(first, owner, stranger, monkeypatch):
+    monkeypatch.setattr(handler_module, "SESSIONS_MAX", 64)
+    for _ in range(3):
+        await opened(owner, first)
+    refused = await owner.ask(first, open_for(first))
+    assert code(refused) == "no_room"
+    assert refused.retry_after_ms > 0
+    await opened(stranger, first)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+async def test_activations_that_are_not_finite_are_refused_unapplied(loaded, first, owner, bad):
+    request = await opened(owner, first)
+    hidden = activations(1, 3)
+    spoilt = hidden.clone()
+    spoilt[0, 1, 7] = bad
+    refused = await owner.ask(first, *flat(step(request, 1, spoilt)))
+    assert code(refused) == "not_finite"
+    assert first.server.pool.used_tokens == 0
+    (await owner.to(first)).send(*step(request, 1, hidden, want=3))
+    assert torch.equal(await owner.output(), span_output(loaded, FIRST, hidden))
+
+
+async def test_a_past_that_is_not_finite_is_refused(first, owner):
+    request = await opened(owner, first, after_step=1, rebuild=True)
+    piece = torch.full((1, 3, 64), float("nan"))
+    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), piece)) == "not_finite"
+
+
+async def test_where_our_own_blocks_overflow_the_session_ends_and_the_next_hop_never_sees_it(first, second, owner):
+    request = await opened_ring(owner, first, second)
+    huge = torch.full((1, 3, 64), 3e38)  # finite, and its square is not
+    refused = await owner.ask(first, *flat(step(request, 1, huge)))
+    if not isinstance(refused, Refused):
+        pytest.fail(str(refused))
+    assert refused.code == "bad_request"
+    assert "blocks 0:3" in refused.why
+    assert first.idle
+    assert second.server.handler.accounts._of(owner.peer).steps.is_full(asyncio.get_running_loop().time())
+
+
+def test_a_sum_that_overflows_is_no_infinite_element():
+    assert is_finite(torch.full((1, 2, 64), 3e38))
+    assert is_finite(torch.full((4096,), 60000.0, dtype=torch.float16))
+    assert is_finite(torch.empty(1, 0, 64))
+    assert not is_finite(torch.tensor([float("inf"), float("-inf")]))
+
+
+async def test_who_does_not_read_gets_no_more_outputs(first, owner):
+    request = await opened(owner, first)
+    await owner.settled(first)
+    session = first.server.handler.sessions[request.session]
+    (mine,) = (channel for channel in first.server._listener._channels if channel.peer == owner.peer)
+    assert session.owner is mine
+    mine._carrier.unsent_bytes = lambda: handler_module.UNREAD_BYTES_MAX + 1
+    refused = await owner.ask(first, *flat(step(request, 1, activations(1, 2))))
+    assert code(refused) == "no_room"
+    assert "not read" in refused.why
+    assert first.computed == []
+
+
+async def test_a_pusher_into_anothers_session_is_read_ever_less_and_the_owner_is_not(first, owner, stranger):
+    request = await opened(owner, first)
+    pushed = 4 * int(channel_module.CHATTER_BURST + channel_module.ALL_CHATTER_BURST)
+    channel = await stranger.to(first)
+    for _ in range(pushed):
+        channel.send(*step(request, 1, activations(1, 1)))
+    for number in range(1, 21):
+        (await owner.to(first)).send(*step(request, number, activations(1, 1), keep=number - 1))
+        await owner.output()
+    assert stranger.inbox.qsize() < pushed  # its frames still wait while the owner has been served
+
+
+async def test_after_hostile_peers_have_gone_every_account_is_at_zero(loaded, owner, monkeypatch):
+    """Hoarders, replayers, pushers, malformed frames and readers of nothing at once; an honest owner in the middle."""
+    async with serving(loaded, FIRST) as site:
+        request = await opened(owner, site)
+        hostile = [Peer() for _ in range(12)]
+        for number, peer in enumerate(hostile):
+            with contextlib.suppress(ChannelClosed):
+                channel = await peer.to(site)
+                mine = [open_for(site) for _ in range(10)]
+                for each in mine:
+                    channel.send(each)
+                    channel.send(*step(each, 1, activations(1, 16), want=16))
+                    channel.send(*step(each, 1, activations(1, 16), want=16))
+                    channel.send(*step(request, 1, activations(1, 4)))
+                if number % 3 == 0:
+                    channel._carrier.write((1 << 20).to_bytes(4, "big") + bytes(1000))
+                if number % 3 == 1:
+                    channel._carrier.write(bytes(64))
+                if number % 3 == 2:
+                    channel._carrier.pause_reading()
+        (await owner.to(site)).send(*step(request, 1, activations(1, 4)))
+        while isinstance(answer := await owner.next(), Refused | Failed):
+            assert getattr(answer, "code", "") == "no_room", answer
+            await asyncio.sleep(answer.retry_after_ms / 1000)
+            (await owner.to(site)).send(*step(request, 1, activations(1, 4)))
+        for peer in hostile:
+            for channel in peer.channels.values():
+                channel._carrier.abort()
+        (await owner.to(site)).send(Close(session=request.session))
+        await owner.settled(site)
+        owner.leave()
+        handler, listener = site.server.handler, site.server._listener
+        await until(lambda: site.idle and not listener._channels and handler.steps_under_way == 0)
+        assert handler.journal_bytes == 0
+        assert not site.server.pool.held
+        assert not listener._proven
+        assert not listener._shaking
+        assert not site.server.me.buffers._held
+        later = asyncio.get_running_loop().time() + 3600
+        monkeypatch.setattr(handler.accounts, "_clock", lambda: later)
+        handler.accounts.sweep()
+        assert len(handler.accounts) == 0
