@@ -14,7 +14,7 @@ import pytest
 
 from swarm.errors import P2PFailed, Unreachable
 from swarm.identity import Identity
-from swarm.net.p2p import Daemon, P2PConfig, _program, running_daemon, supervise
+from swarm.net.p2p import DATA_BYTES_MAX, DESCRIPTORS_MAX, Daemon, P2PConfig, _program, running_daemon, supervise
 from swarm.net.program import OVERRIDE, check_program
 from tests.dht.support import is_running, soon
 
@@ -111,11 +111,14 @@ async def test_a_p2pd_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyP
     assert not any(is_running(pid) for pid in started)
 
 
-async def test_the_relay_service_is_off() -> None:
+async def test_p2pd_relays_for_nobody_and_has_limits_of_memory_and_descriptors() -> None:
     async with running_daemon(P2PConfig(None, ("127.0.0.1", 0))) as daemon:
         line = _file(daemon.pid, "cmdline").split("\0")
         assert "-relayService=0" in line
         assert "-autonat=0" in line
+        limits = [row.split() for row in _file(daemon.pid, "limits").splitlines()]
+        assert ["Max", "open", "files", *[str(DESCRIPTORS_MAX)] * 2, "files"] in limits
+        assert ["Max", "data", "size", *[str(DATA_BYTES_MAX)] * 2, "bytes"] in limits
 
 
 async def test_a_p2pd_that_dies_while_it_is_attached_to_is_replaced() -> None:
