@@ -22,6 +22,9 @@ FOUND_MAX = 4096  # records that one search keeps per key
 VERIFY_SLICE = 24  # records checked without a pause: about 2 ms
 RATE, BURST = 50.0, 400.0  # others' calls a second, per peer; a stored entry counts like a call
 _DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subkeys
+_NOTHING_ELSE = {
+    f"max_{kind}_len": 0 for kind in ("array", "map", "bin", "str")
+}  # msgpack makes room for what is claimed
 
 
 def pack_dictionary(entries: Sequence[Entry]) -> bytes:
@@ -35,7 +38,7 @@ def pack_dictionary(entries: Sequence[Entry]) -> bytes:
 def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
     """Invert pack_dictionary into (packed subkey, packed value, expiry); what is malformed is left out."""
     try:
-        outer = msgpack.unpackb(value, raw=False, max_ext_len=len(value))
+        outer = msgpack.unpackb(value, max_ext_len=len(value), **_NOTHING_ELSE)
         if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY_TAG:
             return []
         limits = {"max_array_len": SUBKEYS_MAX, "max_bin_len": RECORD_BYTES_MAX + SEAL_BYTES + 3, "max_str_len": 256}

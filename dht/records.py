@@ -58,7 +58,8 @@ def check_address(text: str) -> str:
     if not colon or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
         raise ValueError("not host:port")
     if host.startswith("[") and host.endswith("]"):
-        ipaddress.IPv6Address(host[1:-1])
+        if ipaddress.IPv6Address(host[1:-1]).scope_id is not None:
+            raise ValueError("the name of a network interface, which means nothing elsewhere")
     elif re.fullmatch(r"[0-9.]+", host):
         ipaddress.IPv4Address(host)
     elif not re.fullmatch(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*", host):

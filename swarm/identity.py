@@ -19,6 +19,7 @@ from swarm.errors import BadConfiguration, IdentityInUse
 
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+PEER_ID_MAX = 64  # characters
 PEER_IDS_REMEMBERED = 4096  # base58 costs more than all else that is done with a key, but signatures
 _PRIVATE_PREFIX = b"\x08\x01\x12\x40"  # protobuf: key type Ed25519, 64 bytes: seed and public key
 _PUBLIC_PREFIX = b"\x00\x24\x08\x01\x12\x20"  # multihash identity, 36 bytes: key type Ed25519, 32 bytes
@@ -120,6 +121,8 @@ def peer_id_of(public_key: bytes) -> str:
 
 def public_key_of(peer_id: str) -> bytes:
     """Return the 32-byte Ed25519 key inside a peer id. Raises ValueError for any other kind of peer id."""
+    if len(peer_id) > PEER_ID_MAX:  # reading base58 takes the square of its length
+        raise ValueError(f"{peer_id[:PEER_ID_MAX]!r}... is too long for a peer id")
     data = base58.b58decode(peer_id)
     if len(data) != len(_PUBLIC_PREFIX) + PUBLIC_KEY_BYTES or not data.startswith(_PUBLIC_PREFIX):
         raise ValueError(f"{peer_id!r} is not the peer id of an Ed25519 key")

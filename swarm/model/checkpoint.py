@@ -173,7 +173,7 @@ def _read_config(model: str, path: Path) -> PretrainedConfig:
         raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is larger than {CONFIG_BYTES_MAX} bytes")
     try:
         raw = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is not JSON: {error}") from None
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(model_type, str):
@@ -182,7 +182,11 @@ def _read_config(model: str, path: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             path.parent, trust_remote_code=False, local_files_only=True
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - a family's config takes any JSON and may break in any way
         known = "its code is not part of transformers" if "auto_map" in raw else "this transformers does not know it"
-        raise UnsupportedArchitecture(model_type, f"{known} ({str(error).splitlines()[0][:160]})") from None
+        raise UnsupportedArchitecture(model_type, f"{known} ({_first_line(error)})") from None
     return config
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:160]

@@ -230,7 +230,10 @@ class Step(Message):
     epoch: Epoch
     step: StepNumber
     keep: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
-    rows: Annotated[tuple[Annotated[int, Field(ge=0, lt=ROWS_MAX)], ...], Field(max_length=ROWS_MAX)] | None = None
+    rows: (
+        Annotated[tuple[Annotated[int, Field(ge=0, lt=ROWS_MAX)], ...], Field(max_length=ROWS_MAX, fail_fast=True)]
+        | None
+    ) = None
     budget_ms: Milliseconds
     want: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
     hidden: TensorMeta

@@ -27,7 +27,8 @@ class TensorMeta(BaseModel):
 
     dtype: Literal["float32", "float16", "bfloat16", "int64", "uint8"]
     shape: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=TENSOR_BYTES_MAX)], ...], Field(min_length=1, max_length=RANK_MAX)
+        tuple[Annotated[int, Field(ge=1, le=TENSOR_BYTES_MAX)], ...],
+        Field(min_length=1, max_length=RANK_MAX, fail_fast=True),
     ]
 
     @property
