@@ -8,10 +8,14 @@ STAMP := $(VENV)/.installed
 HEALTH := $(VENV)/.installed-health
 PYTEST_ARGS ?=
 SEEDS ?= 0:200
+PARSER ?=
+CASES ?= 100000
+EXECUTIONS ?= 10000000
+SECONDS ?= 3600
 TOOLS := .venv-tools
 SBOM := build/sbom.cdx.json
 
-.PHONY: help demo test test-long simulate lint format install lock audit clean
+.PHONY: help demo test test-long simulate fuzz lint format install lock audit clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +23,7 @@ help:
 	@echo "make test       lint, then the tests (less than 15 minutes on 2 cores)"
 	@echo "make test-long  the tests that take longer"
 	@echo "make simulate   swarms on a virtual clock, SEEDS=0:200 (docs/simulation.md)"
+	@echo "make fuzz       feed every PARSER for long: Hypothesis' CASES=100000, atheris' EXECUTIONS=10000000 or SECONDS=3600"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make install    make the environment, $(VENV), and nothing else"
@@ -38,6 +43,10 @@ test-long: $(HEALTH)
 
 simulate: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) --departures 6,60 --jobs $$(nproc)
+
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(addprefix --parser ,$(PARSER)) \
+		--cases $(CASES) --executions $(EXECUTIONS) --seconds $(SECONDS)
 
 lint: $(HEALTH)
 	$(BIN)/ruff check .

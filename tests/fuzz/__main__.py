@@ -13,7 +13,7 @@ import click
 import structlog
 
 from tests.fuzz.parsers import PARSERS, Parser
-from tests.fuzz.run import feed_atheris, feed_hypothesis, has_atheris
+from tests.fuzz.run import Guided, feed_atheris, feed_hypothesis, has_atheris
 
 RESULTS = Path(__file__).parents[2] / "build" / "fuzz"
 
@@ -33,7 +33,7 @@ def main(names: tuple[str, ...], cases: int, executions: int, seconds: float, re
     parsers = [PARSERS[name] for name in names or PARSERS]
     found = [parser.name for parser in parsers if cases and not _by_hypothesis(parser, cases, results)]
     if executions:
-        found += [parser.name for parser in parsers if not _by_atheris(parser, executions, seconds, results)]
+        found += [done.parser for done in feed_atheris(parsers, results, executions, seconds) if not _is_clean(done)]
     click.echo(f"findings: {', '.join(sorted(set(found))) or 'none'}")
     sys.exit(1 if found else 0)
 
@@ -49,12 +49,11 @@ def _by_hypothesis(parser: Parser, n_cases: int, results: Path) -> bool:
     return True
 
 
-def _by_atheris(parser: Parser, executions: int, seconds: float, results: Path) -> bool:
-    guided = feed_atheris(parser, results / parser.name, executions, seconds)
-    if guided.finding is not None:
-        click.echo(f"{parser.name:24} atheris: FOUND\n{guided.finding}")
+def _is_clean(done: Guided) -> bool:
+    if done.finding is not None:
+        click.echo(f"{done.parser:24} atheris: FOUND\n{done.finding}")
         return False
-    click.echo(f"{parser.name:24} atheris: {guided.executions:>13,} executions in {guided.cpu_s:.0f} s of CPU time")
+    click.echo(f"{done.parser:24} atheris: {done.executions:>13,} executions in {done.cpu_s:.0f} s of CPU time")
     return True
 
 

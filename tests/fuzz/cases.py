@@ -9,13 +9,15 @@ from tests.fuzz.parsers import Parser
 
 BYTES_MAX = 600
 NESTED = tuple(depth * b"[" + depth * b"]" for depth in (50, 400, 990, 1500, 15_000))
-NUMBERS = (0, 1, -1, 2**31, 2**53, 2**63, 2**64, 10**40, 0.5, 1e308, -0.0)
-
-_texts = st.text(max_size=40) | st.sampled_from(["0123456789abcdef" * 2, "[::1]:1", "1.2.3.4:5", "a:1", "x" * 400])
-_scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(NUMBERS) | _texts
-_values = st.recursive(
-    _scalars, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(_texts, inner, max_size=4), max_leaves=12
+ODD = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**53, 2**63, 2**64, 10**40, 0.5, 1e308, -0.0, float("nan"), float("inf")),
+    *("", " ", "x" * 400, "0" * 32, "0123456789abcdef" * 4, "\0", "\ud800", "\u00fc", "1.2.3.4:5", "[::1]:1", "a:1"),
+    *("step", "open", "float32", "online", [], {}, [[]], [0, 1], [1, 0], [-1] * 300, ["x"] * 20, [[0, 4]], {"x": {}}),
+    {"dtype": "uint8", "shape": [1, 1 << 26, 1 << 26]},
+    {"dtype": "float32", "shape": [1]},
 )
+
+_values = st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=40)
 EDITS = ("flip", "cut", "delete", "insert", "repeat", "splice", "number")
 EDIT_BYTES = 6
 
@@ -26,11 +28,10 @@ def cases(parser: Parser) -> st.SearchStrategy[bytes]:
     damaged = st.builds(_damaged, seeds, seeds, st.binary(min_size=1, max_size=4 * EDIT_BYTES))
     if parser.opened is None:
         return st.one_of(st.binary(max_size=BYTES_MAX), damaged, damaged)
-    changes = st.lists(st.tuples(st.integers(0, 1 << 16), st.none() | _texts, st.just(...) | _values), max_size=3)
-    changed = st.builds(_changed, st.just(parser), seeds, changes)
-    texts = st.sampled_from(NESTED) | _values.map(_json)
-    replaced = st.builds(lambda seed, text: parser.opened(seed)[1](text), seeds, texts)
-    return st.one_of(st.binary(max_size=BYTES_MAX), damaged, changed, changed, replaced)
+    one = st.builds(_changed, st.just(parser), seeds, st.integers(0, 1 << 24), st.just(...) | _values)
+    two = st.builds(_changed, st.just(parser), one, st.integers(0, 1 << 24), _values)
+    nested = st.builds(lambda seed, text: parser.opened(seed)[1](text), seeds, st.sampled_from(NESTED))
+    return st.one_of(st.binary(max_size=BYTES_MAX), damaged, one, one, two, nested)
 
 
 def _damaged(seed: bytes, other: bytes, recipe: bytes) -> bytes:
@@ -59,20 +60,20 @@ def _damaged(seed: bytes, other: bytes, recipe: bytes) -> bytes:
     return bytes(data)
 
 
-def _changed(parser: Parser, seed: bytes, changes: list[tuple[int, str | None, Any]]) -> bytes:
-    """Give fields of the JSON, at any depth, other values; `...` takes one away."""
+def _changed(parser: Parser, data: bytes, number: int, new: Any) -> bytes:
+    """Give one field of the JSON, at any depth, another value; `...` takes it away, or all of them."""
     assert parser.opened is not None
-    value, close = parser.opened(seed)
-    for number, name, new in changes:
-        holder, key = _place(value, number)
-        if holder is None:
-            value = None if new is ... else new
-        elif name is not None and isinstance(holder, dict):
-            holder[name] = None if new is ... else new
-        elif new is ...:
-            del holder[key]
-        else:
-            holder[key] = new
+    try:
+        value, close = parser.opened(data)
+    except (ValueError, RecursionError):
+        return data  # it is no JSON any more
+    holder, key = _place(value, number)
+    if holder is None:
+        value = [] if new is ... else new
+    elif new is ...:
+        del holder[key]
+    else:
+        holder[key] = new
     return close(_json(value))
 
 

@@ -1,7 +1,7 @@
-"""One parser under atheris, guided by coverage: `python -m tests.fuzz.guided PARSER EXECUTIONS SECONDS [OPTIONS]`.
+"""Parsers under atheris, guided by coverage: `python -m tests.fuzz.guided FOLDER EXECUTIONS SECONDS PARSER...`.
 
-OPTIONS are libFuzzer's. Ends after so many executions or seconds of CPU time, and then prints both as JSON. A finding ends it at once, with a
-traceback and libFuzzer's exit code; its input lies where -artifact_prefix says.
+One after the other, each in a process of its own, which ends after so many executions or seconds of CPU time; then a
+line of JSON is printed for it. A parser's folder gets its corpus, its log and the inputs of findings.
 """
 
 import json
@@ -9,35 +9,59 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 
 import atheris
 import structlog
 
 with atheris.instrument_imports(include=["swarm", "base58", "noise"]):
-    from tests.fuzz.parsers import PARSERS
+    from tests.fuzz.parsers import PARSERS, Parser
 
 LOOK_EVERY = 64  # executions
+BYTES_MAX = 4096  # of one input
+MEMORY_MIB = 3072  # of the process, which has torch
+CASE_S = 20
+OPTIONS = (f"-max_len={BYTES_MAX}", f"-rss_limit_mb={MEMORY_MIB}", f"-timeout={CASE_S}")
 
 
 def main() -> None:
-    """Fuzz one parser."""
-    name, executions_max, seconds_max, *options = sys.argv[1:]
-    parser = PARSERS[name]
+    """Fuzz some parsers."""
+    folder, executions, seconds, *names = sys.argv[1:]
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.disable(logging.CRITICAL)
+    for name in names:
+        place = Path(folder) / name
+        (place / "corpus").mkdir(parents=True, exist_ok=True)
+        (place / "done.json").unlink(missing_ok=True)
+        child = os.fork()  # what was imported, and instrumented, is there already
+        if child == 0:
+            _fuzz(PARSERS[name], place, int(executions), float(seconds))
+        os.waitpid(child, 0)
+        done = place / "done.json"
+        print(done.read_text() if done.exists() else json.dumps({"parser": name, "finding": True}), flush=True)
+
+
+def _fuzz(parser: Parser, place: Path, executions_max: int, seconds_max: float) -> None:
+    """Fuzz one parser until this process ends."""
+    log = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for index, seed in enumerate(parser.seeds):
+        (place / "corpus" / f"seed-{index}").write_bytes(seed)
     began, executions = time.process_time(), 0
 
     def one(data: bytes) -> None:
         nonlocal executions
         executions += 1
         parser.check(data)
-        if executions % LOOK_EVERY == 0 or executions >= int(executions_max):
+        if executions % LOOK_EVERY == 0 or executions >= executions_max:
             took_s = time.process_time() - began
-            if executions >= int(executions_max) or took_s >= float(seconds_max):
-                print(json.dumps({"parser": name, "executions": executions, "cpu_s": round(took_s, 1)}), flush=True)
+            if executions >= executions_max or took_s >= seconds_max:
+                report = {"parser": parser.name, "executions": executions, "cpu_s": round(took_s, 1)}
+                (place / "done.json").write_text(json.dumps(report))
                 os._exit(0)  # libFuzzer has no other way to stop from within
 
-    atheris.Setup([sys.argv[0], *options], one)
+    atheris.Setup([sys.argv[0], *OPTIONS, f"-artifact_prefix={place}/", str(place / "corpus")], one)
     atheris.Fuzz()
 
 

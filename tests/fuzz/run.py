@@ -8,7 +8,7 @@ import sys
 import tempfile
 import tracemalloc
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from tests.fuzz.parsers import Parser
 MEMORY_MAX = 4 << 20  # Python's, for one input; AutoConfig alone takes 2 MiB
 MEMORY_PER_BYTE = 200  # beyond it: what JSON and msgpack take at most
 MEASURED_OF = 8  # tracing takes as long as most parsers
-GUIDED_BYTES_MAX = 4096  # of one of atheris' inputs
-GUIDED_MEMORY_MIB = 3072  # of its whole process
-GUIDED_CASE_S = 20
+ROUND_CASES = 1000  # Hypothesis remembers all that it has tried, which in the end costs more than trying
+LOG_SHOWN = 6000  # characters of a finding
+TREE = Path(__file__).parents[2]
 
 
 def feed(parser: Parser, data: bytes) -> None:
@@ -44,52 +44,48 @@ def feed_hypothesis(parser: Parser, n_cases: int, database: Path | None = None) 
     """Feed generated inputs. Returns how many; raises what the first finding raised, with its smallest input."""
     fed = 0
 
-    @settings(
-        max_examples=n_cases,
-        deadline=None,
-        database=None if database is None else DirectoryBasedExampleDatabase(database),
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
     @given(cases(parser))
     def one(data: bytes) -> None:
         nonlocal fed
         fed += 1
         feed(parser, data)
 
-    one()
+    while fed < n_cases:
+        configured = settings(
+            max_examples=min(ROUND_CASES, n_cases - fed),
+            deadline=None,
+            database=None if database is None else DirectoryBasedExampleDatabase(database),
+            suppress_health_check=list(HealthCheck),
+        )
+        configured(one)()
     return fed
 
 
 @dataclass(frozen=True, slots=True)
 class Guided:
-    """What one run of atheris came to. finding: its output, where it found something."""
+    """What one parser came to under atheris. finding: the log's end, where something was found."""
 
+    parser: str
     executions: int
     cpu_s: float
     finding: str | None
 
 
 def has_atheris() -> bool:
-    """Whether it is installed; it has wheels for Linux and some versions of Python alone."""
+    """Whether it is installed: it has wheels for Linux on x86-64 alone."""
     return importlib.util.find_spec("atheris") is not None
 
 
-def feed_atheris(parser: Parser, folder: Path, executions: int, cpu_s: float, options: Sequence[str] = ()) -> Guided:
-    """Fuzz in a process of its own. folder: gets `corpus`, which later runs go on with, and the inputs of findings."""
-    corpus = folder / "corpus"
-    corpus.mkdir(parents=True, exist_ok=True)
-    for index, seed in enumerate(parser.seeds):
-        (corpus / f"seed-{index}").write_bytes(seed)
-    line = [
-        *(sys.executable, "-m", "tests.fuzz.guided", parser.name, str(executions), str(cpu_s)),
-        *(f"-artifact_prefix={folder}/", f"-max_len={GUIDED_BYTES_MAX}", f"-rss_limit_mb={GUIDED_MEMORY_MIB}"),
-        *(f"-timeout={GUIDED_CASE_S}", "-verbosity=0", *options, str(corpus)),
-    ]
+def feed_atheris(parsers: Sequence[Parser], folder: Path, executions: int, cpu_s: float) -> Iterator[Guided]:
+    """Fuzz one parser after the other, outside this process. A later run goes on with the corpora in the folder."""
+    line = (sys.executable, "-m", "tests.fuzz.guided", str(folder), str(executions), str(cpu_s))
     with tempfile.TemporaryDirectory() as scratch:
         env = {**os.environ, "TMPDIR": scratch, "OMP_NUM_THREADS": "1"}
-        run = subprocess.run(line, env=env, capture_output=True, text=True, errors="replace", check=False)
-    if run.returncode != 0:
-        return Guided(0, 0.0, (run.stdout + run.stderr)[-6000:])
-    done = json.loads(run.stdout.splitlines()[-1])
-    return Guided(done["executions"], done["cpu_s"], None)
+        names = [parser.name for parser in parsers]
+        with subprocess.Popen([*line, *names], env=env, cwd=TREE, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            for report in map(json.loads, run.stdout):
+                name, log = report["parser"], folder / report["parser"] / "log"
+                finding = log.read_text(errors="replace")[-LOG_SHOWN:] if "finding" in report else None
+                yield Guided(name, report.get("executions", 0), report.get("cpu_s", 0.0), finding)
+    assert run.returncode == 0, "the fuzzer itself broke"
