@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from swarm.blocks import Blocks
+from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.errors import UnsupportedArchitecture
 from swarm.model.cache import new_cache
 from swarm.model.hollow import Placeholder, blocks_of, decoder_of, hidden_of, hollow_class, skeleton, text_config
@@ -95,6 +95,9 @@ def traits_of(config: PretrainedConfig) -> Traits:
 def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig) -> None:
     """Refuse what the config tells already."""
     name = str(config.model_type)
+    n_blocks = decoder_config.num_hidden_layers
+    if not isinstance(n_blocks, int) or not 1 <= n_blocks <= BLOCKS_MAX:  # before any is made
+        raise UnsupportedArchitecture(name, f"its config says {n_blocks!r:.40} blocks; 1 to {BLOCKS_MAX} are possible")
     for model_type in (name, str(decoder_config.model_type)):
         if model_type in REFUSED:
             raise UnsupportedArchitecture(name, REFUSED[model_type])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
-from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 
 from tests.fuzz.cases import cases
 from tests.fuzz.parsers import Parser
@@ -42,22 +42,24 @@ def feed(parser: Parser, data: bytes) -> None:
 
 def feed_hypothesis(parser: Parser, n_cases: int, database: Path | None = None) -> int:
     """Feed generated inputs. Returns how many; raises what the first finding raised, with its smallest input."""
+    kept = None if database is None else DirectoryBasedExampleDatabase(database)
+    fed = 0
+    while fed < n_cases:
+        fed += _feed_round(parser, min(ROUND_CASES, n_cases - fed), kept)
+    return fed
+
+
+def _feed_round(parser: Parser, n_cases: int, kept: ExampleDatabase | None) -> int:
     fed = 0
 
+    @settings(max_examples=n_cases, deadline=None, database=kept, suppress_health_check=list(HealthCheck))
     @given(cases(parser))
     def one(data: bytes) -> None:
         nonlocal fed
         fed += 1
         feed(parser, data)
 
-    while fed < n_cases:
-        configured = settings(
-            max_examples=min(ROUND_CASES, n_cases - fed),
-            deadline=None,
-            database=None if database is None else DirectoryBasedExampleDatabase(database),
-            suppress_health_check=list(HealthCheck),
-        )
-        configured(one)()
+    one()
     return fed
 
 

@@ -1,5 +1,6 @@
 """Every parser, fed for a few seconds as `make fuzz` does for hours; and what longer runs have found."""
 
+import json
 import os
 import zlib
 from typing import get_args
@@ -16,6 +17,7 @@ from swarm.dht.records import check_address
 from swarm.errors import InvalidMessage, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.identity import peer_id_of, public_key_of
 from swarm.model.checkpoint import _read_config
+from swarm.model.traits import traits_of
 from swarm.wire import messages as wire
 from swarm.wire.tensors import encode_tensor
 from tests.dht.support import soon
@@ -142,16 +144,15 @@ def test_a_message_comes_out_as_it_went_in(kind, data):
 # --- what was found --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zone", ["eth0", "x" * 80, "a..\u00fc", ""])
+@pytest.mark.parametrize("zone", ["eth0", "x" * 80, "a..\u00fc"])
 def test_an_address_names_no_interface(zone):
     """The resolver raises UnicodeError for long or odd ones, in whoever dials what a record says."""
-    with pytest.raises(ValueError, match=r"interface|Invalid|not permitted"):
+    with pytest.raises(ValueError, match="interface"):
         check_address(f"[fe80::1%{zone}]:80")
 
 
-@pytest.mark.parametrize("item", [b"\xdd\0\1\0\0", b"\xdf\0\1\0\0"], ids=["lists", "dictionaries"])
-def test_nested_claims_of_many_items_make_no_room_for_them(item):
-    value = item * 500 + bytes(1 << 16)
+def test_nested_claims_of_many_items_make_no_room_for_them():
+    value = b"\xdd\0\1\0\0" * 500 + bytes(1 << 16)
     feed(Parser("dictionary", unpack_dictionary, (), ()), measured(value))
     assert unpack_dictionary(value) == []
 
@@ -191,3 +192,12 @@ def test_a_config_that_breaks_its_family_is_refused(tmp_path, text, error):
     path.write_text(text)
     with pytest.raises(error):
         _read_config("a model", path)
+
+
+@pytest.mark.parametrize("n_blocks", [0, 5000])
+def test_a_config_with_an_impossible_number_of_blocks_is_refused_before_one_is_made(tmp_path, n_blocks):
+    fields = json.loads(PARSERS["config"].seeds[0]) | {"num_hidden_layers": n_blocks, "layer_types": None}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    with soon(10), pytest.raises(UnsupportedArchitecture):
+        traits_of(_read_config("a model", path))
