@@ -51,7 +51,7 @@ def test_generated_input_raises_nothing_but_what_is_documented(parser):
     assert feed_hypothesis(parser, CASES) >= CASES
 
 
-@pytest.mark.skipif(not has_atheris(), reason="atheris has wheels for Linux on x86-64 alone")
+@pytest.mark.skipif(not has_atheris(), reason="atheris is not installed: it has wheels for Linux on x86-64 alone")
 def test_input_guided_by_coverage_raises_nothing_but_what_is_documented(tmp_path):
     done = list(feed_atheris([*PARSERS.values()], tmp_path, EXECUTIONS, CPU_S))
     assert {one.parser: one.finding for one in done if one.finding is not None} == {}
@@ -82,7 +82,7 @@ def test_much_memory_for_little_input_is_a_finding():
 def test_the_findings_of_atheris_are_seen(tmp_path, monkeypatch):
     """Its own log is what is shown: here of a parser that it does not have."""
     if not has_atheris():
-        pytest.skip("atheris has wheels for Linux on x86-64 alone")
+        pytest.skip("atheris is not installed: it has wheels for Linux on x86-64 alone")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     (done,) = feed_atheris([PARSERS["blocks"]], tmp_path / "fuzz", EXECUTIONS, CPU_S)
