@@ -24,6 +24,7 @@ from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
 from swarm.net.p2p import P2PConfig
+from swarm.net.reach import is_public
 
 
 class AutoDistributedModel:
@@ -118,7 +119,8 @@ class AutoDistributedModel:
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:
             async with open_node(config, clock=time.time) as node:
-                yield Directory(node, identity=None, network=options.network, clock=time.time)
+                public = access.network_key is None and await is_public(peers)
+                yield Directory(node, identity=None, network=options.network, clock=time.time, public=public)
 
         swarm = Swarm(checkpoint, ends.dtype, join, me, options)
         return distribute(ends, swarm if first is None else LocalFirst(first, swarm))

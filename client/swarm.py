@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -108,6 +108,7 @@ class Swarm:
     async def _live(self, join: Join, joined: "asyncio.Future[None]") -> None:
         async with join() as directory:
             sessions = Sessions()
+            self._me = replace(self._me, public=directory.public)
             sessions.dialer = Dialer(self._me, sessions.on_message)
             self._router = Router(self._wanted, directory, sessions, self._options.preferences)
             keeping = asyncio.create_task(self._router.keep_fresh())

@@ -26,10 +26,12 @@ from swarm.dht.records import (
     sign_announcement,
     span_keys,
 )
+from swarm.dht.sequence import Sequence, SequenceInMemory
 from swarm.dht.store import RecordStore
 from swarm.dht.validator import Clock, Entry, Facts
 from swarm.errors import RecordError
 from swarm.identity import Identity
+from swarm.net.reach import sensible
 
 SPANS_MAX = 64  # announced by one peer at one time
 SERVERS_MAX = 4096  # returned by one look-up
@@ -66,10 +68,21 @@ class ModelEntry:
 class Directory:
     """Announces for one identity and looks up for anybody. Without an identity it only looks up."""
 
-    def __init__(self, store: RecordStore, *, identity: Identity | None, network: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: RecordStore,
+        *,
+        identity: Identity | None,
+        network: str,
+        clock: Clock,
+        sequence: Sequence | None = None,
+        public: bool = False,
+    ) -> None:
+        """sequence: of the identity's records; else one in memory. public: see `swarm.net.reach`."""
         self._store, self._identity, self._network, self._clock = store, identity, network, clock
+        self._sequence = sequence or SequenceInMemory()
+        self.public = public
         self._announced: dict[tuple[str, Span], Announcement] = {}
-        self._sequence = 0
 
     async def announce(self, announcement: Announcement) -> Published:
         """Sign and store an announcement of one of our spans, to live for 60 s from now.
@@ -144,8 +157,7 @@ class Directory:
         if announcement.network != self._network:
             raise RecordError(f"it is for the network {announcement.network!r}, this one is {self._network!r}")
         now = self._clock()
-        self._sequence = max(int(now * 1000), self._sequence + 1)  # grows over restarts too
-        times: dict[str, Any] = {"sequence": self._sequence, "issued": now, "expires": now + LIFETIME_S}
+        times: dict[str, Any] = {"sequence": self._sequence.next(now), "issued": now, "expires": now + LIFETIME_S}
         stamped = announcement.model_copy(update=times)
         data = sign_announcement(stamped, self._identity)
         return SignedAnnouncement(stamped, data)
@@ -160,9 +172,11 @@ class Directory:
         gate = self._store.gate
         gate.facts(stored)  # verified once, remembered by its digest
         data = gate.seal.open(stored)
-        return SignedAnnouncement(
-            open_announcement(data, now=self._clock(), network=self._network, verified=True), data
-        )
+        announcement = open_announcement(data, now=self._clock(), network=self._network, verified=True)
+        addresses = sensible(announcement.addresses, self.public)
+        if announcement.addresses and not addresses:
+            raise RecordError(f"addresses: none makes sense here: {', '.join(announcement.addresses)[:200]}")
+        return SignedAnnouncement(announcement.model_copy(update={"addresses": addresses}), data)
 
     def _protocol_of(self, stored: bytes) -> set[int]:
         """Return the record's protocol if it is only that which we cannot use."""

@@ -1,7 +1,7 @@
 """What every reader of the DHT shares: the form of an answer, and the bounds of a call. Neither hivemind nor libp2p."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgpack
 
@@ -17,8 +17,8 @@ CALL_TIMEOUT_S = 3.0
 FIND_TIMEOUT_S = 1.5  # in a search, where others answer as well: some five round trips for who is not connected yet
 KEYS_MAX = 4  # keys in one find: 4 full keys fill half of p2pd's largest message, 4 MiB
 FALSE_MAX = 8  # forged or misplaced records in one answer; then the rest of it is not looked at
-NEIGHBOURS_MAX = 2 * BUCKET_SIZE  # in one answer for one key
-FOUND_MAX = 4096  # records that one search keeps per key
+NAMED_MAX = 2 * BUCKET_SIZE  # neighbours in one answer for one key, so that a crowd of liars does not hide all others
+FOUND_MAX = NAMED_MAX * SUBKEYS_MAX  # records that one search keeps per key: all that it can be told, or liars fill it
 VERIFY_SLICE = 24  # records checked without a pause: about 2 ms
 RATE, BURST = 50.0, 400.0  # others' calls a second, per peer; a stored entry counts like a call
 _DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subkeys
@@ -64,16 +64,6 @@ async def believe(gate: RecordGate, key: bytes, value: bytes, slice_records: int
         if i % slice_records == slice_records - 1:
             await asyncio.sleep(0)
     return believed
-
-
-def merge(into: dict[str, Entry], entries: Iterable[Entry]) -> None:
-    """Add what was found in one place more: the newest record in each place of a key wins."""
-    for entry in entries:
-        held = into.get(entry.place.subkey)
-        if held is None and len(into) >= FOUND_MAX:
-            continue
-        if held is None or held.place.rank < entry.place.rank:
-            into[entry.place.subkey] = entry
 
 
 def _is_item(subkey: object, value: object, expiration: object) -> bool:

@@ -1,9 +1,9 @@
-"""One member of the swarm's DHT: hivemind's DHTNode in this event loop, on a p2pd that is replaced when it fails.
+"""One member of the swarm's DHT: hivemind's protocol in this event loop, on a p2pd that is replaced when it fails.
 
     async with open_node(NodeConfig(network="public", initial_peers=[...]), clock=time.time) as node:
         directory = Directory(node, identity=identity, network="public", clock=time.time)
 
-Everything above p2pd is rebuilt with it: hivemind's node, the handlers, the way into the swarm, and what this node had
+Everything above p2pd is rebuilt with it: the handlers, the way into the swarm, and what this node had
 announced itself. What it keeps for others stays.
 """
 
@@ -17,16 +17,15 @@ from functools import partial
 from typing import TypeVar
 
 import structlog
-from hivemind.dht.node import DHTNode
-from hivemind.dht.routing import DHTID
-from hivemind.dht.traverse import traverse_dht
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from swarm.access import EVERYBODY, Access
-from swarm.dht.format import BUCKET_SIZE, CALL_TIMEOUT_S, FIND_TIMEOUT_S, KEYS_MAX, REPLICAS, merge
+from swarm.dht.format import CALL_TIMEOUT_S, FIND_TIMEOUT_S
 from swarm.dht.protocol import STORES_MAX, SwarmProtocol
 from swarm.dht.records import check_clock, key_id
+from swarm.dht.search import Found, Searcher, keepers
+from swarm.dht.search import Result as Searched
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate
 from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
@@ -39,8 +38,7 @@ GET_TIMEOUT_S = 20.0
 PUT_TIMEOUT_S = 20.0
 MAINTAIN_S = 15.0  # how often neighbours are looked at, and initial peers called on that are none (any more)
 GET_KEYS_MAX = 16  # keys in one search; more are looked up one search after the other
-GET_BEAM = 2 * REPLICAS  # nodes that a search asks for one key
-SEARCH_WORKERS = GET_BEAM  # so that a search with dead nodes in its way waits for them all at once
+PLACES_AT_FIRST, PLACES_LATER = 3, 1  # random places at which a node looks how near others are
 INITIAL_PEERS_MAX = 32
 OWN_MAX = 256  # of our own entries, which are stored again when p2pd was replaced
 
@@ -70,8 +68,12 @@ class _Running:
     """What lives on one p2pd."""
 
     daemon: Daemon
-    dht: DHTNode
     protocol: SwarmProtocol
+    searcher: Searcher
+
+    def known(self) -> list[bytes]:
+        """Return the nodes that we know."""
+        return [peer.to_bytes() for peer in self.protocol.routing_table.uid_to_peer_id.values()]
 
 
 class SwarmNode:
@@ -108,9 +110,9 @@ class SwarmNode:
         found: dict[str, tuple[bytes, ...]] = {}
         async with self._deadline("looking up records", GET_TIMEOUT_S):
             for first in range(0, len(keys), GET_KEYS_MAX):
-                part = {key: DHTID.from_bytes(key_id(key)) for key in keys[first : first + GET_KEYS_MAX]}
-                entries = await self._on_running(partial(self._search, keys=tuple(part.values())))
-                found |= {key: tuple(entry.data for entry in entries[node].values()) for key, node in part.items()}
+                part = {key: key_id(key) for key in keys[first : first + GET_KEYS_MAX]}
+                searched = await self._on_running(partial(self._search, keys=tuple(part.values())))
+                found |= {key: tuple(e.data for e in searched[place].ordered()) for key, place in part.items()}
         return found
 
     async def handle_stream(self, name: str, handler: StreamHandler) -> None:
@@ -150,86 +152,67 @@ class SwarmNode:
                 self.storage.put(entry)
 
     async def _put_part(self, running: _Running, entries: Sequence[Entry]) -> list[int]:
-        by_key: dict[DHTID, list[int]] = {}
+        by_key: dict[bytes, list[int]] = {}
         for i, entry in enumerate(entries):
-            by_key.setdefault(DHTID.from_bytes(entry.place.key), []).append(i)
+            by_key.setdefault(entry.place.key, []).append(i)
         counts = [0] * len(entries)
 
-        async def store_at(peer: PeerID, wanted: list[int]) -> None:
-            accepted = await running.protocol.store(peer, [entries[i] for i in wanted])
+        async def store_at(peer: bytes, wanted: list[int]) -> None:
+            accepted = await running.protocol.store(PeerID(peer), [entries[i] for i in wanted])
             for i, ok in zip(wanted, accepted or (), strict=False):
                 counts[i] += ok
 
         await self._find_company(running)
-        near = await self._nearest(running, tuple(by_key))
+        wanted_at: dict[bytes, list[int]] = {}
+        for key, peers in (await self._nearest(running, tuple(by_key))).items():
+            for peer in peers:
+                wanted_at.setdefault(peer, []).extend(by_key[key])
         async with asyncio.TaskGroup() as group:
-            for key, wanted in by_key.items():
-                for peer in near[key]:
-                    group.create_task(store_at(peer, wanted))
+            for peer, wanted in wanted_at.items():
+                group.create_task(store_at(peer, wanted))
         return counts
 
-    async def _nearest(self, running: _Running, keys: Sequence[DHTID]) -> dict[DHTID, tuple[PeerID, ...]]:
-        """Find the nodes nearest to each key. It asks for the key's twin, so that no records travel."""
-        twins = {DHTID(int(key) ^ 1): key for key in keys}
-        nearest: dict[DHTID, tuple[PeerID, ...]] = {}
-        queries = list(twins)
-        for first in range(0, len(queries), GET_KEYS_MAX):
-            part = await running.dht.find_nearest_nodes(
-                queries[first : first + GET_KEYS_MAX], k_nearest=REPLICAS, beam_size=BUCKET_SIZE, exclude_self=True
-            )
-            nearest |= {twins[query]: tuple(peers.values()) for query, peers in part.items()}
+    async def _nearest(self, running: _Running, keys: Sequence[bytes]) -> dict[bytes, tuple[bytes, ...]]:
+        """Find the nodes that are to keep each key's records. It asks for the key's twin: no records travel."""
+        twins = {_twin(key): key for key in keys}
+        radius = running.searcher.surroundings.radius
+        nearest: dict[bytes, tuple[bytes, ...]] = {}
+        for first in range(0, len(twins), GET_KEYS_MAX):
+            part = await self._searched(running, list(twins)[first : first + GET_KEYS_MAX])
+            nearest |= {twins[twin]: keepers(result, twin, radius) for twin, result in part.items()}
         return nearest
 
-    async def _search(self, running: _Running, keys: Sequence[DHTID]) -> dict[DHTID, dict[str, Entry]]:
-        """Ask the nodes nearest to each key and merge what they hold: the newest record in each place wins.
+    async def _search(self, running: _Running, keys: Sequence[bytes]) -> dict[bytes, Searched]:
+        """Ask the nodes around each key and merge what they hold with what we hold ourselves.
 
         Raises Unreachable if nobody answers: that is not the same as nobody holding a record.
         """
-        found: dict[DHTID, dict[str, Entry]] = {key: {} for key in keys}
-        for key in keys:
-            merge(found[key], self.storage.entries(key.to_bytes()))
         await self._find_company(running)
-        if await self._ask_nearest(running, found) or not self._config.initial_peers:
-            return found
-        await self._find_company(running)
-        if not await self._ask_nearest(running, found) and not any(found.values()):
+        found = await self._searched(running, keys)
+        lonely = bool(self._config.initial_peers) and not any(result.nodes for result in found.values())
+        if lonely:
+            await self._find_company(running)
+            found = await self._searched(running, keys)
+            lonely = not any(result.nodes for result in found.values())
+        for key, result in found.items():
+            result.add(self.storage.entries(key))
+        if lonely and not any(result.entries for result in found.values()):
             raise Unreachable("the swarm", self._config.initial_peers, FIND_TIMEOUT_S, "no node of the DHT answers")
         return found
 
     async def _find_company(self, running: _Running) -> None:
         """Call on the initial peers if we know nobody (any more): all may have been silent at the same moment."""
-        if not running.protocol.routing_table.uid_to_peer_id:
-            running.dht.blacklist.clear()
+        if not running.known():
             await self._join(running, must=False)
 
-    async def _ask_nearest(self, running: _Running, found: dict[DHTID, dict[str, Entry]]) -> int:
-        """Do one search for the keys of `found`, and add to it. Returns how many answers came."""
-        keys, answered = list(found), 0
-        table = running.protocol.routing_table
-        peers: dict[DHTID, PeerID] = {}
-        for key in keys:
-            peers |= dict(table.get_nearest_neighbors(key, BUCKET_SIZE, exclude=running.protocol.node_id))
-
-        async def neighbours(node: DHTID, queries: Sequence[DHTID]) -> dict[DHTID, tuple[tuple[DHTID, ...], bool]]:
-            nonlocal answered
-            answers = await running.dht._call_find_with_blacklist(peers[node], list(queries)) or {}
-            answered += bool(answers)
-            for key, (entries, near) in answers.items():
-                merge(found[key], entries)
-                peers.update(near)
-            return {key: (tuple(answers[key][1]) if key in answers else (), False) for key in queries}
-
-        await traverse_dht(
-            queries=keys,
-            initial_nodes=list(peers),
-            beam_size=GET_BEAM,
-            num_workers=SEARCH_WORKERS,
-            queries_per_call=KEYS_MAX,
-            get_neighbors=neighbours,
-            visited_nodes={key: {running.protocol.node_id} for key in keys},
-            await_all_tasks=True,
-        )
-        return answered
+    async def _searched(self, running: _Running, keys: Sequence[bytes]) -> dict[bytes, Searched]:
+        known = running.known()
+        found = await running.searcher.search(keys, known)
+        if known and not any(result.nodes for result in found.values()):
+            await asyncio.sleep(2 * POLL_S)
+            if self._running is not running:
+                raise ConnectionError("p2pd ended during a search")
+        return found
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -239,11 +222,12 @@ class SwarmNode:
         protocol = await SwarmProtocol.build(
             daemon.p2p, gate=self.gate, storage=self.storage, clock=self._clock, client=self._config.client
         )
-        dht = await DHTNode.create(
-            p2p=daemon.p2p, node_id=protocol.node_id, client_mode=True, cache_nearest=0, num_workers=SEARCH_WORKERS
-        )
-        dht.protocol = protocol  # hivemind's own, made by create, answers nobody
-        self._running = running = _Running(daemon, dht, protocol)
+
+        async def find(peer: bytes, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
+            return await protocol.find(PeerID(peer), keys) if peer != daemon.p2p.peer_id.to_bytes() else None
+
+        searcher = Searcher(find, self._random)
+        self._running = running = _Running(daemon, protocol, searcher)
         try:
             for name, handler in self._streams.items():
                 await daemon.p2p.add_binary_stream_handler(name, handler)
@@ -256,7 +240,7 @@ class SwarmNode:
         finally:
             self._up.clear()
             self._running = None
-            dht.is_alive = False
+            await searcher.close()
 
     async def _join(self, running: _Running, must: bool) -> None:
         """Connect to the initial peers, check the clock, learn the neighbourhood."""
@@ -277,7 +261,7 @@ class SwarmNode:
             if must:
                 raise
             _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
-        await self._learn(running)
+        await self._learn(running, PLACES_AT_FIRST)
 
     async def _rejoin(self, running: _Running) -> None:
         """Call on the initial peers that are no neighbours: one that was away would else know nobody for good."""
@@ -303,11 +287,11 @@ class SwarmNode:
             return Unreachable("a peer", (address,), CALL_TIMEOUT_S, "it is connected but does not answer")
         return pong.skew_s
 
-    async def _learn(self, running: _Running) -> None:
-        """Search for ourselves, which fills the routing table on both sides."""
+    async def _learn(self, running: _Running, places: int = PLACES_LATER) -> None:
+        """Search for ourselves, which fills the routing table on both sides, and at random places."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POPULATE_TIMEOUT_S):
-                await running.dht.find_nearest_nodes([DHTID(int(running.protocol.node_id) ^ 1)], exclude_self=True)
+                await running.searcher.explore(running.known(), places, _twin(running.protocol.node_id.to_bytes()))
 
     async def _maintain(self, running: _Running, republish: bool) -> None:
         if republish and self._own:
@@ -328,7 +312,7 @@ class SwarmNode:
     async def _on_running(self, work: Callable[[_Running], Awaitable[Result]]) -> Result:
         """Do `work` on the node, and once more if p2pd dies meanwhile; under the caller's deadline.
 
-        hivemind's search then ends with an assertion of its own. Raises Unreachable for that if p2pd lives.
+        Raises Unreachable for that if p2pd lives.
         """
         while True:
             running = await self._usable()
@@ -355,6 +339,11 @@ class SwarmNode:
                 yield
         except TimeoutError:
             raise Unreachable(f"the swarm ({what})", self._config.initial_peers, timeout_s) from None
+
+
+def _twin(key: bytes) -> bytes:
+    """Return a key beside this one, under which nothing is stored: the same nodes are near."""
+    return key[:-1] + bytes([key[-1] ^ 1])
 
 
 @asynccontextmanager

@@ -11,10 +11,9 @@ they trust what arrives: see validator.py and storage.py. Also:
 """
 
 import asyncio
-import hashlib
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,7 +30,7 @@ from swarm.dht.format import (
     CALL_TIMEOUT_S,
     FIND_TIMEOUT_S,
     KEYS_MAX,
-    NEIGHBOURS_MAX,
+    NAMED_MAX,
     RATE,
     REPLICAS,
     VERIFY_SLICE,
@@ -40,6 +39,7 @@ from swarm.dht.format import (
 )
 from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.records import packed_text
+from swarm.dht.search import Found, position
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
 from swarm.errors import InvalidMessage, RecordError
@@ -49,8 +49,7 @@ CALLS_MAX = 64  # our own calls at one time
 STORES_MAX = 64  # entries in one store
 ANSWER_BYTES_MAX = 3 << 20
 HANDLED_MAX = 64  # others' calls at one time
-
-Answer = tuple[tuple[Entry, ...], dict[DHTID, PeerID]]  # records under one key, and nodes nearer to it
+PEER_ID_BYTES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value, expiration_time=expires)
         else:
             result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
-        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), k=BUCKET_SIZE, exclude=exclude)
+        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), k=NAMED_MAX, exclude=exclude)
         for node_id, peer in near:
             result.nearest_node_ids.append(node_id.to_bytes())
             result.nearest_peer_ids.append(peer.to_bytes())
@@ -215,20 +214,26 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         """hivemind's form of `store`; nothing of ours uses it, and it would send what is not ours."""
         raise NotImplementedError("use SwarmProtocol.store")
 
-    async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> dict[DHTID, Answer] | None:
+    async def find(self, peer: PeerID, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
         """Ask a node for keys (at most KEYS_MAX). Returns only what holds; None without a usable answer."""
-        keys = list(keys)
-        request = dht_pb2.FindRequest(keys=[key.to_bytes() for key in keys], peer=self.node_info)
+        request = dht_pb2.FindRequest(keys=keys, peer=self.node_info)
         response = await self._call(peer, "rpc_find", request, FIND_TIMEOUT_S)
         if response is None or len(response.results) != len(keys):
             return None
-        answers: dict[DHTID, Answer] = {}
+        found: dict[bytes, Found] = {}
         for key, result in zip(keys, response.results, strict=True):
-            entries: tuple[Entry, ...] = ()
+            entries: Sequence[Entry] = ()
             if result.type == dht_pb2.FOUND_DICTIONARY:
-                entries = tuple(await believe(self.gate, key.to_bytes(), result.value))
-            answers[key] = entries, _neighbours(result)
-        return answers
+                entries = await believe(self.gate, key, result.value)
+            found[key] = (
+                entries,
+                [peer for peer in result.nearest_peer_ids[:NAMED_MAX] if len(peer) <= PEER_ID_BYTES_MAX],
+            )
+        return found
+
+    async def call_find(self, *_: object, **__: object) -> None:
+        """hivemind's form of `find`."""
+        raise NotImplementedError("use SwarmProtocol.find")
 
     async def _call(
         self,
@@ -258,14 +263,4 @@ class DenyAll(RecordValidatorBase):  # type: ignore[misc]
 
 def node_id_of(peer: PeerID) -> DHTID:
     """Return the DHT id that belongs to a peer id."""
-    return DHTID.from_bytes(hashlib.sha1(peer.to_bytes(), usedforsecurity=False).digest())
-
-
-def _neighbours(result: dht_pb2.FindResult) -> dict[DHTID, PeerID]:
-    """Return the nodes that an answer names, except those whose id is not their own."""
-    near: dict[DHTID, PeerID] = {}
-    pairs = list(zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False))
-    for raw_id, raw_peer in pairs[:NEIGHBOURS_MAX]:
-        if len(raw_peer) <= 64 and hashlib.sha1(raw_peer, usedforsecurity=False).digest() == bytes(raw_id):
-            near[DHTID.from_bytes(raw_id)] = PeerID(raw_peer)
-    return near
+    return DHTID(position(peer.to_bytes()))

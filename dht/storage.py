@@ -11,8 +11,8 @@ from swarm.dht.validator import Clock, Entry
 
 SUBKEYS_MAX = 256  # entries of one key
 OWNED_MAX = 8  # entries of one key that one owner may hold: its spans that begin within 8 blocks
-BYTES_MAX = 64 << 20
-ENTRY_OVERHEAD_BYTES = 1024  # the Python objects around one record
+BYTES_MAX = 48 << 20  # with what the gate remembers, 64 MiB
+ENTRY_OVERHEAD_BYTES = 1536  # the Python objects around one record, which may be alone under its key
 SWEEP_S = 5.0  # how often expired entries are looked for everywhere
 
 

@@ -22,6 +22,7 @@ from swarm.dht.dialback import ask_dial_back, dialling_as, serve_dial_back
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import SignedAnnouncement
+from swarm.dht.sequence import SequenceInFile
 from swarm.errors import BadConfiguration, NetworkError, RootMismatch, SwarmError, Unreachable, ungrouped
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
@@ -31,6 +32,7 @@ from swarm.model.span import Span, numeric_class_of
 from swarm.net.channel import Self
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of
+from swarm.net.reach import is_public
 from swarm.net.tcp import Listener
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
@@ -78,9 +80,11 @@ async def serve(
     arguments: ServeArguments, identity: Identity, identity_path: Path, ready: Callable[[Ready], None], stop: Stop
 ) -> None:
     """Serve until asked to stop. Raises UsageError, CheckpointError or NetworkError while starting."""
-    me = Self(identity, ChannelKey(), arguments.network, arguments.access)
-    listener = Listener(me, *arguments.listen)
     announced = tuple(multiaddr_of(*address) for address in arguments.p2p_announce_address)
+    ways_in = arguments.initial_peers or announced or (multiaddr_of(*arguments.p2p_listen),)
+    public = arguments.access.network_key is None and await is_public(ways_in)
+    me = Self(identity, ChannelKey(), arguments.network, arguments.access, public=public)
+    listener = Listener(me, *arguments.listen)
     p2p = P2PConfig(identity_path, arguments.p2p_listen, announced)
     config = NodeConfig(me.network, p2p, arguments.initial_peers, me.access)
     with ungrouped():
@@ -88,7 +92,10 @@ async def serve(
             opening = group.create_task(_in_thread(lambda: _open(arguments)))
             async with open_node(config, clock=time.time) as node:
                 opened = await opening
-                directory = Directory(node, identity=identity, network=me.network, clock=time.time)
+                sequence = SequenceInFile(identity_path.with_name(f"{identity_path.name}.sequence"))
+                directory = Directory(
+                    node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
+                )
                 await _check_root(directory, opened.checkpoint, arguments.root)
                 await serve_dial_back(node, dialling_as(me))
                 host = _Host(arguments, me, listener, node, directory, opened, ready, stop)

@@ -1,4 +1,4 @@
-"""A RecordStore that only reads: Kademlia's search over a light host, and the gate in front of what is found.
+"""A RecordStore that only reads: the search of `swarm.dht.search` over a light host.
 
 Rules are those of `swarm.dht.protocol`: at most 4 keys in a call, node ids are hashes of peer ids, records are admitted
 one by one, and an answer with several forged ones is not read to its end. Nodes ask no more of one peer than the peer
@@ -6,12 +6,11 @@ gives to one asker.
 """
 
 import asyncio
-import hashlib
 import math
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -20,16 +19,14 @@ from swarm.access import EVERYBODY, Access
 from swarm.dht.format import (
     BURST,
     CALL_TIMEOUT_S,
-    KEYS_MAX,
-    NEIGHBOURS_MAX,
+    NAMED_MAX,
     RATE,
-    REPLICAS,
     believe,
-    merge,
 )
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
 from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.records import check_clock, key_id
+from swarm.dht.search import Found, Searcher
 from swarm.dht.validator import Clock, Entry, RecordGate
 from swarm.errors import SwarmError, Unreachable
 
@@ -38,13 +35,14 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 7.0
 GET_TIMEOUT_S = 20.0
-BEAM = 2 * REPLICAS  # nodes that are asked for one key
+PLACES = 3  # random places at which a reader looks how near nodes are
 VERIFY_SLICE = 8  # records checked without a pause: about 2 ms; a web server shares this loop
-NODES_MAX = 1024  # remembered between searches
+NODES_MAX = 1024  # remembered; those that were seen last
 INITIAL_PEERS_MAX = 32
 PACE = 0.9  # of what a node grants to one asker
 PACE_S = 0.1  # how often a call that waits for its turn looks again
 
+Value = TypeVar("Value")
 _log = structlog.get_logger("swarm.light")
 
 
@@ -57,20 +55,11 @@ async def open_light(
 
     async with open_host() as host:
         store = LightStore(host, network, initial_peers, clock, access)
-        await store.join()
-        yield store
-
-
-@dataclass(slots=True)
-class _Search:
-    """One search: what it has found, whom it may ask and whom it has asked, per key."""
-
-    keys: dict[bytes, str]  # key id -> key
-    found: dict[bytes, dict[str, Entry]] = field(default_factory=dict)
-    asked: dict[bytes, set[bytes]] = field(default_factory=dict)
-    known: dict[bytes, bytes | None] = field(default_factory=dict)  # peer -> who named it
-    failed: set[bytes] = field(default_factory=set)
-    answers: int = 0
+        try:
+            await store.join()
+            yield store
+        finally:
+            await store.close()
 
 
 class LightStore:
@@ -82,9 +71,12 @@ class LightStore:
         self.gate = RecordGate(network, clock, access)
         self._host, self._clock = host, clock
         self._initial = tuple(initial_peers)[:INITIAL_PEERS_MAX]
-        self._nodes: dict[bytes, bytes | None] = {}
+        self._nodes: dict[bytes, None] = {}  # that have answered, in the order of their last answer
+        self._namers: dict[bytes, bytes] = {}  # peer -> who named it, and so knows its addresses
+        self._searcher = Searcher(self._find, random.Random())  # noqa: S311 - spreads load, keeps no secret
         self._rates = RateLimit(RATE * PACE, BURST * PACE)
         self._verifying = asyncio.Lock()
+        self._explored = False
 
     @property
     def alive(self) -> bool:
@@ -106,71 +98,50 @@ class LightStore:
 
     async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key. Raises Unreachable."""
-        search = _Search({key_id(key): key for key in keys}, known=dict(self._nodes))
-        search.found = {key: {} for key in search.keys}
-        search.asked = {key: set() for key in search.keys}
-        if not search.known:
+        if not self._nodes:
             await self.join()
-            search.known = dict(self._nodes)
+        places = {key_id(key): key for key in keys}
         try:
             async with asyncio.timeout(GET_TIMEOUT_S):
-                while questions := self._questions(search):
-                    await asyncio.gather(*(self._ask(search, peer, asked) for peer, asked in questions))
+                if not self._explored:
+                    await self._searcher.explore(self._nodes, PLACES)
+                    self._explored = True
+                found = await self._searcher.search(places, self._nodes)
         except TimeoutError:
             raise Unreachable("the swarm (looking up records)", self._initial, GET_TIMEOUT_S) from None
-        self._remember(search)
-        if keys and not search.answers:
+        if keys and not any(result.nodes for result in found.values()):
+            self._nodes = {}  # begin again with the initial peers
             raise Unreachable("the swarm (looking up records)", self._initial, 0.0, "no node answers")
-        return {key: tuple(e.data for e in search.found[node].values()) for node, key in search.keys.items()}
+        return {places[place]: tuple(entry.data for entry in result.ordered()) for place, result in found.items()}
+
+    async def close(self) -> None:
+        """End the calls that are still under way."""
+        await self._searcher.close()
 
     # --- the search --------------------------------------------------------------------------------------------------
 
-    def _questions(self, search: _Search) -> list[tuple[bytes, list[bytes]]]:
-        """Say whom to ask for what next: every key's nearest nodes that were not asked for it yet."""
-        ids = {peer: _position(peer) for peer in search.known if peer not in search.failed}
-        wanted: dict[bytes, list[bytes]] = {}
-        for key in search.keys:
-            place = int.from_bytes(key)
-            nearest = sorted(ids, key=lambda peer: ids[peer] ^ place)[:BEAM]
-            for peer in nearest:
-                if peer not in search.asked[key]:
-                    search.asked[key].add(peer)
-                    wanted.setdefault(peer, []).append(key)
-        return [
-            (peer, keys[first : first + KEYS_MAX])
-            for peer, keys in wanted.items()
-            for first in range(0, len(keys), KEYS_MAX)
-        ]
-
-    async def _ask(self, search: _Search, peer: bytes, keys: list[bytes]) -> None:
-        if peer in search.failed:
-            return
+    async def _find(self, peer: bytes, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
+        """Ask one node; remember whom it names, and forget it if it does not answer."""
         try:
             data = FindRequest(keys=keys).SerializeToString()
-            answer = await self._call(peer, "find", data, FindResponse, len(keys), search.known[peer])
+            answer = await self._call(peer, "find", data, FindResponse, len(keys), self._namers.get(peer))
         except SwarmError as error:
-            search.failed.add(peer)
+            self._nodes.pop(peer, None)
             _log.debug("a node does not answer", why=str(error)[:200])
-            return
-        search.answers += 1
+            return None
+        _remember(self._nodes, peer, None)
+        found: dict[bytes, Found] = {}
         for key, result in zip(keys, answer.results, strict=False):
-            if result.type == FOUND_DICTIONARY:
-                merge(search.found[key], await self._believed(key, result.value))
-            for near in list(result.nearest_peer_ids)[:NEIGHBOURS_MAX]:
-                if len(near) <= 64 and len(search.known) < NODES_MAX:
-                    search.known.setdefault(bytes(near), peer)
+            near = [bytes(other) for other in list(result.nearest_peer_ids)[:NAMED_MAX] if len(other) <= 64]
+            for other in near:
+                _remember(self._namers, other, peer)
+            entries = await self._believed(key, result.value) if result.type == FOUND_DICTIONARY else []
+            found[key] = entries, near
+        return found
 
     async def _believed(self, key: bytes, value: bytes) -> list[Entry]:
         async with self._verifying:  # many answers at once must not each take a slice of one turn of the loop
             return await believe(self.gate, key, value, VERIFY_SLICE)
-
-    def _remember(self, search: _Search) -> None:
-        """Keep who answered, and who was only named while there is room; the next search begins there."""
-        if not search.answers:
-            self._nodes = {}  # begin again with the initial peers
-            return
-        asked = set().union(*search.asked.values()) - search.failed
-        self._nodes = {peer: via for peer, via in search.known.items() if peer in asked}
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -184,7 +155,7 @@ class LightStore:
             return error
         if not math.isfinite(pong.dht_time):
             return Unreachable("a peer", (multiaddr,), 0.0, "its clock is no number")
-        self._nodes[peer] = None
+        _remember(self._nodes, peer, None)
         return (asked + self._clock()) / 2 - float(pong.dht_time)
 
     async def _call(
@@ -212,6 +183,8 @@ class LightStore:
                 await asyncio.sleep(PACE_S)
 
 
-def _position(peer: bytes) -> int:
-    """Return a node's place in the key space: others could choose an id, and cannot choose a hash."""
-    return int.from_bytes(hashlib.sha1(peer, usedforsecurity=False).digest())
+def _remember(into: "dict[bytes, Value]", peer: bytes, value: "Value") -> None:
+    into.pop(peer, None)
+    into[peer] = value
+    if len(into) > NODES_MAX:
+        del into[next(iter(into))]

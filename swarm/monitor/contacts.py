@@ -105,9 +105,9 @@ class Contacts:
             self._next[key] = self._clock() + pause_s
 
 
-def dialling(identity: Identity, network: str, access: Access = EVERYBODY) -> Answer:
+def dialling(identity: Identity, network: str, access: Access = EVERYBODY, *, public: bool = False) -> Answer:
     """Return the real thing: dial, prove, ping, close."""
-    me = Self(identity, ChannelKey(), network, access)
+    me = Self(identity, ChannelKey(), network, access, public=public)
 
     async def answer(record: Announcement) -> float:
         remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))

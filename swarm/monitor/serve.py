@@ -23,6 +23,7 @@ from swarm.monitor.contacts import dialling
 from swarm.monitor.history import Database
 from swarm.monitor.probing import PROBES_MAX, ProbePlan, Prober, problem_of
 from swarm.monitor.service import Monitor, MonitorOptions
+from swarm.net.reach import is_public
 from swarm.net.tcp import bound
 
 CONNECTIONS_MAX = 1024
@@ -72,10 +73,11 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     access = Access.load(arguments.network_key, arguments.allow_peers)
     with bound(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
+        public = access.network_key is None and await is_public(arguments.initial_peers)
         monitor = Monitor(
-            MonitorOptions(network=arguments.network, join_addresses=arguments.join_addresses),
+            MonitorOptions(network=arguments.network, join_addresses=arguments.join_addresses, public=public),
             lambda: open_light(arguments.network, arguments.initial_peers, time.time, access),
-            dialling(identity, arguments.network, access),
+            dialling(identity, arguments.network, access, public=public),
             database,
             time.time,
         )

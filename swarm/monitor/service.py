@@ -59,6 +59,7 @@ class MonitorOptions:
     network: str
     join_addresses: tuple[str, ...] = ()
     read_every_s: float = READ_EVERY_S
+    public: bool = False  # see swarm.net.reach
 
 
 @dataclass(slots=True)
@@ -156,7 +157,13 @@ class Monitor:
         while True:
             try:
                 async with self._open() as store:
-                    directory = Directory(store, identity=None, network=self._options.network, clock=self._clock)
+                    directory = Directory(
+                        store,
+                        identity=None,
+                        network=self._options.network,
+                        clock=self._clock,
+                        public=self._options.public,
+                    )
                     while store.alive:
                         began = time.monotonic()
                         await self._read(directory)

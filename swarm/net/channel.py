@@ -107,6 +107,7 @@ class Self:
     buffers: Buffers = field(default_factory=Buffers)
     chatter: Bucket = field(default_factory=lambda: Bucket(ALL_CHATTER_PER_S, ALL_CHATTER_BURST))
     inflow: Bucket = field(default_factory=lambda: Bucket(ALL_BYTES_PER_S, ALL_BYTES_BURST))
+    public: bool = False  # the swarm is: loopback and private addresses are not dialled
 
     @property
     def psk(self) -> bytes | None:

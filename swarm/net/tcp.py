@@ -12,6 +12,7 @@ from typing import cast
 from swarm.errors import AddressInUse, BadConfiguration, Unreachable
 from swarm.net.channel import Channel, OnMessage, Remote, Self, Tensors
 from swarm.net.rate import Bucket
+from swarm.net.reach import literals, makes_sense
 from swarm.wire.messages import AnyMessage
 
 HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
@@ -291,7 +292,8 @@ async def dial(address: str, remote: Remote, me: Self, on_message: OnMessage) ->
     carrier = _TcpCarrier(lambda carrier: Channel(carrier, me, on_message, remote))
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
-            await asyncio.get_running_loop().create_connection(lambda: carrier, host.strip("[]"), int(port))
+            host = await _sensible(host.strip("[]"), int(port), me.public)
+            await asyncio.get_running_loop().create_connection(lambda: carrier, host, int(port))
             assert carrier.channel is not None
             await asyncio.shield(carrier.channel.ready)
             return carrier.channel
@@ -302,6 +304,15 @@ async def dial(address: str, remote: Remote, me: Self, on_message: OnMessage) ->
     finally:
         if carrier.channel is not None and not carrier.channel.proven:
             carrier.channel.close()
+
+
+async def _sensible(host: str, port: int, public: bool) -> str:
+    """Return what to dial: for a public swarm the address itself, so that what is checked is dialled."""
+    if public:
+        host = (await literals(host, port))[0]
+    if not makes_sense(host, public):
+        raise OSError(f"{host} makes no sense as an address of {'a public' if public else 'any'} swarm")
+    return host
 
 
 def _keep_little_in_the_kernel(sock: socket.socket) -> None:

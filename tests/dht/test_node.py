@@ -15,8 +15,9 @@ import uvloop
 from swarm.dht import node as node_module
 from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
-from swarm.dht.format import believe, merge, pack_dictionary
+from swarm.dht.format import believe, pack_dictionary
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
+from swarm.dht.search import Result
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
 from swarm.identity import Identity
@@ -49,14 +50,14 @@ async def test_what_one_node_announces_a_client_finds(tmp_path: Path) -> None:
 async def test_a_p2pd_that_dies_in_the_middle_of_an_announcement_costs_a_moment(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
         assert server._running is not None
-        search = server._running.dht.find_nearest_nodes
+        search = server._running.searcher.search
 
         async def killed(*args: object, **options: object) -> object:
             assert server.p2pd_pid is not None
             os.kill(server.p2pd_pid, signal.SIGKILL)
             return await search(*args, **options)
 
-        server._running.dht.find_nearest_nodes = killed
+        server._running.searcher.search = killed  # type: ignore[method-assign]
         published = await directory(server, ALICE).announce(announcement(ALICE))
         assert published.replicas == 1
         assert server.restarts == 1
@@ -424,7 +425,7 @@ def test_of_two_nodes_answers_the_newer_record_counts() -> None:
         if (facts := gate.facts(data))
     )
     for answers in ((old, new), (new, old)):
-        found: dict[str, Entry] = {}
+        found = Result()
         for answer in answers:
-            merge(found, (answer,))
-        assert list(found.values()) == [new]
+            found.add((answer,))
+        assert found.ordered() == (new,)

@@ -38,7 +38,9 @@ def two_hops(checkpoint: Callable[[str], Path], home: Path) -> Iterator[World]:
 @pytest.fixture(scope="module")
 def small(checkpoint: Callable[[str], Path], home: Path) -> Iterator[World]:
     """One server with little room for keys and values."""
-    with world(checkpoint("llama"), home, spans=("0:6",), options=("--cache-tokens", str(POOL_TOKENS * 9 // 8))) as running:
+    with world(
+        checkpoint("llama"), home, spans=("0:6",), options=("--cache-tokens", str(POOL_TOKENS * 9 // 8))
+    ) as running:
         yield running
 
 

@@ -1,0 +1,279 @@
+"""The search for the nodes around a key, and for what they hold, among nodes of which some lie.
+
+Anybody can say anything about who else is there, so (docs/adr/0008-a-search-among-liars.md):
+
+- A search follows PATHS disjoint paths: each has candidates of its own, begins at a node picked at random, and asks
+  nobody whom another path has asked. What a liar names leads its own path astray, no other one.
+- Only nodes that answered count as near. A made-up neighbour costs a call, and whose neighbours do not answer is not
+  listened to any further.
+- How far a search looks is measured elsewhere: `Surroundings` knows how large a part of the key space usually has
+  EXPECTED nodes, from random places, where nobody can have settled beforehand. Liars that crowd around a key do
+  not push the honest nodes out of that part; they only make it take longer, up to ASKED_MAX.
+
+Neither hivemind nor libp2p: nodes and light readers share it. A node is named by its peer id, in bytes.
+"""
+
+import asyncio
+import hashlib
+import heapq
+import random
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarm.dht.format import FOUND_MAX, KEYS_MAX, NAMED_MAX, REPLICAS
+from swarm.dht.validator import Entry
+
+PATHS = 4
+EXPECTED = 2 * REPLICAS  # nodes that usually lie within the radius
+CROWD = 2 * EXPECTED  # more within the radius are no accident (one key in 500)
+ASKED_MAX = NAMED_MAX  # nodes of whose answers about one key we take notice
+CALLS_MAX = 2 * ASKED_MAX  # for one key, answered or not
+SLOW_S = 0.5  # then the next node is asked as well
+STRAGGLERS_S = 1.0  # that the last ones get when enough have answered
+UNDER_WAY_MAX = 4  # calls of one path
+BLAMED_MAX = 3  # neighbours that somebody may name in vain, beyond those that answered
+SAMPLES = 5  # places that Surroundings remembers
+EVERYWHERE = 1 << 160
+
+Found = tuple[Sequence[Entry], Sequence[bytes]]  # records under one key, and nodes nearer to it
+Call = Callable[[bytes, Sequence[bytes]], Awaitable[Mapping[bytes, Found] | None]]
+"""`call(peer, keys)`: ask one node for at most KEYS_MAX keys. None without a usable answer; it raises nothing."""
+
+
+def position(peer: bytes) -> int:
+    """Return a node's place in the key space: others could choose an id, and cannot choose a hash."""
+    return int.from_bytes(hashlib.sha1(peer, usedforsecurity=False).digest())
+
+
+@dataclass(slots=True)
+class Result:
+    """What a search found for one key. nodes: those that answered, nearest first."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    holders: Counter[str] = field(default_factory=Counter)
+    nodes: list[bytes] = field(default_factory=list)
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Merge one node's records: the newest in each place wins, and counts who holds the same."""
+        for entry in entries:
+            subkey = entry.place.subkey
+            held = self.entries.get(subkey)
+            if held is None and len(self.entries) >= FOUND_MAX:
+                continue
+            if held is None or held.place.rank < entry.place.rank:
+                self.entries[subkey] = entry
+            self.holders[subkey] += 1
+
+    def ordered(self) -> tuple[Entry, ...]:
+        """Return the records, those first that most nodes hold: what liars alone hold comes last."""
+        return tuple(self.entries[subkey] for subkey, _ in self.holders.most_common())
+
+
+class Surroundings:
+    """How near nodes usually are, as seen from random places. The widest of the latest samples counts."""
+
+    def __init__(self) -> None:
+        self._samples: deque[int] = deque(maxlen=SAMPLES)
+
+    @property
+    def radius(self) -> int:
+        """The distance within which EXPECTED nodes usually lie; everywhere while unknown."""
+        return max(self._samples, default=EVERYWHERE)
+
+    def learn(self, place: int, nodes: Sequence[bytes]) -> None:
+        """Take in a search for a random place: `nodes` answered, nearest first."""
+        enough = len(nodes) >= EXPECTED
+        self._samples.append(position(nodes[EXPECTED - 1]) ^ place if enough else EVERYWHERE)
+
+
+class Searcher:
+    """Makes searches through `call`. Several keys are asked for in one call where they have a node in common."""
+
+    def __init__(self, call: Call, random_source: random.Random) -> None:
+        self.surroundings = Surroundings()
+        self._call, self._random = call, random_source
+        self._waiting: dict[bytes, dict[bytes, list[asyncio.Future[Found | None]]]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def search(
+        self, keys: Iterable[bytes], known: Iterable[bytes], radius: int | None = None
+    ) -> dict[bytes, Result]:
+        """Search for keys (20 bytes), beginning with the nodes that we know. radius: else the surroundings' own."""
+        radius = self.surroundings.radius if radius is None else radius
+        everybody = sorted(set(known))
+        places = {peer: position(peer) for peer in everybody}
+        blame: Counter[bytes] = Counter()
+        searches = [_Search(key, radius, self._ask, blame) for key in dict.fromkeys(keys)]
+        for search in searches:
+            search.begin(places, self._random.sample(everybody, min(PATHS, len(everybody))))
+        async with asyncio.TaskGroup() as group:
+            for search in searches:
+                group.create_task(search.run())
+        return {search.key: search.result for search in searches}
+
+    async def explore(self, known: Iterable[bytes], places: int, own: bytes | None = None) -> None:
+        """Learn how near nodes are to each other, at random places; and who is near `own`, our place, if given."""
+        targets = {self._random.randbytes(20): True for _ in range(places)}
+        wanted = targets if own is None else targets | {own: False}
+        for key, result in (await self.search(wanted, known, radius=0)).items():
+            if wanted[key] and result.nodes:
+                self.surroundings.learn(int.from_bytes(key), result.nodes)
+
+    async def close(self) -> None:
+        """End the calls that are still under way."""
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+
+    # --- calls: whoever asks one node in the same turn of the loop shares a call -------------------------------------
+
+    async def _ask(self, peer: bytes, key: bytes) -> Found | None:
+        answer: asyncio.Future[Found | None] = asyncio.get_running_loop().create_future()
+        if peer not in self._waiting:
+            self._waiting[peer] = {}
+            asyncio.get_running_loop().call_soon(self._flush, peer)
+        self._waiting[peer].setdefault(key, []).append(answer)
+        return await answer
+
+    def _flush(self, peer: bytes) -> None:
+        waiting = self._waiting.pop(peer)
+        keys = list(waiting)
+        for first in range(0, len(keys), KEYS_MAX):
+            part = {key: waiting[key] for key in keys[first : first + KEYS_MAX]}
+            call = asyncio.create_task(self._call_for(peer, part))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _call_for(self, peer: bytes, waiting: dict[bytes, list[asyncio.Future[Found | None]]]) -> None:
+        """Make one call. A search that does not wait any more leaves it to end by itself."""
+        found: Mapping[bytes, Found] = {}
+        try:
+            found = await self._call(peer, tuple(waiting)) or {}
+        finally:
+            for key, answers in waiting.items():
+                for answer in answers:
+                    if not answer.done():
+                        answer.set_result(found.get(key))
+
+
+@dataclass(slots=True)
+class _Path:
+    """One path's candidates: (distance, peer, who named it), nearest first."""
+
+    doors: list[bytes] = field(default_factory=list)
+    candidates: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    known: set[bytes] = field(default_factory=set)
+
+
+class _Search:
+    """The search for one key."""
+
+    def __init__(
+        self,
+        key: bytes,
+        radius: int,
+        ask: Callable[[bytes, bytes], Awaitable[Found | None]],
+        blame: Counter[bytes],
+    ) -> None:
+        self.key = key
+        self.result = Result()
+        self._place, self._radius = int.from_bytes(key), radius
+        self._ask, self._blame = ask, blame
+        self._paths = [_Path() for _ in range(PATHS)]
+        self._asked: set[bytes] = set()
+        self._answered: list[int] = []  # distances, in order
+
+    def begin(self, places: Mapping[bytes, int], doors: Sequence[bytes]) -> None:
+        """Deal the nodes that we know to the paths. `doors`: nodes that are asked first, wherever they are."""
+        nearest = heapq.nsmallest(NAMED_MAX, places, key=lambda peer: places[peer] ^ self._place)
+        for i, peer in enumerate(nearest):
+            self._offer(self._paths[i % PATHS], peer, b"")
+        for path, door in zip(self._paths, doors, strict=False):
+            path.doors.append(door)
+
+    async def run(self) -> None:
+        """Walk all paths to their ends."""
+        async with asyncio.TaskGroup() as group:
+            for path in self._paths:
+                group.create_task(self._walk(path))
+        self.result.nodes.sort(key=lambda peer: position(peer) ^ self._place)
+
+    async def _walk(self, path: _Path) -> None:
+        under_way: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                step = self._next(path) if len(under_way) < UNDER_WAY_MAX else None
+                if step is not None:
+                    under_way.add(asyncio.create_task(self._visit(path, *step)))
+                if not under_way:
+                    return
+                done, under_way = await asyncio.wait(
+                    under_way, timeout=self._patience_s(step is not None), return_when=asyncio.FIRST_COMPLETED
+                )
+                for visit in done:
+                    visit.result()
+                if step is None and not done:
+                    return  # the others are stragglers
+        finally:
+            for visit in under_way:
+                visit.cancel()
+            if under_way:
+                await asyncio.wait(under_way)
+
+    def _patience_s(self, more: bool) -> float | None:
+        if more:
+            return SLOW_S
+        return STRAGGLERS_S if len(self._answered) >= REPLICAS else None
+
+    def _next(self, path: _Path) -> tuple[bytes, bytes] | None:
+        """Claim whom this path asks next, and say who named it; None at the path's end."""
+        while path.doors:
+            door = path.doors.pop()
+            if door not in self._asked:
+                self._asked.add(door)
+                return door, b""
+        while path.candidates and len(self._asked) < CALLS_MAX:
+            distance, peer, namer = path.candidates[0]
+            if self._is_enough(distance):
+                return None
+            heapq.heappop(path.candidates)
+            if peer not in self._asked and self._blame[namer] < BLAMED_MAX:
+                self._asked.add(peer)
+                return peer, namer
+        return None
+
+    def _is_enough(self, distance: int) -> bool:
+        """Tell whether a node at this distance need not be asked any more."""
+        nearer = bisect_left(self._answered, distance)
+        if distance <= self._radius:
+            return nearer >= ASKED_MAX
+        within = bisect_left(self._answered, self._radius)
+        return nearer - (within if within > CROWD else 0) >= EXPECTED
+
+    async def _visit(self, path: _Path, peer: bytes, namer: bytes) -> None:
+        found = await self._ask(peer, self.key)
+        if namer:
+            self._blame[namer] += 1 if found is None else -1
+        if found is None:
+            return
+        entries, near = found
+        insort(self._answered, position(peer) ^ self._place)
+        self.result.nodes.append(peer)
+        self.result.add(entries)
+        for other in near[:NAMED_MAX]:
+            self._offer(path, other, peer)
+
+    def _offer(self, path: _Path, peer: bytes, namer: bytes) -> None:
+        if peer not in path.known and peer not in self._asked:
+            path.known.add(peer)
+            heapq.heappush(path.candidates, (position(peer) ^ self._place, peer, namer))
+
+
+def keepers(result: Result, key: bytes, radius: int) -> tuple[bytes, ...]:
+    """Return the nodes that are to keep records of a key: all that lie within the radius, and REPLICAS at least."""
+    place = int.from_bytes(key)
+    within = sum(position(peer) ^ place <= radius for peer in result.nodes)
+    return tuple(result.nodes[: min(ASKED_MAX, max(REPLICAS, within))])

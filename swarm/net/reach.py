@@ -1,0 +1,55 @@
+"""Which addresses make sense (docs/adr/0009-which-addresses-make-sense.md).
+
+A swarm is public to a member whose ways into it are all public: there, loopback, private and link-local addresses lead
+somewhere else for everybody, and are neither dialled nor counted. Whoever came in through such an address is on that
+network, and they make sense. Multicast and unspecified ones never do.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+RESOLVE_TIMEOUT_S = 3.0
+
+
+def makes_sense(host: str, public: bool) -> bool:
+    """Tell whether to dial a host: a literal address, or a name, of which nothing is known before it is resolved."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return not (public and host.lower().rstrip(".") == "localhost")
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.is_multicast or address.is_unspecified:
+        return False
+    return address.is_global or not public
+
+
+def sensible(addresses: Sequence[str], public: bool) -> tuple[str, ...]:
+    """Return those of "host:port" that make sense."""
+    return tuple(address for address in addresses if makes_sense(address.rpartition(":")[0], public))
+
+
+async def is_public(ways: Sequence[str]) -> bool:
+    """Tell whether all these multiaddrs, of which there must be one, lead to public addresses."""
+    literals = await asyncio.gather(*map(_literals, ways))
+    return any(literals) and all(makes_sense(host, public=True) for hosts in literals for host in hosts)
+
+
+async def literals(host: str, port: int) -> tuple[str, ...]:
+    """Resolve a name. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(str(address[4][0]) for address in found))
+
+
+async def _literals(multiaddr: str) -> tuple[str, ...]:
+    """Return the addresses that a multiaddr leads to: none if its name is unknown here."""
+    parts = multiaddr.split("/")
+    if len(parts) < 3 or parts[1] not in {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr"}:
+        return ()
+    try:
+        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+            return await literals(parts[2], 0)
+    except (OSError, TimeoutError, UnicodeError):
+        return ()

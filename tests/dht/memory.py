@@ -1,0 +1,93 @@
+"""Production nodes over a network in memory: everything but p2pd. Every message is encoded and decoded."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from hivemind.p2p import P2PContext, PeerID
+
+from swarm.dht.node import NodeConfig, SwarmNode
+from swarm.dht.validator import Clock
+from swarm.errors import Unreachable
+from swarm.identity import Identity
+from swarm.net.p2p import Daemon, P2PConfig, split_multiaddr
+from tests.dht.support import LOOPBACK, NETWORK
+
+Handler = Callable[[Any, P2PContext], Awaitable[Any]]
+
+
+@dataclass
+class MemoryNetwork:
+    """Peers that reach each other by peer id. silent: those that take calls and never answer."""
+
+    peers: dict[PeerID, "MemoryP2P"] = field(default_factory=dict)
+    silent: set[PeerID] = field(default_factory=set)
+    calls: int = 0
+
+    def join(self, identity: Identity) -> "MemoryP2P":
+        p2p = MemoryP2P(self, PeerID.from_base58(identity.peer_id))
+        self.peers[p2p.peer_id] = p2p
+        return p2p
+
+    @asynccontextmanager
+    async def node(
+        self,
+        *peers: str,
+        identity: Identity | None = None,
+        client: bool = False,
+        clock: Clock = time.time,
+        seed: int = 0,
+    ) -> AsyncIterator[SwarmNode]:
+        p2p = self.join(identity or Identity.generate())
+        config = NodeConfig(NETWORK, P2PConfig(None, None if client else LOOPBACK), peers)
+        node = SwarmNode(config, clock, random.Random(seed))
+        async with node.attach(cast(Daemon, MemoryDaemon(p2p))):
+            yield node
+        del self.peers[p2p.peer_id]
+
+
+@dataclass
+class MemoryP2P:
+    """What the DHT's protocol needs of hivemind's P2P."""
+
+    network: MemoryNetwork
+    peer_id: PeerID
+    handlers: dict[str, tuple[Handler, Any]] = field(default_factory=dict)
+
+    async def add_protobuf_handler(self, name: str, handler: Handler, request_type: Any, **_: Any) -> None:
+        self.handlers[name] = handler, request_type
+
+    async def call_protobuf_handler(self, peer: PeerID, name: str, request: Any, answer_type: Any) -> Any:
+        self.network.calls += 1
+        await asyncio.sleep(0)
+        if peer in self.network.silent:
+            await asyncio.sleep(3600)
+        if peer not in self.network.peers or name not in self.network.peers[peer].handlers:
+            raise ConnectionError("no such peer")
+        handler, request_type = self.network.peers[peer].handlers[name]
+        answer = await handler(
+            request_type.FromString(request.SerializeToString()), P2PContext(name, peer, self.peer_id)
+        )
+        return answer_type.FromString(answer.SerializeToString())
+
+
+@dataclass(frozen=True)
+class MemoryDaemon:
+    """What a node needs of its p2pd."""
+
+    p2p: MemoryP2P
+
+    @property
+    def peer_id(self) -> str:
+        return str(self.p2p.peer_id.to_base58())
+
+    async def addresses(self) -> tuple[str, ...]:
+        return (f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}",)
+
+    async def connect(self, address: str, timeout_s: float) -> None:
+        if split_multiaddr(address)[0] not in self.p2p.network.peers:
+            raise Unreachable("a peer", (address,), timeout_s)
