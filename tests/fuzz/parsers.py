@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError
-from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from pydantic import TypeAdapter
@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 from swarm.access import Access, NetworkKey
 from swarm.blocks import Blocks
 from swarm.dht import dialback, protocol
-from swarm.dht.format import BUCKET_SIZE, FOUND_MAX, believe, pack_dictionary, unpack_dictionary
+from swarm.dht.format import BUCKET_SIZE, FOUND_MAX, NAMED_MAX, believe, pack_dictionary, unpack_dictionary
 from swarm.dht.light.store import LightStore
 from swarm.dht.limits import TooBusy
 from swarm.dht.records import (
@@ -208,6 +208,12 @@ class _Carrier:
     def unsent_bytes(self) -> int:
         return 0
 
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -226,9 +232,11 @@ def _channel(*, shaken: bool, private: bool = False) -> Channel:
     return channel
 
 
-def _receive(channel: Channel, *pieces: bytes) -> None:
+async def _receive(channel: Channel, *pieces: bytes) -> None:
     for piece in pieces:
         channel.receive(piece)
+    while channel._paused is not None and not channel.closed:
+        await asyncio.sleep(0.0)
     assert channel.closed or len(channel._unread) <= sum(map(len, pieces))
     channel.close()
 
@@ -236,24 +244,24 @@ def _receive(channel: Channel, *pieces: bytes) -> None:
 async def _greet(data: bytes) -> None:
     for private in (False, True):
         half = len(data) // 2
-        _receive(_channel(shaken=False, private=private), data[:half], data[half:])
+        await _receive(_channel(shaken=False, private=private), data[:half], data[half:])
 
 
 async def _stream(data: bytes) -> None:
     half = len(data) // 2
-    _receive(_channel(shaken=True), data)
-    _receive(_channel(shaken=True), data[:half], data[half:])
+    await _receive(_channel(shaken=True), data)
+    await _receive(_channel(shaken=True), data[:half], data[half:])
 
 
 async def _first_frame(plaintext: bytes) -> None:
-    _receive(_channel(shaken=True), bytes(Sealer(KEYS[0]).seal([plaintext])))
+    await _receive(_channel(shaken=True), bytes(Sealer(KEYS[0]).seal([plaintext])))
 
 
 async def _later_frame(plaintext: bytes) -> None:
     sealer, channel = Sealer(KEYS[0]), _channel(shaken=True)
     channel.receive(bytes(sealer.seal([frame_of(_hello())])))
     assert channel.proven
-    _receive(channel, bytes(sealer.seal([plaintext])))
+    await _receive(channel, bytes(sealer.seal([plaintext])))
 
 
 def _sealed() -> bytes:
@@ -408,11 +416,10 @@ def _asked(method: str, kind: Any) -> Callable[[bytes], object]:
 
 
 async def _find_answered(data: bytes) -> None:
-    answers = await _protocol(_Answering(dht_pb2.FindResponse, data)).call_find(STRANGER, [DHTID.from_bytes(KEY)])
+    answers = await _protocol(_Answering(dht_pb2.FindResponse, data)).find(STRANGER, [KEY])
     for entries, near in (answers or {}).values():
-        assert len(entries) + len(near) <= FOUND_MAX
-        for peer in near.values():
-            peer.to_base58()
+        assert len(entries) <= FOUND_MAX
+        assert len(near) <= NAMED_MAX
 
 
 async def _others_answered(data: bytes) -> None:
@@ -439,8 +446,10 @@ class _LightHost:
 
 
 async def _light_find(data: bytes) -> None:
-    pong = dht_pb2.PingResponse(dht_time=NOW).SerializeToString()
-    await LightStore(_LightHost(pong, data), NETWORK, ["a peer"], lambda: NOW).get([span_key(NETWORK, ROOT, 0)])
+    store = LightStore(_LightHost(data), NETWORK, ["a peer"], lambda: NOW)
+    for entries, near in (await store._find(STRANGER.to_bytes(), [KEY]) or {}).values():
+        assert len(entries) <= FOUND_MAX
+        assert len(near) <= NAMED_MAX
 
 
 async def _light_ping(data: bytes) -> None:

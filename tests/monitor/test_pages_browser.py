@@ -240,7 +240,7 @@ def test_without_javascript_everything_but_the_charts_is_there(
     assert not page.locator(".charts").is_visible()
     assert not page.locator(".copy").first.is_visible()
     page.get_by_role("link", name="block 75").click()
-    assert page.locator("table.servers tbody tr").count() == 1
+    sync_api.expect(page.locator("table.servers tbody tr")).to_have_count(1)
 
 
 def test_a_keyboard_reaches_everything(open_page: Open, sites: dict[str, Site]) -> None:
