@@ -2,8 +2,14 @@
 
 import uvloop
 
+from tests.simulation.loop import VirtualLoop
+
+HORIZON_S = 24 * 3600.0
+
 
 def pytest_asyncio_loop_factories(config, item):
-    """Tests run on the event loop that servers and clients run on."""
-    del config, item
+    """Tests run on the event loop that servers and clients run on; those that need no network may do without time."""
+    del config
+    if item.get_closest_marker("virtual_clock") is not None:
+        return {"virtual": lambda: VirtualLoop(HORIZON_S)}
     return {"uvloop": uvloop.new_event_loop}

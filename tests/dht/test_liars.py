@@ -79,6 +79,7 @@ async def found(swarm: Swarm, root: str, owner: Identity) -> bool:
     return owner.public_key.hex() in {server.announcement.public_key for server in await directory.servers(root, 12)}
 
 
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("look_ups", [60, pytest.param(1000, marks=pytest.mark.long)])
 async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None:
     source = random.Random(1)
@@ -97,6 +98,7 @@ async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None
         assert succeeded >= 0.99 * look_ups
 
 
+@pytest.mark.virtual_clock
 @pytest.mark.parametrize("how", list(Lie))
 async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record(how: Lie) -> None:
     """The twenty nodes nearest to the key are liars. A server announces, and again; every reader finds it."""
