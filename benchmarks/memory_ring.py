@@ -91,7 +91,12 @@ async def _open(hidden_size: int) -> _Ring:
     await there.channel.ready
     sessions.dialer = cast(Dialer, _NoDialer(there.channel))
     announcement = SimpleNamespace(
-        peer_id=remote.peer, channel_key=server.key.public.hex(), addresses=(), numeric_class="float32"
+        prefill_tps=None,
+        span=BLOCKS,
+        peer_id=remote.peer,
+        channel_key=server.key.public.hex(),
+        addresses=(),
+        numeric_class="float32",
     )
     hop = Hop(cast(Any, SimpleNamespace(announcement=announcement, data=b"")), BLOCKS)
     plan = SessionPlan(

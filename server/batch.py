@@ -62,7 +62,7 @@ def form_batch(ready: Sequence[Ready], prefill_tokens: int) -> tuple[Slice, ...]
     if not ready:
         return ()
     first = ready[0]
-    if not first.packs:
+    if len(ready) == 1 or not first.packs:
         return (Slice(0, _piece(first, prefill_tokens)),)
     together = [i for i, work in enumerate(ready) if work.packs and work.group == first.group]
     chosen: list[Slice] = []

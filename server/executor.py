@@ -149,34 +149,38 @@ class _Iterations:
 
     def run(self) -> list[tuple[Done[Any], object]]:
         """Run one iteration. Returns what is finished, with its results."""
-        batch = self._batch()
+        heads = [items[0] for items in self._waiting.values()]
+        ready = [item.ready for item in heads]
+        decoding = any(each.decodes for each in ready) or self._expects_others()
+        slices = form_batch(ready, self._pace.prefill_tokens(decoding=decoding))
+        batch = [(heads[each.index], each) for each in slices]
         began = time.perf_counter()
-        sizes = [(each.tokens * (ready := item.ready).rows, ready.decodes) for item, each in batch]
         if len(batch) == 1:
             ((item, each),) = batch
             item.run(each.tokens)
         else:
             _run_together(batch)
         now = time.perf_counter()
+        self._learn(batch, ready, now, now - began)
         over = [item for item, _ in batch if item.is_over]
-        if isinstance(batch[0][0].job, SessionWork):
-            decodes = sum(decodes for _, decodes in sizes)
-            self._pace.observe(decodes, sum(size for size, decodes in sizes if not decodes), now - began)
-            for (item, _), (_, decoded) in zip(batch, sizes, strict=True):
-                if decoded and isinstance(item.job, SessionWork):
-                    self._decoded_at[item.job.session] = now
         for item, _ in batch:
             self._put_back(item)
         absent = [key for item in over if (key := _key(item)) not in self._waiting and key is not item]
         self._company.delivered(absent, now, now - began)
         return [(item.done, item.outcome()) for item in over]
 
-    def _batch(self) -> list[tuple[_Item, Slice]]:
-        heads = [items[0] for items in self._waiting.values()]
-        ready = [item.ready for item in heads]
-        decoding = any(each.decodes for each in ready) or self._expects_others()
-        slices = form_batch(ready, self._pace.prefill_tokens(decoding=decoding))
-        return [(heads[each.index], each) for each in slices]
+    def _learn(self, batch: "_Batch", ready: Sequence[Ready], now: float, took_s: float) -> None:
+        """Note how long it took. ready: as the planner saw what waited, before it ran."""
+        decodes = prefill_tokens = 0
+        for item, each in batch:
+            if not isinstance(item.job, SessionWork):
+                return
+            if ready[each.index].decodes:
+                decodes += 1
+                self._decoded_at[item.job.session] = now
+            else:
+                prefill_tokens += each.tokens * ready[each.index].rows
+        self._pace.observe(decodes, prefill_tokens, took_s)
 
     def _expects_others(self) -> bool:
         """Whether a session that waits for nothing now will soon want its next single step."""

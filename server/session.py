@@ -290,10 +290,13 @@ class SessionWork:
         if self.session.closed:
             return
         past, span = self._begin(), self.session.span
-        part = slice(self.done, self.done + tokens)
-        positions = self._positions[:, part] if self._positions is not None else None
-        mask = self._mask[:, part] if self._mask is not None else None
-        self.take(past.forward(span, self._hidden[:, part], positions, mask))
+        hidden, positions, mask = self._hidden, self._positions, self._mask
+        if tokens < self.tokens:
+            part = slice(self.done, self.done + tokens)
+            hidden = hidden[:, part]
+            positions = positions[:, part] if positions is not None else None
+            mask = mask[:, part] if mask is not None else None
+        self.take(past.forward(span, hidden, positions, mask))
 
     def take(self, output: Tensor) -> None:
         """Keep the output of the next positions."""
@@ -305,7 +308,7 @@ class SessionWork:
         if self.session.closed or not self._outputs:
             return None
         output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
-        if self._want is not None and not self.session.has_next:
+        if self._want is not None and self._want < self.tokens and not self.session.has_next:
             output = output[:, output.shape[1] - self._want :].clone()  # not to hold the rest
         return output.to("cpu")
 

@@ -1,9 +1,10 @@
 """Keys and values that grow in place: a decode step writes one position, and does not copy the past.
 
-The stock layers put the past and the new positions together in a new tensor at every step. Here a layer holds a buffer
-with some room behind its last position, in pages; when that is used up, a sixteenth more than is needed is taken. So
-no more than that is held beyond what is used, and a past is copied once for many steps. Layers with a sliding window
-move on through their buffer and start anew when they reach its end.
+The stock layers put the past and the new positions together in a new tensor at every step, and so it is here while
+there is so little that copying it costs less than the bookkeeping. From then on a layer holds a buffer with some room
+behind its last position, in pages; when that is used up, a sixteenth more than is needed is taken. So no more than that
+is held beyond what is used, and a past is copied once for many steps. Layers with a sliding window move on through
+their buffer and start anew when they reach its end.
 
 Whatever else happens to a layer (a gather, a rollback) makes new tensors or views, as it does in the stock layers: a
 view that still lies in the buffer goes on there, anything else gets a buffer of its own with the next step.
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 PAGE_TOKENS = 16  # what memory is taken and charged in, per row
 SLACK_SHARE = 16  # a growing buffer has one part in so many to spare
+SMALL_BYTES = 64 * 1024  # of the keys, or values, of one layer: copied in 3 microseconds
 WINDOW_SLACK_SHARE = 4  # for windows: a full one moves back to its buffer's start once in a quarter of its length
 
 
@@ -35,6 +37,9 @@ class _Buffer:
     def append(self, past: Tensor | None, new: Tensor) -> Tensor:
         """Return past and new positions as one view of the buffer. past: [rows, heads, length, size], or empty."""
         length = past.shape[-2] if past is not None and past.dim() == new.dim() else 0
+        if length and past is not None and past.nbytes < SMALL_BYTES:
+            self._memory = None
+            return torch.cat([past, new], dim=-2)
         total = length + new.shape[-2]
         start = self._start_of(past, new) if past is not None and length else -1
         if start < 0 or self._memory is None or start + total > self._memory.shape[-2]:

@@ -229,10 +229,9 @@ class Channel:
         that sent this is not read until it is paid for.
         """
         n_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        self._charge(self._chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES)
+        self._charge(self._chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES, self._loop.time())
 
-    def _charge(self, free: Bucket, shared: Bucket, amount: float) -> None:
-        now = self._loop.time()
+    def _charge(self, free: Bucket, shared: Bucket, amount: float, now: float) -> None:
         if free.take(now, amount) > 0 and (wait_s := shared.owe(now, amount)) > 0:
             self.pause(wait_s)
 
@@ -264,9 +263,9 @@ class Channel:
         """Take bytes as they arrive, in any pieces."""
         if self.closed:
             return
-        self.heard_at = self._loop.time()
+        self.heard_at = now = self._loop.time()
         self._take(data)
-        self._charge(self._inflow, self._me.inflow, len(data))
+        self._charge(self._inflow, self._me.inflow, len(data), now)
 
     def lost(self, why: str) -> None:
         """The carrier has ended."""

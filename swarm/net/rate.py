@@ -17,10 +17,13 @@ class Bucket:
 
     def take(self, now: float, amount: float = 1.0) -> float:
         """Take, and return 0.0; or take nothing, and return the seconds until one can."""
-        self._fill(now)
-        if self._level <= 0:
-            return -self._level / self._per_s + 1e-3
-        self._level -= amount
+        # `_fill`, inlined: this is called several times a step
+        level = self._level + (now - self._at) * self._per_s if now > self._at else self._level
+        self._at = now
+        if level <= 0:
+            self._level = level
+            return -level / self._per_s + 1e-3
+        self._level = min(self._burst, level) - amount
         return 0.0
 
     def owe(self, now: float, amount: float = 1.0) -> float:
