@@ -252,10 +252,9 @@ class Handler:
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
-        session.used_at = self._loop.time()
         if request.reset or (request.next_record is None and not request.relay):
             self._drop_journal(session)
-        session.reroute(request)
+        session.reroute(request, self._loop.time())
         journal = session.journal is not None and not request.reset
         self._connect(session, following, Rerouted(session=session.id, epoch=session.epoch, journal=journal))
 
@@ -304,6 +303,7 @@ class Handler:
         hidden, positions, mask = tensors
         assert hidden is not None
         try:
+            session.grant.check(session.used_at)
             self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
             session.accept_rebuild(piece, hidden, positions, mask)
         except Declined as declined:
@@ -387,6 +387,7 @@ class Handler:
                 self._pass_on(session, sent)
                 session.payer(channel).note_chatter(tensors)
                 return
+            session.grant.check(arrived_at)
             if step.budget_ms == 0:
                 raise Declined("too_late", "the step's time is over")
             if session.owner.unsent_bytes > UNREAD_BYTES_MAX:

@@ -45,6 +45,30 @@ class Sent:
     tensors: Sequence[Tensor]
 
 
+@dataclass(slots=True)
+class Grant:
+    """For how long and how much the previous hop may push. ends_at: in the loop's time."""
+
+    ends_at: float
+    tokens: int | None
+
+    @classmethod
+    def of(cls, request: Open | Reroute, now: float) -> "Grant":
+        """What the owner grants with a request."""
+        return cls(now + request.lifetime_s, request.tokens_max)
+
+    def check(self, now: float) -> None:
+        """Raise Declined if it has ended."""
+        if now > self.ends_at:
+            raise Declined("grant_over", "the owner's grant has ended")
+
+    def left(self, tokens: int) -> int | None:
+        """Return what is left after so many tokens of all rows. Raises Declined if that is too many."""
+        if self.tokens is not None and tokens > self.tokens:
+            raise Declined("grant_over", f"{tokens} tokens, the owner's grant has {self.tokens} left")
+        return None if self.tokens is None else self.tokens - tokens
+
+
 class HostedSession:
     """One session on one hop."""
 
@@ -61,6 +85,7 @@ class HostedSession:
         self.lease = lease
         self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
         self.used_at = now
+        self.grant = Grant.of(request, now)
         self.closed = False
         self.generation = 0  # raised when the past is forgotten: what was computed before counts no more
         self.sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
@@ -96,9 +121,11 @@ class HostedSession:
         """Whose channel is charged for activations that are refused: a hop that hands them on is not to blame."""
         return sender if sender.peer == self.owner.peer else self.owner
 
-    def reroute(self, request: Reroute) -> None:
-        """Take new neighbours; forget the past if it is to come anew."""
+    def reroute(self, request: Reroute, now: float) -> None:
+        """Take new neighbours and a new grant; forget the past if it is to come anew."""
         self.epoch = request.epoch
+        self.used_at = now
+        self.grant = Grant.of(request, now)
         self.replay = None
         self.previous = request.previous or self.owner.peer
         self.has_next = request.next_record is not None or request.relay
@@ -139,7 +166,7 @@ class HostedSession:
             raise Declined("bad_request", f"{length} positions, the session was opened for {self._positions_max}")
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
-        self._hold(rows, length)
+        self._hold(rows, tokens, length)
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
         self.under_way += 1
@@ -151,16 +178,19 @@ class HostedSession:
             raise Declined("bad_request", f"positions from {piece.start}, {self._rebuild_from} is the next to rebuild")
         if piece.start and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
-        self._hold(rows, piece.start + tokens)
+        self._hold(rows, tokens, piece.start + tokens)
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
         self.under_way += 1
 
-    def _hold(self, rows: int, positions: int) -> None:
+    def _hold(self, rows: int, tokens: int, positions: int) -> None:
+        """Use up some of the grant, and memory for `positions` in all. Raises Declined."""
+        left = self.grant.left(rows * tokens)
         try:
             self.lease.hold(rows, positions, self._rollback_max)
         except NoRoom as full:
             raise Declined("no_room", str(full), RETRY_AFTER_S) from None
+        self.grant.tokens = left
 
     def _check_tensors(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> tuple[int, int]:
         """Return rows and tokens of activations and what comes with them. Raises Declined."""

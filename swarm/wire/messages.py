@@ -30,6 +30,9 @@ TEXT_MAX = 300
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 PeerId = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]
 Epoch = Annotated[int, Field(ge=0, le=1 << 31)]
+LIFETIME_S_MAX = 24 * 3600
+Lifetime = Annotated[int, Field(ge=1, le=LIFETIME_S_MAX)]
+TokenBudget = Annotated[int, Field(ge=0, le=1 << 48)]
 StepNumber = Annotated[int, Field(ge=0, le=STEPS_MAX)]
 Milliseconds = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
 Text = Annotated[str, Field(max_length=TEXT_MAX)]
@@ -40,6 +43,7 @@ RefusalCode = Literal[
     "draining",  # this server is leaving
     "not_served",  # another model, numeric class or block range
     "not_yours",  # the session belongs to another key, or expects its activations from another peer
+    "grant_over",  # its owner allowed it for less time, or for fewer tokens
     "out_of_order",  # a step before this one is missing
     "not_finite",  # activations came that are infinite or no numbers
     "too_late",  # the client's patience ended before the step began
@@ -92,6 +96,8 @@ class Open(Message):
     relay: the client gets them, and hands them on to the next hop, which this one cannot reach; no next_record then.
     after_step: the session is behind this step already. rebuild: what it was until then comes by Rebuild messages, and
     steps wait until it is complete.
+    lifetime_s, tokens_max: nobody pushes into the session later than that, or more than so many tokens of all rows
+    together, what is rebuilt included. Every Reroute grants anew.
     """
 
     kind: Literal["open"] = "open"
@@ -108,6 +114,8 @@ class Open(Message):
     relay: bool = False
     after_step: StepNumber = 0
     rebuild: bool = False
+    lifetime_s: Lifetime = LIFETIME_S_MAX
+    tokens_max: TokenBudget | None = None
 
 
 class Opened(Message):
@@ -122,7 +130,7 @@ class Opened(Message):
 class Reroute(Message):
     """Changes a session's neighbours on a hop that goes on. Only its owner may, and only with a higher epoch.
 
-    reset: forget the past, which comes anew by Rebuild messages; relay and after_step as in Open.
+    reset: forget the past, which comes anew by Rebuild messages. The others as in Open.
     """
 
     kind: Literal["reroute"] = "reroute"
@@ -133,6 +141,8 @@ class Reroute(Message):
     relay: bool = False
     reset: bool = False
     after_step: StepNumber = 0
+    lifetime_s: Lifetime = LIFETIME_S_MAX
+    tokens_max: TokenBudget | None = None
 
 
 class Rerouted(Message):

@@ -699,6 +699,76 @@ async def test_after_a_reroute_the_old_epoch_and_the_old_neighbour_are_out(
     assert (await owner.output() - expected).abs().max() < TOLERANCE
 
 
+# Grants: what the owner allows its hops' neighbours, field by field ---------------------------------------------------
+
+GRANTED = {
+    "session": ({"session": f"{7:032x}"}, "failed"),
+    "epoch, an earlier one": ({"epoch": 4}, "not_yours"),
+    "epoch, a later one": ({"epoch": 6}, "not_yours"),
+}
+
+
+@pytest.mark.parametrize("what", GRANTED)
+async def test_a_frame_under_another_grant_is_refused(first: Site, owner: Peer, stranger: Peer, what: str):
+    request = await opened(owner, first, epoch=5, previous=stranger.peer)
+    changes, expected = GRANTED[what]
+    message, tensors = step(request, 1, activations(1, 2), **changes)
+    answer = await stranger.ask(first, message, *tensors)
+    assert (answer.kind if isinstance(answer, Failed) else code(answer)) == expected
+    assert first.computed == []
+    assert first.server.pool.used_tokens == 0
+
+
+async def test_a_grant_for_another_span_or_peer_is_refused(first: Site, second: Site, owner: Peer, stranger: Peer):
+    for start, stop in ((0, 4), (3, 6), (2, 2)):
+        assert code(await owner.ask(first, open_for(first, start=start, stop=stop))) == "not_served"
+    request = await opened(owner, first, next_record=second.record())  # outputs of first, which has blocks 0:3
+    await opened(owner, second, session=request.session, previous=stranger.peer)  # from somebody else, it says
+    (await owner.to(first)).send(*step(request, 1, activations(1, 2)))
+    refused = await owner.next()  # by second, through first
+    assert isinstance(refused, Failed)
+    assert "another peer" in refused.why
+    assert second.computed == []
+    assert code(await owner.ask(second, *flat(step(request, 1, activations(1, 2))))) == "not_yours"
+    assert second.computed == []
+
+
+async def test_a_grant_ends_with_its_time_and_a_reroute_gives_another(first: Site, owner: Peer, stranger: Peer):
+    request = await opened(owner, first, previous=stranger.peer, lifetime_s=60)
+    (await stranger.to(first)).send(*step(request, 1, activations(1, 2)))
+    await owner.output()
+    session = first.server.handler.sessions[request.session]
+    assert 0 < session.grant.ends_at - asyncio.get_running_loop().time() <= 60
+    session.grant.ends_at -= 61
+    late, hidden = step(request, 2, activations(1, 1), keep=2)
+    (await stranger.to(first)).send(late, hidden)
+    assert code(await owner.next()) == "grant_over"
+    assert len(first.computed) == 1
+    again = Reroute(session=request.session, epoch=1, previous=stranger.peer, lifetime_s=60)
+    assert isinstance(await owner.ask(first, again), Rerouted)
+    (await stranger.to(first)).send(late.model_copy(update={"epoch": 1}), hidden)
+    await owner.output()
+
+
+async def test_a_grant_ends_with_its_tokens_and_those_of_all_rows_count(first: Site, owner: Peer):
+    request = await opened(owner, first, tokens_max=10)
+    (await owner.to(first)).send(*step(request, 1, activations(3, 3)))
+    await owner.output()
+    assert code(await owner.ask(first, *flat(step(request, 2, activations(3, 1), keep=3)))) == "grant_over"
+    assert first.server.handler.sessions[request.session].grant.tokens == 1
+    (await owner.to(first)).send(*step(request, 2, activations(1, 1), keep=3, rows=(0,)))
+    await owner.output()
+    assert code(await owner.ask(first, *flat(step(request, 3, activations(1, 1), keep=4)))) == "grant_over"
+    assert len(first.computed) == 2
+
+
+async def test_a_past_that_is_rebuilt_is_part_of_the_grant(first: Site, owner: Peer):
+    request = await opened(owner, first, after_step=1, rebuild=True, tokens_max=3)
+    piece = activations(1, 4)
+    assert code(await owner.ask(first, rebuild(request, 0, 4, piece), piece)) == "grant_over"
+    assert first.server.pool.used_tokens == 0
+
+
 async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Site, owner: Peer):
     request = await opened(owner, first, after_step=7, rebuild=True)
     channel = await owner.to(first)

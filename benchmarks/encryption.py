@@ -1,0 +1,123 @@
+"""What encryption costs: tokens per second over three hops, with sealed frames and with plain ones, in one run.
+
+    python benchmarks/encryption.py [--tokens 600] [--quick] [--json PATH]
+
+Two swarms of three one-thread servers of the demo checkpoint each, which differ in the frames of their channels alone:
+handshakes, identities and everything else are the same (`plain_channel.py`; there is no switch for users). They take
+their tokens in turn, one each. Frames of the same content are sealed and opened alone, too, for what it costs a step
+by itself.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from common import ROOT, SEED, Samples, decoder_step, even_cuts, interleaved, table, write_json
+from plain_channel import Plain, plain_channels
+from transformers import AutoConfig
+
+from swarm.client import AutoDistributedModel
+from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, LocalSwarm, Place
+from swarm.demo.local import launch as launch_sealed
+from swarm.net.channel import Sealer
+from swarm.net.launch import command
+from swarm.wire import messages as wire
+from swarm.wire.tensors import meta_of
+
+CHECKPOINT = ROOT / "swarm" / "demo" / "checkpoint"
+HOPS = 3
+PROMPT_TOKENS = 32
+WARM_UP = 30
+OPTIONS = ("--dtype", "float32")
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--tokens", type=int, default=600, help="measured tokens of each kind")
+    arguments.add_argument("--quick", action="store_true", help="a few tokens, to see that it works")
+    arguments.add_argument("--json", type=Path, help="where the raw samples go")
+    options = arguments.parse_args()
+    tokens = 40 if options.quick else options.tokens
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    with torch.inference_mode():
+        steps = measure_steps(tokens)
+        frames = measure_frames(tokens)
+    report(steps, frames)
+    write_json(options.json, "encryption", SEED, [*steps.values(), *frames.values()], tokens=tokens)
+
+
+def measure_steps(tokens: int) -> dict[str, Samples]:
+    """Time one token after another, in turn through a swarm with sealed frames and one with plain ones."""
+    with ExitStack() as closing:
+        works = {}
+        for name, launch, frames in (
+            ("sealed", launch_sealed, nullcontext()),
+            ("plain", launch_plain, plain_channels()),
+        ):
+            works[name] = _decoding(closing, launch, frames)
+        interleaved(WARM_UP, works)
+        return interleaved(tokens, works)
+
+
+def _decoding(closing: ExitStack, launch: Callable[..., object], frames: object) -> Callable[[], None]:
+    """Start a swarm and a client of it; returns what computes one token."""
+    n_blocks = AutoConfig.from_pretrained(CHECKPOINT).num_hidden_layers
+    spans = [str(cut) for cut in even_cuts(n_blocks, HOPS)]
+    swarm = closing.enter_context(LocalSwarm(CHECKPOINT, spans, options=OPTIONS, log_level="warning", launch=launch))  # type: ignore[arg-type]
+    model = AutoDistributedModel.from_pretrained(
+        swarm.model, initial_peers=swarm.initial_peers, network=swarm.network, dtype=torch.float32
+    )
+    closing.enter_context(model)
+    prompt = torch.randint(2, 1000, (1, PROMPT_TOKENS))
+    with frames:  # type: ignore[attr-defined]
+        return decoder_step(model, model.new_cache(), prompt)  # connects
+
+
+def launch_plain(
+    place: Place, module: str, arguments: Sequence[str], env: dict[str, str], log: BinaryIO
+) -> "subprocess.Popen[bytes]":
+    """As `swarm.demo.local.launch`, with plain frames."""
+    script = str(Path(__file__).with_name("plain_channel.py"))
+    line = command(
+        *(sys.executable, script, module, *arguments), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=MEMORY_BYTES_MAX
+    )
+    return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0)
+
+
+def measure_frames(count: int) -> dict[str, Samples]:
+    """Time what a step's frame takes to be written and read."""
+    hidden = torch.randn(1, 1, AutoConfig.from_pretrained(CHECKPOINT).hidden_size)
+    step = wire.Step(session="0" * 32, epoch=1, step=1, keep=0, want=1, budget_ms=1000, hidden=meta_of(hidden))
+    parts = wire.encode(step, [hidden])
+
+    def there_and_back(kind: type[Sealer]) -> Callable[[], object]:
+        writer, reader = kind(b"k" * 32), kind(b"k" * 32)
+        return lambda: reader.open(writer.seal(parts))
+
+    works = {"a frame, sealed and opened": there_and_back(Sealer), "a frame, plain": there_and_back(Plain)}
+    interleaved(WARM_UP, works)
+    return interleaved(count, works)
+
+
+def report(steps: dict[str, Samples], frames: dict[str, Samples]) -> None:
+    rows = [[name, f"{each.median:.3f}", f"{1000 / each.median:.1f}"] for name, each in steps.items()]
+    table("milliseconds per token over three hops, and tokens per second", ("", "ms", "tokens/s"), rows)
+    sealed, plain = steps["sealed"], steps["plain"]
+    paired = statistics.median(a - b for a, b in zip(sealed.ms, plain.ms, strict=True))
+    print(f"encryption costs {100 * (1 - plain.median / sealed.median):.2f} % of tokens per second", end="")
+    print(f" (of the medians; {100 * paired / sealed.median:.2f} % by tokens next to each other)")
+    table("microseconds", ("", "median"), [[name, f"{1000 * each.median:.1f}"] for name, each in frames.items()])
+    per_frame = frames["a frame, sealed and opened"].median - frames["a frame, plain"].median
+    share = (HOPS + 1) * per_frame / sealed.median
+    print(f"sealing and opening alone: {HOPS + 1} frames a token, {100 * share:.2f} % of its time")
+
+
+if __name__ == "__main__":
+    main()

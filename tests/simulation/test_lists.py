@@ -1,0 +1,150 @@
+"""Lists of peers hold through every repair: who is not on them gets nothing, however often a route breaks."""
+
+import asyncio
+from collections.abc import Coroutine
+from random import Random
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from swarm.blocks import Blocks
+from swarm.client.live import SessionPlan
+from swarm.client.router import Preferences, Router, Wanted
+from swarm.errors import HopFailed, NoRoute
+from swarm.identity import Identity
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.model import NUMERIC_CLASS, HashSpan, embed, greedy
+from tests.simulation.network import Trace
+from tests.simulation.run import _events_into, _tear_down
+from tests.simulation.world import MODEL, N_BLOCKS, ROOT, Client, Host, Weather, World
+
+Result = TypeVar("Result")
+REROUTES = 1000
+TOKENS = 16  # of one session
+SPANS = [Blocks(0, 4), Blocks(2, 6), Blocks(4, 8), Blocks(6, 10), Blocks(8, 12)]  # each twice listed, twice not
+LISTED = 2 * len(SPANS)
+HORIZON_S = 4 * 3600.0
+PLAN = SessionPlan(root=ROOT, positions_max=4096, rollback_max=0, step_timeout_s=120.0, wait_for_blocks_s=60.0)
+
+
+def preferences(kind: str, listed: list[Identity], others: list[Identity]) -> Preferences:
+    ours, theirs = ([one.peer_id for one in group] for group in (listed, others))
+    match kind:
+        case "allowed_peers":
+            return Preferences.checked(ours, (), "latency")
+        case "blocked_peers":
+            return Preferences.checked(None, theirs, "latency")
+        case _:
+            return Preferences.checked(None, (), "latency", {f"0:{N_BLOCKS}": ours})
+
+
+class Village:
+    """A swarm whose servers come back as soon as they are killed, and a client that trusts half of them."""
+
+    def __init__(self, loop: VirtualLoop, kind: str, seed: int) -> None:
+        source = Random(f"identities {seed}")
+        identities = [Identity(source.randbytes(32)) for _ in range(2 * LISTED)]
+        self.listed = {one.peer_id for one in identities[:LISTED]}
+        self.lines: list[str] = []
+        self.world = World(loop, seed, Weather(servers=0), Trace(loop, self.lines))
+        self._started = 0
+        for number, identity in enumerate(identities):
+            self._start(identity, SPANS[number % len(SPANS)])
+        client = self.client = Client(self.world, seed)
+        chosen = preferences(kind, identities[:LISTED], identities[LISTED:])
+        directory = client.router._directory
+        self.router = Router(Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS), directory, client.sessions, chosen)
+
+    def heard(self) -> set[str]:
+        """The peer ids of all that ever got a message."""
+        names = {line.split()[2].partition(">")[0] for line in self.lines if line.split()[1] == "message"}
+        return {peer for peer, name in self._names() if name in names}
+
+    def _names(self) -> list[tuple[str, str]]:
+        processes = self.world.network.processes.values()
+        return [(process.me.identity.peer_id, process.name) for process in processes]
+
+    def host(self, peer: str) -> Host:
+        """The running server of an identity."""
+        return next(host for host in self.world.hosts if host.identity.peer_id == peer)
+
+    def _start(self, identity: Identity, blocks: Blocks) -> None:
+        self._started += 1
+        host = Host(self.world, f"s{self._started}", Random(self._started), identity, blocks)
+        host.start(0.5)
+        self.world.hosts.append(host)
+
+    def kill(self, peer: str, *, comes_back: bool = True) -> None:
+        """End a server; another process of the same identity comes."""
+        host = self.host(peer)
+        self.world.hosts.remove(host)
+        self.world.network.kill(host.process)
+        if comes_back:
+            self.world.loop.call_later(1.0, self._start, host.identity, host.blocks)
+
+
+async def broken_session(village: Village, source: Random) -> int:
+    """Generate while a hop dies before every token; returns how often the route was repaired."""
+    session = await village.router.open(Blocks(0, N_BLOCKS), PLAN)
+    local = HashSpan(Blocks(0, N_BLOCKS))
+    past, tokens = local.new_cache(), [[1, 2, 3]]
+    for _ in range(TOKENS):
+        village.kill(source.choice(session.route).peer_id)
+        got = await session.step(embed(tokens), positions=None, mask=None, want=1)
+        expected = local.forward(embed(tokens), cache=past, positions=None, mask=None)[:, -1:]
+        assert torch.equal(got, expected)
+        assert {hop.peer_id for hop in session.route} <= village.listed
+        tokens = [[token] for token in greedy(expected)]
+    await session.close()
+    return session.repairs
+
+
+def run(kind: str, seed: int, reroutes: int) -> int:
+    """Break the route again and again; returns how often it was repaired."""
+    loop = VirtualLoop(HORIZON_S)
+
+    async def generate() -> int:
+        village, source = Village(loop, kind, seed), Random(seed)
+        await asyncio.sleep(25.0)
+        repairs = 0
+        while repairs < reroutes:
+            repairs += await broken_session(village, source)
+        heard = village.heard() - {village.client.process.me.identity.peer_id}
+        assert heard <= village.listed
+        assert heard == village.listed  # the route went round
+        await village.client.sessions.close()
+        return repairs
+
+    return _finished(loop, generate())
+
+
+def _finished(loop: VirtualLoop, work: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        with torch.inference_mode(), _events_into(None):
+            return loop.run_until_complete(work)
+    finally:
+        _tear_down(loop)
+
+
+@pytest.mark.parametrize("kind", ["allowed_peers", "blocked_peers", "trusted_peers"])
+def test_over_a_thousand_reroutes_an_unlisted_peer_gets_no_frame(kind: str) -> None:
+    assert run(kind, 1, -(-REROUTES // 3)) >= REROUTES // 3
+
+
+def test_a_repair_fails_rather_than_leave_the_list() -> None:
+    loop = VirtualLoop(HORIZON_S)
+
+    async def generate() -> None:
+        village = Village(loop, "trusted_peers", 7)
+        await asyncio.sleep(25.0)
+        plan = SessionPlan(root=ROOT, positions_max=64, rollback_max=0, step_timeout_s=30.0, wait_for_blocks_s=0.0)
+        session = await village.router.open(Blocks(0, N_BLOCKS), plan)
+        for peer in village.listed:
+            village.kill(peer, comes_back=False)
+        with pytest.raises((NoRoute, HopFailed)):
+            await session.step(embed([[1, 2, 3]]), positions=None, mask=None, want=1)
+        assert village.heard() <= village.listed | {village.client.process.me.identity.peer_id}
+        await village.client.sessions.close()
+
+    _finished(loop, generate())
