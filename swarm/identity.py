@@ -119,6 +119,7 @@ def peer_id_of(public_key: bytes) -> str:
     return base58.b58encode(_PUBLIC_PREFIX + public_key).decode()
 
 
+@lru_cache(maxsize=PEER_IDS_REMEMBERED)
 def public_key_of(peer_id: str) -> bytes:
     """Return the 32-byte Ed25519 key inside a peer id. Raises ValueError for any other kind of peer id."""
     if len(peer_id) > PEER_ID_MAX:  # reading base58 takes the square of its length
