@@ -9,9 +9,12 @@ import pytest
 from swarm.demo.local import LocalSwarm
 from tests.monitor import needs_light
 from tests.monitor.test_page import get, page
-from tests.monitor.test_pages_browser import CHROMIUM, FLAGS, sync_api
 from tests.support import warm
 from tests.support.swarms import DEMO_CHECKPOINT, environment
+
+pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`: pip install -e '.[browser]'")
+
+from tests.monitor.test_pages_browser import CHROMIUM, FLAGS, sync_api
 
 SPANS = ("0:4", "4:8", "8:10", "10:12")
 WITHIN_MS = 120_000
