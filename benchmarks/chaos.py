@@ -58,6 +58,7 @@ class Options:
     kinds: tuple[Kind, ...]
     seed: int
     every_s: float
+    down_max: float
     prompt_tokens: int
     new_tokens: int
     token_s: float
@@ -79,6 +80,9 @@ def parse_kinds(_context: click.Context, _parameter: click.Parameter, text: str)
 @click.option("--kinds", callback=parse_kinds, default=",".join(KINDS), help="of faults")
 @click.option("--seed", default=0, help="of prompts, moments, kinds and servers")
 @click.option("--every", "every_s", type=click.FloatRange(0.1), default=1.6, help="mean seconds between faults")
+@click.option(
+    "--down-max", type=click.FloatRange(0, 1), default=0.4, help="share of the servers that may be down; others wait"
+)
 @click.option("--prompt-tokens", type=click.IntRange(1, 900), default=512)
 @click.option("--new-tokens", type=click.IntRange(2, 100), default=64, help="of one generation")
 @click.option("--token-ms", type=click.FloatRange(0), default=25.0, help="a client's pause after each token")
@@ -186,6 +190,8 @@ def rage(faults: Faults, clients: Sequence[Client], options: Options) -> int:
 
 def strike(faults: Faults, clients: Sequence[Client], options: Options) -> bool:
     """Do one fault, to a server that sessions use if possible. Returns False where nothing may be done now."""
+    if sum(not slot.live for slot in faults.slots) >= options.down_max * len(faults.slots):
+        return False  # a machine that does little but start servers shows how busy it is, and nothing else
     routes = [client.peers() for client in clients]
     chosen = choose(faults.slots, options.kinds, {peer for route in routes for peer in route}, faults.rng)
     if chosen is None:
