@@ -1,17 +1,18 @@
 """What encryption costs: tokens per second over three hops, with sealed frames and with plain ones, in one run.
 
-    python benchmarks/encryption.py [--tokens 600] [--quick] [--json PATH]
+    python benchmarks/encryption.py [--model llama|demo] [--tokens 400] [--quick] [--json PATH]
 
-Two swarms of three one-thread servers of the demo checkpoint each, which differ in the frames of their channels alone:
-handshakes, identities and everything else are the same (`plain_channel.py`; there is no switch for users). They take
-their tokens in turn, one each. Frames of the same content are sealed and opened alone, too, for what it costs a step
-by itself.
+Two swarms of three one-thread servers each, of a llama of 110 million parameters or of the demo checkpoint (fp32). They
+differ in the frames of their channels alone: handshakes, identities and everything else are the same
+(`plain_channel.py`; there is no switch for users). They take their tokens in turn, one each. Frames of the same content
+are sealed and opened alone, too, for what it costs a step by itself.
 """
 
 import argparse
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import BinaryIO
 
 import torch
 from common import ROOT, SEED, Samples, decoder_step, even_cuts, interleaved, table, write_json
+from load import save_checkpoint
 from plain_channel import Plain, plain_channels
 from transformers import AutoConfig
 
@@ -30,7 +32,7 @@ from swarm.net.launch import command
 from swarm.wire import messages as wire
 from swarm.wire.tensors import meta_of
 
-CHECKPOINT = ROOT / "swarm" / "demo" / "checkpoint"
+DEMO = ROOT / "swarm" / "demo" / "checkpoint"
 HOPS = 3
 PROMPT_TOKENS = 32
 WARM_UP = 30
@@ -39,21 +41,28 @@ OPTIONS = ("--dtype", "float32")
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--tokens", type=int, default=600, help="measured tokens of each kind")
+    arguments.add_argument("--tokens", type=int, default=400, help="measured tokens of each kind")
+    arguments.add_argument("--model", choices=("llama", "demo"), default="llama")
     arguments.add_argument("--quick", action="store_true", help="a few tokens, to see that it works")
     arguments.add_argument("--json", type=Path, help="where the raw samples go")
     options = arguments.parse_args()
     tokens = 40 if options.quick else options.tokens
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    with torch.inference_mode():
-        steps = measure_steps(tokens)
-        frames = measure_frames(tokens)
+    with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder, torch.inference_mode():
+        checkpoint = DEMO
+        if options.model == "llama":
+            checkpoint = Path(folder)
+            save_checkpoint(checkpoint, "llama", torch.float32, SEED)
+        steps = measure_steps(checkpoint, tokens)
+        frames = measure_frames(checkpoint, tokens)
     report(steps, frames)
-    write_json(options.json, "encryption", SEED, [*steps.values(), *frames.values()], tokens=tokens)
+    write_json(
+        options.json, "encryption", SEED, [*steps.values(), *frames.values()], tokens=tokens, model=options.model
+    )
 
 
-def measure_steps(tokens: int) -> dict[str, Samples]:
+def measure_steps(checkpoint: Path, tokens: int) -> dict[str, Samples]:
     """Time one token after another, in turn through a swarm with sealed frames and one with plain ones."""
     with ExitStack() as closing:
         works = {}
@@ -61,16 +70,18 @@ def measure_steps(tokens: int) -> dict[str, Samples]:
             ("sealed", launch_sealed, nullcontext()),
             ("plain", launch_plain, plain_channels()),
         ):
-            works[name] = _decoding(closing, launch, frames)
+            works[name] = _decoding(closing, checkpoint, launch, frames)
         interleaved(WARM_UP, works)
         return interleaved(tokens, works)
 
 
-def _decoding(closing: ExitStack, launch: Callable[..., object], frames: object) -> Callable[[], None]:
+def _decoding(
+    closing: ExitStack, checkpoint: Path, launch: Callable[..., object], frames: object
+) -> Callable[[], None]:
     """Start a swarm and a client of it; returns what computes one token."""
-    n_blocks = AutoConfig.from_pretrained(CHECKPOINT).num_hidden_layers
+    n_blocks = AutoConfig.from_pretrained(checkpoint).num_hidden_layers
     spans = [str(cut) for cut in even_cuts(n_blocks, HOPS)]
-    swarm = closing.enter_context(LocalSwarm(CHECKPOINT, spans, options=OPTIONS, log_level="warning", launch=launch))  # type: ignore[arg-type]
+    swarm = closing.enter_context(LocalSwarm(checkpoint, spans, options=OPTIONS, log_level="warning", launch=launch))  # type: ignore[arg-type]
     model = AutoDistributedModel.from_pretrained(
         swarm.model, initial_peers=swarm.initial_peers, network=swarm.network, dtype=torch.float32
     )
@@ -91,9 +102,9 @@ def launch_plain(
     return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0)
 
 
-def measure_frames(count: int) -> dict[str, Samples]:
+def measure_frames(checkpoint: Path, count: int) -> dict[str, Samples]:
     """Time what a step's frame takes to be written and read."""
-    hidden = torch.randn(1, 1, AutoConfig.from_pretrained(CHECKPOINT).hidden_size)
+    hidden = torch.randn(1, 1, AutoConfig.from_pretrained(checkpoint).hidden_size)
     step = wire.Step(session="0" * 32, epoch=1, step=1, keep=0, want=1, budget_ms=1000, hidden=meta_of(hidden))
     parts = wire.encode(step, [hidden])
 

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("memory", {"before", "held", "closed"}),
         ("hostile", {"step, no attack", "step, attacked"}),
         ("serving", {"TTFT, 1 clients", "TTFT, 8 clients"}),
+        ("encryption", {"sealed", "plain", "a frame, sealed and opened", "a frame, plain"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )
