@@ -116,6 +116,7 @@ FIELDS = {
     "rows": st.none() | st.lists(st.integers(0, wire.ROWS_MAX - 1), max_size=wire.ROWS_MAX).map(tuple),
     "code": st.sampled_from(get_args(wire.RefusalCode)), "blame": st.sampled_from(get_args(wire.Blame)),
     "retry_after_ms": st.none() | st.integers(0, 24 * 3600 * 1000),
+    "lifetime_s": st.integers(1, wire.LIFETIME_S_MAX), "tokens_max": st.none() | st.integers(0, 1 << 48),
 }  # fmt: skip
 
 
