@@ -34,9 +34,9 @@ help:
 demo: $(STAMP)
 	$(BIN)/swarm-demo
 
-# A file's tests run one after another, three files at a time: they wait for half of their time.
+# A file's tests run one after another, two files at a time; a file of one long test does not come last.
 test: lint
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 25 --durations-min 5 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-long: $(HEALTH)
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)

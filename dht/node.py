@@ -31,7 +31,7 @@ from swarm.dht.validator import Clock, Entry, RecordGate
 from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
 from swarm.net.p2p import POLL_S, Daemon, P2PConfig, split_multiaddr, supervise
 
-JOIN_TIMEOUT_S = 10.0  # with p2pd's start, an unreachable swarm is reported within 15 s
+JOIN_TIMEOUT_S = 13.0  # with p2pd's start, an unreachable swarm is reported within 15 s
 POPULATE_TIMEOUT_S = 3.0  # for learning one's neighbours while joining
 UP_TIMEOUT_S = 15.0  # what a call waits for while p2pd is being replaced
 GET_TIMEOUT_S = 20.0
@@ -279,12 +279,14 @@ class SwarmNode:
         """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""
         peer, _ = split_multiaddr(address)
         try:
-            await running.daemon.connect(address, JOIN_TIMEOUT_S - CALL_TIMEOUT_S)
+            await running.daemon.connect(address, JOIN_TIMEOUT_S - 2 * CALL_TIMEOUT_S)
         except Unreachable as error:
             return error
-        pong = await running.protocol.ping(peer)
+        pong = await running.protocol.ping(peer) or await running.protocol.ping(
+            peer
+        )  # it may be busy: many start together
         if pong is None:
-            return Unreachable("a peer", (address,), CALL_TIMEOUT_S, "it is connected but does not answer")
+            return Unreachable("a peer", (address,), 2 * CALL_TIMEOUT_S, "it is connected but does not answer")
         return pong.skew_s
 
     async def _learn(self, running: _Running, places: int = PLACES_LATER) -> None:

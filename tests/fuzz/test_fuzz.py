@@ -25,8 +25,8 @@ from tests.fuzz.parsers import PARSERS, Parser, frame_of, tensors_of
 from tests.fuzz.run import MEASURED_OF, MEMORY_MAX, feed, feed_atheris, feed_hypothesis, has_atheris
 
 CASES = 300
-EXECUTIONS = 3000
-CPU_S = 3.0  # per parser, if the executions take longer
+EXECUTIONS = 2000
+CPU_S = 2.0  # per parser, if the executions take longer
 BROKEN = """
 import swarm.blocks
 
