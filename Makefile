@@ -61,15 +61,21 @@ format: $(STAMP)
 install: $(STAMP)
 
 # Debian's python3 cannot put pip into an environment unless python3-venv is installed; its pip can, from outside.
+define make_venv
+$(PYTHON) -m venv --clear $(VENV) 2>/dev/null \
+	|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+endef
+
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(VENV) 2>/dev/null \
-		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(make_venv)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(HEALTH): $(STAMP)
+# All extras in one go where there is nothing yet.
+$(HEALTH): setup.cfg pyproject.toml constraints.txt
+	test -e $(STAMP) && test $(STAMP) -nt setup.cfg && test $(STAMP) -nt constraints.txt || { $(make_venv); }
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health,browser]'
-	touch $@
+	touch $(STAMP) $@
 
 # Everything that the project may install, on any platform, with the hashes of every file that the index has of it.
 lock: $(TOOLS)/.installed

@@ -21,6 +21,7 @@ from tests.dht.memory import MemoryNetwork
 from tests.dht.support import NETWORK, ROOT, announcement, node, signed
 
 NODES, LIARS, READERS = 100, 20, 8
+OFTEN = {Lie.GHOSTS, Lie.FORGED, Lie.STRANGERS}
 AT_ONCE = 50  # look-ups
 KEY = key_id(span_key(NETWORK, ROOT, 0))
 
@@ -99,7 +100,7 @@ async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("how", list(Lie))
+@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how in OFTEN else pytest.mark.long) for how in Lie])
 async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record(how: Lie) -> None:
     """The twenty nodes nearest to the key are liars. A server announces, and again; every reader finds it."""
     owner, gate = Identity(b"o" * 32), RecordGate(NETWORK, time.time)
