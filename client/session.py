@@ -182,12 +182,18 @@ class Session:
 
     async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
         """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too."""
-        asked_again = False
+        asked_again = renewed = False
         while True:
             try:
                 output = await flight.answer
                 break
             except Refused as refused:
+                if refused.code == "grant_over" and not renewed:
+                    renewed = True
+                    self.live.stands = False  # the same route once more: that grants anew
+                    await self._restore()
+                    self._resend_all()
+                    continue
                 if refused.code != "no_room" or refused.retry_after_s is None:
                     raise
                 if not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
