@@ -7,7 +7,7 @@ are random; what is computed has a real model's cost.
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,25 @@ class Bench:
 @contextmanager
 def bench(directory: Path, dtype: torch.dtype, spans: Sequence[str], options: Sequence[str] = ()) -> Iterator[Bench]:
     """Serve a checkpoint by processes of one thread each, and join as a client."""
+    with benches(directory, dtype, spans, options, clients=1) as (only,):
+        yield only
+
+
+@contextmanager
+def benches(
+    directory: Path, dtype: torch.dtype, spans: Sequence[str], options: Sequence[str] = (), *, clients: int
+) -> Iterator[list[Bench]]:
+    """The same with several clients, who are strangers to each other."""
     name = str(dtype).removeprefix("torch.")
-    with LocalSwarm(directory, spans, log_level="warning", options=("--dtype", name, *options)) as swarm:
-        model = AutoDistributedModel.from_pretrained(
-            swarm.model, initial_peers=swarm.initial_peers, network=swarm.network, dtype=dtype
+    with ExitStack() as closing:
+        swarm = closing.enter_context(
+            LocalSwarm(directory, spans, log_level="warning", options=("--dtype", name, *options))
         )
-        with model:
-            yield Bench(model, dtype, [server.ready["pid"] for server in swarm.servers])
+        server_pids = [server.ready["pid"] for server in swarm.servers]
+        joined = []
+        for _ in range(clients):
+            model = AutoDistributedModel.from_pretrained(
+                swarm.model, initial_peers=swarm.initial_peers, network=swarm.network, dtype=dtype
+            )
+            joined.append(Bench(closing.enter_context(model), dtype, server_pids))
+        yield joined

@@ -3,19 +3,23 @@
     python benchmarks/prefill.py [--dtype bf16] [--hops 2] [--tokens 128,512,1024,2048,8192] [--quick]
 
 A prompt travels in chunks that are under way together, so that both servers (one thread each) work at the same time.
-Without overlap the next chunk leaves when the one before has come back.
+Without overlap the next chunk leaves when the one before has come back; then they are as large as a message may be, or
+as the others, whatever is quicker.
 """
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from common import SEED, Samples, table, write_json
 from load import BLOCKS, DTYPES, Bench, bench, save_checkpoint
 
-CHUNK_BYTES = 1 << 20  # as the client cuts
+from swarm.client import chunks
+from swarm.wire.tensors import CHUNK_BYTES
+
+WAYS = ("overlapped", "one by one", "one by one, large")
 
 
 def main() -> None:
@@ -42,18 +46,21 @@ def main() -> None:
 
 
 async def measure(swarm: Bench, length: int, rounds: int) -> tuple[int, Samples, Samples]:
-    """Samples of a prompt in one step, and in steps that wait for each other."""
-    together, in_turn = Samples(f"{length}, overlapped"), Samples(f"{length}, one by one")
-    whole = max(1, CHUNK_BYTES // (swarm.width * swarm.dtype.itemsize))
+    """Samples of a prompt whose chunks overlap, and of one whose chunks wait for each other."""
+    samples = {way: Samples(f"{length}, {way}") for way in WAYS}
+    largest = CHUNK_BYTES // (swarm.width * swarm.dtype.itemsize)
     for _ in range(rounds):
-        flows = await swarm.open(2, positions_max=length)
-        together.ms.append(await flows[0].prefill(length))
-        began = time.perf_counter()
-        for start in range(0, length, whole):
-            await flows[1].prefill(min(whole, length - start))
-        in_turn.ms.append(1000 * (time.perf_counter() - began))
-        await swarm.close(flows)
-    return length, together, in_turn
+        for way, taken in samples.items():
+            (flow,) = await swarm.open(1, positions_max=length)
+            if way != "overlapped":
+                for leg in flow.session.live.legs:
+                    leg.window = 1
+            tokens_min = largest if way.endswith("large") else chunks.CHUNK_TOKENS_MIN
+            with patch.object(chunks, "CHUNK_TOKENS_MIN", tokens_min):
+                taken.ms.append(await flow.prefill(length))
+            await swarm.close([flow])
+    overlapped, *waiting = samples.values()
+    return length, overlapped, min(waiting, key=lambda those: those.median)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swarm.wire.tensors import CHUNK_BYTES
 
-CHUNK_S = 0.1
+CHUNK_S = 0.05
 CHUNK_TOKENS_MIN = 64
 
 
@@ -33,7 +33,7 @@ def cut(
     want: int,
     tokens_per_s: float | None = None,
 ) -> Iterator[Chunk]:
-    """Cut a step into parts of CHUNK_BYTES at most. Rollback and gather go with the first.
+    """Cut a step into even parts of CHUNK_BYTES at most. Rollback and gather go with the first.
 
     tokens_per_s: what the slowest hop computes. A part then keeps it busy for about CHUNK_S, so that the next hop can
     begin soon; but it has CHUNK_TOKENS_MIN at least, as smaller ones would read all weights for too little.
@@ -45,6 +45,8 @@ def cut(
     if tokens <= size:
         yield Chunk(hidden, positions, mask, keep, None if rows is None else tuple(rows), want)
         return
+    parts = -(-tokens // size)
+    size = -(-tokens // parts)
     for start in range(0, tokens, size):
         stop = min(start + size, tokens)
         yield Chunk(

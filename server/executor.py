@@ -43,10 +43,11 @@ class Executor(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """One submitted job. error: what it raised. result: of a job that is no session's work."""
+    """One submitted job. error: what it raised. result: of a job that is no session's work. at: when it came."""
 
     job: Callable[[], Any]
     done: Done[Any]
+    at: float
     result: object = None
     error: Exception | None = None
 
@@ -92,7 +93,7 @@ class ComputeThread:
 
     def submit(self, job: Callable[[], Result], done: Done[Result]) -> None:
         """Queue a job."""
-        self._jobs.put(_Item(job, done))
+        self._jobs.put(_Item(job, done, time.perf_counter()))
 
     def stop(self) -> None:
         """Finish what is queued, then end the thread."""
@@ -211,7 +212,7 @@ class _Iterations:
             return
         key = _key(item)
         self._waiting.setdefault(key, deque()).append(item)
-        self._company.arrived(key, time.perf_counter())
+        self._company.arrived(key, item.at)
 
 
 def _key(item: _Item) -> object:

@@ -116,16 +116,16 @@ class Handler:
                 raise InvalidMessage(message.kind, "servers do not take it")
 
     async def sweep(self) -> None:
-        """End the sessions that do nothing, for ever."""
+        """End the sessions that do nothing, and give memory back to the system, for ever."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for session in list(self.sessions.values()):
                 if self._loop.time() - session.used_at > SESSION_IDLE_S:
                     self._fail(session, None, "self", f"nothing happened for {SESSION_IDLE_S:.0f} s")
             self.accounts.sweep()
-            if self._session_ended_lately:
+            if self.sessions or self._session_ended_lately:
                 self._session_ended_lately = False
-                self._executor.submit(return_free_memory, lambda _: None)  # the allocator keeps caches for itself
+                self._executor.submit(return_free_memory, lambda _: None)  # the allocator keeps much for itself
 
     def peers_in_use(self) -> set[str]:
         """Those who take part in sessions: they may be silent for long."""

@@ -1,15 +1,19 @@
 """Keys and values that grow in place: a decode step writes one position, and does not copy the past.
 
 The stock layers put the past and the new positions together in a new tensor at every step, and so it is here while
-there is so little that copying it costs less than the bookkeeping. From then on a layer holds a buffer with some room
-behind its last position, in pages; when that is used up, a sixteenth more than is needed is taken. So no more than that
-is held beyond what is used, and a past is copied once for many steps. Layers with a sliding window move on through
-their buffer and start anew when they reach its end.
+there is so little that copying it costs less than the bookkeeping. From then on a layer holds a buffer with room behind
+its last position. In a computer's own memory that room is address space alone: the system gives a page when it is first
+written to, so a buffer is reserved several times as long as it is, and what is held is what is used. Devices have no
+such thing; there one part in sixteen is to spare. Layers with a sliding window move on through their buffer and start
+anew when they reach its end.
 
 Whatever else happens to a layer (a gather, a rollback) makes new tensors or views, as it does in the stock layers: a
 view that still lies in the buffer goes on there, anything else gets a buffer of its own with the next step.
 """
 
+import mmap
+import sys
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +21,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 PAGE_TOKENS = 16  # what memory is taken and charged in, per row
-SLACK_SHARE = 16  # a growing buffer has one part in so many to spare
+SLACK_SHARE = 16  # a growing buffer on a device has one part in so many to spare
+RESERVED_TIMES = 4  # address space for so many times what a layer has
+RESERVED_TOKENS_MIN = 1024
 SMALL_BYTES = 64 * 1024  # of the keys, or values, of one layer: copied in 3 microseconds
 WINDOW_SLACK_SHARE = 4  # for windows: a full one moves back to its buffer's start once in a quarter of its length
 
@@ -27,11 +33,21 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
+def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that takes none until it is written to, not even as one of the huge pages that a system may prefer."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    space = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=flags)
+    space.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(space, dtype=dtype).view(shape)
+
+
 class _Buffer:
     """Memory for the keys, or the values, of one layer: [rows, heads, capacity, size]."""
 
-    def __init__(self, slack_share: int) -> None:
+    def __init__(self, slack_share: int, *, reserves: bool) -> None:
+        """reserves: whether it takes address space ahead; who writes to all of it in turn would hold it all."""
         self._slack_share = slack_share
+        self._reserves = reserves
         self._memory: Tensor | None = None
 
     def append(self, past: Tensor | None, new: Tensor) -> Tensor:
@@ -43,13 +59,19 @@ class _Buffer:
         total = length + new.shape[-2]
         start = self._start_of(past, new) if past is not None and length else -1
         if start < 0 or self._memory is None or start + total > self._memory.shape[-2]:
-            slack = total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS
-            self._memory = new.new_empty(*new.shape[:2], pages(total) + slack, new.shape[3])
-            start = 0
+            self._memory, start = self._room_for(total, new), 0
             if past is not None and length:
                 self._memory.narrow(2, 0, length).copy_(past)
         self._memory.narrow(2, start + length, new.shape[-2]).copy_(new)
         return self._memory.narrow(2, start, total)
+
+    def _room_for(self, total: int, new: Tensor) -> Tensor:
+        """Memory for so many positions and some more."""
+        rows, heads, _, size = new.shape
+        if self._reserves and new.device.type == "cpu" and sys.platform == "linux":
+            tokens = max(RESERVED_TOKENS_MIN, pages(RESERVED_TIMES * total))
+            return _reserve((rows, heads, tokens, size), new.dtype)
+        return new.new_empty(rows, heads, pages(total) + total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS, size)
 
     def _start_of(self, past: Tensor, new: Tensor) -> int:
         """At which position of the buffer this view of it begins; -1 if it is none that can be written behind."""
@@ -67,7 +89,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = _Buffer(SLACK_SHARE), _Buffer(SLACK_SHARE)
+        self._buffers = _Buffer(SLACK_SHARE, reserves=True), _Buffer(SLACK_SHARE, reserves=True)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         """Append; returns all keys and values."""
@@ -87,7 +109,8 @@ class GrowingSlidingLayer(DynamicSlidingWindowLayer):
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window)
-        self._buffers = _Buffer(WINDOW_SLACK_SHARE), _Buffer(WINDOW_SLACK_SHARE)
+        slack = WINDOW_SLACK_SHARE
+        self._buffers = _Buffer(slack, reserves=False), _Buffer(slack, reserves=False)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         """Append; returns the keys and values that the new positions can see, as the stock layer does."""

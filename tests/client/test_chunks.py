@@ -24,7 +24,7 @@ def test_a_short_step_is_one_part():
 
 def test_a_part_keeps_the_slowest_hop_busy_for_a_moment():
     size = int(CHUNK_S * 2000)
-    assert parts(3 * size + 5, tokens_per_s=2000) == [size, size, size, 5]
+    assert parts(3 * size, tokens_per_s=2000) == [size, size, size]
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, CHUNK_TOKENS_MIN), (4, CHUNK_TOKENS_MIN // 4)])
@@ -34,5 +34,11 @@ def test_slow_hops_get_parts_that_are_worth_reading_the_weights_for(rows, size):
 
 def test_fast_hops_get_no_more_than_a_message_may_have(monkeypatch):
     monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 100 * WIDTH * 4)
-    assert parts(250, tokens_per_s=1e6) == [100, 100, 50]
-    assert parts(250) == [100, 100, 50]
+    assert parts(200, tokens_per_s=1e6) == [100, 100]
+    assert parts(200) == [100, 100]
+
+
+def test_parts_are_even(monkeypatch):
+    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 100 * WIDTH * 4)
+    assert parts(250) == [84, 84, 82]
+    assert parts(101) == [51, 50]
