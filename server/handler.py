@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, open_announcement
 from swarm.errors import BadBlocks, ChannelClosed, InvalidMessage, NetworkError, RecordError
-from swarm.model.ownership import return_free_memory
+from swarm.model.allocator import return_free_memory
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer

@@ -25,6 +25,7 @@ from swarm.dht.records import SignedAnnouncement
 from swarm.dht.sequence import SequenceInFile
 from swarm.errors import BadConfiguration, NetworkError, RootMismatch, SwarmError, Unreachable, ungrouped
 from swarm.identity import Identity
+from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.kernels import choose_kernels
 from swarm.model.loading import block_bytes, expected_dtype, fetch_span, load_span
@@ -152,6 +153,7 @@ class _Host:
     async def _serve(self, loaded: _Loaded) -> Blocks | None:
         """Host one span: its whole life, from the first connection to the drain. Returns whereto to move, if at all."""
         gc.freeze()  # what is there now stays: a full collection would stop all sessions for half a second
+        keep_free_memory()
         options = replace(self._options, cache_tokens=loaded.pool_tokens, prices=loaded.prices)
         server = Server(self._checkpoint, loaded.span, self._me, self._listener, options)
         await server.start()

@@ -23,8 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from swarm.blocks import Blocks
+from swarm.model.allocator import return_free_memory
 from swarm.model.hollow import blocks_of
-from swarm.model.ownership import return_free_memory
 from swarm.model.probe import TOLERANCES, samples_of
 from swarm.model.span import Span
 

@@ -17,9 +17,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, blocks_of, class_for, decoder_of, hollow_class, skeleton, text_config
-from swarm.model.ownership import own_weights, return_free_memory
+from swarm.model.ownership import own_weights
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
 from swarm.model.span import Span
 

@@ -32,13 +32,6 @@ def own_weights(model: nn.Module, files: set[str]) -> None:
             tensor.data = copies[address]
 
 
-def return_free_memory() -> None:
-    """Give back to the system what loading and converting left free inside of this process."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
-
-
 def _copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to an address of the same alignment: kernels sum in another order where that differs.
 
