@@ -116,12 +116,16 @@ class ComputeThread:
 
 
 def _tell(finished: Sequence[tuple[Done[Any], object]]) -> None:
-    """In the loop: hand results to whoever waits. One that breaks must not keep the others from theirs."""
-    loop = asyncio.get_running_loop()
-    for done, result in finished[1:]:
-        loop.call_soon(done, result)
-    done, result = finished[0]
-    done(result)
+    """In the loop: hand results to whoever waits, in order. One that breaks must not keep the others from theirs.
+
+    Nothing is put off: a session's next result may be waiting behind this call.
+    """
+    for done, result in finished:
+        try:
+            done(result)
+        except Exception as error:  # noqa: BLE001 - as the loop does with what it calls
+            context = {"message": "a result was not taken", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
 
 
 class _Iterations:

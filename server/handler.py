@@ -300,6 +300,9 @@ class Handler:
             return
         session.used_at = self._loop.time()
         session.source = channel
+        if session.has_rebuilt(piece):
+            session.payer(channel).note_chatter(tensors)
+            return
         hidden, positions, mask = tensors
         assert hidden is not None
         try:

@@ -171,6 +171,10 @@ class HostedSession:
         self._steps_under_way += 1
         self.under_way += 1
 
+    def has_rebuilt(self, piece: Rebuild) -> bool:
+        """Whether a piece of the past has been accepted before: it came twice."""
+        return piece.start < (self._length if self._rebuild_from is None else self._rebuild_from)
+
     def accept_rebuild(self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
         """Check a piece of the past and charge its memory. Raises Declined."""
         rows, tokens = self._check_tensors(hidden, positions, mask)

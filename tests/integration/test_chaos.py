@@ -28,7 +28,6 @@ def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return chaos
 
 
-@pytest.mark.long
 def test_no_token_is_wrong_and_no_generation_fails_in_fifty_faults(chaos, tmp_path):
     path = tmp_path / "chaos.json"
     kinds = EVERYWHERE + (IN_NAMESPACES if chaos.namespaces_available() else "")

@@ -769,7 +769,9 @@ async def test_a_past_that_is_rebuilt_is_part_of_the_grant(first: Site, owner: P
     assert first.server.pool.used_tokens == 0
 
 
-async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Site, owner: Peer):
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Site, owner: Peer, times: int):
+    """Pieces that come twice change nothing."""
     request = await opened(owner, first, after_step=7, rebuild=True)
     channel = await owner.to(first)
     early, token = step(request, 8, activations(1, 1), keep=6)
@@ -777,7 +779,8 @@ async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Si
     past = activations(1, 6)
     for start in (0, 4):
         piece = past[:, start : start + 4]
-        channel.send(rebuild(request, start, 6, piece), [piece])
+        for _ in range(times):
+            channel.send(rebuild(request, start, 6, piece), [piece])
     assert isinstance(await owner.next(), Rebuilt)
     channel.send(early, token)
     expected = span_output(loaded, FIRST, torch.cat([past, activations(1, 1)], dim=1))[:, -1:]
