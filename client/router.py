@@ -14,11 +14,13 @@ from swarm.client.route import Hop, Request, Route, Trusted, plan_request
 from swarm.client.session import Session
 from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory, Survey
+from swarm.dht.validator import Entry
 from swarm.errors import BadConfiguration, NetworkError, NoRoute, RootMismatch
 from swarm.identity import public_key_of
 
 DIRECTORY_AGE_S = 10.0  # a look-up is used again for so long
 NOW_S = 1.0  # what was read so short a time ago is what the directory says now
+EARLY_S = 0.1  # how often a repair that waits for a look-up tries what that has brought so far
 RTTS_MAX = 1024  # measured round trips that are remembered
 
 
@@ -94,6 +96,7 @@ class Router:
         self._sessions = sessions
         self._looked_up = (float("-inf"), Survey((), ()))
         self._looking: asyncio.Task[Survey] | None = None
+        self._heard: dict[bytes, Entry] = {}  # by the look-up that is going on
 
     async def open(self, blocks: Blocks, plan: SessionPlan, positions_needed: int = 0) -> Session:
         """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused.
@@ -127,7 +130,10 @@ class Router:
         unread: NetworkError | None = None
         if age_s >= NOW_S if fresh else not repairing and age_s >= DIRECTORY_AGE_S:
             try:
-                survey = await self._look_up()
+                looking = self._look_up_soon()
+                if repairing and (found := await self._found_early(request, looking)) is not None:
+                    return found
+                survey = await asyncio.shield(looking)
             except NetworkError as error:
                 if not survey.servers and not repairing:
                     raise
@@ -143,6 +149,22 @@ class Router:
             if fresh:
                 await self._explain(nobody, survey)
             raise
+
+    async def _found_early(self, request: Request, looking: asyncio.Task[Survey]) -> Route | None:
+        """Plan with what a look-up brings as soon as that suffices: the last nodes to answer may be dead."""
+        tried = 0
+        while not looking.done():
+            await asyncio.wait({looking}, timeout=EARLY_S)
+            if looking.done() or len(self._heard) == tried:
+                continue
+            tried = len(self._heard)
+            at, known = self._looked_up
+            survey = self._directory.updated(known, self._model.root, self._model.n_blocks, self._heard.values())
+            with contextlib.suppress(NoRoute):
+                found = self._planned(request, survey)
+                self._looked_up = at, survey
+                return found
+        return None
 
     def _planned(self, request: Request, survey: Survey) -> Route:
         """Plan without those that failed lately; if that cannot be, without as many of the latest as can be."""
@@ -220,9 +242,13 @@ class Router:
         return self._looking
 
     async def _look_up_now(self) -> Survey:
-        survey = await self._directory.survey(self._model.root, self._model.n_blocks)
+        self._heard = {}
+        survey = await self._directory.survey(self._model.root, self._model.n_blocks, self._hear)
         self._looked_up = (asyncio.get_running_loop().time(), survey)
         return survey
+
+    def _hear(self, entries: Sequence[Entry]) -> None:
+        self._heard |= {entry.data: entry for entry in entries}
 
     async def _explain(self, nobody: NoRoute, survey: Survey) -> None:
         """Raise what says more: others serve a model of this name, or speak another protocol."""

@@ -7,6 +7,7 @@ a squatter can add one beside the true one, and cannot change or remove that.
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from swarm.dht.records import (
 )
 from swarm.dht.sequence import Sequence, SequenceInMemory
 from swarm.dht.store import RecordStore
-from swarm.dht.validator import Clock, Entry, Facts
+from swarm.dht.validator import Clock, Entry, Facts, Heard
 from swarm.errors import RecordError
 from swarm.identity import Identity
 from swarm.net.reach import sensible
@@ -115,9 +116,12 @@ class Directory:
         """Return everybody's living announcements of a model, ordered by span and owner. Raises NetworkError."""
         return (await self.survey(root, n_blocks)).servers
 
-    async def survey(self, root: str, n_blocks: int) -> Survey:
-        """Return the living announcements, and what had to be left out. Raises NetworkError."""
-        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks))
+    async def survey(self, root: str, n_blocks: int, heard: Heard | None = None) -> Survey:
+        """Return the living announcements, and what had to be left out. Raises NetworkError.
+
+        heard: takes records as they come, before the last node has answered; for `updated`.
+        """
+        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), heard)
         servers, others = [], set()
         for i, stored in enumerate(_flat(found.values())):
             if i % OPEN_SLICE == OPEN_SLICE - 1:
@@ -127,14 +131,18 @@ class Directory:
             except RecordError as error:
                 others |= self._protocol_of(stored)
                 _log.debug("record left out", why=error.why)
-        usable = [
-            signed
-            for signed in _of_latest_process(servers)
-            if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
-            and signed.announcement.state != "withdrawn"
-        ]
-        usable.sort(key=lambda signed: (signed.announcement.blocks, signed.announcement.public_key))
-        return Survey(tuple(usable[:SERVERS_MAX]), tuple(sorted(others)))
+        return Survey(_usable(servers, root, n_blocks), tuple(sorted(others)))
+
+    def updated(self, survey: Survey, root: str, n_blocks: int, heard: Iterable[Entry]) -> Survey:
+        """Put what was heard of the next survey into the last one. Of a server and a span the newest record counts."""
+        newest = {(signed.announcement.public_key, signed.announcement.blocks): signed for signed in survey.servers}
+        for entry in heard:
+            with suppress(RecordError):
+                signed = self._opened(entry.data)
+                place = signed.announcement.public_key, signed.announcement.blocks
+                if place not in newest or newest[place].announcement.sequence < signed.announcement.sequence:
+                    newest[place] = signed
+        return Survey(_usable(list(newest.values()), root, n_blocks), survey.other_protocols)
 
     async def models(self, name: str | None = None) -> tuple[ModelEntry, ...]:
         """Return the models that are announced, or those of one name. Raises NetworkError."""
@@ -186,6 +194,18 @@ class Directory:
         except RecordError:
             return set()
         return {envelope.protocol} - {PROTOCOL_VERSION}
+
+
+def _usable(servers: list[SignedAnnouncement], root: str, n_blocks: int) -> tuple[SignedAnnouncement, ...]:
+    """Those of a model that are not withdrawn, ordered by span and owner."""
+    usable = [
+        signed
+        for signed in _of_latest_process(servers)
+        if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
+        and signed.announcement.state != "withdrawn"
+    ]
+    usable.sort(key=lambda signed: (signed.announcement.blocks, signed.announcement.public_key))
+    return tuple(usable[:SERVERS_MAX])
 
 
 def _of_latest_process(servers: list[SignedAnnouncement]) -> list[SignedAnnouncement]:

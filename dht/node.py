@@ -27,7 +27,7 @@ from swarm.dht.records import check_clock, key_id
 from swarm.dht.search import Found, Searcher, keepers
 from swarm.dht.search import Result as Searched
 from swarm.dht.storage import RecordStorage
-from swarm.dht.validator import Clock, Entry, RecordGate
+from swarm.dht.validator import Clock, Entry, Heard, RecordGate
 from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
 from swarm.net.p2p import POLL_S, Daemon, P2PConfig, split_multiaddr, supervise
 
@@ -105,13 +105,13 @@ class SwarmNode:
                 counts += await self._on_running(partial(self._put_part, entries=part))
             return tuple(counts)
 
-    async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key, as stored. Raises Unreachable."""
         found: dict[str, tuple[bytes, ...]] = {}
         async with self._deadline("looking up records", GET_TIMEOUT_S):
             for first in range(0, len(keys), GET_KEYS_MAX):
                 part = {key: key_id(key) for key in keys[first : first + GET_KEYS_MAX]}
-                searched = await self._on_running(partial(self._search, keys=tuple(part.values())))
+                searched = await self._on_running(partial(self._search, keys=tuple(part.values()), heard=heard))
                 found |= {key: tuple(e.data for e in searched[place].ordered()) for key, place in part.items()}
         return found
 
@@ -182,17 +182,19 @@ class SwarmNode:
             nearest |= {twins[twin]: keepers(result, twin, radius) for twin, result in part.items()}
         return nearest
 
-    async def _search(self, running: _Running, keys: Sequence[bytes]) -> dict[bytes, Searched]:
+    async def _search(
+        self, running: _Running, keys: Sequence[bytes], heard: Heard | None = None
+    ) -> dict[bytes, Searched]:
         """Ask the nodes around each key and merge what they hold with what we hold ourselves.
 
         Raises Unreachable if nobody answers: that is not the same as nobody holding a record.
         """
         await self._find_company(running)
-        found = await self._searched(running, keys)
+        found = await self._searched(running, keys, heard)
         lonely = bool(self._config.initial_peers) and not any(result.nodes for result in found.values())
         if lonely:
             await self._find_company(running)
-            found = await self._searched(running, keys)
+            found = await self._searched(running, keys, heard)
             lonely = not any(result.nodes for result in found.values())
         for key, result in found.items():
             result.add(self.storage.entries(key))
@@ -205,9 +207,11 @@ class SwarmNode:
         if not running.known():
             await self._join(running, must=False)
 
-    async def _searched(self, running: _Running, keys: Sequence[bytes]) -> dict[bytes, Searched]:
+    async def _searched(
+        self, running: _Running, keys: Sequence[bytes], heard: Heard | None = None
+    ) -> dict[bytes, Searched]:
         known = running.known()
-        found = await running.searcher.search(keys, known)
+        found = await running.searcher.search(keys, known, heard=heard or (lambda entries: None))
         if known and not any(result.nodes for result in found.values()):
             await asyncio.sleep(2 * POLL_S)
             if self._running is not running:

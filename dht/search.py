@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm.dht.format import FOUND_MAX, KEYS_MAX, NAMED_MAX, REPLICAS
-from swarm.dht.validator import Entry
+from swarm.dht.validator import Entry, Heard
 
 PATHS = 4
 EXPECTED = 2 * REPLICAS  # nodes that usually lie within the radius
@@ -98,14 +98,21 @@ class Searcher:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def search(
-        self, keys: Iterable[bytes], known: Iterable[bytes], radius: int | None = None
+        self,
+        keys: Iterable[bytes],
+        known: Iterable[bytes],
+        radius: int | None = None,
+        heard: Heard = lambda entries: None,
     ) -> dict[bytes, Result]:
-        """Search for keys (20 bytes), beginning with the nodes that we know. radius: else the surroundings' own."""
+        """Search for keys (20 bytes), beginning with the nodes that we know. radius: else the surroundings' own.
+
+        heard: takes each node's records as they come.
+        """
         radius = self.surroundings.radius if radius is None else radius
         everybody = sorted(set(known))
         places = {peer: position(peer) for peer in everybody}
         blame: Counter[bytes] = Counter()
-        searches = [_Search(key, radius, self._ask, blame) for key in dict.fromkeys(keys)]
+        searches = [_Search(key, radius, self._ask, blame, heard) for key in dict.fromkeys(keys)]
         for search in searches:
             search.begin(places, self._random.sample(everybody, min(PATHS, len(everybody))))
         async with asyncio.TaskGroup() as group:
@@ -177,11 +184,12 @@ class _Search:
         radius: int,
         ask: Callable[[bytes, bytes], Awaitable[Found | None]],
         blame: Counter[bytes],
+        heard: Heard,
     ) -> None:
         self.key = key
         self.result = Result()
         self._place, self._radius = int.from_bytes(key), radius
-        self._ask, self._blame = ask, blame
+        self._ask, self._blame, self._heard = ask, blame, heard
         self._paths = [_Path() for _ in range(PATHS)]
         self._asked: set[bytes] = set()
         self._answered: list[int] = []  # distances, in order
@@ -263,6 +271,7 @@ class _Search:
         insort(self._answered, position(peer) ^ self._place)
         self.result.nodes.append(peer)
         self.result.add(entries)
+        self._heard(entries)
         for other in near[:NAMED_MAX]:
             self._offer(path, other, peer)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import key_id
 from swarm.dht.storage import RecordStorage
-from swarm.dht.validator import Clock, Entry, RecordGate
+from swarm.dht.validator import Clock, Entry, Heard, RecordGate
 
 
 class RecordStore(Protocol):
@@ -24,8 +24,11 @@ class RecordStore(Protocol):
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Store entries. Returns, for each, how many other nodes hold it now. Raises NetworkError."""
 
-    async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
-        """Return the newest living records under each key, as they are stored. Raises NetworkError."""
+    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
+        """Return the newest living records under each key, as they are stored. Raises NetworkError.
+
+        heard: perhaps told of records as they come, for those who can use some before the last node has answered.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class MemoryStore:
         """Store entries; 1 for each that was kept."""
         return tuple(int(self.storage.put(entry)) for entry in entries)
 
-    async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
         """Return the living records under each key."""
+        del heard
         return {key: tuple(entry.data for entry in self.storage.entries(key_id(key))) for key in keys}

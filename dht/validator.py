@@ -7,7 +7,7 @@ wants to put it. Neither the sender nor the expiry that the sender claims is tru
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.access import EVERYBODY, Access
@@ -58,6 +58,10 @@ class Entry:
     data: bytes
     facts: Facts
     place: Place
+
+
+Heard = Callable[[Sequence[Entry]], None]
+"""Takes the records that one node holds, as they come."""
 
 
 class RecordGate:

@@ -27,7 +27,7 @@ from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse
 from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.search import Found, Searcher
-from swarm.dht.validator import Clock, Entry, RecordGate
+from swarm.dht.validator import Clock, Entry, Heard, RecordGate
 from swarm.errors import SwarmError, Unreachable
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class LightStore:
         """Refuse: a reader announces nothing."""
         raise NotImplementedError("a light store only reads")
 
-    async def get(self, keys: Sequence[str]) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key. Raises Unreachable."""
         if not self._nodes:
             await self.join()
@@ -106,7 +106,7 @@ class LightStore:
                 if not self._explored:
                     await self._searcher.explore(self._nodes, PLACES)
                     self._explored = True
-                found = await self._searcher.search(places, self._nodes)
+                found = await self._searcher.search(places, self._nodes, heard=heard or (lambda entries: None))
         except TimeoutError:
             raise Unreachable("the swarm (looking up records)", self._initial, GET_TIMEOUT_S) from None
         if keys and not any(result.nodes for result in found.values()):

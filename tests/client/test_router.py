@@ -20,12 +20,19 @@ class Reading:
 
     def __init__(self, *servers):
         self.servers, self.surveys, self.others, self.silent = servers, 0, (), False
+        self.early, self.over = (), asyncio.Event()
+        self.over.set()
 
-    async def survey(self, root, n_blocks):
+    async def survey(self, root, n_blocks, heard):
         self.surveys += 1
+        heard([SimpleNamespace(data=each.data, signed=each) for each in self.early])
+        await self.over.wait()
         if self.silent:
             raise Unreachable("the swarm", (), 1.0)
         return Survey(tuple(self.servers), ())
+
+    def updated(self, survey, root, n_blocks, heard):
+        return Survey((*survey.servers, *(entry.signed for entry in heard)), ())
 
     async def models(self, name):
         return self.others
@@ -111,3 +118,29 @@ async def test_what_was_read_before_does_while_the_directory_cannot_be_read():
     assert await planned(router, (), "float32", True) == [one]
     with pytest.raises(NoRoute, match="cannot be read"):
         await planned(router, (), "bfloat16", True)
+
+
+async def test_a_repair_takes_what_a_look_up_has_brought_before_its_last_node_answers():
+    half, rest = server(0, 3), server(3, 6)
+    router, directory, _, _ = router_of(half)
+    with pytest.raises(NoRoute):
+        await planned(router)
+    router._looked_up = (router._looked_up[0] - NOW_S, router._looked_up[1])
+    directory.early = [rest]
+    directory.over.clear()  # a node that does not answer for long
+    async with asyncio.timeout(5):
+        assert await planned(router, (), "float32", True) == [half, rest]
+    assert not router._looking.done()
+    directory.servers = [half, rest]
+    directory.over.set()
+    assert (await router._looking).servers == (half, rest)
+
+
+async def test_a_repair_for_which_that_does_not_suffice_waits_for_the_whole_look_up():
+    half, rest = server(0, 3), server(3, 6)
+    router, directory, _, _ = router_of(half)
+    directory.early, directory.servers = [server(0, 2)], [half, rest]
+    directory.over.clear()
+    asyncio.get_running_loop().call_later(0.3, directory.over.set)
+    assert await planned(router, (), "float32", True) == [half, rest]
+    assert directory.surveys == 1

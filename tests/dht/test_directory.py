@@ -1,7 +1,7 @@
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.dht.directory import Directory, ModelEntry
+from swarm.dht.directory import Directory, ModelEntry, Survey
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry
 from swarm.errors import RecordError
@@ -114,6 +114,21 @@ async def test_the_next_protocol_is_kept_left_out_and_reported(store: MemoryStor
     assert [s.announcement.peer_id for s in survey.servers] == [ALICE.peer_id]
     assert survey.other_protocols == (2,)
     assert len(store.storage.entries(store.gate.facts(signed(BOB, now=clock.now)).span.key)) == 2
+
+
+async def test_what_was_heard_of_the_next_survey_is_put_into_the_last_one(store: MemoryStore, clock: Clock) -> None:
+    reader = directory(store, None)
+    await directory(store, ALICE).announce(announcement(ALICE))
+    await directory(store, BOB).announce(announcement(BOB))
+    before = await reader.survey(ROOT, 12)
+    old = store.storage.entries(store.gate.facts(signed(BOB, now=clock.now)).span.key)
+    clock.now += 5
+    await directory(store, BOB).announce(announcement(BOB, state="withdrawn"))
+    new = store.storage.entries(store.gate.facts(signed(BOB, now=clock.now)).span.key)
+    assert reader.updated(before, ROOT, 12, old) == before
+    after = reader.updated(before, ROOT, 12, [*new, *old])
+    assert [s.announcement.peer_id for s in after.servers] == [ALICE.peer_id]
+    assert reader.updated(Survey((), ()), "ff" * 32, 12, new).servers == ()
 
 
 async def test_only_its_own_network_and_identity(store: MemoryStore) -> None:

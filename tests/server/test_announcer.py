@@ -26,8 +26,8 @@ class Lonely:
     async def put(self, entries):
         return tuple(self.others for _ in entries)
 
-    async def get(self, keys):
-        return await self._inner.get(keys)
+    async def get(self, keys, heard=None):
+        return await self._inner.get(keys, heard)
 
 
 @pytest.fixture
