@@ -13,6 +13,7 @@ view that still lies in the buffer goes on there, anything else gets a buffer of
 
 import mmap
 import sys
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -70,7 +71,8 @@ class _Buffer:
         rows, heads, _, size = new.shape
         if self._reserves and new.device.type == "cpu" and sys.platform == "linux":
             tokens = max(RESERVED_TOKENS_MIN, pages(RESERVED_TIMES * total))
-            return _reserve((rows, heads, tokens, size), new.dtype)
+            with suppress(OSError):  # no more mappings, or a system that promises no more than it has
+                return _reserve((rows, heads, tokens, size), new.dtype)
         return new.new_empty(rows, heads, pages(total) + total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS, size)
 
     def _start_of(self, past: Tensor, new: Tensor) -> int:

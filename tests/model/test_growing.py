@@ -68,6 +68,18 @@ def test_what_is_reserved_is_held_when_it_is_used(tokens: int):
         assert states.nbytes <= resident_bytes(reserved) <= states.nbytes + 2 * HEADS * mmap.PAGESIZE
 
 
+def test_where_nothing_can_be_reserved_a_past_grows_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(growing, "_reserve", refuse)
+    layer, new = GrowingLayer(), torch.randn(1, HEADS, 700, SIZE)
+    layer.update(new, new)
+    keys, _ = layer.update(new, new)
+    assert torch.equal(keys, torch.cat([new, new], dim=-2))
+    assert keys.untyped_storage().nbytes() <= 1.1 * keys.nbytes
+
+
 def resident_bytes(storage: torch.UntypedStorage) -> int:
     """How much of it the system holds in memory: see mincore(2)."""
     held = (ctypes.c_ubyte * -(-storage.nbytes() // mmap.PAGESIZE))()
