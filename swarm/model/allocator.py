@@ -8,8 +8,8 @@ step, with pasts of 500 positions. Other C libraries are left alone.
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-MAPPED_BYTES_MIN = 32 << 20  # the largest that glibc takes from its heaps
-KEPT_BYTES_MAX = 256 << 20  # of free memory at the end of a heap
+MAPPED_BYTES_MIN = 4 << 20  # what is larger is given back at once: heaps that hold that, too, end up full of holes
+KEPT_BYTES_MAX = 32 << 20  # of free memory at the end of a heap
 
 
 def keep_free_memory() -> None:
