@@ -176,8 +176,10 @@ async def test_protocols_n_and_n_plus_1_live_in_one_swarm(tmp_path: Path) -> Non
         tomorrow = await stack.enter_async_context(node(tmp_path, "b", boot.addresses, identity=BOB))
         await directory(today, ALICE).announce(announcement(ALICE, hologram="a field of tomorrow"))
         await directory(tomorrow, BOB).announce(announcement(BOB, protocol=2, hologram=True))
-        survey = await directory(boot).survey(ROOT, 12)
+        heard = []
+        survey = await directory(boot).survey(ROOT, 12, heard.extend)
         (found,) = survey.servers
+        assert found.data in [entry.data for entry in heard]  # as it came, before the search was over
         assert found.announcement.unknown_fields == ("hologram",)
         assert survey.other_protocols == (2,)
 

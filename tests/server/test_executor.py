@@ -1,8 +1,12 @@
 """What the compute thread delivers, and in which order."""
 
 import asyncio
+from queue import SimpleQueue
 
-from swarm.server.executor import _tell
+import pytest
+
+from swarm.server.batch import Company
+from swarm.server.executor import _Item, _Iterations, _tell
 
 
 async def test_a_sessions_results_come_in_order_however_they_were_batched():
@@ -24,3 +28,13 @@ async def test_a_result_that_is_not_taken_keeps_no_other_from_being_delivered():
     _tell([(breaks, "one"), (heard.append, "another")])
     assert heard == ["another"]
     assert [type(error) for error in told] == [ValueError]
+
+
+def test_who_comes_while_others_run_is_back_when_it_asked_and_not_when_it_was_seen(monkeypatch: pytest.MonkeyPatch):
+    """Else a group that waits for another's iteration seems to be away for so long, and is never waited for."""
+    seen: list[float] = []
+    monkeypatch.setattr(Company, "arrived", lambda _, __, now: seen.append(now))
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    jobs.put(_Item(lambda: None, lambda _: None, 12.5))
+    assert _Iterations(jobs).wait()
+    assert seen == [12.5]
