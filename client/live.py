@@ -296,7 +296,7 @@ class LiveRoute:
         rebuild: bool,
     ) -> set[int]:
         """Open the session on the new legs and reroute the others. Returns the legs that have a journal."""
-        await all_or_first_error(self._dial(index) for index in sorted(new))
+        await _all_or_errors(self._dial(index) for index in sorted(new))
         edges = range(len(self.legs) - 1)
         self._relayed = frozenset(index for index in edges if self._avoidance.blocked(self.edge(index)))
         replies = []
@@ -306,7 +306,7 @@ class LiveRoute:
                 self.send(index, self._open_message(index, after_step, rebuild))
             else:
                 self.send(index, self._reroute_message(index, after_step, reset=index in reset))
-        pings = asyncio.ensure_future(all_or_first_error(self._ping(index) for index in sorted(new)))
+        pings = asyncio.ensure_future(_all_or_errors(self._ping(index) for index in sorted(new)))
         try:
             answers = await self._answered(replies, range(len(self.legs)), REPLY_TIMEOUT_S, "did not answer")
             latencies_s = await pings
@@ -420,6 +420,8 @@ class LiveRoute:
         if leg.channel is not None:
             with contextlib.suppress(ChannelClosed):
                 leg.channel.send(wire.Close(session=self.session))
+            if leg.failed:
+                self._dialer.doubt(leg.channel)
             self._dialer.release(leg.channel)
             leg.channel = None
 
@@ -435,16 +437,12 @@ def _runs(indices: Collection[int]) -> list[tuple[int, int]]:
     return runs
 
 
-async def all_or_first_error(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
-    """Run all at once; when one fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+async def _all_or_errors(awaitables: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Run all at once, to the end. Raises what failed together, so that two that are down cost no more than one."""
+    outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
+    if failed := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+        raise ExceptionGroup("hops that are not there", failed)
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
 def fail(future: "asyncio.Future[Result]", error: Exception) -> None:

@@ -191,18 +191,16 @@ class Session:
                 if refused.code == "grant_over" and not renewed:
                     renewed = True
                     self.live.stands = False  # the same route once more: that grants anew
-                    await self._restore()
-                    self._resend_all()
-                    continue
-                if refused.code != "no_room" or refused.retry_after_s is None:
+                elif refused.code != "no_room" or refused.retry_after_s is None:
                     raise
-                if not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
+                elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
                     if self._loop.time() + refused.retry_after_s >= deadline:
                         raise  # who is full says more than that time is over
                     await asyncio.sleep(refused.retry_after_s)
-                asked_again = True
+                    asked_again = True
             except (HopFailed, EdgeDown):
-                await self._restore()
+                pass
+            await self._restore()  # what broke while we slept has failed no step, since there was none under way
             self._resend_all()
         self._in_flight.pop(flight.message.step, None)
         if output is not None:
@@ -250,6 +248,7 @@ class Session:
             self.live.send(0, flight.message, flight.tensors)
         except HopFailed as failed:
             self._stop_for(failed)
+            fail(flight.answer, failed)  # also when that is known already
 
     # When something goes wrong
 
@@ -304,9 +303,11 @@ class Session:
         """Mend the route once; what gives way meanwhile is the next trouble. Raises NoRoute."""
         try:
             await self.live.repair(without, self._planner, self._journal, self._answered)
-        except (HopFailed, Refused, EdgeDown) as trouble:
-            if trouble not in self._troubles:
-                self._stop_for(trouble)
+        except* (HopFailed, Refused, EdgeDown) as troubles:
+            for trouble in troubles.exceptions:
+                assert not isinstance(trouble, ExceptionGroup)
+                if trouble not in self._troubles:
+                    self._stop_for(trouble)
         if self._troubles:
             self.live.stands = False
 

@@ -26,6 +26,7 @@ from swarm.dht.format import FOUND_MAX, KEYS_MAX, NAMED_MAX, REPLICAS
 from swarm.dht.validator import Entry, Heard
 
 PATHS = 4
+DOORS = 2 * PATHS  # where they begin: if all of these lie, the search is lost, with one in five liars once in 400,000
 EXPECTED = 2 * REPLICAS  # nodes that usually lie within the radius
 CROWD = 2 * EXPECTED  # more within the radius are no accident (one key in 500)
 ASKED_MAX = NAMED_MAX  # nodes of whose answers about one key we take notice
@@ -114,7 +115,7 @@ class Searcher:
         blame: Counter[bytes] = Counter()
         searches = [_Search(key, radius, self._ask, blame, heard) for key in dict.fromkeys(keys)]
         for search in searches:
-            search.begin(places, self._random.sample(everybody, min(PATHS, len(everybody))))
+            search.begin(places, self._random.sample(everybody, min(DOORS, len(everybody))))
         async with asyncio.TaskGroup() as group:
             for search in searches:
                 group.create_task(search.run())
@@ -199,8 +200,8 @@ class _Search:
         nearest = heapq.nsmallest(NAMED_MAX, places, key=lambda peer: places[peer] ^ self._place)
         for i, peer in enumerate(nearest):
             self._offer(self._paths[i % PATHS], peer, b"")
-        for path, door in zip(self._paths, doors, strict=False):
-            path.doors.append(door)
+        for i, door in enumerate(doors):
+            self._paths[i % PATHS].doors.append(door)
 
     async def run(self) -> None:
         """Walk all paths to their ends."""
@@ -219,7 +220,7 @@ class _Search:
                 if not under_way:
                     return
                 done, under_way = await asyncio.wait(
-                    under_way, timeout=self._patience_s(step is not None), return_when=asyncio.FIRST_COMPLETED
+                    under_way, timeout=self._patience_s(path, step is not None), return_when=asyncio.FIRST_COMPLETED
                 )
                 for visit in done:
                     visit.result()
@@ -231,9 +232,9 @@ class _Search:
             if under_way:
                 await asyncio.wait(under_way)
 
-    def _patience_s(self, more: bool) -> float | None:
+    def _patience_s(self, path: _Path, more: bool) -> float | None:
         if more:
-            return SLOW_S
+            return 0.0 if path.doors else SLOW_S
         return STRAGGLERS_S if len(self._answered) >= REPLICAS else None
 
     def _next(self, path: _Path) -> tuple[bytes, bytes] | None:

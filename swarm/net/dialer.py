@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from swarm.errors import ChannelClosed, NetworkError, Unreachable
 from swarm.net.channel import Channel, OnMessage, Remote, Self
@@ -10,6 +11,7 @@ from swarm.net.tcp import dial
 PEERS_MAX = 1024
 IDLE_S = 60.0  # an unused channel waits so long for the next session
 ADDRESSES_TRIED = 4
+ANSWER_S = 0.5  # for a doubted channel's sign of life, where there is no new one
 
 Dial = Callable[[str, Remote, Self, OnMessage], Awaitable[Channel]]
 """`await dial(address, remote, me, on_message)`: a proven channel. Raises NetworkError."""
@@ -24,6 +26,7 @@ class Dialer:
         self._on_message = on_message
         self._dials: dict[Remote, asyncio.Task[Channel]] = {}
         self._users: dict[Channel, int] = {}
+        self._doubted: dict[Remote, Channel] = {}
 
     async def connect(self, remote: Remote, addresses: Sequence[str]) -> Channel:
         """Return the channel to a peer, opening it if need be; whoever calls this calls `release` in the end.
@@ -50,6 +53,18 @@ class Dialer:
         if self._users[channel] == 0:
             asyncio.get_running_loop().call_later(IDLE_S, self._close_if_idle, channel)
 
+    def doubt(self, channel: Channel) -> None:
+        """A channel gives no sign of life: whoever connects next gets it only if it does before a new one is there.
+
+        A connection that has lost packets for ten seconds may take as long to go on, when a new one is there at once;
+        and a server that was busy may be so with strangers whose connections come before a new one.
+        """
+        for remote, attempt in self._dials.items():
+            if _made(attempt, channel):
+                self._doubted[remote] = channel
+                del self._dials[remote]
+                return
+
     async def close(self) -> None:
         """End all channels and all attempts."""
         tasks = list(self._dials.values())
@@ -60,22 +75,39 @@ class Dialer:
             channel.close()
 
     async def _dial(self, remote: Remote, addresses: Sequence[str]) -> Channel:
+        old = self._doubted.get(remote)
         try:
-            channel = await self._first(remote, addresses)
+            channel = await (self._first(remote, addresses) if old is None else self._renewed(old, remote, addresses))
         except BaseException:
             self._dials.pop(remote, None)
             raise
+        self._doubted.pop(remote, None)
         self._users.setdefault(channel, 0)
         dialled = self._dials[remote]
 
         def forget(_: asyncio.Future[str]) -> None:
-            del self._users[channel]
+            self._users.pop(channel, None)
             if self._dials.get(remote) is dialled:
                 del self._dials[remote]
+            if self._doubted.get(remote) is channel:
+                del self._doubted[remote]
 
         channel.ended.add_done_callback(forget)
         asyncio.get_running_loop().call_later(IDLE_S, self._close_if_idle, channel)  # whoever asked may have gone
         return channel
+
+    async def _renewed(self, old: Channel, remote: Remote, addresses: Sequence[str]) -> Channel:
+        """Return a new channel, or the old one if that gives a sign of life first."""
+        answer = asyncio.create_task(old.ping())
+        fresh = asyncio.create_task(self._first(remote, addresses))
+        try:
+            await asyncio.wait((answer, fresh), return_when=asyncio.FIRST_COMPLETED)
+            if fresh.done() and fresh.exception() is not None:
+                await asyncio.wait((answer,), timeout=ANSWER_S)
+            return old if _succeeded(answer) and not _succeeded(fresh) else await fresh
+        finally:
+            for task in (answer, fresh):
+                task.cancel()
 
     async def _first(self, remote: Remote, addresses: Sequence[str]) -> Channel:
         error: NetworkError = Unreachable(remote.peer, tuple(addresses), 0.0, "it announces no address")
@@ -89,3 +121,12 @@ class Dialer:
     def _close_if_idle(self, channel: Channel) -> None:
         if self._users.get(channel) == 0:
             channel.close()
+
+
+def _made(attempt: "asyncio.Task[Channel]", channel: Channel) -> bool:
+    """Whether it was this attempt that opened a channel."""
+    return _succeeded(attempt) and attempt.result() is channel
+
+
+def _succeeded(task: "asyncio.Task[Any]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -15,6 +15,7 @@ from swarm.wire import messages as wire
 from tests.client.test_repair import crash, used_twins
 from tests.client.test_session import IDS, eventually
 from tests.support.inprocess import inprocess
+from tests.support.logits import same_logits
 
 ONE = IDS[:1, :12]
 
@@ -211,6 +212,27 @@ def test_a_session_moves_to_where_there_is_room(going):
     assert going.failures() == []
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_hop_may_die_while_a_step_waits_for_room(going, index):
+    going.say()
+    servers = [going.route[1], next(s for s in going.swarm.servers[1::2] if s is not going.route[1])]
+    room = [server.pool.capacity_tokens for server in servers]
+    for server in servers:
+        server.pool.capacity_tokens = server.pool.used_tokens
+
+    def turn():
+        crash(going.swarm, going.route[index])
+        for server, tokens in zip(servers, room, strict=True):
+            server.pool.capacity_tokens = tokens
+
+    timer = threading.Timer(0.5, turn)  # who has no room says: a second
+    timer.start()
+    began = time.monotonic()
+    going.say()
+    assert time.monotonic() - began < 10
+    assert going.route_now()[index] != going.peers[index]
+
+
 def test_a_hop_whose_past_came_but_half_gets_it_anew(checkpoint, full, monkeypatch):
     """The source of the past dies while a replacement further on is rebuilding from it."""
     monkeypatch.setattr("swarm.wire.journal.CHUNK_BYTES", 4 * 64 * 4)  # many pieces
@@ -293,8 +315,39 @@ def test_a_server_that_connects_slowly_gets_a_second_chance(checkpoint, full):
 
         dialer.connect = slow
         with torch.no_grad():
-            assert torch.equal(model(ONE).logits, full(ONE).logits)
+            assert same_logits(model(ONE).logits, full(ONE).logits)
         assert len(times) == 2
+
+
+def test_hops_that_cannot_be_connected_are_found_out_together(checkpoint, full):
+    with inprocess(checkpoint, "0:3", "3:6", "0:3", "3:6") as swarm, swarm.client() as model:
+        dialer = model.backend._router._sessions.dialer
+        connect, asked = dialer.connect, []
+        dead = set()
+
+        async def some(remote, addresses):
+            asked.append(remote.peer)
+            if len(dead) < 2 or remote.peer in dead:
+                dead.add(remote.peer)
+                await asyncio.sleep(60)
+            return await connect(remote, addresses)
+
+        dialer.connect = some
+        with torch.no_grad():
+            assert same_logits(model(ONE).logits, full(ONE).logits)
+        assert len(set(asked)) == len(asked) == 4, "nobody is asked twice"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_only_holder_is_connected_anew_when_its_connection_has_died(checkpoint, full, index):
+    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
+        going = Going(swarm, model, full)
+        going.say()
+        channel = going.session().live.legs[index].channel
+        channel._carrier.write = channel.receive = lambda *_: None  # as on a path that drops every packet
+        going.say()
+        assert going.route_now() == going.peers
+        assert going.session().live.legs[index].channel is not channel
 
 
 def test_what_one_session_learns_the_next_one_knows(going):

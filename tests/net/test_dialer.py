@@ -11,7 +11,7 @@ from swarm.net import dialer as dialer_module
 from swarm.net.channel import Remote, Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener
+from swarm.net.tcp import Listener, dial
 
 
 def somebody():
@@ -54,6 +54,45 @@ async def test_a_channel_that_nobody_uses_ends(listener, dialer, monkeypatch):
     dialer.release(channel)
     async with asyncio.timeout(5):
         await asyncio.shield(channel.ended)
+
+
+async def test_a_channel_that_seems_dead_gives_way_to_a_new_one(listener, dialer):
+    dead = await dialer.connect(remote(listener), [address(listener)])
+    dead._carrier.write = dead.receive = lambda *_: None
+    dialer.doubt(dead)
+    new = await dialer.connect(remote(listener), [address(listener)])
+    assert new is not dead
+    assert await dialer.connect(remote(listener), [address(listener)]) is new
+    assert not dead.closed, "somebody uses it"
+    dead.close()
+    await asyncio.sleep(0)
+    assert await dialer.connect(remote(listener), [address(listener)]) is new
+    assert not dialer._doubted
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["no new one", "none for long"])
+async def test_a_channel_that_only_seemed_dead_is_taken_before_there_is_a_new_one(listener, fails):
+    async def dial_once(*arguments):
+        if dialled:
+            await asyncio.sleep(0 if fails else 60)
+            raise Unreachable("somebody", (), 0.0, "full")
+        dialled.append(await dial(*arguments))
+        return dialled[0]
+
+    dialled = []
+    dialer = Dialer(somebody(), lambda *_: None, dial_once)
+    channel = await dialer.connect(remote(listener), [address(listener)])
+    dialer.doubt(channel)
+    async with asyncio.timeout(5):
+        assert await dialer.connect(remote(listener), [address(listener)]) is channel
+        assert await dialer.connect(remote(listener), [address(listener)]) is channel
+    assert not dialer._doubted
+    dialer.doubt(channel)
+    channel.close()
+    with pytest.raises(Unreachable if fails else TimeoutError):
+        async with asyncio.timeout(0.05):
+            await dialer.connect(remote(listener), [address(listener)])
+    await dialer.close()
 
 
 async def test_a_channel_whose_user_has_gone_before_it_was_open_ends(listener, dialer, monkeypatch):

@@ -35,6 +35,13 @@ def test_no_token_differs_and_nothing_hangs_whatever_fails():
     assert sum(outcome.repairs for outcome in outcomes) > SEEDS // 4  # or nothing was tried
 
 
+@pytest.mark.parametrize("seed", [131, 6422])
+def test_what_ten_thousand_seeds_found(seed):
+    """A hop died while a step waited for room: nobody was told, and the step waited for ever."""
+    outcome = simulate(seed, FAST)
+    assert outcome.good, described([outcome])
+
+
 def test_a_seed_replays_byte_for_byte_in_another_process_too():
     first, again = simulate(3, FAST), simulate(3, FAST)
     assert first.events > 1000
