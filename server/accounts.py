@@ -17,7 +17,7 @@ from swarm.server.session import Declined
 STEPS_PER_S, STEPS_BURST = 2000.0, 4000.0  # pieces of a past included
 BYTES_PER_S, BYTES_BURST = 128.0 * 2**20, 512.0 * 2**20  # of activations
 OPENINGS_PER_S, OPENINGS_BURST = 8.0, 64.0  # and reroutes: they make caches and connections
-ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST = 100.0, 200.0  # of all peers together
+ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST = 100.0, 96.0  # of all peers together
 
 
 @dataclass(slots=True)

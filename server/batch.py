@@ -8,16 +8,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 DECODE_TOKENS_MAX = 512  # of one batch: more would not make it quicker by the token
-PREFILL_TOKENS_MIN = 4  # so that it goes on whatever decode costs; the weights are read for decode anyway
+PREFILL_TOKENS_MIN = 1  # so that it goes on whatever decode costs; the weights are read for decode anyway
 PREFILL_TOKENS_MAX = 2048
+PIECE_TOKENS_MIN = 16  # where a budget is shared: every piece costs a part of its own, however small it is
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
-STRETCH_MIN_S = 0.005  # which nobody notices
+STRETCH_MIN_S = 0.002  # which nobody notices
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 FORGOTTEN_S = 1.0  # who is away for longer is not waited for
 SMOOTHING = 0.2  # weight of the newest measurement
-LINGER_MAX_S = 0.010  # that ready work waits for company
+LINGER_MAX_S = 0.010  # that a single step waits for company
 LINGER_SHARE = 0.4  # of the last iteration, at most
+YIELD_MAX_S, YIELD_SHARE = 0.050, 1.0  # the same of prefill: whoever decodes would wait for the whole iteration
+YIELD_MIN_S = 0.005  # however short the last one was
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,10 @@ def form_batch(ready: Sequence[Ready], prefill_tokens: int) -> tuple[Slice, ...]
         chosen.append(Slice(index, 1))
         room -= ready[index].rows
     prefills = _in_turn(ready, [i for i in together if not ready[i].decodes])
-    share = prefill_tokens // max(1, len({ready[i].peer for i in prefills}))
+    share = max(PIECE_TOKENS_MIN, prefill_tokens // max(1, len({ready[i].peer for i in prefills})))
     left = prefill_tokens
     for index in prefills:
-        tokens = _piece(ready[index], max(PREFILL_TOKENS_MIN, min(share, left)))
+        tokens = _piece(ready[index], min(share, left))
         if tokens * ready[index].rows > left and chosen:
             continue
         chosen.append(Slice(index, tokens))
@@ -111,8 +114,9 @@ class Pace:
         if prefill_tokens == 0:
             self._decode_s = _smooth(self._decode_s, took_s)
             return
-        beside_s = (self._decode_s or 0.0) if decodes else 0.0
-        per_token = max(took_s - beside_s, took_s / 10) / prefill_tokens
+        # Weights are read once, whatever runs; how long that takes without anybody who decodes is not known so well.
+        beside_s = self._decode_s or 0.0
+        per_token = max(took_s - beside_s, took_s / 10 if decodes else took_s / 2) / prefill_tokens
         self._token_s = _smooth(self._token_s, per_token)
 
     def prefill_tokens(self, *, decoding: bool) -> int:
@@ -162,17 +166,23 @@ class Company:
         if since is not None:
             self._away_s[session] = _smooth(self._away_s.get(session), now - since)
 
-    def wait_s(self, ready: Collection[object], since: float, now: float) -> float:
-        """How long to wait before the next iteration, while these sessions are ready, the first since `since`."""
-        limit_s = min(LINGER_MAX_S, LINGER_SHARE * self._iteration_s)
+    def wait_s(self, ready: Collection[object], since: float, now: float, *, decoding: bool = True) -> float:
+        """How long to wait before the next iteration, while these sessions are ready, the first since `since`.
+
+        decoding: whether any of them waits for a single step.
+        """
+        limit_s, late = min(LINGER_MAX_S, LINGER_SHARE * self._iteration_s), 1.5
+        if not decoding:
+            limit_s, late = min(YIELD_MAX_S, max(YIELD_MIN_S, YIELD_SHARE * self._iteration_s)), 4.0
         if now >= since + limit_s or len(self._delivered_s) == 0:
             return 0.0
         batches = {self._batch_of.get(session) for session in ready}
         until = now
         for session, went in self._delivered_s.items():
-            soon = went + 1.5 * self._away_s.get(session, limit_s)
-            if now < soon <= since + limit_s:
-                until = max(until, soon)
+            away_s = self._away_s.get(session, limit_s)
+            soon, latest = went + 1.5 * away_s, min(went + late * away_s, since + limit_s)
+            if soon <= since + limit_s and now < latest:
+                until = max(until, latest)
             elif self._batch_of.get(session) in batches:
                 until = since + limit_s
         return max(0.0, until - now)

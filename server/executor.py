@@ -7,12 +7,14 @@ them. What is no session's work (a measurement, a replay) runs alone. Each sessi
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -25,7 +27,10 @@ from swarm.server.session import HostedSession, SessionWork
 
 Result = TypeVar("Result")
 Done = Callable[[Result | Exception], None]
-RECENT_S = 0.25  # after a single step, its session is expected back
+RECENT_S = 1.0  # after a single step, its session is expected back
+PREFILLS_SEEN = 64  # of all peers together, when the next iteration is planned
+PEERS_REMEMBERED = 4096
+SWITCH_S = 0.0005  # torch lets go of the interpreter in every operation, and waits so long for a loop that is busy
 
 _log = structlog.get_logger("swarm.server")
 
@@ -48,8 +53,19 @@ class _Item:
     job: Callable[[], Any]
     done: Done[Any]
     at: float
+    since: int = 0  # the iteration before which it came
     result: object = None
     error: Exception | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a single step, or no session's work; the last position of a prompt is not."""
+        return not isinstance(self.job, SessionWork) or self.job.tokens == 1
+
+    @property
+    def peer(self) -> str:
+        """Whom it is done for."""
+        return self.job.session.owner.peer if isinstance(self.job, SessionWork) else ""
 
     @property
     def ready(self) -> Ready:
@@ -64,6 +80,10 @@ class _Item:
                 self.result = self.job()
         except Exception as error:  # noqa: BLE001 - whatever a model raises fails one session, not the server
             self.error = error
+
+    @property
+    def is_gone(self) -> bool:
+        return isinstance(self.job, SessionWork) and self.job.is_gone
 
     @property
     def is_over(self) -> bool:
@@ -88,6 +108,7 @@ class ComputeThread:
         self._loop = loop
         self._threads = threads
         self._jobs: SimpleQueue[_Item | None] = SimpleQueue()
+        sys.setswitchinterval(SWITCH_S)
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
@@ -128,12 +149,86 @@ def _tell(finished: Sequence[tuple[Done[Any], object]]) -> None:
             asyncio.get_running_loop().call_exception_handler(context)
 
 
+class _Waiting:
+    """What waits, by session: of each the first work can run next.
+
+    Anybody may queue much prefill. So it is kept by peer, and only the first of each peer's are looked at; what was
+    begun is finished first.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[object, deque[_Item]] = {}  # by session, the next one first
+        self._single: dict[object, None] = {}  # sessions that wait for a single step, and what is no session's work
+        self._long: dict[str, dict[object, None]] = {}  # the others, by peer, in the order in which they came
+        self._served: dict[str, int] = {}  # peers: the last iteration that carried prefill of theirs
+        self._n_iterations = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def __contains__(self, session: object) -> bool:
+        return session in self._items
+
+    @property
+    def single(self) -> Collection[object]:
+        """Sessions that wait for a single step."""
+        return self._single.keys()
+
+    def add(self, item: _Item) -> None:
+        """Queue it behind what its session has."""
+        item.since = self._n_iterations
+        items = self._items.setdefault(_key(item), deque())
+        items.append(item)
+        if len(items) == 1:
+            self._file(_key(item), item)
+
+    def heads(self) -> list[_Item]:
+        """What can run next, in order: whoever waits longest, or was served longest ago, goes first."""
+        of_each = max(1, PREFILLS_SEEN // max(1, len(self._long)))
+        keys = [*self._single, *(key for sessions in self._long.values() for key in islice(sessions, of_each))]
+        return sorted((self._items[key][0] for key in keys), key=self._turn)
+
+    def ran(self, items: Iterable[_Item]) -> None:
+        """Note that these heads had their part of an iteration: what is over goes away."""
+        self._n_iterations += 1
+        for item in items:
+            if not item.is_single:
+                self._served[item.peer] = self._n_iterations
+            if not item.is_over:
+                continue  # it keeps its place
+            key = _key(item)
+            self._unfile(key, item.peer)
+            queue = self._items[key]
+            queue.popleft()
+            if queue:
+                self._file(key, queue[0])
+            else:
+                del self._items[key]
+        if len(self._served) > PEERS_REMEMBERED:
+            self._served = {peer: self._served[peer] for peer in self._long if peer in self._served}
+
+    def _file(self, key: object, head: _Item) -> None:
+        sessions = self._single if head.is_single else self._long.setdefault(head.peer, {})
+        sessions[key] = None
+
+    def _unfile(self, key: object, peer: str) -> None:
+        if key in self._single:
+            del self._single[key]
+            return
+        del self._long[peer][key]
+        if not self._long[peer]:
+            del self._long[peer]
+
+    def _turn(self, item: _Item) -> int:
+        return item.since if item.is_single else self._served.get(item.peer, 0)
+
+
 class _Iterations:
     """What the compute thread has to do, what it learned about it, and the doing."""
 
     def __init__(self, jobs: SimpleQueue[_Item | None]) -> None:
         self._jobs = jobs
-        self._waiting: OrderedDict[object, deque[_Item]] = OrderedDict()  # by session, next one first
+        self._waiting = _Waiting()
         self._stopping = False
         self._pace = Pace()
         self._company = Company()
@@ -145,18 +240,28 @@ class _Iterations:
             self._add(self._jobs.get())
         self._take_all()
         since = now = time.perf_counter()
-        while (wait_s := self._company.wait_s(self._waiting.keys(), since, now)) > 0 and not self._stopping:
+        while (wait_s := self._linger_s(since, now)) > 0 and not self._stopping:
             with contextlib.suppress(Empty):
                 self._add(self._jobs.get(timeout=wait_s))
                 self._take_all()
             now = time.perf_counter()
         return bool(self._waiting)
 
+    def _linger_s(self, since: float, now: float) -> float:
+        single = self._waiting.single
+        return self._company.wait_s(single, since, now, decoding=len(single) > 0)
+
     def run(self) -> list[tuple[Done[Any], object]]:
         """Run one iteration. Returns what is finished, with its results."""
-        heads = [items[0] for items in self._waiting.values()]
+        heads, over = self._waiting.heads(), list[_Item]()
+        while gone := [item for item in heads if item.is_gone]:  # they would cost an iteration each
+            over += gone
+            self._waiting.ran(gone)
+            heads = self._waiting.heads()
+        if not heads:
+            return [(item.done, item.outcome()) for item in over]
         ready = [item.ready for item in heads]
-        decoding = any(each.decodes for each in ready) or self._expects_others()
+        decoding = any(item.is_single for item in heads) or self._expects_others()
         slices = form_batch(ready, self._pace.prefill_tokens(decoding=decoding))
         batch = [(heads[each.index], each) for each in slices]
         began = time.perf_counter()
@@ -167,11 +272,12 @@ class _Iterations:
             _run_together(batch)
         now = time.perf_counter()
         self._learn(batch, ready, now, now - began)
-        over = [item for item, _ in batch if item.is_over]
-        for item, _ in batch:
-            self._put_back(item)
-        absent = [key for item in over if (key := _key(item)) not in self._waiting and key is not item]
-        self._company.delivered(absent, now, now - began)
+        over += [item for item, _ in batch if item.is_over]
+        single = [item for item, _ in batch if item.is_single and item.is_over]
+        self._waiting.ran(item for item, _ in batch)
+        absent = [key for item in single if (key := _key(item)) not in self._waiting and key is not item]
+        if single:  # who has got but a prompt's last part may think long, or never come back
+            self._company.delivered(absent, now, now - began)
         return [(item.done, item.outcome()) for item in over]
 
     def _learn(self, batch: "_Batch", ready: Sequence[Ready], now: float, took_s: float) -> None:
@@ -180,7 +286,7 @@ class _Iterations:
         for item, each in batch:
             if not isinstance(item.job, SessionWork):
                 return
-            if ready[each.index].decodes:
+            if item.is_single:
                 decodes += 1
                 self._decoded_at[item.job.session] = now
             else:
@@ -195,16 +301,6 @@ class _Iterations:
             for session, at in self._decoded_at.items()
         )
 
-    def _put_back(self, item: _Item) -> None:
-        """Others go first next time; what is over goes away."""
-        key = _key(item)
-        if item.is_over:
-            self._waiting[key].popleft()
-        if self._waiting[key]:
-            self._waiting.move_to_end(key)
-        else:
-            del self._waiting[key]
-
     def _take_all(self) -> None:
         with contextlib.suppress(Empty):
             while True:
@@ -214,9 +310,8 @@ class _Iterations:
         if item is None:
             self._stopping = True
             return
-        key = _key(item)
-        self._waiting.setdefault(key, deque()).append(item)
-        self._company.arrived(key, item.at)
+        self._waiting.add(item)
+        self._company.arrived(_key(item), item.at)
 
 
 def _key(item: _Item) -> object:

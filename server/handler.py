@@ -22,7 +22,7 @@ from swarm.net.dialer import Dialer
 from swarm.server.accounts import Accounts
 from swarm.server.executor import Executor
 from swarm.server.pool import KvPool
-from swarm.server.session import RETRY_AFTER_S, WINDOW_STEPS, Declined, HostedSession, Sent
+from swarm.server.session import RETRY_AFTER_S, WINDOW_STEPS, Declined, HostedSession, Sent, SessionWork
 from swarm.wire.journal import Entry, Past, rebuild_messages
 from swarm.wire.messages import (
     TEXT_MAX,
@@ -163,6 +163,8 @@ class Handler:
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
+        if session.id in self.sessions:
+            self._end(self.sessions[session.id])
         self.sessions[session.id] = session
         self._watch(channel)
         _log.info("session opened", session=session.id[:8], owner=channel.peer, sessions=len(self.sessions))
@@ -172,8 +174,9 @@ class Handler:
         """Check a request and make its session. Raises Declined."""
         if self.draining:
             raise Declined("draining", "this server is leaving")
-        if request.session in self.sessions:
-            raise Declined("not_yours", "there is a session of this name")
+        standing = self.sessions.get(request.session)
+        if standing is not None and not (standing.owner.peer == channel.peer and standing.epoch < request.epoch):
+            raise Declined("not_yours", "there is a session of this name")  # and it is no later route of its owner's
         has = sum(session.owner.peer == channel.peer for session in self.sessions.values())
         if has >= (most := (SESSIONS_MAX - len(self.sessions)) // SESSIONS_SHARE):
             raise Declined("no_room", f"at most {most} sessions a peer, as many as there are now", RETRY_AFTER_S)
@@ -313,21 +316,22 @@ class Handler:
             self._refuse(session.owner, piece, None, declined)
             session.payer(channel).note_chatter(tensors)
             return
-        self._executor.submit(
-            session.rebuild_work(piece, hidden, positions, mask),
-            partial(self._on_rebuilt, session, piece, (positions, mask)),
-        )
+        work = session.rebuild_work(piece, hidden, positions, mask)
+        self._executor.submit(work, partial(self._on_rebuilt, work, piece, (positions, mask)))
 
     def _on_rebuilt(
         self,
-        session: HostedSession,
+        work: SessionWork,
         piece: Rebuild,
         beside: tuple[Tensor | None, Tensor | None],
         result: Tensor | Exception | None,
     ) -> None:
+        session = work.session
         self.jobs_done += 1
-        session.under_way -= 1
-        if session.closed or result is None or session.epoch != piece.epoch:
+        if work.is_gone or result is None:
+            return
+        session.computed_piece()
+        if session.epoch != piece.epoch:
             return
         if isinstance(result, Exception):
             self._fail(session, None, "self", f"{type(result).__name__} while rebuilding")
@@ -402,25 +406,23 @@ class Handler:
             session.payer(channel).note_chatter(tensors)
             return
         self.steps_under_way += 1
-        self._executor.submit(
-            session.work(step, hidden, positions, mask),
-            partial(self._on_computed, session, session.generation, step, (positions, mask), arrived_at),
-        )
+        work = session.work(step, hidden, positions, mask)
+        self._executor.submit(work, partial(self._on_computed, work, step, (positions, mask), arrived_at))
 
     def _on_computed(
         self,
-        session: HostedSession,
-        generation: int,
+        work: SessionWork,
         step: Step,
         beside: tuple[Tensor | None, Tensor | None],
         arrived_at: float,
         result: Tensor | Exception | None,
     ) -> None:
+        session = work.session
         self.jobs_done += 1
         self.steps_under_way -= 1
-        session.computed()
-        if session.closed or result is None or session.generation != generation:
+        if work.is_gone or result is None:
             return
+        session.computed_step()
         if isinstance(result, Exception):
             _log.error(
                 "step failed", session=session.id[:8], step=step.step, error=type(result).__name__, exc_info=result

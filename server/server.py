@@ -24,6 +24,8 @@ from swarm.server.pool import KvPool, Prices
 from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
 
+INFLOW_SHARE = 2.0  # activations are read so many times as fast as the span computes them, one session at a time
+INFLOW_LEAST = 8.0 * 2**20  # bytes per second
 ADDRESSES_BESIDE_RTTS = 4  # with more of them round trips might not fit into a record
 
 _log = structlog.get_logger("swarm.server")
@@ -113,6 +115,10 @@ class Server:
 
         self._executor.submit(lambda: measure_throughput(self.span), finish)
         self.throughput = await done
+        if self.throughput is not None:
+            token_bytes = self.span.hidden_size * self.span.dtype.itemsize
+            computed = self.throughput.prefill_tps * token_bytes
+            self.me.inflow.change(max(INFLOW_LEAST, INFLOW_SHARE * computed))
 
     def announcement(self, state: State) -> Announcement:
         """What is true of this server now. Sequence and times are set when it is signed."""

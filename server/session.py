@@ -87,18 +87,17 @@ class HostedSession:
         self.used_at = now
         self.grant = Grant.of(request, now)
         self.closed = False
-        self.generation = 0  # raised when the past is forgotten: what was computed before counts no more
+        self.generation = 0  # raised when the past is forgotten: what was accepted before counts no more
         self.sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
-        self.under_way = 0  # accepted steps and pieces of the past that are not computed yet
         self._positions_max = request.positions_max
         self._rollback_max = request.rollback_max
         self._step = request.after_step  # the last accepted one
         self._rows = 0
         self._length = 0
-        self._steps_under_way = 0
+        self._steps_under_way = self._pieces_under_way = 0  # accepted and not computed yet
         self.span = span
         self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
-        self._past = SpanPast(span.new_cache(request.rollback_max))
+        self._past: SpanPast | None = None
 
     # In the loop
 
@@ -111,6 +110,11 @@ class HostedSession:
     def applied(self) -> int:
         """The last step that was computed."""
         return max(0, self._step - self._steps_under_way)
+
+    @property
+    def under_way(self) -> int:
+        """Accepted steps and pieces of the past that are not computed yet."""
+        return self._steps_under_way + self._pieces_under_way
 
     @property
     def length(self) -> int:
@@ -133,6 +137,7 @@ class HostedSession:
             self.generation += 1
             self.sent.clear()
             self._step, self._length, self._rows = request.after_step, 0, 0
+            self._steps_under_way = self._pieces_under_way = 0
             self._rebuild_from = 0
         if self.journal is None and self.has_next and self._length == 0:
             self.journal = Journal()  # there is nothing yet that it would lack
@@ -169,7 +174,6 @@ class HostedSession:
         self._hold(rows, tokens, length)
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
-        self.under_way += 1
 
     def has_rebuilt(self, piece: Rebuild) -> bool:
         """Whether a piece of the past has been accepted before: it came twice."""
@@ -185,7 +189,7 @@ class HostedSession:
         self._hold(rows, tokens, piece.start + tokens)
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
-        self.under_way += 1
+        self._pieces_under_way += 1
 
     def _hold(self, rows: int, tokens: int, positions: int) -> None:
         """Use up some of the grant, and memory for `positions` in all. Raises Declined."""
@@ -218,10 +222,13 @@ class HostedSession:
             raise Declined("not_finite", "activations that are infinite or no numbers")
         return rows, tokens
 
-    def computed(self) -> None:
-        """Note that one accepted step has come back from the compute thread."""
+    def computed_step(self) -> None:
+        """Note that a step which still counts has come back from the compute thread."""
         self._steps_under_way -= 1
-        self.under_way -= 1
+
+    def computed_piece(self) -> None:
+        """The same of a piece of the past."""
+        self._pieces_under_way -= 1
 
     def _check_positions(self, positions: Tensor) -> None:
         """Out of range they could index beyond a table, or rescale a rotary embedding that all sessions share."""
@@ -251,7 +258,9 @@ class HostedSession:
 
     @property
     def past(self) -> SpanPast:
-        """What the blocks remember."""
+        """What the blocks remember; made when something is to be remembered, which takes longer than opening."""
+        if self._past is None:
+            self._past = SpanPast(self.span.new_cache(self._rollback_max))
         return self._past
 
 
@@ -259,10 +268,22 @@ class SessionWork:
     """One step of a session, or one piece of its past, on its way through the compute thread: alone, packed, in pieces.
 
     Called as a whole it runs alone, and returns the output on the host: all positions, or for the owner the wanted
-    ones; None once the session is closed.
+    ones; None once it is gone.
     """
 
-    __slots__ = ("_began", "_hidden", "_keep", "_mask", "_outputs", "_positions", "_rows", "_want", "done", "session")
+    __slots__ = (
+        "_began",
+        "_generation",
+        "_hidden",
+        "_keep",
+        "_mask",
+        "_outputs",
+        "_positions",
+        "_rows",
+        "_want",
+        "done",
+        "session",
+    )
 
     def __init__(
         self,
@@ -277,6 +298,7 @@ class SessionWork:
         """want: trailing positions that the owner gets; None keeps all, whoever gets them."""
         self.session = session
         self.done = 0  # positions that were computed
+        self._generation = session.generation
         self._keep = keep
         self._rows = rows
         self._want = want
@@ -297,9 +319,14 @@ class SessionWork:
         return self._hidden.shape[1]
 
     @property
+    def is_gone(self) -> bool:
+        """Whether nobody wants it any more: the session is closed, or its past was forgotten."""
+        return self.session.closed or self.session.generation != self._generation
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left to compute."""
-        return self.session.closed or self.done == self.tokens
+        return self.is_gone or self.done == self.tokens
 
     @property
     def ready(self) -> Ready:
@@ -309,8 +336,8 @@ class SessionWork:
         return Ready(session.owner.peer, session.span.blocks, self._hidden.shape[0], self.tokens - self.done, packs)
 
     def segment(self, tokens: int) -> Segment | None:
-        """The next positions, to run in a packed step, whose output goes to `take`; None if the session is closed."""
-        if self.session.closed:
+        """The next positions, to run in a packed step, whose output goes to `take`; None if it is gone."""
+        if self.is_gone:
             return None
         past = self._begin()
         assert past.mask is None
@@ -321,7 +348,7 @@ class SessionWork:
 
     def run(self, tokens: int) -> None:
         """Compute the next positions alone."""
-        if self.session.closed:
+        if self.is_gone:
             return
         past, span = self._begin(), self.session.span
         hidden, positions, mask = self._hidden, self._positions, self._mask
@@ -339,7 +366,7 @@ class SessionWork:
 
     def result(self) -> Tensor | None:
         """What is delivered when all is computed."""
-        if self.session.closed or not self._outputs:
+        if self.is_gone or not self._outputs:
             return None
         output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
         if self._want is not None and self._want < self.tokens and not self.session.has_next:

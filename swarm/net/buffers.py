@@ -5,6 +5,34 @@ from typing import Protocol
 
 HELD_BYTES_MAX = 128 * 2**20  # by all channels of one process
 SMALL_BYTES = 256 * 1024  # a channel that holds less is no trouble
+PIECE_BYTES = 64 * 1024  # what arrives in smaller ones is put together
+
+
+class Unread:
+    """Bytes that wait for the rest of their frame. However much that is, it is copied once, when the rest is there."""
+
+    __slots__ = ("_pieces", "_size")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes | bytearray] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, data: bytes) -> None:
+        """Keep what has arrived."""
+        self._size += len(data)
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, bytearray) and len(last) + len(data) <= PIECE_BYTES:
+            last += data
+        else:
+            self._pieces.append(data if len(data) >= PIECE_BYTES else bytearray(data))
+
+    def take(self) -> bytes:
+        """Return everything, and keep nothing."""
+        pieces, self._pieces, self._size = self._pieces, [], 0
+        return b"".join(pieces)
 
 
 class Backlog:

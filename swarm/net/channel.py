@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
+from weakref import WeakValueDictionary
 
 import structlog
 from cryptography.exceptions import InvalidTag
@@ -33,7 +34,7 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.identity import Identity, peer_id_of, verify
-from swarm.net.buffers import SMALL_BYTES, Backlog, Buffers
+from swarm.net.buffers import SMALL_BYTES, Backlog, Buffers, Unread
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
 from swarm.net.rate import Bucket
 from swarm.version import __version__
@@ -50,12 +51,12 @@ FRAME_TIMEOUT_S = 30.0  # from its first byte to its last; a claimed length that
 TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
 PINGS_MAX = 8
-TURN_FRAMES = 16  # of one channel, then it is others' turn
-CHATTER_PER_S, CHATTER_BURST = 4.0, 32.0  # messages of one channel that move nothing forward, and are free
-ALL_CHATTER_PER_S, ALL_CHATTER_BURST = 400.0, 100.0  # the others, of all channels together
+TURN_FRAMES = 16  # of one channel, a large one counts as many; then it is others' turn
+CHATTER_PER_S, CHATTER_BURST = 4.0, 32.0  # messages of one peer that move nothing forward, and are free
+ALL_CHATTER_PER_S, ALL_CHATTER_BURST = 300.0, 32.0  # the others, of all peers together
 CHATTER_BYTES = 64 * 1024  # more of them cost like so many messages
-BYTES_PER_S, BYTES_BURST = 4.0 * 2**20, 4.0 * 2**20  # of one channel, that are free
-ALL_BYTES_PER_S, ALL_BYTES_BURST = 128.0 * 2**20, 16.0 * 2**20  # the others, of all channels together
+BYTES_PER_S, BYTES_BURST = 256.0 * 1024, 256.0 * 1024  # of one peer, that are free
+ALL_BYTES_PER_S, ALL_BYTES_BURST = 128.0 * 2**20, 1.0 * 2**20  # the others, of all peers together
 PAUSE_S_MAX = 5.0
 _log = structlog.get_logger("swarm.net")
 _ENDED_EARLY = "it may have another network key, or a list of allowed peers that this side is not on"
@@ -95,6 +96,14 @@ OnMessage = Callable[["Channel", AnyMessage, "Tensors"], None]
 """Takes a channel's messages, one by one, in the loop. Must not block."""
 
 
+class Allowance:
+    """What one peer has free, on all of its channels together; or one channel, before it is proven whose it is."""
+
+    def __init__(self) -> None:
+        self.chatter = Bucket(CHATTER_PER_S, CHATTER_BURST)
+        self.inflow = Bucket(BYTES_PER_S, BYTES_BURST)
+
+
 @dataclass(frozen=True, slots=True)
 class Self:
     """This side, as it presents itself on its channels."""
@@ -107,6 +116,7 @@ class Self:
     buffers: Buffers = field(default_factory=Buffers)
     chatter: Bucket = field(default_factory=lambda: Bucket(ALL_CHATTER_PER_S, ALL_CHATTER_BURST))
     inflow: Bucket = field(default_factory=lambda: Bucket(ALL_BYTES_PER_S, ALL_BYTES_BURST))
+    allowances: "WeakValueDictionary[str, Allowance]" = field(default_factory=WeakValueDictionary)  # of proven peers
     public: bool = False  # the swarm is: loopback and private addresses are not dialled
 
     @property
@@ -144,13 +154,13 @@ class Channel:
         self._me = me
         self._on_message = on_message
         self._remote = remote
-        self._unread = bytearray()
+        self._unread = Unread()
+        self._due = 0  # bytes of the frame that it begins with, where that is known and not complete
         self._unfinished: asyncio.TimerHandle | None = None
         self._unfinished_since = self.heard_at
         self._backlog = Backlog(carrier.unsent_bytes)
         self._paused: asyncio.TimerHandle | None = None
-        self._chatter = Bucket(CHATTER_PER_S, CHATTER_BURST)
-        self._inflow = Bucket(BYTES_PER_S, BYTES_BURST)
+        self._allowance = Allowance()
         self._nonces = itertools.count()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._handshake: Handshake | None = Handshake(
@@ -225,11 +235,11 @@ class Channel:
     def note_chatter(self, tensors: "Tensors" = ()) -> None:
         """Count a message that moves no session forward, and what came with it.
 
-        Each channel has some free. For those beyond that all channels share what this side has time for, and the one
+        Each peer has some free. For those beyond that all channels share what this side has time for, and the one
         that sent this is not read until it is paid for.
         """
         n_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        self._charge(self._chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES, self._loop.time())
+        self._charge(self._allowance.chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES, self._loop.time())
 
     def _charge(self, free: Bucket, shared: Bucket, amount: float, now: float) -> None:
         if free.take(now, amount) > 0 and (wait_s := shared.owe(now, amount)) > 0:
@@ -265,7 +275,7 @@ class Channel:
             return
         self.heard_at = now = self._loop.time()
         self._take(data)
-        self._charge(self._inflow, self._me.inflow, len(data), now)
+        self._charge(self._allowance.inflow, self._me.inflow, len(data), now)
 
     def lost(self, why: str) -> None:
         """The carrier has ended."""
@@ -273,44 +283,47 @@ class Channel:
         self._me.buffers.discard(self)
 
     def _take(self, data: bytes) -> None:
-        try:
-            if self._handshake is None and not self._unread:
-                rest = data[self._read_frames(data) :]  # mostly nothing: whole frames are not copied
-                if rest and not self.closed:
-                    self._unread += rest
-                    self._await_rest()
-                return
-            self._unread += data
-            if self._handshake is not None and not self._shake_hands():
-                return
-            read = self._read_frames(self._unread)
-            del self._unread[:read]
-            if read:
-                self._await_rest()
+        goes_on = len(self._unread) > 0
+        if goes_on or self._paused is not None:
+            self._unread.add(data)
             if len(self._unread) > SMALL_BYTES:
                 self._me.buffers.note(self)
+            if len(self._unread) < self._due or self._paused is not None:
+                return
+            data = self._unread.take()
+        read = 0
+        try:
+            if self._handshake is not None:
+                read = self._shake_hands(data)
+            if self._handshake is None:
+                read = self._read_frames(data, read)
         except SwarmError as error:
             self._fail(error)
+        if self.closed:
+            return
+        if rest := data[read:]:
+            self._unread.add(rest)
+        if read or not goes_on:
+            self._await_rest()
 
     # The handshake
 
-    def _shake_hands(self) -> bool:
-        """Take the other side's preface and handshake message; returns True when the handshake is over."""
+    def _shake_hands(self, data: bytes) -> int:
+        """Take the other side's preface and handshake message, if they are there. Returns how many bytes they are."""
         assert self._handshake is not None
-        if not self._unread.startswith(MAGIC[: len(self._unread)]):
+        if not data.startswith(MAGIC[: len(data)]):
             raise HandshakeFailed(self.peer, "it does not speak the swarm's protocol")
-        if len(self._unread) < len(PREFACE):
-            return False
-        theirs = self._unread[len(MAGIC)]
+        if len(data) < len(PREFACE):
+            return 0
+        theirs = data[len(MAGIC)]
         if theirs != PROTOCOL_VERSION:
             if self._remote is None:
                 self._carrier.write(PREFACE)  # so that the other side can say who must upgrade
             raise ProtocolMismatch(self.peer, theirs, PROTOCOL_VERSION)
         size = len(PREFACE) + (MESSAGE_2_BYTES if self._remote is not None else MESSAGE_1_BYTES)
-        if len(self._unread) < size:
-            return False
-        self._handshake.read(bytes(self._unread[len(PREFACE) : size]))
-        del self._unread[:size]
+        if len(data) < size:
+            return 0
+        self._handshake.read(data[len(PREFACE) : size])
         if self._remote is None:
             self._carrier.write(PREFACE + self._handshake.write())
         secrets = self._handshake.finish()
@@ -320,7 +333,7 @@ class Channel:
         self._opener = Sealer(secrets.receive_key)
         if self._remote is not None or self._me.access.allowed is None:
             self._introduce()  # else not before we know that whoever comes is on the list
-        return True
+        return size
 
     def _introduce(self) -> None:
         identity = self._me.identity
@@ -344,6 +357,7 @@ class Channel:
         if self._remote is None and self._me.access.allowed is not None:
             self._introduce()
         self.peer = peer
+        self._allowance = self._me.allowances.setdefault(peer, self._allowance)
         self.software = hello.software
         self.ready.set_result(None)
 
@@ -359,16 +373,17 @@ class Channel:
         self._carrier.write(frame)
         self._backlog.wrote(len(frame), self._loop.time())
 
-    def _read_frames(self, data: bytes | bytearray) -> int:
-        """Take the whole frames that `data` begins with. Returns how many bytes they are."""
+    def _read_frames(self, data: bytes, taken: int) -> int:
+        """Read the whole frames that follow the first `taken` bytes. Returns how many bytes have been taken then."""
         assert self._opener is not None
-        taken = frames = 0
+        self._due, turn = 0, 0.0
         while len(data) - taken >= 4 and not self.closed and self._paused is None:
             start = taken + 4
             size = int.from_bytes(data[taken:start], "big")
             if not TAG_BYTES < size <= (FRAME_BYTES_MAX if self.ready.done() else HELLO_BYTES_MAX):
                 raise FrameRejected(self.peer, f"it claims {size} bytes")
             if len(data) < start + size:
+                self._due = 4 + size
                 break
             taken = start + size
             with memoryview(data) as view, view[start - 4 : taken] as frame:
@@ -378,8 +393,8 @@ class Channel:
                     raise FrameRejected(self.peer, "it fails authentication") from None
             message, tensors = decode(memoryview(plaintext))
             self._dispatch(message, tensors)
-            frames += 1
-            if frames == TURN_FRAMES:
+            turn += 1 + size / CHATTER_BYTES
+            if turn >= TURN_FRAMES:
                 self.pause(0.0)
         return taken
 
@@ -429,7 +444,7 @@ class Channel:
         if self.closed:
             return
         self.ended.set_result(why)
-        self._unread.clear()
+        self._unread = Unread()
         for timer in (self._unfinished, self._paused):
             if timer is not None:
                 timer.cancel()

@@ -37,6 +37,10 @@ class Bucket:
         self._fill(now)
         return max(0.0, -self._level / self._per_s)
 
+    def change(self, per_s: float) -> None:
+        """Fill it at another rate from now on."""
+        self._per_s = per_s
+
     def is_full(self, now: float) -> bool:
         """Whether all that was taken has come back."""
         self._fill(now)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.server.batch import LINGER_MAX_S, PREFILL_TOKENS_MIN, Company, Pace, Ready, form_batch
+from swarm.server.batch import LINGER_MAX_S, PIECE_TOKENS_MIN, PREFILL_TOKENS_MIN, Company, Pace, Ready, form_batch
 
 
 def decode(peer: str = "a", group: object = 0, rows: int = 1) -> Ready:
@@ -71,6 +71,16 @@ def test_parts_of_the_span_take_turns() -> None:
     assert {each.index for each in form_batch([decode(group=1), decode(group=2), decode(group=1)], 64)} == {0, 2}
 
 
+def test_a_small_budget_goes_to_one_piece() -> None:
+    """Else it is spent on what every piece costs, however small it is."""
+    ready = [decode(), *(Ready(f"peer {number}", 0, 1, 100) for number in range(8))]
+    assert [(each.index, each.tokens) for each in form_batch(ready, PIECE_TOKENS_MIN)] == [
+        (0, 1),
+        (1, PIECE_TOKENS_MIN),
+    ]
+    assert len(form_batch(ready, 8 * PIECE_TOKENS_MIN)) == 9
+
+
 def test_prefill_beside_decode_adds_half_an_iteration_at_most() -> None:
     pace = Pace()
     for _ in range(40):
@@ -100,6 +110,18 @@ def test_who_is_back_at_once_is_waited_for_by_another_group() -> None:
     assert company.wait_s(["other"], since=1.0, now=1.0) > 0
     assert company.wait_s(["other"], since=1.0, now=1.003) == 0
     assert company.wait_s(["other"], since=3.0, now=3.0) == 0
+
+
+def test_prefill_waits_longer_for_who_decodes_than_another_step_would() -> None:
+    """Else whoever decodes waits for most of an iteration that does not concern it."""
+    company = Company()
+    for turn in range(5):
+        company.delivered(["near"], now=turn * 0.1, took_s=0.02)
+        company.arrived("near", now=turn * 0.1 + 0.005)
+    company.delivered(["near"], now=1.0, took_s=0.02)
+    assert company.wait_s([], since=1.009, now=1.009, decoding=True) == 0
+    assert company.wait_s([], since=1.009, now=1.009, decoding=False) > 0
+    assert company.wait_s([], since=1.009, now=1.021, decoding=False) == 0
 
 
 def test_one_session_alone_is_never_kept_waiting() -> None:

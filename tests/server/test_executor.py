@@ -5,8 +5,9 @@ from queue import SimpleQueue
 
 import pytest
 
-from swarm.server.batch import Company
-from swarm.server.executor import _Item, _Iterations, _tell
+from swarm.server.batch import Company, Ready
+from swarm.server.executor import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
+from swarm.server.session import SessionWork
 
 
 async def test_a_sessions_results_come_in_order_however_they_were_batched():
@@ -38,3 +39,130 @@ def test_who_comes_while_others_run_is_back_when_it_asked_and_not_when_it_was_se
     jobs.put(_Item(lambda: None, lambda _: None, 12.5))
     assert _Iterations(jobs).wait()
     assert seen == [12.5]
+
+
+class Somebody:
+    """A session, as far as iterations look at it."""
+
+    closed = False
+
+    def __init__(self, name: str) -> None:
+        self.id = self.peer = name
+        self.owner = self
+
+
+class Work(SessionWork):
+    """Some positions of a session, alone in their iteration."""
+
+    def __init__(self, name: str, tokens: int) -> None:
+        self.session = Somebody(name)  # type: ignore[assignment]
+        self.all = self.left = tokens
+        self.gone = False
+
+    @property
+    def ready(self) -> Ready:
+        return Ready(self.session.id, 0, 1, self.left, packs=False)
+
+    def run(self, tokens: int) -> None:
+        self.left = max(0, self.left - tokens)
+
+    @property
+    def tokens(self) -> int:
+        return self.all
+
+    @property
+    def is_gone(self) -> bool:
+        return self.gone
+
+    @property
+    def is_over(self) -> bool:
+        return self.gone or self.left == 0
+
+    def result(self) -> None:
+        return None
+
+
+def test_who_decodes_is_waited_for_and_who_has_got_but_a_prompt_is_not(monkeypatch: pytest.MonkeyPatch):
+    """Else whoever opens sessions, and never comes back, makes others wait after every prompt."""
+    delivered: list[list[object]] = []
+    monkeypatch.setattr(Company, "delivered", lambda _, sessions, *__, **___: delivered.append(list(sessions)))
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    jobs.put(_Item(Work("hoards", 5), lambda _: None, 0.0))
+    jobs.put(_Item(Work("decodes", 1), lambda _: None, 0.0))
+    iterations = _Iterations(jobs)
+    while not jobs.empty() or iterations._waiting:
+        iterations.wait()
+        iterations.run()
+    assert delivered == [["decodes"]]
+
+
+def test_what_nobody_wants_any_more_costs_no_iteration(monkeypatch: pytest.MonkeyPatch):
+    """Else whoever asks much and leaves, or forgets it again, makes others wait for what is computed for nobody."""
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    left, kept = [Work("leaves", 1) for _ in range(3)], Work("stays", 1)
+    for work in (*left, kept):
+        work.gone = work is not kept
+        jobs.put(_Item(work, lambda _: None, 0.0))
+    iterations = _Iterations(jobs)
+    assert iterations.wait()
+    assert len(iterations.run()) == 4
+    assert (kept.left, [work.left for work in left]) == (0, [1, 1, 1])
+    assert not iterations._waiting
+
+
+def prefill(peer: str, session: str, tokens: int = 100) -> _Item:
+    work = Work(session, tokens)
+    work.session.owner = Somebody(peer)  # type: ignore[assignment]
+    return _Item(work, lambda _: None, 0.0)
+
+
+def test_peers_take_turns_at_prefill_and_each_finishes_what_it_has_begun() -> None:
+    waiting = _Waiting()
+    greedy = [prefill("greedy", f"g{number}") for number in range(3)]
+    modest = prefill("modest", "m")
+    for item in (*greedy, modest):
+        waiting.add(item)
+    first_each = []
+    for _ in range(6):
+        item = waiting.heads()[0]
+        first_each.append(item)
+        item.run(50)
+        waiting.ran([item])
+    assert first_each == [greedy[0], modest, greedy[0], modest, greedy[1], greedy[1]]
+
+
+def test_a_long_queue_is_not_looked_at_as_a_whole_and_hides_nobody() -> None:
+    waiting = _Waiting()
+    for number in range(1000):
+        waiting.add(prefill("greedy", f"g{number}"))
+    waiting.add(prefill("modest", "m"))
+    waiting.add(prefill("decodes", "d", tokens=1))
+    heads = waiting.heads()
+    assert len(heads) <= PREFILLS_SEEN + 1
+    assert {"greedy", "modest", "decodes"} == {item.peer for item in heads}
+
+
+def test_a_session_that_is_served_alone_waits_for_its_turn_and_not_longer() -> None:
+    """Work that runs with no other goes when it is first: neither may come before the other for ever."""
+    waiting = _Waiting()
+    waiting.add(prefill("one", "long", tokens=1000))
+    ran = []
+    for number in range(6):
+        waiting.add(prefill("one", f"single {number}", tokens=1))
+        item = waiting.heads()[0]
+        ran.append(item.is_single)
+        item.run(1)
+        waiting.ran([item])
+    assert 2 <= sum(ran) <= 4
+
+
+def test_nothing_is_left_of_what_is_over() -> None:
+    waiting = _Waiting()
+    for item in (prefill("a", "a1", 2), prefill("a", "a1", 1), prefill("b", "b1", 1)):
+        waiting.add(item)
+    while waiting:
+        heads = waiting.heads()
+        for item in heads:
+            item.run(2)
+        waiting.ran(heads)
+    assert (waiting._items, waiting._long, waiting._single) == ({}, {}, {})

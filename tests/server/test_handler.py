@@ -32,10 +32,12 @@ from swarm.wire.messages import (
     AnyMessage,
     Close,
     Failed,
+    Inquiry,
     Message,
     Open,
     Opened,
     Output,
+    Progress,
     Rebuild,
     Rebuilt,
     Refused,
@@ -351,6 +353,13 @@ async def test_a_span_that_cannot_be_measured_serves_all_the_same(first: Site, m
     assert first.server.announcement("online").decode_tps is None
 
 
+async def test_activations_are_read_as_fast_as_the_span_needs_them(first: Site):
+    await first.server.measure()
+    assert first.server.throughput is not None
+    needed = server_module.INFLOW_SHARE * first.server.throughput.prefill_tps * HIDDEN * 4
+    assert first.server.me.inflow._per_s == max(server_module.INFLOW_LEAST, needed)
+
+
 async def test_a_server_that_leaves_while_it_is_measured_is_not_told(first: Site, monkeypatch: pytest.MonkeyPatch):
     reported = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
@@ -592,17 +601,41 @@ async def test_a_step_refused_further_on_is_sent_again_and_computed_once_by_each
 async def test_more_steps_under_way_than_the_window_are_refused(first: Site, owner: Peer):
     request = await opened(owner, first)
     channel = await owner.to(first)
-    release = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    first.server._executor.submit(
-        lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(), lambda _: None
-    )
+    release = held_up(first)
     for number in range(1, WINDOW_STEPS + 2):
         channel.send(*step(request, number, activations(1, 1), keep=number - 1))
     assert code(await owner.next()) == "bad_request"
     release.set()
     for _ in range(WINDOW_STEPS):
         await owner.output()
+
+
+async def test_steps_that_a_reset_made_pointless_fill_no_window(loaded: Loaded, first: Site, owner: Peer):
+    """A hop may be given a new past twice in a row, when others fail while the steps are sent again."""
+    request = await opened(owner, first)
+    channel = await owner.to(first)
+    release = held_up(first)
+    for number in range(1, WINDOW_STEPS + 1):
+        channel.send(*step(request, number, activations(1, 1), keep=number - 1))
+    again = Reroute(session=request.session, epoch=1, reset=True, after_step=3)
+    assert isinstance(await owner.ask(first, again), Rerouted)
+    past = activations(1, 6)
+    channel.send(rebuild(request, 0, 6, past).model_copy(update={"epoch": 1}), [past])
+    for number in range(4, 4 + WINDOW_STEPS):
+        message, hidden = step(request, number, activations(1, 1), keep=2 + number)
+        channel.send(message.model_copy(update={"epoch": 1}), hidden)
+    await owner.settled(first)
+    progress = await owner.ask(first, Inquiry(session=request.session, epoch=1))
+    assert isinstance(progress, Progress)
+    assert (progress.applied, progress.length, progress.under_way) == (3, 6 + WINDOW_STEPS, 1 + WINDOW_STEPS)
+    release.set()
+    assert isinstance(await owner.next(), Rebuilt)
+    expected = span_output(loaded, FIRST, torch.cat([past, *[activations(1, 1)] * WINDOW_STEPS], dim=1))
+    for position in range(6, 6 + WINDOW_STEPS):
+        assert (await owner.output() - expected[:, position : position + 1]).abs().max() < TOLERANCE
+    progress = await owner.ask(first, Inquiry(session=request.session, epoch=1))
+    assert isinstance(progress, Progress)
+    assert (progress.applied, progress.under_way) == (3 + WINDOW_STEPS, 0)
 
 
 # Ends -----------------------------------------------------------------------------------------------------------------
@@ -731,6 +764,21 @@ async def test_a_grant_for_another_span_or_peer_is_refused(first: Site, second: 
     assert second.computed == []
     assert code(await owner.ask(second, *flat(step(request, 1, activations(1, 2))))) == "not_yours"
     assert second.computed == []
+
+
+async def test_an_owner_whose_connection_is_dead_opens_its_session_anew_with_a_later_epoch(first: Site, owner: Peer):
+    free = first.server.handler._pool.free_tokens()
+    request = await opened(owner, first, epoch=3)
+    (await owner.to(first)).send(*step(request, 1, activations(1, 4), want=4))
+    await owner.output()
+    assert first.server.handler._pool.free_tokens() < free
+    for epoch in (2, 3):
+        assert code(await owner.ask(first, request.model_copy(update={"epoch": epoch}))) == "not_yours"
+    assert isinstance(await owner.ask(first, request.model_copy(update={"epoch": 4})), Opened)
+    assert [session.epoch for session in first.server.handler.sessions.values()] == [4]
+    assert first.server.handler._pool.free_tokens() == free
+    (await owner.to(first)).send(*step(request.model_copy(update={"epoch": 4}), 1, activations(1, 4), want=4))
+    await owner.output()
 
 
 async def test_a_grant_ends_with_its_time_and_a_reroute_gives_another(first: Site, owner: Peer, stranger: Peer):
@@ -864,6 +912,15 @@ def step(
         mask=None if mask is None else meta_of(mask),
     )
     return message.model_copy(update=changes), [tensor for tensor in (hidden, positions, mask) if tensor is not None]
+
+
+def held_up(site: Site) -> asyncio.Event:
+    """Keep the server from computing until the event that is returned is set."""
+    release, loop = asyncio.Event(), asyncio.get_running_loop()
+    site.server._executor.submit(
+        lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(), lambda _: None
+    )
+    return release
 
 
 def flat(message: tuple[Step, list[Tensor]]) -> tuple[Step | Tensor, ...]:

@@ -101,6 +101,15 @@ def test_settled_accounts_are_forgotten_and_others_are_not():
     assert len(accounts) == 0
 
 
+async def test_an_opened_session_has_no_cache_before_its_first_step(first, owner):
+    request = await opened(owner, first)
+    session = first.server.handler.sessions[request.session]
+    assert session._past is None
+    (await owner.to(first)).send(*step(request, 1, activations(1, 3)))
+    await owner.output()
+    assert session.past.cache.length == 3
+
+
 # The pool
 
 
