@@ -25,7 +25,7 @@ from swarm.net.noise import ChannelKey
 from swarm.net.rate import Bucket
 from swarm.server.executor import Executor
 from swarm.server.handler import Handler, Hosting
-from swarm.server.pool import KvPool
+from swarm.server.pool import Pool
 
 ROOT_HASH = "0" * 64
 NETWORK = "memory"
@@ -78,9 +78,7 @@ async def _open(hidden_size: int) -> _Ring:
     no_limit = Bucket(1e15, 1e15)
     server, client = (Self(Identity.generate(), ChannelKey(), NETWORK, inflow=no_limit) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
-    handler = Handler(
-        Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), KvPool(2 * POSITIONS_MAX), time.time
-    )
+    handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)
     sessions = Sessions()
     there, back = _Wire(), _Wire()
     remote = Remote(server.identity.peer_id, server.key.public)

@@ -17,6 +17,9 @@ STRETCH_MIN_S = 0.002  # which nobody notices
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 FORGOTTEN_S = 1.0  # who is away for longer is not waited for
 SMOOTHING = 0.2  # weight of the newest measurement
+REMEMBERED = 0.97  # the weight of each iteration with prefill, when the next one comes
+INERTIA = 0.01  # what is thought already weighs as much as sizes that vary by a tenth
+PIECE_SHARE_MAX = 0.8  # of what an average piece takes, which is not its tokens'
 LINGER_MAX_S = 0.010  # that a single step waits for company
 LINGER_SHARE = 0.4  # of the last iteration, at most
 YIELD_MAX_S, YIELD_SHARE = 0.050, 1.0  # the same of prefill: whoever decodes would wait for the whole iteration
@@ -103,11 +106,19 @@ def _in_turn(ready: Sequence[Ready], indices: Sequence[int]) -> list[int]:
 
 
 class Pace:
-    """Learns how long iterations take, and from it how much prefill they may carry."""
+    """Learns how long iterations take, and from it how much prefill they may carry.
+
+    An iteration with n tokens of prefill takes so much longer: piece_s + n * token_s. What any piece costs must be told
+    from what its tokens cost: or else, where the former is more than prefill may add, pieces would become ever smaller
+    and dearer. Both are a weighted least squares fit, each observation weighted by 1 / n^2, as noise is relative.
+    """
 
     def __init__(self) -> None:
         self._decode_s: float | None = None  # an iteration without prefill
-        self._token_s: float | None = None  # one prefilled token
+        self._piece_s = 0.0
+        self._token_s: float | None = None
+        self._sums = [0.0] * 5  # of 1, x, y, x*x, x*y; x = 1 / n, y = seconds / n
+        self._is_odd = False  # sizes alternate a little, or else they would tell nothing of their difference
 
     def observe(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
         """Learn from an iteration of so many decode steps and prefilled tokens."""
@@ -116,17 +127,33 @@ class Pace:
             return
         # Weights are read once, whatever runs; how long that takes without anybody who decodes is not known so well.
         beside_s = self._decode_s or 0.0
-        per_token = max(took_s - beside_s, took_s / 10 if decodes else took_s / 2) / prefill_tokens
-        self._token_s = _smooth(self._token_s, per_token)
+        more_s = max(took_s - beside_s, took_s / 10 if decodes else took_s / 2)
+        x, y = 1 / prefill_tokens, more_s / prefill_tokens
+        self._sums = [REMEMBERED * a + b for a, b in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
+        self._is_odd = not self._is_odd
+        self._fit()
+
+    def _fit(self) -> None:
+        n, x, y, xx, xy = self._sums
+        x, y, xx, xy = x / n, y / n, xx / n, xy / n
+        inertia = INERTIA * x * x  # where all pieces are of about one size, they tell nothing of the difference
+        piece_s = (xy - x * y + inertia * self._piece_s) / (xx - x * x + inertia)
+        self._piece_s = min(max(0.0, piece_s), PIECE_SHARE_MAX * y / x)  # however much the measurements vary
+        self._token_s = y - self._piece_s * x
 
     def prefill_tokens(self, *, decoding: bool) -> int:
-        """How many tokens of prefill the next iteration may carry. decoding: whether anybody waits for single steps."""
+        """How many tokens of prefill the next iteration may carry. decoding: whether anybody waits for single steps.
+
+        While anybody decodes, it may grow by STRETCH, and by half of that again where any piece costs so much.
+        """
         if self._token_s is None:
             return 4 * PREFILL_TOKENS_MIN if decoding else PREFILL_TOKENS_UNKNOWN
-        limit_s = ALONE_S
+        limit_s, least = ALONE_S, PREFILL_TOKENS_MIN
         if decoding and self._decode_s is not None:
-            limit_s = max(STRETCH_MIN_S, STRETCH * self._decode_s)
-        return max(PREFILL_TOKENS_MIN, min(PREFILL_TOKENS_MAX, int(limit_s / self._token_s)))
+            stretch_s = max(STRETCH_MIN_S, STRETCH * self._decode_s)
+            limit_s = max(stretch_s - self._piece_s, stretch_s / 2) * (1.2 if self._is_odd else 0.8)
+            least *= 2 if self._is_odd else 1
+        return max(least, min(PREFILL_TOKENS_MAX, int(limit_s / self._token_s)))
 
 
 def _smooth(old: float | None, new: float) -> float:

@@ -21,8 +21,17 @@ from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer
 from swarm.server.accounts import Accounts
 from swarm.server.executor import Executor
-from swarm.server.pool import KvPool
-from swarm.server.session import RETRY_AFTER_S, WINDOW_STEPS, Declined, HostedSession, Sent, SessionWork
+from swarm.server.pool import NoRoom, Pool, Prices
+from swarm.server.session import (
+    RETRY_AFTER_S,
+    WINDOW_STEPS,
+    Declined,
+    Forgotten,
+    HostedSession,
+    Leases,
+    Sent,
+    SessionWork,
+)
 from swarm.wire.journal import Entry, Past, rebuild_messages
 from swarm.wire.messages import (
     TEXT_MAX,
@@ -55,6 +64,10 @@ NEXT_RECORD_LATE_S = 24 * 3600.0  # a route that stands outlives the records tha
 REPLAY_POLL_S = 0.01
 UNREAD_BYTES_MAX = 1 << 20  # of outputs; whoever reads none gets no more
 REPLAY_UNSENT_MAX = 8 << 20
+INPUT_BYTES_MAX = 128 << 20  # of activations that wait to be computed, of all sessions; twice what one step may have
+OUTPUT_BYTES_MAX = 64 << 20  # of outputs that are kept in case their steps come again
+
+_EACH = Prices()
 
 _log = structlog.get_logger("swarm.server")
 
@@ -66,24 +79,26 @@ class Hosting:
     root: str
     network: str
     span: Span
+    prices: Prices = _EACH
     journal_bytes_max: int = 1 << 30  # of host memory, for all sessions together
 
 
 class Handler:
     """The sessions of one server."""
 
-    def __init__(self, hosting: Hosting, executor: Executor, pool: KvPool, wall_clock: Callable[[], float]) -> None:
-        """wall_clock: seconds since 1970, for the records that clients pass on."""
+    def __init__(self, hosting: Hosting, executor: Executor, pool: Pool, wall_clock: Callable[[], float]) -> None:
+        """pool: of cache, in tokens. wall_clock: seconds since 1970, for the records that clients pass on."""
         self.draining = False
         self.steps_under_way = 0
         self.jobs_done = 0  # since the start, for all sessions
-        self.journal_bytes = 0
         self.accounts = Accounts(asyncio.get_running_loop().time)
         self.dialer: Dialer  # set by whoever builds both: each needs the other
         self.sessions: dict[str, HostedSession] = {}
         self._hosting = hosting
         self._executor = executor
         self._pool = pool
+        self.inputs, self.outputs = Pool(INPUT_BYTES_MAX), Pool(OUTPUT_BYTES_MAX)
+        self.journals = Pool(hosting.journal_bytes_max)
         self._wall_clock = wall_clock
         self._loop = asyncio.get_running_loop()
         self._watched: set[Channel] = set()
@@ -190,7 +205,9 @@ class Handler:
             part = hosting.span.part(Blocks(request.start, request.stop))
         except BadBlocks as error:
             raise Declined("not_served", str(error)) from None
-        return HostedSession(request, channel, part, self._pool.lease(channel.peer), self._loop.time())
+        pools = (self._pool, self.inputs, self.outputs, self.journals)
+        leases = Leases(hosting.prices, *(pool.lease(channel.peer) for pool in pools))
+        return HostedSession(request, channel, part, leases, self._loop.time())
 
     def _following(self, request: Open | Reroute, stop: int) -> Announcement | None:
         """Read the record of the next hop, which must begin where this one stops. Raises Declined."""
@@ -328,6 +345,7 @@ class Handler:
     ) -> None:
         session = work.session
         self.jobs_done += 1
+        work.let_go()
         if work.is_gone or result is None:
             return
         session.computed_piece()
@@ -401,6 +419,10 @@ class Handler:
                 raise Declined("no_room", "what was sent before is not read", RETRY_AFTER_S)
             self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
             session.accept(step, hidden, positions, mask)
+        except Forgotten as forgotten:
+            self._fail(session, step.step, "self", str(forgotten))
+            session.payer(channel).note_chatter(tensors)
+            return
         except Declined as declined:
             self._refuse(session.owner, step, step.step, declined)
             session.payer(channel).note_chatter(tensors)
@@ -420,6 +442,7 @@ class Handler:
         session = work.session
         self.jobs_done += 1
         self.steps_under_way -= 1
+        work.let_go()
         if work.is_gone or result is None:
             return
         session.computed_step()
@@ -435,7 +458,7 @@ class Handler:
             self._end(session)
             return
         sent = self._forwarded(session, step, beside, result, self._loop.time() - arrived_at)
-        session.sent.append(sent)
+        session.keep_sent(sent)
         self._note(session, Entry(step.step, step.rows, Past(step.keep, result, *beside)))
         self._pass_on(session, sent)
 
@@ -443,15 +466,16 @@ class Handler:
         """Keep an output for replay. What is too much for all journals costs this session its own, and nothing else."""
         if session.journal is None:
             return
-        self.journal_bytes += session.journal.add(entry)
-        if self.journal_bytes > self._hosting.journal_bytes_max:
+        session.journal.add(entry)
+        try:
+            session.leases.journal.resize(session.journal.n_bytes)
+        except NoRoom:
             self._drop_journal(session)
             _log.warning("journal dropped: --journal-memory is used up", session=session.id[:8])
 
     def _drop_journal(self, session: HostedSession) -> None:
-        if session.journal is not None:
-            self.journal_bytes -= session.journal.n_bytes
-            session.journal = None
+        session.journal = None
+        session.leases.journal.release()
 
     def _pass_on(self, session: HostedSession, sent: Sent) -> None:
         """Send a step's output to whom it goes now, which a repair may have changed since it was computed."""
@@ -524,9 +548,9 @@ class Handler:
     def _end(self, session: HostedSession) -> None:
         session.closed = True
         session.replay = None
-        session.lease.release()
+        session.leases.release()
+        session.journal = None
         del self.sessions[session.id]
-        self._drop_journal(session)
         self._leave_next(session)
         self._session_ended.set()
         self._session_ended_lately = True

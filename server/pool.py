@@ -1,13 +1,13 @@
-"""The KV pool: how much cache a server has in all, and which session holds how much of it.
-
-The unit is a token: one row's one position in all blocks of the span. Memory is taken, and charged, in pages
-when positions arrive, whatever a session was opened for, and is given back by rollbacks and at the end.
-Layers with a sliding window stop costing when their window is full; recurrent states cost the same from the first
-position on, like a slot.
+"""Pools: of what a server has, how much there is in all, and which session holds how much of it.
 
 A peer may hold up to PEER_FACTOR times what stays free (dynamic thresholds: Choudhury and Hahne, IEEE/ACM
-Transactions on Networking 6(2), 1998). So one alone gets most of the pool, several share it evenly, and whoever comes
+Transactions on Networking 6(2), 1998). So one alone gets most of a pool, several share it evenly, and whoever comes
 next finds room.
+
+The unit of the KV pool is a token: one row's one position in all blocks of the span. Memory is taken, and charged, in
+pages when positions arrive, whatever a session was opened for, and is given back by rollbacks and at the end.
+Layers with a sliding window stop costing when their window is full; recurrent states cost the same from the first
+position on, like a slot. Other pools count bytes: of activations that wait, of outputs that are kept.
 """
 
 from collections import Counter
@@ -17,10 +17,10 @@ PEER_FACTOR = 8
 
 
 class NoRoom(Exception):
-    """The pool cannot take so many more tokens now."""
+    """A pool has not so much more now."""
 
     def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} more tokens do not fit, {free} are there for you")
+        super().__init__(f"{needed} more do not fit, {free} are there for you")
         self.needed = needed
         self.free = free
 
@@ -51,54 +51,53 @@ class Prices:
         return -(-positions // self.page) * self.page
 
 
-class KvPool:
-    """Counts tokens against a capacity."""
+class Pool:
+    """A capacity that peers share."""
 
-    def __init__(self, capacity_tokens: int, prices: Prices = Prices()) -> None:
-        self.capacity_tokens = capacity_tokens
-        self.prices = prices
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
         self.held: Counter[str] = Counter()  # by each peer
 
-    @property
-    def used_tokens(self) -> int:
-        """Tokens that are charged to leases."""
-        return self.held.total()
-
-    def free_tokens(self, peer: str = "") -> int:
-        """How many more tokens a peer may hold; without one, somebody who has none."""
+    def free(self, peer: str = "") -> int:
+        """How much more a peer may hold; without one, somebody who has nothing."""
         held = self.held[peer]
-        most = PEER_FACTOR * (self.capacity_tokens - self.used_tokens + held) // (PEER_FACTOR + 1)
+        most = PEER_FACTOR * (self.capacity - self.used + held) // (PEER_FACTOR + 1)
         return max(0, most - held)
 
     def lease(self, peer: str) -> "Lease":
-        """Start a peer's lease that holds nothing yet: tokens are charged when they are used."""
+        """Start a lease of a peer's that holds nothing yet."""
         return Lease(self, peer)
+
+    def change(self, peer: str, more: int) -> None:
+        """Let a peer hold more, or less where it is negative. Raises NoRoom, and then nothing has changed."""
+        if more > 0 and more > (free := self.free(peer)):
+            raise NoRoom(more, free)
+        self.used += more
+        self.held[peer] += more
+        if not self.held[peer]:
+            del self.held[peer]
 
 
 @dataclass(slots=True)
 class Lease:
-    """One session's share of the pool."""
+    """One session's share of a pool."""
 
-    pool: KvPool
+    pool: Pool
     peer: str
-    tokens: int = 0
+    amount: int = 0
 
-    def hold(self, rows: int, positions: int, rollback_max: int = 0) -> None:
+    @property
+    def room(self) -> int:
+        """How much larger it may become."""
+        return self.pool.free(self.peer)
+
+    def resize(self, amount: int) -> None:
         """Hold so much from now on. Raises NoRoom, and then nothing has changed."""
-        self._resize(self.pool.prices.tokens(rows, positions, rollback_max))
+        if amount != self.amount:
+            self.pool.change(self.peer, amount - self.amount)
+            self.amount = amount
 
     def release(self) -> None:
         """Give everything back."""
-        self._resize(0)
-
-    def _resize(self, tokens: int) -> None:
-        more = tokens - self.tokens
-        if more == 0:
-            return
-        if more > 0 and more > (free := self.pool.free_tokens(self.peer)):
-            raise NoRoom(more, free)
-        self.tokens = tokens
-        held = self.pool.held
-        held[self.peer] += more
-        if not held[self.peer]:
-            del held[self.peer]
+        self.resize(0)

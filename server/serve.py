@@ -275,7 +275,7 @@ async def _announce(
         model=checkpoint.model,
         numeric_class=span.numeric_class,
         weights_mb=span.weight_bytes >> 20,
-        cache_tokens=server.pool.capacity_tokens,
+        cache_tokens=server.pool.capacity,
         address=server.data_address,
     )
     await server.measure()

@@ -20,7 +20,7 @@ from swarm.server.announcer import State
 from swarm.server.executor import ComputeThread
 from swarm.server.handler import Handler, Hosting
 from swarm.server.measure import Throughput, device_name, measure_throughput
-from swarm.server.pool import KvPool, Prices
+from swarm.server.pool import Pool, Prices
 from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
 
@@ -64,14 +64,14 @@ class Server:
         """listener: bound already, so that a port in use was noticed before the weights were loaded."""
         self.span = span
         self.throughput: Throughput | None = None
-        self.pool = KvPool(options.cache_tokens, options.prices or Prices())
+        self.pool = Pool(options.cache_tokens)
         self._checkpoint = checkpoint
         self.me = me
         self._listener = listener
         self.options = options
         self._wall_clock = wall_clock
         self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
-        hosting = Hosting(checkpoint.root, me.network, span, options.journal_bytes)
+        hosting = Hosting(checkpoint.root, me.network, span, options.prices or Prices(), options.journal_bytes)
         self.handler = Handler(hosting, self._executor, self.pool, wall_clock)
         self.handler.dialer = Dialer(me, self.handler.on_message)
         self.round_trips = RoundTrips(self.handler.dialer)
@@ -131,7 +131,7 @@ class Server:
                 "addresses": self.options.announce or (self.data_address,),
                 "decode_tps": measured.decode_tps if measured else None,
                 "prefill_tps": measured.prefill_tps if measured else None,
-                "free_tokens": self.pool.free_tokens(),
+                "free_tokens": self.pool.free(),
                 "load": float(self.handler.steps_under_way),
                 "batches": self.span.packs,
                 "state": state,

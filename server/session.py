@@ -16,7 +16,7 @@ from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.batch import Ready
-from swarm.server.pool import Lease, NoRoom
+from swarm.server.pool import Lease, NoRoom, Prices
 from swarm.wire.journal import Journal
 from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
 from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, is_finite
@@ -36,6 +36,10 @@ class Declined(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Forgotten(Exception):
+    """A step came again whose output is not kept any more: this hop cannot go on with the session."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
     """What a step's output was, for the case that the step arrives again."""
@@ -43,6 +47,11 @@ class Sent:
     step: int
     message: Step | Output
     tensors: Sequence[Tensor]
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that the tensors take."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(slots=True)
@@ -69,10 +78,30 @@ class Grant:
         return None if self.tokens is None else self.tokens - tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """What a session holds of its server's memory.
+
+    cache: tokens, which cost what `prices` says. inputs: bytes of activations that are not computed yet; they go when
+    the work does, even after the session's end. outputs: bytes kept in case a step comes again. journal: bytes.
+    """
+
+    prices: Prices
+    cache: Lease
+    inputs: Lease
+    outputs: Lease
+    journal: Lease
+
+    def release(self) -> None:
+        """Give back what a session that has ended has no more."""
+        for lease in (self.cache, self.outputs, self.journal):
+            lease.release()
+
+
 class HostedSession:
     """One session on one hop."""
 
-    def __init__(self, request: Open, owner: Channel, span: Span, lease: Lease, now: float) -> None:
+    def __init__(self, request: Open, owner: Channel, span: Span, leases: Leases, now: float) -> None:
         """now: in the loop's time, seconds."""
         self.id = request.session
         self.epoch = request.epoch
@@ -82,13 +111,13 @@ class HostedSession:
         self.next: Channel | None = None  # while there is a connection to it; the owner's, where that one relays
         self.source: Channel | None = None  # where activations last came from
         self.journal: Journal | None = Journal() if self.has_next else None
-        self.lease = lease
+        self.leases = leases
         self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
         self.used_at = now
         self.grant = Grant.of(request, now)
         self.closed = False
         self.generation = 0  # raised when the past is forgotten: what was accepted before counts no more
-        self.sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
+        self._sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
         self._positions_max = request.positions_max
         self._rollback_max = request.rollback_max
         self._step = request.after_step  # the last accepted one
@@ -135,22 +164,39 @@ class HostedSession:
         self.has_next = request.next_record is not None or request.relay
         if request.reset:
             self.generation += 1
-            self.sent.clear()
+            self._sent.clear()
+            self.leases.outputs.release()
             self._step, self._length, self._rows = request.after_step, 0, 0
             self._steps_under_way = self._pieces_under_way = 0
             self._rebuild_from = 0
         if self.journal is None and self.has_next and self._length == 0:
             self.journal = Journal()  # there is nothing yet that it would lack
 
+    def keep_sent(self, sent: Sent) -> None:
+        """Note what was sent, and forget the oldest where there is no room for all."""
+        self._sent.append(sent)
+        while True:
+            try:
+                self.leases.outputs.resize(sum(each.n_bytes for each in self._sent))
+            except NoRoom:
+                self._sent.popleft()
+            else:
+                return
+
     def repeated(self, number: int) -> Sent | None:
-        """Return what was sent for a step that was applied before. Raises Declined for one that is forgotten."""
+        """Return what was sent for a step that was applied before, None for a new step.
+
+        Raises Declined for one that is being computed or long past, and Forgotten.
+        """
         if number > self._step:
             return None
-        for sent in self.sent:
+        for sent in self._sent:
             if sent.step == number:
                 return sent
         if number > self.applied:
             raise Declined("out_of_order", f"step {number} is still being computed")
+        if number > self._step - WINDOW_STEPS:
+            raise Forgotten(f"the output of step {number} was too much to keep")
         raise Declined("out_of_order", f"step {number} is long past; the next is {self._step + 1}")
 
     def accept(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
@@ -171,7 +217,7 @@ class HostedSession:
             raise Declined("bad_request", f"{length} positions, the session was opened for {self._positions_max}")
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
-        self._hold(rows, tokens, length)
+        self._hold(rows, tokens, length, bytes_of(hidden, positions, mask))
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
 
@@ -186,18 +232,21 @@ class HostedSession:
             raise Declined("bad_request", f"positions from {piece.start}, {self._rebuild_from} is the next to rebuild")
         if piece.start and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
-        self._hold(rows, tokens, piece.start + tokens)
+        self._hold(rows, tokens, piece.start + tokens, bytes_of(hidden, positions, mask))
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
         self._pieces_under_way += 1
 
-    def _hold(self, rows: int, tokens: int, positions: int) -> None:
-        """Use up some of the grant, and memory for `positions` in all. Raises Declined."""
-        left = self.grant.left(rows * tokens)
+    def _hold(self, rows: int, tokens: int, positions: int, n_bytes: int) -> None:
+        """Use up some of the grant, and memory: for `positions` in all, and for a new input. Raises Declined."""
+        left, inputs = self.grant.left(rows * tokens), self.leases.inputs
+        if n_bytes > inputs.room:
+            raise Declined("no_room", "too much waits to be computed", RETRY_AFTER_S)
         try:
-            self.lease.hold(rows, positions, self._rollback_max)
+            self.leases.cache.resize(self.leases.prices.tokens(rows, positions, self._rollback_max))
         except NoRoom as full:
-            raise Declined("no_room", str(full), RETRY_AFTER_S) from None
+            raise Declined("no_room", f"the cache: {full}", RETRY_AFTER_S) from None
+        inputs.resize(inputs.amount + n_bytes)
         self.grant.tokens = left
 
     def _check_tensors(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> tuple[int, int]:
@@ -318,6 +367,11 @@ class SessionWork:
         """Positions of each row."""
         return self._hidden.shape[1]
 
+    def let_go(self) -> None:
+        """In the loop: stop holding memory for the input, whatever became of it."""
+        inputs = self.session.leases.inputs
+        inputs.resize(inputs.amount - bytes_of(self._hidden, self._positions, self._mask))
+
     @property
     def is_gone(self) -> bool:
         """Whether nobody wants it any more: the session is closed, or its past was forgotten."""
@@ -380,3 +434,8 @@ class SessionWork:
             past.rewind(self._keep, self._rows)
             self._began = True
         return past
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    """Memory that they take."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

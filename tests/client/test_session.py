@@ -29,7 +29,7 @@ def eventually(condition, within_s=5.0):
 
 
 def leases(swarm):
-    return [(len(server.handler.sessions), server.pool.used_tokens) for server in swarm.servers]
+    return [(len(server.handler.sessions), server.pool.used) for server in swarm.servers]
 
 
 def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, model, full, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_server_without_room_is_asked_again_until_there_is_some(checkpoint, fu
             with torch.no_grad():
                 got = two(IDS[:1]).logits
                 assert same_logits(got, full(IDS[:1]).logits)
-        eventually(lambda: small.pool.used_tokens == 0)
+        eventually(lambda: small.pool.used == 0)
 
 
 def test_a_server_that_never_has_room_ends_the_step_at_its_deadline(checkpoint):

@@ -204,7 +204,7 @@ def test_a_server_that_leaves_serves_on_while_nobody_can_take_over(checkpoint, f
 def test_a_session_moves_to_where_there_is_room(going):
     going.say()
     full_up = going.route[1]
-    full_up.pool.capacity_tokens = full_up.pool.used_tokens
+    full_up.pool.capacity = full_up.pool.used
     began = time.monotonic()
     going.say()
     assert time.monotonic() - began < 5
@@ -216,14 +216,14 @@ def test_a_session_moves_to_where_there_is_room(going):
 def test_a_hop_may_die_while_a_step_waits_for_room(going, index):
     going.say()
     servers = [going.route[1], next(s for s in going.swarm.servers[1::2] if s is not going.route[1])]
-    room = [server.pool.capacity_tokens for server in servers]
+    room = [server.pool.capacity for server in servers]
     for server in servers:
-        server.pool.capacity_tokens = server.pool.used_tokens
+        server.pool.capacity = server.pool.used
 
     def turn():
         crash(going.swarm, going.route[index])
         for server, tokens in zip(servers, room, strict=True):
-            server.pool.capacity_tokens = tokens
+            server.pool.capacity = tokens
 
     timer = threading.Timer(0.5, turn)  # who has no room says: a second
     timer.start()

@@ -92,7 +92,9 @@ class Site:
     @property
     def idle(self) -> bool:
         """Whether nothing of any session is left."""
-        return not self.server.handler.sessions and self.server.pool.used_tokens == 0
+        handler = self.server.handler
+        pools = (self.server.pool, handler.inputs, handler.outputs, handler.journals)
+        return not handler.sessions and not any(pool.used for pool in pools)
 
     def record(self, *, signer: Identity | None = None, **changes: object) -> str:
         """The server's announcement, as clients pass it on."""
@@ -498,13 +500,13 @@ async def test_a_malformed_step_is_refused_and_the_session_is_intact(
     before, after = activations(2, 6, seed=1), activations(2, 3, seed=2)
     (await owner.to(first)).send(*step(request, 1, before))
     await owner.output()
-    used = first.server.pool.used_tokens
+    used = first.server.pool.used
 
     changes, tensors = BAD_STEPS[what]
     bad = step(request, 2, **({"hidden": after} | tensors), **({"keep": 6, "want": 1} | changes))
     refused = await owner.ask(first, *flat(bad))
     assert code(refused) == CODES.get(what, "bad_request")
-    assert first.server.pool.used_tokens == used
+    assert first.server.pool.used == used
 
     (await owner.to(first)).send(*step(request, 2, after, keep=6, want=3))
     expected = span_output(loaded, FIRST, torch.cat([before, after], dim=1))[:, -3:]
@@ -533,7 +535,7 @@ async def test_a_repeated_step_is_answered_again_and_not_computed_again(first: S
         (await owner.to(first)).send(*message)
         assert torch.equal(await owner.output(), output)
     assert (len(first.computed), len(second.computed)) == computed == (2, 2)
-    assert first.server.pool.used_tokens == 5
+    assert first.server.pool.used == 5
 
 
 async def test_a_step_that_is_long_past_is_refused(first: Site, owner: Peer):
@@ -555,7 +557,7 @@ async def test_rollbacks_and_gathers_give_what_a_fresh_run_gives(loaded: Loaded,
     (await owner.to(first)).send(*step(request, 3, tail, keep=5, rows=(1, 0, 1), want=2))
     expected = span_output(loaded, FIRST, torch.cat([start[[1, 0, 1], :5], tail], dim=1))[:, -2:]
     assert (await owner.output() - expected).abs().max() < TOLERANCE
-    assert first.server.pool.used_tokens == 3 * 7
+    assert first.server.pool.used == 3 * 7
 
 
 async def test_a_session_may_always_begin_again(first: Site, owner: Peer):
@@ -570,12 +572,12 @@ async def test_a_session_may_always_begin_again(first: Site, owner: Peer):
 
 
 async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back(first: Site, owner: Peer):
-    room = first.server.pool.free_tokens(owner.peer)
+    room = first.server.pool.free(owner.peer)
     request = await opened(owner, first, positions_max=POOL_TOKENS)
     refused = await owner.ask(first, *flat(step(request, 1, activations(1, room + 1))))
     assert code(refused) == "no_room"
     assert refused.retry_after_ms > 0
-    assert first.server.pool.used_tokens == 0
+    assert first.server.pool.used == 0
     (await owner.to(first)).send(*step(request, 1, activations(1, room)))
     await owner.output()
 
@@ -645,7 +647,7 @@ async def test_a_closed_session_leaves_nothing(first: Site, second: Site, owner:
     request = await opened_ring(owner, first, second)
     (await owner.to(first)).send(*step(request, 1, activations(2, 5)))
     await owner.output()
-    assert (first.server.pool.used_tokens, second.server.pool.used_tokens) == (10, 10)
+    assert (first.server.pool.used, second.server.pool.used) == (10, 10)
     for site in (first, second):
         (await owner.to(site)).send(Close(session=request.session))
         await owner.settled(site)
@@ -659,7 +661,7 @@ async def test_sessions_end_with_their_owners_channel(first: Site, second: Site,
     await owner.output()
     owner.leave()
     await until(lambda: second.idle and list(first.server.handler.sessions) == [kept.session])
-    assert first.server.pool.used_tokens == 0
+    assert first.server.pool.used == 0
 
 
 async def test_a_step_under_way_when_its_session_ends_is_dropped_and_leaves_nothing(first: Site, owner: Peer):
@@ -749,7 +751,7 @@ async def test_a_frame_under_another_grant_is_refused(first: Site, owner: Peer, 
     answer = await stranger.ask(first, message, *tensors)
     assert (answer.kind if isinstance(answer, Failed) else code(answer)) == expected
     assert first.computed == []
-    assert first.server.pool.used_tokens == 0
+    assert first.server.pool.used == 0
 
 
 async def test_a_grant_for_another_span_or_peer_is_refused(first: Site, second: Site, owner: Peer, stranger: Peer):
@@ -767,16 +769,16 @@ async def test_a_grant_for_another_span_or_peer_is_refused(first: Site, second: 
 
 
 async def test_an_owner_whose_connection_is_dead_opens_its_session_anew_with_a_later_epoch(first: Site, owner: Peer):
-    free = first.server.handler._pool.free_tokens()
+    free = first.server.handler._pool.free()
     request = await opened(owner, first, epoch=3)
     (await owner.to(first)).send(*step(request, 1, activations(1, 4), want=4))
     await owner.output()
-    assert first.server.handler._pool.free_tokens() < free
+    assert first.server.handler._pool.free() < free
     for epoch in (2, 3):
         assert code(await owner.ask(first, request.model_copy(update={"epoch": epoch}))) == "not_yours"
     assert isinstance(await owner.ask(first, request.model_copy(update={"epoch": 4})), Opened)
     assert [session.epoch for session in first.server.handler.sessions.values()] == [4]
-    assert first.server.handler._pool.free_tokens() == free
+    assert first.server.handler._pool.free() == free
     (await owner.to(first)).send(*step(request.model_copy(update={"epoch": 4}), 1, activations(1, 4), want=4))
     await owner.output()
 
@@ -814,7 +816,7 @@ async def test_a_past_that_is_rebuilt_is_part_of_the_grant(first: Site, owner: P
     request = await opened(owner, first, after_step=1, rebuild=True, tokens_max=3)
     piece = activations(1, 4)
     assert code(await owner.ask(first, rebuild(request, 0, 4, piece), piece)) == "grant_over"
-    assert first.server.pool.used_tokens == 0
+    assert first.server.pool.used == 0
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -851,7 +853,7 @@ async def test_a_past_that_nobody_asked_for_is_refused_and_a_strangers_is_not_lo
     (await stranger.to(first)).send(rebuild(request, 0, 3, piece), [piece])
     await stranger.settled(first)
     assert stranger.inbox.empty()
-    assert first.server.pool.used_tokens == 0
+    assert first.server.pool.used == 0
 
 
 def rebuild(request: Open, start: int, total: int, piece: Tensor) -> Rebuild:

@@ -11,7 +11,7 @@ from swarm.net import channel as channel_module
 from swarm.server import accounts as accounts_module
 from swarm.server import handler as handler_module
 from swarm.server.accounts import BYTES_PER_S, OPENINGS_BURST, STEPS_BURST, Accounts
-from swarm.server.pool import KvPool, NoRoom
+from swarm.server.pool import NoRoom, Pool
 from swarm.server.session import Declined
 from swarm.wire.messages import Close, Failed, Refused
 from swarm.wire.tensors import is_finite
@@ -22,6 +22,7 @@ from tests.server.test_handler import (
     code,
     first,
     flat,
+    held_up,
     loaded,
     open_for,
     opened,
@@ -37,6 +38,9 @@ from tests.server.test_handler import (
 )
 
 __all__ = ["first", "loaded", "owner", "second", "stranger"]  # fixtures
+
+
+BYTES_PER_TOKEN = 4 * 64
 
 
 class Clock:
@@ -117,25 +121,25 @@ def held(pool, peer):
     """Take all that a peer gets."""
     lease = pool.lease(peer)
     with pytest.raises(NoRoom):
-        lease.hold(1, pool.free_tokens(peer) + 1)
-    lease.hold(1, pool.free_tokens(peer))
-    return lease.tokens
+        lease.resize(pool.free(peer) + 1)
+    lease.resize(pool.free(peer))
+    return lease.amount
 
 
 def test_a_peer_that_is_alone_gets_eight_ninths_of_the_pool():
-    assert held(KvPool(900), "a") == 800
+    assert held(Pool(900), "a") == 800
 
 
 def test_who_comes_next_gets_eight_ninths_of_what_is_left():
-    pool = KvPool(8100)
+    pool = Pool(8100)
     assert [held(pool, "a"), held(pool, "b"), held(pool, "c")] == [7200, 800, 88]
 
 
 def test_a_second_session_of_the_same_peer_gets_no_share_of_its_own():
-    pool = KvPool(900)
+    pool = Pool(900)
     held(pool, "a")
-    assert pool.free_tokens("a") == 0
-    assert pool.free_tokens() > 0
+    assert pool.free("a") == 0
+    assert pool.free() > 0
 
 
 # Through a server
@@ -171,6 +175,55 @@ async def test_a_peers_sessions_shrink_what_it_may_open_and_leave_room_for_other
     await opened(stranger, first)
 
 
+async def test_what_waits_to_be_computed_has_a_limit_of_which_a_peer_gets_a_share(first, owner, stranger):
+    first.server.handler.inputs.capacity = 9 * 10 * BYTES_PER_TOKEN
+    request, theirs = await opened(owner, first), await opened(stranger, first)
+    release = held_up(first)
+    channel, hidden = await owner.to(first), activations(1, 10)
+    for number in range(1, 8):
+        channel.send(*step(request, number, hidden))
+    channel.send(*step(request, 8, activations(1, 11)))
+    assert code(await owner.next()) == "no_room"
+    (await stranger.to(first)).send(*step(theirs, 1, hidden))
+    release.set()
+    await stranger.output()
+    for _ in range(7):
+        await owner.output()
+    assert first.server.handler.inputs.used == 0
+    channel.send(*step(request, 8, activations(1, 11)))
+    await owner.output()
+
+
+async def test_a_session_that_ends_holds_its_inputs_until_they_are_computed_or_dropped(first, owner):
+    request = await opened(owner, first)
+    release = held_up(first)
+    channel = await owner.to(first)
+    channel.send(*step(request, 1, activations(1, 10)))
+    channel.send(Close(session=request.session))
+    await until(lambda: not first.server.handler.sessions)
+    assert first.server.handler.inputs.used == 10 * BYTES_PER_TOKEN
+    release.set()
+    await until(lambda: first.idle)
+
+
+async def test_outputs_that_are_too_much_to_keep_cost_the_session_its_hop_when_a_step_comes_again(first, owner):
+    request = await opened(owner, first)
+    first.server.handler.outputs.capacity = 3 * BYTES_PER_TOKEN  # a peer alone gets eight ninths: two of them
+    channel = await owner.to(first)
+    steps = [step(request, number, activations(1, 1, seed=number), keep=number - 1) for number in (1, 2, 3)]
+    outputs = []
+    for each in steps:
+        channel.send(*each)
+        outputs.append(await owner.output())
+    channel.send(*steps[1])
+    assert torch.equal(await owner.output(), outputs[1])
+    channel.send(*steps[0])
+    failed = await owner.next()
+    assert isinstance(failed, Failed)
+    assert (failed.blame, failed.step) == ("self", 1)
+    await until(lambda: first.idle)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 async def test_activations_that_are_not_finite_are_refused_unapplied(loaded, first, owner, bad):
     request = await opened(owner, first)
@@ -179,7 +232,7 @@ async def test_activations_that_are_not_finite_are_refused_unapplied(loaded, fir
     spoilt[0, 1, 7] = bad
     refused = await owner.ask(first, *flat(step(request, 1, spoilt)))
     assert code(refused) == "not_finite"
-    assert first.server.pool.used_tokens == 0
+    assert first.server.pool.used == 0
     (await owner.to(first)).send(*step(request, 1, hidden, want=3))
     assert torch.equal(await owner.output(), span_output(loaded, FIRST, hidden))
 
@@ -267,8 +320,8 @@ async def test_after_hostile_peers_have_gone_every_account_is_at_zero(loaded, ow
         owner.leave()
         handler, listener = site.server.handler, site.server._listener
         await until(lambda: site.idle and not listener._channels and handler.steps_under_way == 0)
-        assert handler.journal_bytes == 0
-        assert not site.server.pool.held
+        for pool in (site.server.pool, handler.inputs, handler.outputs, handler.journals):
+            assert not pool.held
         assert not listener._proven
         assert not listener._shaking
         assert not site.server.me.buffers._held

@@ -23,7 +23,7 @@ from swarm.identity import Identity
 from swarm.net.dialer import Dialer
 from swarm.server.announcer import Announcer, State
 from swarm.server.handler import Handler, Hosting
-from swarm.server.pool import KvPool
+from swarm.server.pool import Pool
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan
 from tests.simulation.network import Network, Process, Trace
@@ -141,7 +141,7 @@ class Host:
         me: Any = SimpleNamespace(identity=identity, key=key, network=NETWORK)
         self.process = Process(name, me, f"{name}:1")
         self.span = HashSpan(blocks)
-        self.pool = KvPool(rng.randrange(100, 300) if self.tight else 100_000)
+        self.pool = Pool(rng.randrange(100, 300) if self.tight else 100_000)
         self.steady_since: float | None = None  # when it became a holder of its blocks
         self._tasks: list[asyncio.Task[Any]] = []
         self.handler = Handler(
@@ -176,7 +176,7 @@ class Host:
             addresses=(self.process.address,),
             channel_key=self.process.me.key.public.hex(),
             decode_tps=1000.0 / (self.block_ms * len(self.blocks)),
-            free_tokens=self.pool.free_tokens(),
+            free_tokens=self.pool.free(),
             load=float(self.handler.steps_under_way),
             state=state,
             sequence=0,
