@@ -5,6 +5,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from swarm.server import executor as executor_module
 from swarm.server.batch import Company, Ready
 from swarm.server.executor import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
 from swarm.server.session import SessionWork
@@ -154,6 +155,23 @@ def test_a_session_that_is_served_alone_waits_for_its_turn_and_not_longer() -> N
         item.run(1)
         waiting.ran([item])
     assert 2 <= sum(ran) <= 4
+
+
+def test_however_many_peers_come_and_go_those_that_wait_keep_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "PEERS_REMEMBERED", 1)
+    waiting = _Waiting()
+    was_served, waits = prefill("was served", "w"), prefill("waits", "x")
+    for number in range(4):
+        waiting.add(over := prefill(f"gone {number}", f"g{number}", tokens=2))
+        over.run(2)
+        if number == 3:
+            waiting.add(was_served)
+            waiting.ran([over, was_served])
+        else:
+            waiting.ran([over])
+    waiting.add(waits)
+    assert waiting.heads() == [waits, was_served]
+    assert set(waiting._served) == {"was served"}
 
 
 def test_nothing_is_left_of_what_is_over() -> None:

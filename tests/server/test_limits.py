@@ -13,7 +13,7 @@ from swarm.server import handler as handler_module
 from swarm.server.accounts import BYTES_PER_S, OPENINGS_BURST, STEPS_BURST, Accounts
 from swarm.server.pool import NoRoom, Pool
 from swarm.server.session import Declined
-from swarm.wire.messages import Close, Failed, Refused
+from swarm.wire.messages import Close, Failed, Refused, Reroute
 from swarm.wire.tensors import is_finite
 from tests.server.test_handler import (
     FIRST,
@@ -204,6 +204,15 @@ async def test_a_session_that_ends_holds_its_inputs_until_they_are_computed_or_d
     assert first.server.handler.inputs.used == 10 * BYTES_PER_TOKEN
     release.set()
     await until(lambda: first.idle)
+
+
+async def test_a_reset_session_keeps_no_outputs(first, owner):
+    request = await opened(owner, first)
+    (await owner.to(first)).send(*step(request, 1, activations(1, 1)))
+    await owner.output()
+    assert first.server.handler.outputs.used == BYTES_PER_TOKEN
+    await owner.ask(first, Reroute(session=request.session, epoch=1, reset=True, after_step=1))
+    assert first.server.handler.outputs.used == 0
 
 
 async def test_outputs_that_are_too_much_to_keep_cost_the_session_its_hop_when_a_step_comes_again(first, owner):
