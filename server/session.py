@@ -245,7 +245,8 @@ class HostedSession:
         try:
             self.leases.cache.resize(self.leases.prices.tokens(rows, positions, self._rollback_max))
         except NoRoom as full:
-            raise Declined("no_room", f"the cache: {full}", RETRY_AFTER_S) from None
+            why = f"{full.needed} more tokens do not fit, {full.free} are there for you"
+            raise Declined("no_room", why, RETRY_AFTER_S) from None
         inputs.resize(inputs.amount + n_bytes)
         self.grant.tokens = left
 
