@@ -144,7 +144,8 @@ class Pace:
     def prefill_tokens(self, *, decoding: bool) -> int:
         """How many tokens of prefill the next iteration may carry. decoding: whether anybody waits for single steps.
 
-        While anybody decodes, it may grow by STRETCH, and by half of that again where any piece costs so much.
+        While anybody decodes, pieces and tokens together may take STRETCH longer; but the tokens alone get half of
+        that, whatever a piece costs.
         """
         if self._token_s is None:
             return 4 * PREFILL_TOKENS_MIN if decoding else PREFILL_TOKENS_UNKNOWN

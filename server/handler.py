@@ -6,7 +6,7 @@ Everything here runs in the event loop and never blocks: dialling is a task, com
 import asyncio
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -67,8 +67,6 @@ REPLAY_UNSENT_MAX = 8 << 20
 INPUT_BYTES_MAX = 128 << 20  # of activations that wait to be computed, of all sessions; twice what one step may have
 OUTPUT_BYTES_MAX = 64 << 20  # of outputs that are kept in case their steps come again
 
-_EACH = Prices()
-
 _log = structlog.get_logger("swarm.server")
 
 
@@ -79,7 +77,7 @@ class Hosting:
     root: str
     network: str
     span: Span
-    prices: Prices = _EACH
+    prices: Prices = field(default_factory=Prices)
     journal_bytes_max: int = 1 << 30  # of host memory, for all sessions together
 
 

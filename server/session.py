@@ -19,7 +19,7 @@ from swarm.server.batch import Ready
 from swarm.server.pool import Lease, NoRoom, Prices
 from swarm.wire.journal import Journal
 from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
-from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, is_finite
+from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite
 
 RETRY_AFTER_S = 1.0  # for whom there is no room
 WINDOW_STEPS = 8  # steps of one session that may be under way at a hop: a prefill's chunks
@@ -51,7 +51,7 @@ class Sent:
     @property
     def n_bytes(self) -> int:
         """Memory that the tensors take."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return bytes_of(*self.tensors)
 
 
 @dataclass(slots=True)
@@ -435,8 +435,3 @@ class SessionWork:
             past.rewind(self._keep, self._rows)
             self._began = True
         return past
-
-
-def bytes_of(*tensors: Tensor | None) -> int:
-    """Memory that they take."""
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

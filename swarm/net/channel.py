@@ -39,7 +39,7 @@ from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handsh
 from swarm.net.rate import Bucket
 from swarm.version import __version__
 from swarm.wire.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
-from swarm.wire.tensors import TENSOR_BYTES_MAX
+from swarm.wire.tensors import TENSOR_BYTES_MAX, bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # only where a tensor is touched: the monitor shakes hands without torch
@@ -238,7 +238,7 @@ class Channel:
         Each peer has some free. For those beyond that all channels share what this side has time for, and the one
         that sent this is not read until it is paid for.
         """
-        n_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        n_bytes = bytes_of(*tensors)
         self._charge(self._allowance.chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES, self._loop.time())
 
     def _charge(self, free: Bucket, shared: Bucket, amount: float, now: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swarm.wire.messages import Rebuild
-from swarm.wire.tensors import CHUNK_BYTES, meta_of
+from swarm.wire.tensors import CHUNK_BYTES, bytes_of, meta_of
 
 STEPS_UNFOLDED_MAX = 256  # then older steps are put together into one
 
@@ -54,7 +54,7 @@ class Past:
     @property
     def n_bytes(self) -> int:
         """Memory that the tensors take."""
-        return sum(t.nbytes for t in (self.hidden, self.positions, self.mask) if t is not None)
+        return bytes_of(self.hidden, self.positions, self.mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,11 @@ class TensorMeta(BaseModel):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+def bytes_of(*tensors: "Tensor | None") -> int:
+    """Memory that they take together."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
 def meta_of(tensor: "Tensor") -> TensorMeta:
     """Describe a tensor for the wire. It must be of a dtype in ITEM_BYTES, not empty and of rank 1 to RANK_MAX."""
     return TensorMeta(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))  # type: ignore[arg-type]
