@@ -1,7 +1,8 @@
 """Parsers under atheris, guided by coverage: `python -m tests.fuzz.guided FOLDER EXECUTIONS SECONDS PARSER...`.
 
 One after the other, each in a process of its own, which ends after so many executions or seconds of CPU time; then a
-line of JSON is printed for it. A parser's folder gets its corpus, its log and the inputs of findings.
+line of JSON is printed for it. A parser's folder gets its corpus, its log and the inputs of findings; and how far it
+is, so that the next run goes on where one was interrupted.
 """
 
 import json
@@ -18,6 +19,7 @@ with atheris.instrument_imports(include=["swarm", "base58", "noise"]):
     from tests.fuzz.parsers import PARSERS, Parser
 
 LOOK_EVERY = 64  # executions
+SAVE_EVERY_S = 10.0  # of CPU time
 BYTES_MAX = 4096  # of one input
 MEMORY_MIB = 3072  # of the process, which has torch
 CASE_S = 20
@@ -48,17 +50,25 @@ def _fuzz(parser: Parser, place: Path, executions_max: int, seconds_max: float) 
     os.dup2(log, 2)
     for index, seed in enumerate(parser.seeds):
         (place / "corpus" / f"seed-{index}").write_bytes(seed)
-    began, executions = time.process_time(), 0
+    interrupted = place / "interrupted.json"
+    before = json.loads(interrupted.read_text()) if interrupted.exists() else {"executions": 0, "cpu_s": 0.0}
+    executions, began = before["executions"], time.process_time() - before["cpu_s"]
+    save_at = 0.0
 
     def one(data: bytes) -> None:
-        nonlocal executions
+        nonlocal executions, save_at
         executions += 1
         parser.check(data)
         if executions % LOOK_EVERY == 0 or executions >= executions_max:
             took_s = time.process_time() - began
-            if executions >= executions_max or took_s >= seconds_max:
+            over = executions >= executions_max or took_s >= seconds_max
+            if over or took_s >= save_at:
                 report = {"parser": parser.name, "executions": executions, "cpu_s": round(took_s, 1)}
-                (place / "done.json").write_text(json.dumps(report))
+                (place / "saved.json").write_text(json.dumps(report))
+                (place / "saved.json").rename(interrupted)  # whole, or not at all
+                save_at = took_s + SAVE_EVERY_S
+            if over:
+                interrupted.rename(place / "done.json")
                 os._exit(0)  # libFuzzer has no other way to stop from within
 
     atheris.Setup([sys.argv[0], *OPTIONS, f"-artifact_prefix={place}/", str(place / "corpus")], one)

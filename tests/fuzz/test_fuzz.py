@@ -59,6 +59,19 @@ def test_input_guided_by_coverage_raises_nothing_but_what_is_documented(tmp_path
     assert all(one.executions > 0 for one in done)
 
 
+@pytest.mark.skipif(not has_atheris(), reason="atheris is not installed: it has wheels for Linux on x86-64 alone")
+def test_a_run_goes_on_where_one_was_interrupted_and_begins_anew_when_it_was_over(tmp_path):
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "interrupted.json").write_text(json.dumps({"executions": 10_000, "cpu_s": 1000.0}))
+    parsers = [PARSERS["blocks"]]
+    (resumed,) = feed_atheris(parsers, tmp_path, 10_000 + EXECUTIONS, 2000.0)
+    assert (resumed.executions, resumed.finding) == (10_000 + EXECUTIONS, None)
+    assert 1000 <= resumed.cpu_s < 2000
+    (again,) = feed_atheris(parsers, tmp_path, EXECUTIONS, 2000.0)
+    assert again.executions == EXECUTIONS
+    assert again.cpu_s < 1000
+
+
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=lambda parser: parser.name)
 def test_the_seeds_are_what_a_parser_takes(parser):
     """At least the first: else mutations of it would never get far."""
