@@ -8,8 +8,11 @@ in float32 from 512-token prompts, and every token is compared with what the loc
 of fault, how long the steps took longer in which a session was repaired; how many generations completed, with how many
 wrong tokens; and what failed. Ctrl-C ends it early, with what there is. Cutting off and full disks need Linux
 namespaces (`unshare`); no root is needed.
+
+Servers start as forks of a process that has imported everything: those of volunteers do not import on one processor.
 """
 
+import os
 import random
 import shutil
 import signal
@@ -24,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import click
 import structlog
 import torch
@@ -37,6 +42,7 @@ from transformers import logging as transformers_logging
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.demo.local import LocalSwarm
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = ROOT / "swarm" / "demo" / "checkpoint"
@@ -101,6 +107,8 @@ def main(path: Path | None, check: bool, token_ms: float, **options: Any) -> Non
             raise click.UsageError(f"no namespaces here; leave out {' and '.join(sorted(IN_NAMESPACES))}: --kinds")
         enter_namespaces()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything below is cleaned up
+    os.environ["PYTHONPATH"] = str(ROOT)  # for the process that servers are forked from
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # which cleans up behind servers that were killed
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -125,6 +133,7 @@ def unleash(options: Options) -> Run:
                 options=("--dtype", "float32"),
                 env=environment(folder / "bootstrap"),
                 host=network.host if network else "127.0.0.1",
+                launch=warm.launch,
             )
         )
         slots = start_servers(swarm, options.servers, folder, network)

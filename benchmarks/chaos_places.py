@@ -70,7 +70,7 @@ class Machines:
         folder.mkdir()
         _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder))
         self._closing.callback(_run, "umount", "--lazy", str(folder))
-        return Place(folder, _address(number), ("ip", "netns", "exec", name), environment)
+        return Place(folder, _address(number), name, environment)
 
     def drop(self, number: int) -> None:
         """From now on nothing reaches the machine."""

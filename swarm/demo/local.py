@@ -28,13 +28,13 @@ MEMORY_BYTES_MAX = 1 << 46  # no limit of ours
 class Place:
     """Where a process runs.
 
-    folder: of its log and identity. host: what it listens on. prefix: a command that runs the rest of its line, as the
-    same process (`ip netns exec NAME`). env: more variables.
+    folder: of its log and identity. host: what it listens on. namespace: the network that it is in, by its name for
+    `ip netns`; "" for this process's own. env: more variables.
     """
 
     folder: Path
     host: str = "127.0.0.1"
-    prefix: tuple[str, ...] = ()
+    namespace: str = ""
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -45,7 +45,8 @@ def launch(
     place: Place, module: str, arguments: Sequence[str], env: dict[str, str], log: BinaryIO
 ) -> "subprocess.Popen[bytes]":
     """Run a module of the swarm in a process of its own that cannot outlive this one, and prints into `log`."""
-    line = place.prefix + command(
+    inside = ("ip", "netns", "exec", place.namespace) if place.namespace else ()
+    line = inside + command(
         *(sys.executable, "-m", module, *arguments), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=MEMORY_BYTES_MAX
     )
     # In a process group of its own: Ctrl-C is for us, and we end our children in order.

@@ -1,24 +1,31 @@
 """Servers of tests start as forks of one process that has imported everything: importing takes seconds of every one.
 
-Otherwise they are what `swarm.demo.local.launch` starts: processes of their own, with their own arguments, variables
-and logs, that a signal reaches and that cannot outlive the tests. What libraries read from variables while they are
-imported (HF_HOME, HF_ENDPOINT) is the tests' own: who needs it otherwise launches in the usual way.
+Otherwise they are what `swarm.demo.local.launch` starts: processes of their own, with their own arguments, variables,
+network and logs, that a signal reaches and that cannot outlive the tests. What libraries read from variables while they
+are imported (HF_HOME, HF_ENDPOINT) is the tests' own: who needs it otherwise launches in the usual way.
 """
 
+import ctypes
 import importlib
 import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from multiprocessing import get_context
+from pathlib import Path
 from typing import BinaryIO
 
 from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, Place
 from swarm.net.launch import bind
 
+PRELOADED = "tests.support.preloaded"
+CLONE_NEWNET = 0x40000000  # of sched.h
+NAMESPACES = Path("/run/netns")  # of `ip netns`
+
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.preloaded"])
+_context.set_forkserver_preload([PRELOADED])
 
 
 class Warm:
@@ -55,21 +62,31 @@ class Warm:
 
 def launch(place: Place, module: str, arguments: Sequence[str], env: dict[str, str], log: BinaryIO) -> Warm:
     """As `swarm.demo.local.launch`."""
-    assert not place.prefix, "a fork runs where its parent does"
-    process = _context.Process(target=_run, args=(module, tuple(arguments), env, log.name))
+    process = _context.Process(target=_run, args=(module, tuple(arguments), env, log.name, place.namespace))
     process.start()
     return Warm(process)
 
 
-def _run(module: str, arguments: tuple[str, ...], env: dict[str, str], log: str) -> None:
+def _run(module: str, arguments: tuple[str, ...], env: dict[str, str], log: str, namespace: str) -> None:
     os.setpgrp()
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    assert PRELOADED in sys.modules, "nothing was imported before the fork: PYTHONPATH must name the repository"
+    if namespace:
+        _enter(namespace)
     if not bind(os.getppid(), DESCRIPTORS_MAX, MEMORY_BYTES_MAX):
         return
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # looked up anew
     random.seed()
     sys.argv = [module, *arguments]
     importlib.import_module(module).main()
+
+
+def _enter(namespace: str) -> None:
+    """Be in another network from now on. Sockets that are open already stay where they were made."""
+    with (NAMESPACES / namespace).open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
