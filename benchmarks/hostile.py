@@ -2,10 +2,11 @@
 
     python benchmarks/hostile.py [--rounds 4] [--seconds 10] [--model llama|tiny] [--kinds NAME,...] [--check] [--quick]
 
-One server of a llama with 110 million parameters, or of a tiny one, and the honest client, on the first core; fifty
-attackers of seven kinds on the second (`hostile_peers.py` says what each kind does). A loop that never waits fills the
-second core all the time with the lowest priority, so that its load is the same with and without them. Stretches with
-and without attackers take turns.
+One server of a llama with 100 million parameters and grouped-query attention (2 of 12 heads are keys' and values', as
+in today's models), or of a tiny one, and the honest client, on the first core; fifty attackers of seven kinds on the
+second (`hostile_peers.py` says what each kind does). A loop that never waits fills the second core all the time with
+the lowest priority, so that its load is the same with and without them. Stretches with and without attackers take
+turns.
 
 Afterwards all accounts must be back at zero: every session that was opened has ended (the server's log), no connection
 is left (the kernel), and the server announces as much free cache as before (the directory).
@@ -55,7 +56,9 @@ class Model:
 
 
 MODELS = {
-    "llama": Model(12, lambda folder, seed: save_checkpoint(folder, "llama", torch.float32, seed)),
+    "llama": Model(
+        12, lambda folder, seed: save_checkpoint(folder, "llama", torch.float32, seed, num_key_value_heads=2)
+    ),
     "tiny": Model(4, lambda folder, seed: tiny_llama(folder, 4, seed)),
 }
 

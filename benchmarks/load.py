@@ -57,10 +57,10 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
-def save_checkpoint(directory: Path, family: str, dtype: torch.dtype, seed: int) -> None:
-    """Write a random model of about 100 million parameters."""
+def save_checkpoint(directory: Path, family: str, dtype: torch.dtype, seed: int, **changes: object) -> None:
+    """Write a random model of about 100 million parameters. changes: of its config."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **MODELS[family])
+    config = AutoConfig.for_model(family, **MODELS[family] | changes)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.save_pretrained(directory)
 
