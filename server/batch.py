@@ -20,6 +20,7 @@ SMOOTHING = 0.2  # weight of the newest measurement
 REMEMBERED = 0.97  # the weight of each iteration with prefill, when the next one comes
 INERTIA = 0.01  # what is thought already weighs as much as sizes that vary by a tenth
 PIECE_SHARE_MAX = 0.8  # of what an average piece takes, which is not its tokens'
+ABSENT_REMEMBERED = 4096  # sessions
 LINGER_MAX_S = 0.010  # that a single step waits for company
 LINGER_SHARE = 0.4  # of the last iteration, at most
 YIELD_MAX_S, YIELD_SHARE = 0.050, 1.0  # the same of prefill: whoever decodes would wait for the whole iteration
@@ -184,6 +185,9 @@ class Company:
         for session in gone:
             for known in (self._delivered_s, self._away_s, self._batch_of):
                 known.pop(session, None)
+        if len(self._batch_of) > ABSENT_REMEMBERED:  # who came back, and then ended
+            self._away_s = {session: away_s for session, away_s in self._away_s.items() if session in self._delivered_s}
+            self._batch_of = {session: self._batch_of[session] for session in self._delivered_s}
         for session in sessions:
             self._delivered_s[session] = now
             self._batch_of[session] = self._batch

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -89,10 +89,18 @@ class _Item:
     def is_over(self) -> bool:
         return not isinstance(self.job, SessionWork) or self.job.is_over or self.error is not None
 
+    @property
+    def n_blocks(self) -> int:
+        """How many it runs through; 0 where it is no session's work."""
+        return len(self.job.session.span.blocks) if isinstance(self.job, SessionWork) else 0
+
     def outcome(self) -> object:
         """What is delivered."""
-        if self.error is None and isinstance(self.job, SessionWork):
-            return self.job.result()
+        try:
+            if self.error is None and isinstance(self.job, SessionWork):
+                return self.job.result()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.error = error
         return self.error or self.result
 
 
@@ -160,7 +168,7 @@ class _Waiting:
         self._items: dict[object, deque[_Item]] = {}  # by session, the next one first
         self._single: dict[object, None] = {}  # sessions that wait for a single step, and what is no session's work
         self._long: dict[str, dict[object, None]] = {}  # the others, by peer, in the order in which they came
-        self._served: dict[str, int] = {}  # peers: the last iteration that carried prefill of theirs
+        self._served: dict[tuple[str, bool], int] = {}  # peers' single steps, or prefill: their last iteration
         self._n_iterations = 0
 
     def __bool__(self) -> bool:
@@ -188,14 +196,15 @@ class _Waiting:
         keys = [*self._single, *(key for sessions in self._long.values() for key in islice(sessions, of_each))]
         return sorted((self._items[key][0] for key in keys), key=self._turn)
 
-    def ran(self, items: Iterable[_Item]) -> None:
-        """Note that these heads had their part of an iteration: what is over goes away."""
+    def ran(self, items: Iterable[_Item]) -> list[_Item]:
+        """Note that these heads had their part of an iteration. Returns those that are over, which wait no more."""
         self._n_iterations += 1
+        over = []
         for item in items:
-            if not item.is_single:
-                self._served[item.peer] = self._n_iterations
+            self._served[item.peer, item.is_single] = self._n_iterations
             if not item.is_over:
                 continue  # it keeps its place
+            over.append(item)
             key = _key(item)
             self._unfile(key, item.peer)
             queue = self._items[key]
@@ -205,7 +214,9 @@ class _Waiting:
             else:
                 del self._items[key]
         if len(self._served) > PEERS_REMEMBERED:
-            self._served = {peer: self._served[peer] for peer in self._long if peer in self._served}
+            waiting = {(items[0].peer, items[0].is_single) for items in self._items.values()}
+            self._served = {of: at for of, at in self._served.items() if of in waiting}
+        return over
 
     def _file(self, key: object, head: _Item) -> None:
         sessions = self._single if head.is_single else self._long.setdefault(head.peer, {})
@@ -220,7 +231,8 @@ class _Waiting:
             del self._long[peer]
 
     def _turn(self, item: _Item) -> int:
-        return item.since if item.is_single else self._served.get(item.peer, 0)
+        served = self._served.get((item.peer, item.is_single), 0)
+        return max(item.since, served) if item.is_single else served  # many that run alone are not all before others'
 
 
 class _Iterations:
@@ -230,7 +242,7 @@ class _Iterations:
         self._jobs = jobs
         self._waiting = _Waiting()
         self._stopping = False
-        self._pace = Pace()
+        self._paces: defaultdict[int, Pace] = defaultdict(Pace)  # by the number of blocks
         self._company = Company()
         self._decoded_at: weakref.WeakKeyDictionary[HostedSession, float] = weakref.WeakKeyDictionary()
 
@@ -255,14 +267,13 @@ class _Iterations:
         """Run one iteration. Returns what is finished, with its results."""
         heads, over = self._waiting.heads(), list[_Item]()
         while gone := [item for item in heads if item.is_gone]:  # they would cost an iteration each
-            over += gone
-            self._waiting.ran(gone)
+            over += self._waiting.ran(gone)
             heads = self._waiting.heads()
         if not heads:
             return [(item.done, item.outcome()) for item in over]
         ready = [item.ready for item in heads]
         decoding = any(item.is_single for item in heads) or self._expects_others()
-        slices = form_batch(ready, self._pace.prefill_tokens(decoding=decoding))
+        slices = form_batch(ready, self._paces[heads[0].n_blocks].prefill_tokens(decoding=decoding))
         batch = [(heads[each.index], each) for each in slices]
         began = time.perf_counter()
         if len(batch) == 1:
@@ -272,9 +283,9 @@ class _Iterations:
             _run_together(batch)
         now = time.perf_counter()
         self._learn(batch, ready, now, now - began)
-        over += [item for item, _ in batch if item.is_over]
-        single = [item for item, _ in batch if item.is_single and item.is_over]
-        self._waiting.ran(item for item, _ in batch)
+        ran = self._waiting.ran(item for item, _ in batch)
+        over += ran
+        single = [item for item in ran if item.is_single]
         absent = [key for item in single if (key := _key(item)) not in self._waiting and key is not item]
         if single:  # who has got but a prompt's last part may think long, or never come back
             self._company.delivered(absent, now, now - began)
@@ -284,14 +295,14 @@ class _Iterations:
         """Note how long it took. ready: as the planner saw what waited, before it ran."""
         decodes = prefill_tokens = 0
         for item, each in batch:
-            if not isinstance(item.job, SessionWork):
-                return
+            if not isinstance(item.job, SessionWork) or item.is_gone or item.error is not None:
+                return  # it tells nothing of the others
             if item.is_single:
                 decodes += 1
                 self._decoded_at[item.job.session] = now
             else:
                 prefill_tokens += each.tokens * ready[each.index].rows
-        self._pace.observe(decodes, prefill_tokens, took_s)
+        self._paces[batch[0][0].n_blocks].observe(decodes, prefill_tokens, took_s)
 
     def _expects_others(self) -> bool:
         """Whether a session that waits for nothing now will soon want its next single step."""

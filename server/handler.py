@@ -64,6 +64,7 @@ NEXT_RECORD_LATE_S = 24 * 3600.0  # a route that stands outlives the records tha
 REPLAY_POLL_S = 0.01
 UNREAD_BYTES_MAX = 1 << 20  # of outputs; whoever reads none gets no more
 REPLAY_UNSENT_MAX = 8 << 20
+NEXT_UNSENT_MAX = 32 << 20  # of activations that the next hop has not read; then steps are refused
 INPUT_BYTES_MAX = 128 << 20  # of activations that wait to be computed, of all sessions; twice what one step may have
 OUTPUT_BYTES_MAX = 64 << 20  # of outputs that are kept in case their steps come again
 
@@ -252,9 +253,9 @@ class Handler:
         self._tell(session.owner, then)
 
     def _leave_next(self, session: HostedSession) -> None:
-        if session.next is not None:
+        if session.next is not None and session.next is not session.owner:
             self.dialer.release(session.next)
-            session.next = None
+        session.next = None
 
     # Repair
 
@@ -285,20 +286,8 @@ class Handler:
         if journal is None:
             self._refuse(channel, request, None, Declined("bad_request", "there is no journal of this session"))
             return
-        self._executor.submit(
-            lambda: rebuild_messages(session.id, request.epoch, journal.past_after(request.step), request.hops),
-            partial(self._on_replayed, session, request.epoch),
-        )
-
-    def _on_replayed(
-        self, session: HostedSession, epoch: int, result: list[tuple[Rebuild, list[Tensor]]] | Exception
-    ) -> None:
-        self.jobs_done += 1
-        if isinstance(result, Exception):
-            self._complain(session, None, "self", f"{type(result).__name__} while replaying")
-        elif session.epoch == epoch and not session.closed:
-            session.replay = iter(result)
-            self._replay_on(session, session.replay)
+        session.replay = rebuild_messages(session.id, request.epoch, journal.past_after(request.step), request.hops)
+        self._replay_on(session, session.replay)
 
     def _replay_on(self, session: HostedSession, pieces: Iterator[tuple[Rebuild, list[Tensor]]]) -> None:
         """Send as much of the past as is read soon, and the rest later."""
@@ -332,7 +321,7 @@ class Handler:
             session.payer(channel).note_chatter(tensors)
             return
         work = session.rebuild_work(piece, hidden, positions, mask)
-        self._executor.submit(work, partial(self._on_rebuilt, work, piece, (positions, mask)))
+        self._executor.submit(work, partial(self._on_rebuilt, work, piece, _copied(positions, mask)))
 
     def _on_rebuilt(
         self,
@@ -343,7 +332,7 @@ class Handler:
     ) -> None:
         session = work.session
         self.jobs_done += 1
-        work.let_go()
+        session.let_go(work)
         if work.is_gone or result is None:
             return
         session.computed_piece()
@@ -406,15 +395,18 @@ class Handler:
         hidden, positions, mask = tensors
         assert hidden is not None
         try:
-            if sent := session.repeated(step.step):
+            sent = session.repeated(step.step)
+            if session.owner.unsent_bytes > UNREAD_BYTES_MAX or (
+                session.next is not None and session.next.unsent_bytes > NEXT_UNSENT_MAX
+            ):
+                raise Declined("no_room", "what was sent before is not read", RETRY_AFTER_S)
+            if sent is not None:
                 self._pass_on(session, sent)
                 session.payer(channel).note_chatter(tensors)
                 return
             session.grant.check(arrived_at)
             if step.budget_ms == 0:
                 raise Declined("too_late", "the step's time is over")
-            if session.owner.unsent_bytes > UNREAD_BYTES_MAX:
-                raise Declined("no_room", "what was sent before is not read", RETRY_AFTER_S)
             self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
             session.accept(step, hidden, positions, mask)
         except Forgotten as forgotten:
@@ -427,7 +419,7 @@ class Handler:
             return
         self.steps_under_way += 1
         work = session.work(step, hidden, positions, mask)
-        self._executor.submit(work, partial(self._on_computed, work, step, (positions, mask), arrived_at))
+        self._executor.submit(work, partial(self._on_computed, work, step, _copied(positions, mask), arrived_at))
 
     def _on_computed(
         self,
@@ -440,7 +432,7 @@ class Handler:
         session = work.session
         self.jobs_done += 1
         self.steps_under_way -= 1
-        work.let_go()
+        session.let_go(work)
         if work.is_gone or result is None:
             return
         session.computed_step()
@@ -544,10 +536,7 @@ class Handler:
         self._tell(session.owner, message)
 
     def _end(self, session: HostedSession) -> None:
-        session.closed = True
-        session.replay = None
-        session.leases.release()
-        session.journal = None
+        session.close()
         del self.sessions[session.id]
         self._leave_next(session)
         self._session_ended.set()
@@ -581,3 +570,8 @@ class Handler:
             channel.send(message, tensors)
         except ChannelClosed as error:
             _log.debug("not sent", kind=message.__class__.__name__, why=error.why)
+
+
+def _copied(positions: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Copy what is kept beside an output: it is small, and would keep the frame that it came in."""
+    return None if positions is None else positions.clone(), None if mask is None else mask.clone()

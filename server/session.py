@@ -82,8 +82,9 @@ class Grant:
 class Leases:
     """What a session holds of its server's memory.
 
-    cache: tokens, which cost what `prices` says. inputs: bytes of activations that are not computed yet; they go when
-    the work does, even after the session's end. outputs: bytes kept in case a step comes again. journal: bytes.
+    cache: tokens, which cost what `prices` says. inputs: bytes of activations that are not computed yet. Both are held
+    until the compute thread has no work of the session's any more, even after its end: no sooner is the memory free.
+    outputs: bytes kept in case a step comes again. journal: bytes.
     """
 
     prices: Prices
@@ -91,11 +92,6 @@ class Leases:
     inputs: Lease
     outputs: Lease
     journal: Lease
-
-    def release(self) -> None:
-        """Give back what a session that has ended has no more."""
-        for lease in (self.cache, self.outputs, self.journal):
-            lease.release()
 
 
 class HostedSession:
@@ -118,12 +114,13 @@ class HostedSession:
         self.closed = False
         self.generation = 0  # raised when the past is forgotten: what was accepted before counts no more
         self._sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
-        self._positions_max = request.positions_max
+        self._positions_max = min(request.positions_max, span.traits.positions_max or POSITIONS_MAX)
         self._rollback_max = request.rollback_max
         self._step = request.after_step  # the last accepted one
         self._rows = 0
         self._length = 0
         self._steps_under_way = self._pieces_under_way = 0  # accepted and not computed yet
+        self._works = 0  # that the compute thread has, those included that count no more
         self.span = span
         self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
         self._past: SpanPast | None = None
@@ -151,8 +148,19 @@ class HostedSession:
         return self._length
 
     def payer(self, sender: Channel) -> Channel:
-        """Whose channel is charged for activations that are refused: a hop that hands them on is not to blame."""
-        return sender if sender.peer == self.owner.peer else self.owner
+        """Whose channel is charged for activations that are refused: a hop that hands them on is not to blame.
+
+        But if the owner's is not read already, whoever sends them regardless is.
+        """
+        return sender if sender.peer == self.owner.peer or self.owner.is_paused else self.owner
+
+    def close(self) -> None:
+        """End it, and give back what it holds: all but what the compute thread still has."""
+        self.closed = True
+        self.replay = self.journal = None
+        self.leases.outputs.release()
+        self.leases.journal.release()
+        self._settle()
 
     def reroute(self, request: Reroute, now: float) -> None:
         """Take new neighbours and a new grant; forget the past if it is to come anew."""
@@ -242,8 +250,9 @@ class HostedSession:
         left, inputs = self.grant.left(rows * tokens), self.leases.inputs
         if n_bytes > inputs.room:
             raise Declined("no_room", "too much waits to be computed", RETRY_AFTER_S)
-        try:
-            self.leases.cache.resize(self.leases.prices.tokens(rows, positions, self._rollback_max))
+        cache = self.leases.cache
+        try:  # what a rollback frees is free when that has been computed
+            cache.resize(max(cache.amount, self.leases.prices.tokens(rows, positions, self._rollback_max)))
         except NoRoom as full:
             why = f"{full.needed} more tokens do not fit, {full.free} are there for you"
             raise Declined("no_room", why, RETRY_AFTER_S) from None
@@ -294,17 +303,40 @@ class HostedSession:
         elif self._rows and step.keep and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
 
-    # In the compute thread
+    def let_go(self, work: "SessionWork") -> None:
+        """Note that work has come back from the compute thread, whatever became of it."""
+        self._works -= 1
+        self.leases.inputs.resize(self.leases.inputs.amount - work.input_bytes)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Hold no more cache than the past takes, once nothing under way may change that."""
+        if self._works:
+            return
+        if self.closed:
+            self._past = None
+            self.leases.cache.release()
+        elif self._rebuild_from is None:
+            self.leases.cache.resize(self.leases.prices.tokens(self._rows, self._length, self._rollback_max))
 
     def work(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> "SessionWork":
         """What an accepted step is for the compute thread."""
+        self._works += 1
         return SessionWork(self, step.keep, step.rows, step.want, hidden, positions, mask)
 
     def rebuild_work(
         self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
     ) -> "SessionWork":
         """What an accepted piece of the past is for the compute thread."""
+        self._works += 1
         return SessionWork(self, piece.start, None, None, hidden, positions, mask)
+
+    # In the compute thread
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some of the past is padding."""
+        return self._past is not None and self._past.mask is not None
 
     @property
     def past(self) -> SpanPast:
@@ -368,10 +400,10 @@ class SessionWork:
         """Positions of each row."""
         return self._hidden.shape[1]
 
-    def let_go(self) -> None:
-        """In the loop: stop holding memory for the input, whatever became of it."""
-        inputs = self.session.leases.inputs
-        inputs.resize(inputs.amount - bytes_of(self._hidden, self._positions, self._mask))
+    @property
+    def input_bytes(self) -> int:
+        """Memory that its activations take."""
+        return bytes_of(self._hidden, self._positions, self._mask)
 
     @property
     def is_gone(self) -> bool:
@@ -387,8 +419,9 @@ class SessionWork:
     def ready(self) -> Ready:
         """How the planner sees what is left."""
         session = self.session
-        packs = session.span.packs and self._mask is None and session.past.mask is None
-        return Ready(session.owner.peer, session.span.blocks, self._hidden.shape[0], self.tokens - self.done, packs)
+        packs = session.span.packs and self._mask is None and not session.is_masked
+        group = (session.span.blocks, self._hidden.dtype)
+        return Ready(session.owner.peer, group, self._hidden.shape[0], self.tokens - self.done, packs)
 
     def segment(self, tokens: int) -> Segment | None:
         """The next positions, to run in a packed step, whose output goes to `take`; None if it is gone."""

@@ -226,6 +226,11 @@ class Channel:
             self._carrier.pause_reading()
             self._paused = self._loop.call_later(min(for_s, PAUSE_S_MAX), self._resume)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is read now."""
+        return self._paused is not None
+
     def _resume(self) -> None:
         self._paused = None
         if not self.closed:

@@ -35,7 +35,7 @@ class Dialer:
         """
         task = self._dials.get(remote)
         if task is None:
-            if len(self._dials) >= PEERS_MAX:
+            if len(self._dials) >= PEERS_MAX and not self._close_one_idle():
                 raise Unreachable(remote.peer, tuple(addresses), 0.0, f"already connected to {PEERS_MAX} peers")
             task = self._dials[remote] = asyncio.create_task(self._dial(remote, addresses))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have gone
@@ -117,6 +117,13 @@ class Dialer:
             except NetworkError as failed:
                 error = failed
         raise error
+
+    def _close_one_idle(self) -> bool:
+        """Make room: end the channel that was opened first of those that nobody uses. Returns whether there is one."""
+        idle = next((channel for channel, users in self._users.items() if users == 0 and not channel.closed), None)
+        if idle is not None:
+            idle.close()
+        return idle is not None
 
     def _close_if_idle(self, channel: Channel) -> None:
         if self._users.get(channel) == 0:

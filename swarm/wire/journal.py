@@ -1,11 +1,12 @@
 """What a hop keeps of its own outputs, so that a replacement of the next hop can be brought to where that one was.
 
 A journal is a log of steps. The past of a session after any of its last steps is found by playing the log: gathers and
-rollbacks are not carried out when they happen but when somebody asks, since hardly anybody ever does.
+rollbacks are not carried out when they happen but when somebody asks, since hardly anybody ever does; and then piece by
+piece, as they are sent: a past that is gathered may be many times as large as what is kept of it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,30 +22,45 @@ class Past:
     """Some positions of a session, from `start` on, as the next hop needs them.
 
     hidden: [rows, tokens, hidden_size]. positions: int64 [1 or rows, tokens]; None where they are start, start + 1, ...
-    mask: uint8 [rows, tokens], columns of the 2-D attention mask; None where there is no padding.
+    mask: uint8 [rows, tokens], columns of the 2-D attention mask; None where there is no padding. order: which of these
+    rows the session has now, not carried out yet; None for all of them as they are.
     """
 
     start: int
     hidden: Tensor
     positions: Tensor | None
     mask: Tensor | None
+    order: Tensor | None = None
 
     def part(self, first: int, last: int) -> "Past":
-        """Return positions [first, last) of the session; both within this past."""
-        a, b = first - self.start, last - self.start
+        """Return positions [first, last) of the session, as far as they are in this past."""
+        a, b = max(0, first - self.start), last - self.start
         return Past(
-            first,
+            self.start + a,
             self.hidden[:, a:b],
             None if self.positions is None else self.positions[:, a:b],
             None if self.mask is None else self.mask[:, a:b],
+            self.order,
         )
 
     def gathered(self, rows: Tensor) -> "Past":
         """Return the past whose row i is our row rows[i]."""
+        return replace(self, order=rows if self.order is None else self.order[rows])
+
+    def in_order(self) -> "Past":
+        """Return the same with its rows where the session has them."""
+        if self.order is None:
+            return self
         positions = self.positions
         if positions is not None and positions.shape[0] > 1:
-            positions = positions[rows]
-        return Past(self.start, self.hidden[rows], positions, None if self.mask is None else self.mask[rows])
+            positions = positions[self.order]
+        mask = None if self.mask is None else self.mask[self.order]
+        return Past(self.start, self.hidden[self.order], positions, mask)
+
+    @property
+    def rows(self) -> int:
+        """How many the session has."""
+        return self.hidden.shape[0] if self.order is None else len(self.order)
 
     @property
     def stop(self) -> int:
@@ -53,7 +69,7 @@ class Past:
 
     @property
     def n_bytes(self) -> int:
-        """Memory that the tensors take."""
+        """Memory that the tensors take as they are."""
         return bytes_of(self.hidden, self.positions, self.mask)
 
 
@@ -101,33 +117,39 @@ class Journal:
         """Put the first `count` steps together."""
         last = self._entries[count - 1].step
         pieces = self.past_after(last)
-        folded = [Entry(last, None, _joined(pieces))] if pieces else []
+        folded = [Entry(last, None, _joined(pieces, _beside(pieces)))] if pieces else []
         self._entries = [*folded, *self._entries[count:]]
         self.n_bytes = sum(entry.past.n_bytes for entry in self._entries)
 
 
-def rebuild_messages(session: str, epoch: int, pieces: Sequence[Past], hops: int) -> list[tuple[Rebuild, list[Tensor]]]:
-    """Write a past as messages of about CHUNK_BYTES, with their tensors."""
-    if not pieces:
-        return []
-    past = _joined(pieces)
-    rows, _, width = past.hidden.shape
-    size = max(1, CHUNK_BYTES // (rows * width * past.hidden.element_size()))
-    messages = []
-    for start in range(past.start, past.stop, size):
-        part = past.part(start, min(start + size, past.stop))
+def rebuild_messages(
+    session: str, epoch: int, pieces: Sequence[Past], hops: int
+) -> Iterator[tuple[Rebuild, list[Tensor]]]:
+    """Write a past as messages of about CHUNK_BYTES, with their tensors, each made when it is asked for."""
+    for part in _chunks(pieces):
         message = Rebuild(
             session=session,
             epoch=epoch,
-            start=start,
-            total=past.stop,
+            start=part.start,
+            total=pieces[-1].stop,
             hops=hops,
             hidden=meta_of(part.hidden),
             positions=None if part.positions is None else meta_of(part.positions),
             mask=None if part.mask is None else meta_of(part.mask),
         )
-        messages.append((message, [t for t in (part.hidden, part.positions, part.mask) if t is not None]))
-    return messages
+        yield message, [t for t in (part.hidden, part.positions, part.mask) if t is not None]
+
+
+def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:
+    if not pieces:
+        return
+    width = pieces[0].hidden.shape[2]
+    size = max(1, CHUNK_BYTES // (pieces[0].rows * width * pieces[0].hidden.element_size()))
+    beside = _beside(pieces)
+    for first in range(pieces[0].start, pieces[-1].stop, size):
+        last = first + size
+        parts = [piece.part(first, last) for piece in pieces if piece.start < last and first < piece.stop]
+        yield _joined(parts, beside)
 
 
 def _applied(pieces: Sequence[Past], entry: Entry) -> list[Past]:
@@ -139,17 +161,22 @@ def _applied(pieces: Sequence[Past], entry: Entry) -> list[Past]:
     return [*kept, entry.past]
 
 
-def _joined(pieces: Sequence[Past]) -> Past:
-    """Put neighbouring pieces into one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    rows = pieces[0].hidden.shape[0]
+def _beside(pieces: Sequence[Past]) -> tuple[bool, bool]:
+    """Whether positions and a mask must be told: for all pieces, or for none."""
+    return any(piece.positions is not None for piece in pieces), any(piece.mask is not None for piece in pieces)
+
+
+def _joined(pieces: Sequence[Past], beside: tuple[bool, bool]) -> Past:
+    """Put neighbouring pieces into one, with the session's rows. beside: what comes with it, as `_beside` says."""
+    pieces = [piece.in_order() for piece in pieces]
+    rows = pieces[0].rows
     positions = mask = None
-    if any(piece.positions is not None for piece in pieces):
+    if beside[0]:
         positions = torch.cat([_positions(piece).expand(rows, -1) for piece in pieces], dim=1)
-    if any(piece.mask is not None for piece in pieces):
+    if beside[1]:
         mask = torch.cat([_mask(piece) for piece in pieces], dim=1)
-    return Past(pieces[0].start, torch.cat([piece.hidden for piece in pieces], dim=1), positions, mask)
+    hidden = pieces[0].hidden if len(pieces) == 1 else torch.cat([piece.hidden for piece in pieces], dim=1)
+    return Past(pieces[0].start, hidden, positions, mask)
 
 
 def _positions(piece: Past) -> Tensor:

@@ -131,3 +131,21 @@ async def test_no_address_is_unreachable(dialer):
 async def test_an_announced_key_that_is_no_point_of_the_curve_fails_the_handshake(listener, dialer):
     with pytest.raises(HandshakeFailed, match="no usable point"):
         await dialer.connect(Remote(listener._me.identity.peer_id, bytes(32)), [address(listener)])
+
+
+async def test_a_full_table_ends_what_nobody_uses_and_nothing_else(listener, dialer, monkeypatch):
+    """Else whoever has others dial many peers, and leaves them, keeps everybody else from theirs for a minute."""
+    monkeypatch.setattr(dialer_module, "PEERS_MAX", 2)
+    others = [Listener(somebody(), "127.0.0.1", 0) for _ in range(3)]
+    for other in others:
+        await other.start(lambda *_: None)
+    try:
+        used, idle = [await dialer.connect(remote(other), [address(other)]) for other in (listener, others[0])]
+        dialer.release(idle)
+        third = await dialer.connect(remote(others[1]), [address(others[1])])
+        assert (used.closed, idle.closed, third.closed) == (False, True, False)
+        with pytest.raises(Unreachable, match="already connected to 2 peers"):
+            await dialer.connect(remote(others[2]), [address(others[2])])
+    finally:
+        for other in others:
+            await other.close()

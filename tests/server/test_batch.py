@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.server.batch import LINGER_MAX_S, PIECE_TOKENS_MIN, PREFILL_TOKENS_MIN, Company, Pace, Ready, form_batch
+from swarm.server.batch import (
+    ABSENT_REMEMBERED,
+    LINGER_MAX_S,
+    PIECE_TOKENS_MIN,
+    PREFILL_TOKENS_MIN,
+    Company,
+    Pace,
+    Ready,
+    form_batch,
+)
 
 
 def decode(peer: str = "a", group: object = 0, rows: int = 1) -> Ready:
@@ -147,3 +156,11 @@ def test_one_session_alone_is_never_kept_waiting() -> None:
     company.delivered(["a"], now=0.0, took_s=0.02)
     company.arrived("a", now=0.001)
     assert company.wait_s(["a"], since=0.001, now=0.001) == 0
+
+
+def test_who_came_back_and_ended_is_not_remembered_for_ever() -> None:
+    company = Company()
+    for number in range(2 * ABSENT_REMEMBERED):
+        company.delivered([number], now=number / 1000, took_s=0.01)
+        company.arrived(number, now=number / 1000)
+    assert len(company._away_s) <= len(company._batch_of) <= ABSENT_REMEMBERED + 1

@@ -2,8 +2,10 @@
 
 import asyncio
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from swarm.server import executor as executor_module
 from swarm.server.batch import Company, Ready
@@ -47,9 +49,10 @@ class Somebody:
 
     closed = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, n_blocks: int = 1) -> None:
         self.id = self.peer = name
         self.owner = self
+        self.span = SimpleNamespace(blocks=range(n_blocks), packs=True)
 
 
 class Work(SessionWork):
@@ -171,7 +174,7 @@ def test_however_many_peers_come_and_go_those_that_wait_keep_their_turn(monkeypa
             waiting.ran([over])
     waiting.add(waits)
     assert waiting.heads() == [waits, was_served]
-    assert set(waiting._served) == {"was served"}
+    assert set(waiting._served) == {("was served", False)}
 
 
 def test_nothing_is_left_of_what_is_over() -> None:
@@ -184,3 +187,86 @@ def test_nothing_is_left_of_what_is_over() -> None:
             item.run(2)
         waiting.ran(heads)
     assert (waiting._items, waiting._long, waiting._single) == ({}, {}, {})
+
+
+def test_many_steps_that_run_alone_are_not_all_before_anothers() -> None:
+    """Masks, and parts of the span, cannot run with others: whoever sends many of them would stop everybody else."""
+    waiting = _Waiting()
+    for number in range(20):
+        waiting.add(prefill("greedy", f"g{number}", tokens=1))
+    waiting.ran([])  # an iteration of others
+    waiting.add(prefill("modest", "m", tokens=1))
+    ran = []
+    for _ in range(4):
+        item = waiting.heads()[0]
+        ran.append(item.peer)
+        item.run(1)
+        waiting.ran([item])
+    assert ran == ["greedy", "modest", "greedy", "greedy"]
+
+
+def test_what_is_closed_while_it_runs_is_delivered_all_the_same() -> None:
+    """Else what it holds would be held for ever."""
+
+    class ClosedMeanwhile(Work):
+        """Prefill whose session is closed right after somebody has asked whether it is over."""
+
+        asked = 0
+
+        @property
+        def is_over(self) -> bool:
+            self.asked += 1
+            return self.asked > 1
+
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    delivered: list[str] = []
+    jobs.put(_Item(ClosedMeanwhile("closes", 5), lambda _: delivered.append("closes"), 0.0))
+    iterations = _Iterations(jobs)
+    while not jobs.empty() or iterations._waiting:
+        iterations.wait()
+        _tell(iterations.run())
+    assert delivered == ["closes"]
+
+
+def test_an_output_that_cannot_be_had_fails_its_step_and_not_the_thread() -> None:
+    class NoRoomForIt(Work):
+        def result(self) -> None:
+            raise MemoryError
+
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    jobs.put(_Item(NoRoomForIt("large", 1), lambda _: None, 0.0))
+    iterations = _Iterations(jobs)
+    iterations.wait()
+    assert [type(result) for _, result in iterations.run()] == [MemoryError]
+
+
+def test_looking_at_what_waits_makes_no_cache_and_keeps_dtypes_apart() -> None:
+    session = Somebody("a")
+    session.generation, session.is_masked = 0, False  # type: ignore[attr-defined]
+    works = [
+        SessionWork(session, 0, None, None, torch.zeros(1, 1, 4, dtype=dtype), None, None)  # type: ignore[arg-type]
+        for dtype in (torch.float32, torch.bfloat16, torch.float32)
+    ]
+    groups = [work.ready.group for work in works]
+    assert groups[0] == groups[2] != groups[1]
+
+
+def test_a_part_of_the_span_tells_nothing_of_the_whole_and_what_failed_tells_nothing() -> None:
+    def pace_after(*works: Work) -> dict[int, float | None]:
+        jobs: SimpleQueue[_Item | None] = SimpleQueue()
+        for work in works:
+            jobs.put(_Item(work, lambda _: None, 0.0))
+        iterations = _Iterations(jobs)
+        while not jobs.empty() or iterations._waiting:
+            iterations.wait()
+            iterations.run()
+        return {n_blocks: pace._decode_s for n_blocks, pace in iterations._paces.items() if pace._decode_s is not None}
+
+    class Breaks(Work):
+        def run(self, tokens: int) -> None:
+            raise ValueError
+
+    part, whole = Work("part", 1), Work("whole", 1)
+    part.session, whole.session = Somebody("part", 1), Somebody("whole", 12)  # type: ignore[assignment]
+    assert set(pace_after(part, whole)) == {1, 12}
+    assert pace_after(Breaks("breaks", 1)) == {}

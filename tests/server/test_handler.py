@@ -24,6 +24,7 @@ from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
+from swarm.server import handler as handler_module
 from swarm.server import server as server_module
 from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHARE
 from swarm.server.server import Server, ServerOptions
@@ -638,6 +639,100 @@ async def test_steps_that_a_reset_made_pointless_fill_no_window(loaded: Loaded, 
     progress = await owner.ask(first, Inquiry(session=request.session, epoch=1))
     assert isinstance(progress, Progress)
     assert (progress.applied, progress.under_way) == (3 + WINDOW_STEPS, 0)
+
+
+async def test_cache_is_held_until_what_frees_it_has_been_computed(first: Site, owner: Peer):
+    """Else steps that gather many rows wait, uncharged, behind others that took their charge back."""
+    request = await opened(owner, first)
+    channel = await owner.to(first)
+    channel.send(*step(request, 1, activations(1, 20)))
+    await owner.output()
+    release = held_up(first)
+    channel.send(*step(request, 2, activations(4, 1), keep=20, rows=(0,) * 4))
+    channel.send(*step(request, 3, activations(1, 1), keep=0))
+    await owner.settled(first)
+    assert first.server.pool.used == 4 * 21
+    channel.send(Close(session=request.session))
+    await owner.settled(first)
+    assert first.server.pool.used == 4 * 21, "its session has ended, the compute thread has not done with it"
+    release.set()
+    await until(lambda: first.idle)
+
+
+async def test_a_rollback_that_has_been_computed_gives_cache_back(first: Site, owner: Peer):
+    request = await opened(owner, first)
+    for number, tokens in ((1, 20), (2, 3)):
+        (await owner.to(first)).send(*step(request, number, activations(1, tokens), keep=0))
+        await owner.output()
+        assert first.server.pool.used == tokens
+
+
+async def test_whoever_does_not_read_gets_no_step_again(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):
+    """A few bytes would have as many megabytes written, and held for him, as he likes."""
+    request = await opened(owner, first)
+    message = step(request, 1, activations(1, 4))
+    (await owner.to(first)).send(*message)
+    await owner.output()
+    monkeypatch.setattr(handler_module, "UNREAD_BYTES_MAX", -1)
+    assert code(await owner.ask(first, *flat(message))) == "no_room"
+
+
+async def test_a_next_hop_that_does_not_read_gets_no_more(
+    first: Site, second: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    request = await opened_ring(owner, first, second)
+    message = step(request, 1, activations(1, 4))
+    (await owner.to(first)).send(*message)
+    await owner.output()
+    monkeypatch.setattr(handler_module, "NEXT_UNSENT_MAX", -1)
+    for each in (message, step(request, 2, activations(1, 1), keep=4)):
+        assert code(await owner.ask(first, *flat(each))) == "no_room"
+
+
+async def test_who_sends_for_an_owner_that_is_not_read_already_pays_himself(first: Site, owner: Peer, stranger: Peer):
+    """Else two who know each other send as much as they like, the one in the other's name."""
+    request = await opened(owner, first, previous=stranger.peer)
+    await stranger.to(first)
+    await stranger.settled(first)
+    session = first.server.handler.sessions[request.session]
+    sender = next(channel for channel in first.server._listener._channels if channel.peer == stranger.peer)
+    assert session.payer(sender) is session.owner
+    session.owner.pause(5.0)
+    assert session.payer(sender) is sender
+
+
+async def test_positions_that_nobody_names_end_where_the_model_does(loaded: Loaded, owner: Peer):
+    limit = loaded.spans[FIRST].traits.positions_max
+    assert limit is not None
+    async with serving(loaded, FIRST, pool_tokens=4 * limit) as site:
+        request = await opened(owner, site, positions_max=2 * limit)
+        refused = await owner.ask(site, *flat(step(request, 1, activations(1, limit + 1), want=1)))
+        assert code(refused) == "bad_request"
+        assert f"{limit + 1} positions" in refused.why
+
+
+async def test_what_comes_beside_activations_is_kept_without_their_frame(first: Site, second: Site, owner: Peer):
+    request = await opened_ring(owner, first, second)
+    hidden, positions = activations(1, 4), torch.arange(4)[None]
+    message, _ = step(request, 1, hidden)
+    (await owner.to(first)).send(message.model_copy(update={"positions": meta_of(positions)}), [hidden, positions])
+    await owner.output()
+    session = first.server.handler.sessions[request.session]
+    assert session.journal is not None
+    (past,) = session.journal.past_after(1)
+    assert past.positions is not None
+    assert past.positions.untyped_storage().nbytes() == positions.nbytes
+
+
+async def test_an_owner_who_relays_is_no_channel_that_was_dialled(
+    first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    released: list[Channel] = []
+    monkeypatch.setattr(first.server.handler.dialer, "release", released.append)
+    request = await opened(owner, first, relay=True)
+    (await owner.to(first)).send(Close(session=request.session))
+    await until(lambda: first.idle)
+    assert released == []
 
 
 # Ends -----------------------------------------------------------------------------------------------------------------

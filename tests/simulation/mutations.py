@@ -102,7 +102,7 @@ def ignore_a_gather_in_a_replay(patch: Patch) -> None:
     patch.setattr(
         Past,
         "gathered",
-        lambda self, rows: gathered(self, torch.arange(len(rows)).clamp(max=self.hidden.shape[0] - 1)),
+        lambda self, rows: gathered(self, torch.arange(len(rows)).clamp(max=self.rows - 1)),
     )
 
 
@@ -120,7 +120,7 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
 
 def _replay(patch: Patch, change: Callable[[Past], Past]) -> None:
     def changed(session: str, epoch: int, pieces: Sequence[Past], hops: int) -> Any:
-        whole = [change(journal._joined(pieces))] if pieces else []
+        whole = [change(journal._joined(pieces, journal._beside(pieces)))] if pieces else []
         return rebuild_messages(session, epoch, whole, hops)
 
     patch.setattr(live, "rebuild_messages", changed)

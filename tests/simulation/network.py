@@ -315,6 +315,11 @@ class VirtualChannel:
         except SwarmError as error:
             self.hang_up(str(error))
 
+    @property
+    def is_paused(self) -> bool:
+        """As `Channel.is_paused`."""
+        return False
+
     def note_chatter(self, tensors: object = ()) -> None:
         """As `Channel.note_chatter`: here everybody has time for it."""
 
