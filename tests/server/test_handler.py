@@ -711,16 +711,21 @@ async def test_positions_that_nobody_names_end_where_the_model_does(loaded: Load
         assert f"{limit + 1} positions" in refused.why
 
 
-async def test_what_comes_beside_activations_is_kept_without_their_frame(first: Site, second: Site, owner: Peer):
-    request = await opened_ring(owner, first, second)
-    hidden, positions = activations(1, 4), torch.arange(4)[None]
-    message, _ = step(request, 1, hidden)
-    (await owner.to(first)).send(message.model_copy(update={"positions": meta_of(positions)}), [hidden, positions])
-    await owner.output()
+@pytest.mark.parametrize("kind", ["step", "past"])
+async def test_what_comes_beside_activations_is_kept_without_their_frame(
+    first: Site, second: Site, owner: Peer, kind: str
+):
+    request = open_for(first, next_record=second.record(), rebuild=kind == "past")
+    assert isinstance(await owner.ask(first, request), Opened)
     session = first.server.handler.sessions[request.session]
-    assert session.journal is not None
+    hidden, frame = activations(1, 4), torch.arange(1000)
+    positions = frame[:4][None]
+    message = step(request, 1, hidden)[0] if kind == "step" else rebuild(request, 0, 4, hidden)
+    message = message.model_copy(update={"positions": meta_of(positions)})
+    first.server.handler.on_message(session.owner, message, (hidden, positions, None))
+    await until(lambda: session.journal.n_bytes > 0)
     (past,) = session.journal.past_after(1)
-    assert past.positions is not None
+    assert torch.equal(past.positions, positions)
     assert past.positions.untyped_storage().nbytes() == positions.nbytes
 
 
