@@ -211,6 +211,11 @@ class Channel:
         return 0 if self.closed else self._carrier.unsent_bytes()
 
     @property
+    def sent_bytes(self) -> int:
+        """What is on its way or has arrived, since the start."""
+        return self._backlog.sent
+
+    @property
     def closed(self) -> bool:
         """Whether the channel has ended."""
         return self.ended.done()

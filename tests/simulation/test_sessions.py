@@ -1,0 +1,79 @@
+"""What one session meets now and then, played on a virtual clock: nobody in good order is blamed or waited for."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.blocks import Blocks
+from swarm.client import chunks
+from swarm.client.session import Session
+from tests.simulation import network
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
+from tests.simulation.test_lists import HORIZON_S, PLAN, Village, _finished
+from tests.simulation.world import N_BLOCKS, Host
+
+
+class Going:
+    """A session under way in a village, whose every output is compared."""
+
+    def __init__(self, village: Village, session: Session) -> None:
+        self.village, self.session = village, session
+        self.loop = village.world.loop
+        self._local = HashSpan(Blocks(0, N_BLOCKS))
+        self._past = self._local.new_cache()
+
+    async def say(self, tokens: int = 1) -> float:
+        """Go on by some tokens. Returns how long that took, in seconds."""
+        began = self.loop.time()
+        hidden = embed([[self._past.length + number for number in range(tokens)]])
+        got = await self.session.step(hidden, want=1)
+        assert torch.equal(got, self._local.forward(hidden, cache=self._past)[:, -1:])
+        return self.loop.time() - began
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The servers of the route, in order."""
+        return [self.village.host(hop.peer_id) for hop in self.session.route]
+
+    def failures(self) -> list[str]:
+        """Processes that are held to have failed."""
+        entries = self.village.client.sessions.avoidance._entries.items()
+        return [key for key, entry in entries if isinstance(key, str) and entry.failures]
+
+
+def played(scenario: Callable[[Going], Coroutine[Any, Any, None]]) -> None:
+    """Open a session and go through a scenario."""
+    loop = VirtualLoop(HORIZON_S)
+
+    async def play() -> None:
+        village = Village(loop, "allowed_peers", 3)
+        await asyncio.sleep(25.0)  # everybody has announced
+        session = await village.router.open(Blocks(0, N_BLOCKS), PLAN)
+        await scenario(Going(village, session))
+        await session.close()
+        await village.client.sessions.close()
+
+    _finished(loop, play())
+
+
+def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
+    patch.setattr(chunks, "CHUNK_BYTES", tokens * HIDDEN_SIZE * 4)
+
+
+def test_a_prompt_that_takes_long_to_upload_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every chunk that is answered another one waits to be sent, behind it the question how the hop is."""
+    small_chunks(monkeypatch, 8)
+    monkeypatch.setattr(network, "KERNEL_BUFFER_BYTES", 0)
+
+    async def scenario(going: Going) -> None:
+        uplink = going.village.world.network.link("client", going.hosts[0].name)
+        uplink.bytes_per_s = 400.0  # a chunk takes longer than an answer may
+        assert await going.say(200) > 20
+        assert going.failures() == []
+        assert going.session.repairs == 0
+
+    played(scenario)
