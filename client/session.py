@@ -395,7 +395,7 @@ class Session:
 
     def _on_output(self, message: wire.Output, hidden: Tensor | None) -> None:
         flight = self._in_flight.get(message.step)
-        if flight is None or flight.answer.done() or message.step != min(self._unanswered()):
+        if flight is None or flight.answer.done() or message.step != self._answered + 1:
             return  # what comes before those it follows would be left out of a repair; it will be sent again
         sent = flight.message
         shape = (sent.hidden.shape[0], sent.want, sent.hidden.shape[2])

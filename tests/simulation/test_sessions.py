@@ -10,6 +10,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.client import chunks
 from swarm.client.session import Session
+from swarm.wire import messages as wire
 from tests.simulation import network
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
@@ -75,5 +76,31 @@ def test_a_prompt_that_takes_long_to_upload_fails_nobody(monkeypatch: pytest.Mon
         assert await going.say(200) > 20
         assert going.failures() == []
         assert going.session.repairs == 0
+
+    played(scenario)
+
+
+def test_an_output_is_not_taken_before_that_of_a_step_that_was_refused_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step was sent twice: one copy was refused, the other one was applied."""
+    small_chunks(monkeypatch, 8)
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        session, transmit = going.session, going.session._transmit
+        last = session.live.legs[-1]
+        names = {"session": session.id, "epoch": session.live.epoch, "step": 2}
+        late = [wire.Refused(**names, code="no_room", why="full", retry_after_ms=900)]
+
+        def refused(flight: Any) -> None:
+            transmit(flight)
+            if flight.message.step == 3 and late:
+                session.on_message(last.channel, late.pop(), ())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "_transmit", refused)
+            await going.say(16)
+        going.village.kill(last.hop.peer_id)
+        assert await going.say() < 5
+        assert going.failures() == [last.hop.process]
 
     played(scenario)
