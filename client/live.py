@@ -297,6 +297,8 @@ class LiveRoute:
     ) -> set[int]:
         """Open the session on the new legs and reroute the others. Returns the legs that have a journal."""
         await _all_or_errors(self._dial(index) for index in sorted(new))
+        if gone := next((leg for leg in self.legs if leg.failed), None):
+            raise gone.broken("it failed before it was asked")  # and nobody would tell those who wait for its answer
         edges = range(len(self.legs) - 1)
         self._relayed = frozenset(index for index in edges if self._avoidance.blocked(self.edge(index)))
         replies = []

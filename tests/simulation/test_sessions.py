@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.blocks import Blocks
-from swarm.client import chunks
+from swarm.client import chunks, live
 from swarm.client.session import Session
 from swarm.wire import messages as wire
 from tests.simulation import network
@@ -102,5 +102,22 @@ def test_an_output_is_not_taken_before_that_of_a_step_that_was_refused_late(monk
         going.village.kill(last.hop.peer_id)
         assert await going.say() < 5
         assert going.failures() == [last.hop.process]
+
+    played(scenario)
+
+
+def test_a_hop_that_fails_while_a_repair_is_planned_is_not_waited_for() -> None:
+    async def scenario(going: Going) -> None:
+        session, plan = going.session, going.session._planner
+
+        async def slowly(*arguments: Any) -> Any:
+            await asyncio.sleep(3.0)
+            return await plan(*arguments)
+
+        session._planner = slowly
+        first, *_, last = going.hosts
+        first.process.stop()
+        going.village.kill(last.identity.peer_id)
+        assert await going.say() < live.REPLY_TIMEOUT_S
 
     played(scenario)
