@@ -328,6 +328,7 @@ class LiveRoute:
         began = asyncio.get_running_loop().time()
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
+            shared = self._dialer.has(remote)
             async with asyncio.timeout(timeout_s):
                 leg.channel = await self._dialer.connect(remote, record.addresses)
         except TimeoutError:
@@ -335,7 +336,8 @@ class LiveRoute:
             raise leg.broken(f"not connected within {timeout_s:.1f} s") from None
         except NetworkError as error:
             raise leg.broken(str(error)) from None
-        self._connects.observe(asyncio.get_running_loop().time() - began)
+        if not shared:
+            self._connects.observe(asyncio.get_running_loop().time() - began)
         self._watch(leg.channel)
 
     async def _ping(self, index: int) -> float:

@@ -46,13 +46,15 @@ class Going:
         return [key for key, entry in entries if isinstance(key, str) and entry.failures]
 
 
-def played(scenario: Callable[[Going], Coroutine[Any, Any, None]]) -> None:
-    """Open a session and go through a scenario."""
+def played(scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float | None = None) -> None:
+    """Open a session and go through a scenario. far_s: how far from the client all servers are, one way."""
     loop = VirtualLoop(HORIZON_S)
 
     async def play() -> None:
         village = Village(loop, "allowed_peers", 3)
         await asyncio.sleep(25.0)  # everybody has announced
+        for process in village.world.network.processes.values() if far_s else ():
+            village.world.network.link("client", process.name).latency_s = far_s
         session = await village.router.open(Blocks(0, N_BLOCKS), PLAN)
         await scenario(Going(village, session))
         await session.close()
@@ -121,3 +123,16 @@ def test_a_hop_that_fails_while_a_repair_is_planned_is_not_waited_for() -> None:
         assert await going.say() < live.REPLY_TIMEOUT_S
 
     played(scenario)
+
+
+def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take() -> None:
+    async def scenario(going: Going) -> None:
+        for _ in range(10):
+            other = await going.village.router.open(Blocks(0, N_BLOCKS), PLAN)
+            await other.close()
+        last = going.session.route[-1]
+        going.village.kill(last.peer_id)
+        await going.say()
+        assert going.failures() == [last.process]
+
+    played(scenario, far_s=0.15)  # it takes four times as long to connect
