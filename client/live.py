@@ -161,6 +161,11 @@ class LiveRoute:
             leg.failed = True
         return bool(news)
 
+    def let_go(self, leg: Leg) -> None:
+        """This hop has ended the session in good order: the next repair opens it anew, perhaps on the same hop."""
+        self._drop(leg)
+        self.stands = False
+
     def has(self, leg: Leg) -> bool:
         """Whether this leg is still a part of the route."""
         return any(leg is ours for ours in self.legs)

@@ -31,6 +31,7 @@ from swarm.wire.tensors import meta_of
 OPEN_TIMEOUT_S = 30.0
 HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are asked again
 DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
+IDLE_S = 600.0  # without a step: then hops may end a session, and none is to blame for it
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
 WAIT_POLL_S = 1.0
 WAITS_COUNTED = 16  # by then it is the longest pause, and 2 ** waits stays a number
@@ -94,6 +95,7 @@ class Session:
         self._leaving: set[str] = set()  # processes that asked to be left
         self._mover: asyncio.Task[None] | None = None
         self._ended: SwarmError | None = None
+        self._used_at = self._loop.time()  # when the last step was over
         self._watcher = Watcher(live, self._unanswered, self._stop_for, self._resend_all)
 
     @property
@@ -157,6 +159,7 @@ class Session:
             self._end(SessionClosed("it was interrupted"))
             raise
         self.length = keep + tokens
+        self._used_at = self._loop.time()
         self._move_if_asked()
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
@@ -412,6 +415,8 @@ class Session:
         if message.blame == "next" and index + 1 < len(self.live.legs):
             why = f"{message.why} (says {leg.hop.peer_id})"
             self._stop_for(EdgeDown(self.live.edge(index), why, blocked=bool(leg.waiting)))
+        elif not self._lock.locked() and self._loop.time() - self._used_at > IDLE_S:
+            self.live.let_go(leg)
         else:
             self._stop_for(leg.broken(message.why))
 

@@ -10,6 +10,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.client import chunks, live
 from swarm.client.session import Session
+from swarm.server import handler
 from swarm.wire import messages as wire
 from tests.simulation import network
 from tests.simulation.loop import VirtualLoop
@@ -136,3 +137,39 @@ def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take
         assert going.failures() == [last.process]
 
     played(scenario, far_s=0.15)  # it takes four times as long to connect
+
+
+def test_that_a_session_ends_when_it_was_idle_is_nobodys_fault() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(3)
+        hosts = going.hosts
+        owners = [hosted.owner for host in hosts for hosted in host.handler.sessions.values()]
+        async with asyncio.TaskGroup() as sweeps:
+            tasks = [sweeps.create_task(host.handler.sweep()) for host in hosts]
+            await asyncio.sleep(handler.SESSION_IDLE_S + 2 * handler.SWEEP_S)
+            for task in tasks:
+                task.cancel()
+        assert not any(host.handler.sessions for host in hosts)
+        for owner in owners:
+            owner.close()  # as listeners do when a channel serves no session
+        await asyncio.sleep(1.0)
+        await going.say()
+        assert going.failures() == []
+        assert going.village.client.sessions.avoidance.processes == ()
+
+    played(scenario)
+
+
+def test_a_hop_that_ends_a_session_in_use_is_avoided() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(3)
+        await asyncio.sleep(60.0)
+        first = going.session.route[0]
+        host = going.hosts[0]
+        (hosted,) = host.handler.sessions.values()
+        host.handler._fail(hosted, None, "self", "nothing happened for 900 s")
+        await asyncio.sleep(1.0)
+        await going.say()
+        assert going.failures() == [first.process]
+
+    played(scenario)
