@@ -412,7 +412,7 @@ class Session:
 
     def _on_failed(self, index: int, message: wire.Failed) -> None:
         leg = self.live.legs[index]
-        if message.blame == "next" and index + 1 < len(self.live.legs):
+        if message.blame == "next" and index + 1 < len(self.live.legs) and not self.live.is_relayed(index):
             why = f"{message.why} (says {leg.hop.peer_id})"
             self._stop_for(EdgeDown(self.live.edge(index), why, blocked=bool(leg.waiting)))
         elif not self._lock.locked() and self._loop.time() - self._used_at > IDLE_S:

@@ -173,3 +173,24 @@ def test_a_hop_that_ends_a_session_in_use_is_avoided() -> None:
         assert going.failures() == [first.process]
 
     played(scenario)
+
+
+def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
+        tell, (hosted,) = liar.handler._tell, liar.handler.sessions.values()
+
+        def lie(channel: Any, message: Any, tensors: Any = ()) -> None:
+            tell(channel, message, tensors)
+            if isinstance(message, wire.Opened | wire.Rerouted):
+                names = {"session": message.session, "epoch": message.epoch}
+                tell(channel, wire.Failed(**names, blame="next", why="it does not answer"))
+
+        liar.handler._tell = lie
+        lie(hosted.owner, wire.Rerouted(session=hosted.id, epoch=hosted.epoch, journal=True))
+        assert await going.say() < 5
+        assert going.failures() == [process]
+        assert [hop.process for hop in going.session.route[1:]] == others
+
+    played(scenario)
