@@ -32,6 +32,7 @@ OPEN_TIMEOUT_S = 30.0
 HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are asked again
 DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
 IDLE_S = 600.0  # without a step: then hops may end a session, and none is to blame for it
+ROOM_S = 1.0  # who has no room is asked once more after so long, or sooner, and then left
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
 WAIT_POLL_S = 1.0
 WAITS_COUNTED = 16  # by then it is the longest pause, and 2 ** waits stays a number
@@ -197,9 +198,10 @@ class Session:
                 elif refused.code != "no_room" or refused.retry_after_s is None:
                     raise
                 elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
-                    if self._loop.time() + refused.retry_after_s >= deadline:
+                    wait_s = refused.retry_after_s if asked_again else min(ROOM_S, refused.retry_after_s)
+                    if self._loop.time() + wait_s >= deadline:
                         raise  # who is full says more than that time is over
-                    await asyncio.sleep(refused.retry_after_s)
+                    await asyncio.sleep(wait_s)
                     asked_again = True
             except (HopFailed, EdgeDown):
                 pass
