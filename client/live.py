@@ -20,7 +20,7 @@ from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.route import Hop
 from swarm.client.usual import Usual
-from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute
+from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute, SessionClosed
 from swarm.net.channel import Channel, Remote
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
@@ -129,6 +129,7 @@ class LiveRoute:
         self._numeric_class: str | None = None  # of the whole session, once it stands
         self._relayed: frozenset[int] = frozenset()
         self._late: set[str] = set()  # processes that did not connect in time
+        self._closed = False
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -188,9 +189,11 @@ class LiveRoute:
         """Replace the legs of some processes and bring the new hops to where the session was after `after_step`.
 
         Raises NoRoute when nobody can take over, and then nothing has changed; HopFailed, Refused or EdgeDown when
-        something else gives way meanwhile.
+        something else gives way meanwhile; SessionClosed when it is closed meanwhile.
         """
         legs = await self._splice(without, plan)
+        if self._closed:
+            raise SessionClosed("it was closed")
         self.stands = False
         for leg in self.legs:
             if not any(leg is kept for kept in legs):
@@ -256,6 +259,7 @@ class LiveRoute:
 
     def close(self) -> None:
         """End the session on every hop that can still be told."""
+        self._closed = True
         for leg in self.legs:
             self._drop(leg)
 
@@ -341,6 +345,9 @@ class LiveRoute:
             raise leg.broken(f"not connected within {timeout_s:.1f} s") from None
         except NetworkError as error:
             raise leg.broken(str(error)) from None
+        if self._closed:
+            self._drop(leg)
+            raise leg.broken("the session was closed")
         if not shared:
             self._connects.observe(asyncio.get_running_loop().time() - began)
         self._watch(leg.channel)

@@ -10,6 +10,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.client import chunks, live
 from swarm.client.session import Session
+from swarm.errors import SessionClosed
 from swarm.server import handler
 from swarm.wire import messages as wire
 from tests.simulation import network
@@ -192,5 +193,33 @@ def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> 
         assert await going.say() < 5
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[1:]] == others
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("meanwhile", ["planned", "connected"])
+def test_a_session_that_is_closed_while_it_is_repaired_leaves_nothing(meanwhile: str) -> None:
+    async def scenario(going: Going) -> None:
+        session, dialer = going.session, going.village.client.sessions.dialer
+        plan, connect = session._planner, dialer.connect
+
+        async def plan_and_close(*arguments: Any) -> Any:
+            await session.close()
+            return await plan(*arguments)
+
+        async def close_and_connect(*arguments: Any) -> Any:
+            await session.close()
+            return await connect(*arguments)
+
+        if meanwhile == "planned":
+            session._planner = plan_and_close
+        else:
+            dialer.connect = close_and_connect
+        going.village.kill(going.hosts[-1].identity.peer_id)
+        with pytest.raises(SessionClosed):
+            await going.say()
+        await asyncio.sleep(1.0)
+        assert not any(host.handler.sessions for host in going.village.world.hosts)
+        assert set(dialer._users.values()) == {0}
 
     played(scenario)
