@@ -166,6 +166,10 @@ class _NoDialer:
         del remote, addresses
         return self._channel
 
+    def has(self, remote: Remote) -> bool:
+        del remote
+        return True
+
     def release(self, channel: Channel) -> None:
         pass
 

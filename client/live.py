@@ -20,7 +20,7 @@ from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.route import Hop
 from swarm.client.usual import Usual
-from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute
+from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute, SessionClosed
 from swarm.net.channel import Channel, Remote
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
@@ -129,6 +129,7 @@ class LiveRoute:
         self._numeric_class: str | None = None  # of the whole session, once it stands
         self._relayed: frozenset[int] = frozenset()
         self._late: set[str] = set()  # processes that did not connect in time
+        self._closed = False
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -161,6 +162,11 @@ class LiveRoute:
             leg.failed = True
         return bool(news)
 
+    def let_go(self, leg: Leg) -> None:
+        """This hop has ended the session in good order: the next repair opens it anew, perhaps on the same hop."""
+        self._drop(leg)
+        self.stands = False
+
     def has(self, leg: Leg) -> bool:
         """Whether this leg is still a part of the route."""
         return any(leg is ours for ours in self.legs)
@@ -183,9 +189,11 @@ class LiveRoute:
         """Replace the legs of some processes and bring the new hops to where the session was after `after_step`.
 
         Raises NoRoute when nobody can take over, and then nothing has changed; HopFailed, Refused or EdgeDown when
-        something else gives way meanwhile.
+        something else gives way meanwhile; SessionClosed when it is closed meanwhile.
         """
         legs = await self._splice(without, plan)
+        if self._closed:
+            raise SessionClosed("it was closed")
         self.stands = False
         for leg in self.legs:
             if not any(leg is kept for kept in legs):
@@ -251,6 +259,7 @@ class LiveRoute:
 
     def close(self) -> None:
         """End the session on every hop that can still be told."""
+        self._closed = True
         for leg in self.legs:
             self._drop(leg)
 
@@ -297,6 +306,8 @@ class LiveRoute:
     ) -> set[int]:
         """Open the session on the new legs and reroute the others. Returns the legs that have a journal."""
         await _all_or_errors(self._dial(index) for index in sorted(new))
+        if gone := next((leg for leg in self.legs if leg.failed), None):
+            raise gone.broken("it failed before it was asked")  # and nobody would tell those who wait for its answer
         edges = range(len(self.legs) - 1)
         self._relayed = frozenset(index for index in edges if self._avoidance.blocked(self.edge(index)))
         replies = []
@@ -326,6 +337,7 @@ class LiveRoute:
         began = asyncio.get_running_loop().time()
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
+            shared = self._dialer.has(remote)
             async with asyncio.timeout(timeout_s):
                 leg.channel = await self._dialer.connect(remote, record.addresses)
         except TimeoutError:
@@ -333,7 +345,11 @@ class LiveRoute:
             raise leg.broken(f"not connected within {timeout_s:.1f} s") from None
         except NetworkError as error:
             raise leg.broken(str(error)) from None
-        self._connects.observe(asyncio.get_running_loop().time() - began)
+        if self._closed:
+            self._drop(leg)
+            raise leg.broken("the session was closed")
+        if not shared:
+            self._connects.observe(asyncio.get_running_loop().time() - began)
         self._watch(leg.channel)
 
     async def _ping(self, index: int) -> float:

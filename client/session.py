@@ -31,6 +31,8 @@ from swarm.wire.tensors import meta_of
 OPEN_TIMEOUT_S = 30.0
 HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are asked again
 DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
+IDLE_S = 600.0  # without a step: then hops may end a session, and none is to blame for it
+ROOM_S = 1.0  # who has no room is asked once more after so long, or sooner, and then left
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
 WAIT_POLL_S = 1.0
 WAITS_COUNTED = 16  # by then it is the longest pause, and 2 ** waits stays a number
@@ -94,6 +96,7 @@ class Session:
         self._leaving: set[str] = set()  # processes that asked to be left
         self._mover: asyncio.Task[None] | None = None
         self._ended: SwarmError | None = None
+        self._used_at = self._loop.time()  # when the last step was over
         self._watcher = Watcher(live, self._unanswered, self._stop_for, self._resend_all)
 
     @property
@@ -157,6 +160,7 @@ class Session:
             self._end(SessionClosed("it was interrupted"))
             raise
         self.length = keep + tokens
+        self._used_at = self._loop.time()
         self._move_if_asked()
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
@@ -194,9 +198,10 @@ class Session:
                 elif refused.code != "no_room" or refused.retry_after_s is None:
                     raise
                 elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
-                    if self._loop.time() + refused.retry_after_s >= deadline:
+                    wait_s = refused.retry_after_s if asked_again else min(ROOM_S, refused.retry_after_s)
+                    if self._loop.time() + wait_s >= deadline:
                         raise  # who is full says more than that time is over
-                    await asyncio.sleep(refused.retry_after_s)
+                    await asyncio.sleep(wait_s)
                     asked_again = True
             except (HopFailed, EdgeDown):
                 pass
@@ -395,7 +400,7 @@ class Session:
 
     def _on_output(self, message: wire.Output, hidden: Tensor | None) -> None:
         flight = self._in_flight.get(message.step)
-        if flight is None or flight.answer.done() or message.step != min(self._unanswered()):
+        if flight is None or flight.answer.done() or message.step != self._answered + 1:
             return  # what comes before those it follows would be left out of a repair; it will be sent again
         sent = flight.message
         shape = (sent.hidden.shape[0], sent.want, sent.hidden.shape[2])
@@ -409,9 +414,11 @@ class Session:
 
     def _on_failed(self, index: int, message: wire.Failed) -> None:
         leg = self.live.legs[index]
-        if message.blame == "next" and index + 1 < len(self.live.legs):
+        if message.blame == "next" and index + 1 < len(self.live.legs) and not self.live.is_relayed(index):
             why = f"{message.why} (says {leg.hop.peer_id})"
             self._stop_for(EdgeDown(self.live.edge(index), why, blocked=bool(leg.waiting)))
+        elif not self._lock.locked() and self._loop.time() - self._used_at > IDLE_S:
+            self.live.let_go(leg)
         else:
             self._stop_for(leg.broken(message.why))
 

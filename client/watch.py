@@ -130,7 +130,8 @@ class Watcher:
         channel = leg.channel
         if channel is None or leg.failed:
             return None
-        asked_at, unsent, patience_s = self._loop.time(), channel.unsent_bytes, self.answer_s
+        asked_at, patience_s = self._loop.time(), self.answer_s
+        unsent, sent = channel.unsent_bytes, channel.sent_bytes
         try:
             async with asyncio.timeout(patience_s):
                 if not leg.opened:
@@ -142,7 +143,7 @@ class Watcher:
                 self._answers.observe(self._loop.time() - asked_at)
                 return progress
         except TimeoutError:
-            takes_what_we_send = channel.unsent_bytes < unsent
+            takes_what_we_send = unsent > 0 and channel.sent_bytes > sent  # else that is but the question
             if channel.heard_at <= asked_at and not takes_what_we_send and self._live.has(leg):
                 self._report(leg.broken(f"no sign of life for {patience_s:.1f} s"))
         except ChannelClosed:

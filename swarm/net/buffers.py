@@ -51,6 +51,11 @@ class Backlog:
         self._written += n_bytes
         self.since(now)
 
+    @property
+    def sent(self) -> int:
+        """Bytes that have left it, in all."""
+        return self._written - self._unsent()
+
     def since(self, now: float) -> float:
         """Since when some of it waits, or later; `now` if nothing does."""
         unsent = self._unsent()

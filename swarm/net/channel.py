@@ -10,7 +10,6 @@ bytes that they describe. The first frame of either side is a Hello, which binds
 """
 
 import asyncio
-import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -50,7 +49,6 @@ FRAME_BYTES_MAX = TENSOR_BYTES_MAX + 64 * 1024 + 16  # one message: header, tens
 FRAME_TIMEOUT_S = 30.0  # from its first byte to its last; a claimed length that never comes ends the channel
 TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
-PINGS_MAX = 8
 TURN_FRAMES = 16  # of one channel, a large one counts as many; then it is others' turn
 CHATTER_PER_S, CHATTER_BURST = 4.0, 32.0  # messages of one peer that move nothing forward, and are free
 ALL_CHATTER_PER_S, ALL_CHATTER_BURST = 300.0, 32.0  # the others, of all peers together
@@ -161,8 +159,10 @@ class Channel:
         self._backlog = Backlog(carrier.unsent_bytes)
         self._paused: asyncio.TimerHandle | None = None
         self._allowance = Allowance()
-        self._nonces = itertools.count()
-        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._pong: asyncio.Future[None] = self._loop.create_future()
+        self._pingers = 0  # that wait for it
+        self._nonce = 0
+        self._pinged_at = 0.0
         self._handshake: Handshake | None = Handshake(
             me.key, prologue(me.network), remote.channel_key if remote is not None else None, psk=me.psk
         )
@@ -187,18 +187,20 @@ class Channel:
             self._me.buffers.note(self)
 
     async def ping(self) -> float:
-        """Ask for a sign of life, under the caller's deadline. Returns seconds. Raises ChannelClosed."""
-        if len(self._pings) >= PINGS_MAX:
-            raise ChannelClosed(self.peer, "it answers no pings")
-        nonce = next(self._nonces)
-        answer = self._pings[nonce] = self._loop.create_future()
-        start = self._me.clock()
+        """Ask for a sign of life, under the caller's deadline. Returns seconds. Raises ChannelClosed.
+
+        Whoever asks while others wait for an answer gets the same one.
+        """
+        if not self._pingers:
+            self._nonce += 1
+            self._pinged_at, self._pong = self._me.clock(), self._loop.create_future()
+            self.send(Ping(nonce=self._nonce))
+        self._pingers += 1
         try:
-            self.send(Ping(nonce=nonce))
-            await answer
+            await asyncio.shield(self._pong)
         finally:
-            del self._pings[nonce]
-        return self._me.clock() - start
+            self._pingers -= 1
+        return self._me.clock() - self._pinged_at
 
     @property
     def proven(self) -> bool:
@@ -209,6 +211,11 @@ class Channel:
     def unsent_bytes(self) -> int:
         """What is queued and not yet on its way."""
         return 0 if self.closed else self._carrier.unsent_bytes()
+
+    @property
+    def sent_bytes(self) -> int:
+        """What is on its way or has arrived, since the start."""
+        return self._backlog.sent
 
     @property
     def closed(self) -> bool:
@@ -412,11 +419,10 @@ class Channel:
             self.note_chatter()
             self.send(Pong(nonce=message.nonce))
         elif isinstance(message, Pong):
-            waiting = self._pings.get(message.nonce)
-            if waiting is None or waiting.done():
-                self.note_chatter()
+            if self._pingers and message.nonce == self._nonce and not self._pong.done():
+                self._pong.set_result(None)
             else:
-                waiting.set_result(None)
+                self.note_chatter()
         else:
             self._on_message(self, message, tensors)
 
@@ -456,9 +462,9 @@ class Channel:
         if not self.ready.done():
             hint = "" if self._remote is None else f"; {_ENDED_EARLY}"
             self.ready.set_exception(HandshakeFailed(self.peer, f"the connection ended: {why}{hint}"))
-        for waiting in self._pings.values():
-            if not waiting.done():
-                waiting.set_exception(ChannelClosed(self.peer, why))
+        if not self._pong.done():
+            self._pong.set_exception(ChannelClosed(self.peer, why))
+            self._pong.exception()  # perhaps nobody waits for it
 
 
 class Sealer:

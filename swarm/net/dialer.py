@@ -45,6 +45,10 @@ class Dialer:
         self._users[channel] = self._users.get(channel, 0) + 1
         return channel
 
+    def has(self, remote: Remote) -> bool:
+        """Whether there is a channel to this peer already, or somebody opens one."""
+        return remote in self._dials
+
     def release(self, channel: Channel) -> None:
         """Tell that one user is done with a channel."""
         if channel not in self._users:

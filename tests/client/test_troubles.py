@@ -201,7 +201,9 @@ def test_a_server_that_leaves_serves_on_while_nobody_can_take_over(checkpoint, f
         assert going.route_now() == going.peers
 
 
-def test_a_session_moves_to_where_there_is_room(going):
+@pytest.mark.parametrize("retry_after_s", [1.0, 20.0])
+def test_a_session_moves_to_where_there_is_room(going, monkeypatch, retry_after_s):
+    monkeypatch.setattr("swarm.server.session.RETRY_AFTER_S", retry_after_s)
     going.say()
     full_up = going.route[1]
     full_up.pool.capacity = full_up.pool.used

@@ -279,6 +279,37 @@ async def test_a_ping_measures_the_round_trip():
         assert 0.04 < await pair.a.ping() < 5
 
 
+async def test_whoever_pings_while_others_wait_shares_their_answer():
+    pair = Pair().shake()
+    pings = [asyncio.create_task(pair.a.ping()) for _ in range(100)]
+    await asyncio.sleep(0)
+    assert len(pair.to_b.held) == 1
+    pair.shake()
+    assert len(await asyncio.gather(*pings)) == 100
+    pings = [asyncio.create_task(pair.a.ping()) for _ in range(100)]
+    await asyncio.sleep(0)
+    pair.a.lost("gone")
+    ends = await asyncio.gather(*pings, return_exceptions=True)
+    assert {type(end) for end in ends} == {ChannelClosed}
+
+
+async def test_a_ping_that_nobody_waits_for_any_more_measures_nothing():
+    pair = Pair().shake()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await pair.a.ping()
+    ping = asyncio.create_task(pair.a.ping())
+    await asyncio.sleep(0)
+    later = pair.to_b.held.pop()
+    pair.shake()
+    await asyncio.sleep(0)
+    assert not ping.done()
+    pair.to_b.held.append(later)
+    pair.shake()
+    async with asyncio.timeout(5):
+        await ping
+
+
 async def test_bytes_behind_a_message_without_tensors_are_rejected():
     pair = Pair().shake()
     pair.a.send(Output(session=SESSION, epoch=0, step=1), [torch.ones(4)])

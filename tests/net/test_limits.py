@@ -85,8 +85,9 @@ def test_a_backlog_is_as_old_as_what_waits_longest_and_tells_a_slow_reader_from_
         backlog.wrote(100, now)
     assert backlog.moves()
     assert not backlog.moves()
-    assert backlog.since(9.0) == 6.0
+    assert (backlog.since(9.0), backlog.sent) == (6.0, 100)
     unsent = 50
+    assert backlog.sent == 250
     assert backlog.since(9.0) == 9.0  # what waited at 6.0 has left, and of the rest we know no better
     assert backlog.moves()
 

@@ -262,6 +262,7 @@ class VirtualChannel:
         self._name = f"{process.name}>{remote.name}"
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._nonce = 0
+        self._written = 0
         process.channels[self] = None
 
     @property
@@ -275,7 +276,9 @@ class VirtualChannel:
             raise ChannelClosed(self.peer, self.ended.result())
         if self.process.dead:
             return
-        self._network.transmit(self, b"".join(encode(message, tensors)))
+        data = b"".join(encode(message, tensors))
+        self._written += len(data)
+        self._network.transmit(self, data)
 
     @property
     def unsent_bytes(self) -> int:
@@ -283,6 +286,11 @@ class VirtualChannel:
         loop, link = self._network.loop, self._network.link(self.process.name, self.other.process.name)
         queued = max(0.0, self.busy_until - loop.time()) * link.bytes_per_s
         return max(0, int(queued) - KERNEL_BUFFER_BYTES)
+
+    @property
+    def sent_bytes(self) -> int:
+        """As `Channel.sent_bytes`."""
+        return self._written - self.unsent_bytes
 
     async def ping(self) -> float:
         """As `Channel.ping`."""

@@ -1,0 +1,225 @@
+"""What one session meets now and then, played on a virtual clock: nobody in good order is blamed or waited for."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.blocks import Blocks
+from swarm.client import chunks, live
+from swarm.client.session import Session
+from swarm.errors import SessionClosed
+from swarm.server import handler
+from swarm.wire import messages as wire
+from tests.simulation import network
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
+from tests.simulation.test_lists import HORIZON_S, PLAN, Village, _finished
+from tests.simulation.world import N_BLOCKS, Host
+
+
+class Going:
+    """A session under way in a village, whose every output is compared."""
+
+    def __init__(self, village: Village, session: Session) -> None:
+        self.village, self.session = village, session
+        self.loop = village.world.loop
+        self._local = HashSpan(Blocks(0, N_BLOCKS))
+        self._past = self._local.new_cache()
+
+    async def say(self, tokens: int = 1) -> float:
+        """Go on by some tokens. Returns how long that took, in seconds."""
+        began = self.loop.time()
+        hidden = embed([[self._past.length + number for number in range(tokens)]])
+        got = await self.session.step(hidden, want=1)
+        assert torch.equal(got, self._local.forward(hidden, cache=self._past)[:, -1:])
+        return self.loop.time() - began
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The servers of the route, in order."""
+        return [self.village.host(hop.peer_id) for hop in self.session.route]
+
+    def failures(self) -> list[str]:
+        """Processes that are held to have failed."""
+        entries = self.village.client.sessions.avoidance._entries.items()
+        return [key for key, entry in entries if isinstance(key, str) and entry.failures]
+
+
+def played(scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float | None = None) -> None:
+    """Open a session and go through a scenario. far_s: how far from the client all servers are, one way."""
+    loop = VirtualLoop(HORIZON_S)
+
+    async def play() -> None:
+        village = Village(loop, "allowed_peers", 3)
+        await asyncio.sleep(25.0)  # everybody has announced
+        for process in village.world.network.processes.values() if far_s else ():
+            village.world.network.link("client", process.name).latency_s = far_s
+        session = await village.router.open(Blocks(0, N_BLOCKS), PLAN)
+        await scenario(Going(village, session))
+        await session.close()
+        await village.client.sessions.close()
+
+    _finished(loop, play())
+
+
+def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
+    patch.setattr(chunks, "CHUNK_BYTES", tokens * HIDDEN_SIZE * 4)
+
+
+def test_a_prompt_that_takes_long_to_upload_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every chunk that is answered another one waits to be sent, behind it the question how the hop is."""
+    small_chunks(monkeypatch, 8)
+    monkeypatch.setattr(network, "KERNEL_BUFFER_BYTES", 0)
+
+    async def scenario(going: Going) -> None:
+        uplink = going.village.world.network.link("client", going.hosts[0].name)
+        uplink.bytes_per_s = 400.0  # a chunk takes longer than an answer may
+        assert await going.say(200) > 20
+        assert going.failures() == []
+        assert going.session.repairs == 0
+
+    played(scenario)
+
+
+def test_an_output_is_not_taken_before_that_of_a_step_that_was_refused_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step was sent twice: one copy was refused, the other one was applied."""
+    small_chunks(monkeypatch, 8)
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        session, transmit = going.session, going.session._transmit
+        last = session.live.legs[-1]
+        names = {"session": session.id, "epoch": session.live.epoch, "step": 2}
+        late = [wire.Refused(**names, code="no_room", why="full", retry_after_ms=900)]
+
+        def refused(flight: Any) -> None:
+            transmit(flight)
+            if flight.message.step == 3 and late:
+                session.on_message(last.channel, late.pop(), ())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "_transmit", refused)
+            await going.say(16)
+        going.village.kill(last.hop.peer_id)
+        assert await going.say() < 5
+        assert going.failures() == [last.hop.process]
+
+    played(scenario)
+
+
+def test_a_hop_that_fails_while_a_repair_is_planned_is_not_waited_for() -> None:
+    async def scenario(going: Going) -> None:
+        session, plan = going.session, going.session._planner
+
+        async def slowly(*arguments: Any) -> Any:
+            await asyncio.sleep(3.0)
+            return await plan(*arguments)
+
+        session._planner = slowly
+        first, *_, last = going.hosts
+        first.process.stop()
+        going.village.kill(last.identity.peer_id)
+        assert await going.say() < live.REPLY_TIMEOUT_S
+
+    played(scenario)
+
+
+def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take() -> None:
+    async def scenario(going: Going) -> None:
+        for _ in range(10):
+            other = await going.village.router.open(Blocks(0, N_BLOCKS), PLAN)
+            await other.close()
+        last = going.session.route[-1]
+        going.village.kill(last.peer_id)
+        await going.say()
+        assert going.failures() == [last.process]
+
+    played(scenario, far_s=0.15)  # it takes four times as long to connect
+
+
+def test_that_a_session_ends_when_it_was_idle_is_nobodys_fault() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(3)
+        hosts = going.hosts
+        owners = [hosted.owner for host in hosts for hosted in host.handler.sessions.values()]
+        async with asyncio.TaskGroup() as sweeps:
+            tasks = [sweeps.create_task(host.handler.sweep()) for host in hosts]
+            await asyncio.sleep(handler.SESSION_IDLE_S + 2 * handler.SWEEP_S)
+            for task in tasks:
+                task.cancel()
+        assert not any(host.handler.sessions for host in hosts)
+        for owner in owners:
+            owner.close()  # as listeners do when a channel serves no session
+        await asyncio.sleep(1.0)
+        await going.say()
+        assert going.failures() == []
+        assert going.village.client.sessions.avoidance.processes == ()
+
+    played(scenario)
+
+
+def test_a_hop_that_ends_a_session_in_use_is_avoided() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(3)
+        await asyncio.sleep(60.0)
+        first = going.session.route[0]
+        host = going.hosts[0]
+        (hosted,) = host.handler.sessions.values()
+        host.handler._fail(hosted, None, "self", "nothing happened for 900 s")
+        await asyncio.sleep(1.0)
+        await going.say()
+        assert going.failures() == [first.process]
+
+    played(scenario)
+
+
+def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
+        tell, (hosted,) = liar.handler._tell, liar.handler.sessions.values()
+
+        def lie(channel: Any, message: Any, tensors: Any = ()) -> None:
+            tell(channel, message, tensors)
+            if isinstance(message, wire.Opened | wire.Rerouted):
+                names = {"session": message.session, "epoch": message.epoch}
+                tell(channel, wire.Failed(**names, blame="next", why="it does not answer"))
+
+        liar.handler._tell = lie
+        lie(hosted.owner, wire.Rerouted(session=hosted.id, epoch=hosted.epoch, journal=True))
+        assert await going.say() < 5
+        assert going.failures() == [process]
+        assert [hop.process for hop in going.session.route[1:]] == others
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("meanwhile", ["planned", "connected"])
+def test_a_session_that_is_closed_while_it_is_repaired_leaves_nothing(meanwhile: str) -> None:
+    async def scenario(going: Going) -> None:
+        session, dialer = going.session, going.village.client.sessions.dialer
+        plan, connect = session._planner, dialer.connect
+
+        async def plan_and_close(*arguments: Any) -> Any:
+            await session.close()
+            return await plan(*arguments)
+
+        async def close_and_connect(*arguments: Any) -> Any:
+            await session.close()
+            return await connect(*arguments)
+
+        if meanwhile == "planned":
+            session._planner = plan_and_close
+        else:
+            dialer.connect = close_and_connect
+        going.village.kill(going.hosts[-1].identity.peer_id)
+        with pytest.raises(SessionClosed):
+            await going.say()
+        await asyncio.sleep(1.0)
+        assert not any(host.handler.sessions for host in going.village.world.hosts)
+        assert set(dialer._users.values()) == {0}
+
+    played(scenario)
