@@ -140,7 +140,7 @@ class WaitingSession:
     """
 
     def __init__(self, loop: LoopThread, opening: Callable[[int], Awaitable[Session]]) -> None:
-        """opening: opens the session for so many cached tokens. Raises NoRoute, HopFailed or Refused."""
+        """opening: opens the session for so many cached tokens. Raises what `Router.open` does."""
         self._loop = loop
         self._opening = opening
         self._session: Session | None = None

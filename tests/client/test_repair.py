@@ -9,6 +9,7 @@ import torch
 
 from swarm.client import session as session_module
 from swarm.errors import HopFailed, NoRoute
+from swarm.identity import Identity
 from tests.client.test_session import IDS, eventually
 from tests.support.inprocess import inprocess
 from tests.support.logits import same_logits
@@ -293,6 +294,37 @@ def test_a_generation_waits_for_somebody_to_come_back(checkpoint, full):
             timer.join()
             local = full(ONE, use_cache=True).past_key_values
             assert same_logits(got, full(ONE[:, :1], past_key_values=local).logits)
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_blocks_are_waited_for_though_others_serve_a_model_of_this_name(checkpoint, full, began):
+    with inprocess(checkpoint, "0:6") as swarm, swarm.client(wait_for_blocks_s=20.0) as model, torch.no_grad():
+        cache, (holder,) = model.new_cache(), swarm.servers
+        said = ONE if began else ONE[:, :0]
+        if began:
+            model(said, past_key_values=cache)
+        withdraw_and_claim_its_name(swarm, holder)
+        crash(swarm, holder)
+        timer = threading.Timer(1.5, swarm.serve, ("0:6",))
+        timer.start()
+        got = model(IDS[1:2], past_key_values=cache).logits
+        timer.join()
+        expected = full(torch.cat([said, IDS[1:2]], dim=1)).logits[:, said.shape[1] :]
+        assert same_logits(got, expected)
+
+
+def withdraw_and_claim_its_name(swarm, server):
+    """The server's record goes; somebody announces other weights under the same name."""
+    claim, stranger = server.announcement("online"), Identity.generate()
+    facts = {"public_key": stranger.public_key.hex(), "root": "11" * 32}
+
+    async def announce():
+        directory = swarm.directory(server.me.identity)
+        await directory.announce(claim)
+        await directory.withdraw()
+        await swarm.directory(stranger).announce(claim.model_copy(update=facts))
+
+    swarm.loop.run(announce())
 
 
 def test_leases_are_back_after_a_repaired_generation(checkpoint):
