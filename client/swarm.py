@@ -157,20 +157,18 @@ class WaitingSession:
         want: int,
     ) -> Tensor:
         """As `Session.step`, from and to any device; the first one raises also what opening raises."""
+        device = hidden.device
+        # Copies: a journal keeps them, and the caller may write to its own again.
+        hidden = hidden.to("cpu", copy=True)
+        positions = None if positions is None else positions.to("cpu", copy=True)
+        mask = None if mask is None else mask.to("cpu", copy=True)
 
         async def step() -> Tensor:
             needed = hidden.shape[0] * (hidden.shape[1] + POSITIONS_TO_COME)
             session = self._session or await self._open(needed)
-            return await session.step(
-                hidden.to("cpu"),
-                positions=None if positions is None else positions.to("cpu"),
-                mask=None if mask is None else mask.to("cpu"),
-                keep=keep,
-                rows=rows,
-                want=want,
-            )
+            return await session.step(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
 
-        return self._loop.run(step()).to(hidden.device)
+        return self._loop.run(step()).to(device)
 
     def close(self) -> None:
         """Free the leases. Does not wait: it may be called wherever a cache is collected."""

@@ -268,6 +268,20 @@ def test_a_rollback_and_a_gather_before_the_failure_are_in_the_replay(checkpoint
         assert (got - expected).abs().max() < 1e-4
 
 
+def test_the_past_is_replayed_as_it_was_though_the_caller_writes_to_its_buffers_again(checkpoint, full):
+    with inprocess(checkpoint, "0:6") as swarm, swarm.client() as model, torch.no_grad():
+        cache, embed, parts = model.new_cache(), model.get_input_embeddings(), ONE.split(4, dim=1)
+        embeds, positions = torch.empty_like(embed(parts[0])), torch.empty_like(parts[0])
+        for index, part in enumerate(parts):
+            embeds.copy_(embed(part))
+            positions.copy_(torch.arange(4)[None] + 4 * index + 3)  # not those that are counted: they travel
+            if index == len(parts) - 1:
+                swarm.serve("0:6")
+                crash(swarm, swarm.servers[0])
+            got = model(inputs_embeds=embeds, position_ids=positions, past_key_values=cache).logits
+        assert same_logits(got, full(ONE, position_ids=torch.arange(3, 15)[None]).logits[:, -4:])
+
+
 def test_without_anybody_to_take_over_the_blocks_are_named(checkpoint):
     with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
         cache = model.new_cache()
