@@ -45,7 +45,7 @@ class LoopThread:
 
         if not self._hand(start):
             work.close()
-            raise SessionClosed("this model has left the swarm; load it again")
+            raise SessionClosed("this model has left the swarm", "load it again")
         try:
             task = done.get()
         except BaseException:

@@ -119,7 +119,7 @@ def test_a_conversation_that_was_interrupted_here_takes_no_more_steps_but_can_be
             patch.setattr(SpanCache, "advance", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model(IDS[:, 8:10])
-        with pytest.raises(SessionClosed, match="interrupted"):
+        with pytest.raises(SessionClosed, match="interrupted; open a new one"):
             model(IDS[:, 8:10])
         eventually(lambda: not any(server.handler.sessions for server in swarm.servers))
         chat.cache.reset()

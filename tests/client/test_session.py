@@ -1,5 +1,6 @@
 """Sessions: chunks, windows, refusals, deadlines and leases, over real channels."""
 
+import asyncio
 import copy
 import dataclasses
 import gc
@@ -77,6 +78,17 @@ def test_a_session_refuses_to_outgrow_what_it_was_opened_for(model):
             model(IDS[:, 8:12], past_key_values=cache)
         model(IDS[:, 8:10], past_key_values=cache)  # the refusal cost nothing
     assert cache.length == 10
+
+
+
+def test_a_route_that_is_not_found_in_time_is_no_hop_that_failed(swarm, model, monkeypatch):
+    async def endless(*_):
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(session_module, "OPEN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(model.backend._router._directory, "survey", endless)
+    with torch.no_grad(), pytest.raises(NoRoute, match=f"{swarm.checkpoint.public_name}.* 0:6.* in time"):
+        model(IDS)
 
 
 def test_a_server_without_room_is_asked_again_until_there_is_some(checkpoint, full):
