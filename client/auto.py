@@ -67,8 +67,8 @@ class AutoDistributedModel:
         which is on nobody's list.
         local_blocks: run so many of the first blocks here, so that no server sees what enters them. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md).
-        step_timeout_s: the longest that one step may take, repairs included. wait_for_blocks_s: how long to wait where
-        nobody serves some block.
+        step_timeout_s: the longest that one step may take, repairs included; a day at most. wait_for_blocks_s: how long
+        to wait where nobody serves some block.
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
@@ -94,6 +94,9 @@ class AutoDistributedModel:
             Path(network_key) if network_key is not None else settings.network_key,
             Path(allow_peers) if allow_peers is not None else settings.allow_peers,
         )
+        options = ClientOptions(
+            network or settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access
+        )
         checkpoint = open_checkpoint(
             name,
             revision=revision or settings.revision,
@@ -111,9 +114,6 @@ class AutoDistributedModel:
             first = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device)
         path = Path(identity) if identity is not None else settings.identity
         me = Identity.load_or_create(path) if path is not None else Identity.generate()
-        options = ClientOptions(
-            network or settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access
-        )
         config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers, access)
 
         @asynccontextmanager

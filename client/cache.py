@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm.errors import UsageError
+from swarm.errors import SessionClosed, SwarmError, UsageError
 from swarm.model.traits import Traits
 
 ASSISTED_ROLLBACK = 64  # positions that speculative decoding may take back at a time
@@ -54,14 +54,26 @@ class RemoteCache(Cache):
         return self._layer.length
 
     def step(self, hidden: Tensor, *, positions: Tensor | None, mask: Tensor | None, want: int) -> Tensor:
-        """Run new positions through the blocks. Shapes as in `Session.step`; mask: uint8, the new columns alone."""
+        """Run new positions through the blocks. Shapes as in `Session.step`; mask: uint8, the new columns alone.
+
+        What cuts a step off, such as Ctrl-C, ends the session: how far its blocks have come is not known then.
+        """
         if self._session is None:
+            if self.length:
+                raise SessionClosed("it was interrupted")
             self._session = self._open_session(self._rollback_max)
         rows = self._rows if self.length else None
-        output = self._session.step(hidden, positions=positions, mask=mask, keep=self.length, rows=rows, want=want)
-        self._rows = None
-        self._n_rows = hidden.shape[0]
-        self._layer.length += hidden.shape[1]
+        try:
+            output = self._session.step(hidden, positions=positions, mask=mask, keep=self.length, rows=rows, want=want)
+            self._rows = None
+            self._n_rows = hidden.shape[0]
+            self._layer.length += hidden.shape[1]
+        except SwarmError:
+            raise  # it has ended by itself, or nothing has changed
+        except BaseException:
+            session, self._session = self._session, None
+            session.close()
+            raise
         return output
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import contextlib
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import TypeVar
 
 from torch import Tensor
@@ -69,6 +69,7 @@ class Leg:
     window: int = 1
     waiting: dict[type[Reply], "asyncio.Future[Reply]"] = field(default_factory=dict)
     asked: "asyncio.Future[wire.Progress] | None" = None
+    applied: int = 0  # the last step that it has said to have sent on
 
     def expect(self, kind: type[Reply]) -> "asyncio.Future[Reply]":
         """Return what will be done when the hop says so."""
@@ -83,6 +84,7 @@ class Leg:
 
     def tell(self, progress: wire.Progress) -> None:
         """The hop has said how far it is."""
+        self.applied = progress.applied
         if self.asked is not None and not self.asked.done():
             self.asked.set_result(progress)
 
@@ -240,12 +242,17 @@ class LiveRoute:
         """Return the process of the hop that this peer is; the peer id where it is none any more."""
         return next((leg.hop.process for leg in self.legs if leg.hop.peer_id == peer), peer)
 
-    def late(self) -> HopFailed:
-        """Name the hop that opening waits for."""
+    def late(self) -> HopFailed | NoRoute:
+        """Say what opening waits for."""
         if not self.legs:
-            return HopFailed("nobody", str(self._blocks), "no route was found in time")
-        leg = next((leg for leg in self.legs if leg.channel is None or leg.waiting), self.legs[-1])
-        return leg.broken("it does not answer in time")
+            return NoRoute(self._plan.root, tuple(self._blocks), "none was found in time")
+        return self.front(1).broken("it does not answer in time")
+
+    def front(self, step: int) -> Leg:
+        """Return the hop that this step waits for, by what the hops have said when they were asked."""
+        broken = (leg for leg in self.legs if leg.failed or leg.channel is None or leg.waiting)
+        behind = (leg for leg in self.legs if leg.applied < step)
+        return next(chain(broken, behind), self.legs[-1])
 
     def send(self, index: int, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send to one hop. Raises HopFailed."""

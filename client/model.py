@@ -25,7 +25,7 @@ from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.model.traits import Traits
-from swarm.wire.messages import POSITIONS_MAX
+from swarm.wire.messages import POSITIONS_MAX, ROLLBACK_MAX
 
 POSITIONS_DEFAULT = 1 << 20  # for models that declare no limit
 UNSUPPORTED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -155,7 +155,7 @@ class DistributedModel(PreTrainedModel):
 
         Within the block, every `generate()` and forward without a cache of its own continues this one: pass the whole
         conversation, only what is new is computed. max_length: positions that the conversation may reach.
-        rollback_max: positions that may be taken back at a time, where the model has sliding windows.
+        rollback_max: positions that may be taken back at a time, where the model has sliding windows; 4096 at most.
         """
         if self._chat is not None:
             raise UsageError("there is an inference_session already; end it first")
@@ -167,7 +167,12 @@ class DistributedModel(PreTrainedModel):
             self._chat = None
 
     def new_cache(self, max_length: int | None = None, rollback_max: int = 0) -> RemoteCache:
-        """Make an empty cache on the servers; its leases are freed when it is collected."""
+        """Make an empty cache on the servers; its leases are freed when it is collected.
+
+        max_length, rollback_max: as in `inference_session`. Raises UsageError.
+        """
+        if not 0 <= rollback_max <= ROLLBACK_MAX:
+            raise UsageError(f"rollback_max={rollback_max}: 0 to {ROLLBACK_MAX} positions can be taken back at a time")
         limit = self.backend.traits.positions_max or POSITIONS_DEFAULT
         positions_max = min(max_length or limit, limit, POSITIONS_MAX)
         blocks = Blocks(0, self.backend.traits.n_blocks)

@@ -99,12 +99,15 @@ class Router:
         self._heard: dict[bytes, Entry] = {}  # by the look-up that is going on
 
     async def open(self, blocks: Blocks, plan: SessionPlan, positions_needed: int = 0) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused.
+        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused.
 
         positions_needed: how many cached tokens it is likely to need on every hop.
         """
         planner = partial(self.plan, positions_needed=positions_needed)
-        session = await self._sessions.open(plan, blocks, planner)
+        try:
+            session = await self._sessions.open(plan, blocks, planner)
+        except NoRoute as nobody:  # asked for only now: somebody may come while a session waits
+            raise await self._why_not(nobody) from None
         self._remember(session.route)
         return session
 
@@ -120,8 +123,7 @@ class Router:
         """Plan a route, or a part of one that is to be repaired: then in its numeric class. Raises NoRoute.
 
         avoid: peers and processes that are out of the question. Those that failed lately are taken if nobody else is.
-        fresh: from what the directory says now, and with an error that says more. Otherwise what it said before is
-        enough, for a repair however long ago.
+        fresh: from what the directory says now. Otherwise what it said before is enough, for a repair however long ago.
         """
         request = self._request(blocks, avoid, numeric_class, positions_needed)
         looked_up_at, survey = self._looked_up
@@ -146,8 +148,6 @@ class Router:
             if unread is not None:
                 why = f"{nobody.why}; the directory cannot be read now ({unread})"
                 raise NoRoute(nobody.model, nobody.missing, why) from None
-            if fresh:
-                await self._explain(nobody, survey)
             raise
 
     async def _found_early(self, request: Request, looking: asyncio.Task[Survey]) -> Route | None:
@@ -250,11 +250,14 @@ class Router:
     def _hear(self, entries: Sequence[Entry]) -> None:
         self._heard |= {entry.data: entry for entry in entries}
 
-    async def _explain(self, nobody: NoRoute, survey: Survey) -> None:
-        """Raise what says more: others serve a model of this name, or speak another protocol."""
-        for entry in () if survey.servers else await self._directory.models(nobody.model):
-            if entry.root != self._model.root:
-                raise RootMismatch(nobody.model, entry.root, self._model.root) from None
+    async def _why_not(self, nobody: NoRoute) -> NoRoute | RootMismatch:
+        """Say more, if it can be found out: others serve a model of this name, or speak another protocol."""
+        name, why, survey = self._model.name, nobody.why, self._looked_up[1]
+        if not survey.servers:
+            with contextlib.suppress(NetworkError):
+                for entry in await self._directory.models(name):
+                    if entry.root != self._model.root:
+                        return RootMismatch(name, entry.root, self._model.root)
         if survey.other_protocols:
-            why = f"{nobody.why}; servers of protocol {survey.other_protocols} were left out"
-            raise NoRoute(nobody.model, nobody.missing, why) from None
+            why = f"{why}; servers of protocol {survey.other_protocols} were left out"
+        return NoRoute(name, nobody.missing, why)

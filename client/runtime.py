@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -20,6 +20,9 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
+        self._takes_work = True
+        # Held to hand the loop anything: it all comes before `stop`. Reentrant: finalizers call `start` anywhere.
+        self._handing = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="swarm-client", daemon=True)
         self._thread.start()
 
@@ -30,9 +33,6 @@ class LoopThread:
         Raises concurrent.futures.CancelledError if the loop ends before the work, SessionClosed if it has ended.
         """
         assert threading.current_thread() is not self._thread, "would wait for itself"
-        if not self.alive:
-            work.close()
-            raise SessionClosed("this model has left the swarm; load it again")
         done: SimpleQueue[asyncio.Task[Result]] = SimpleQueue()
         started: list[asyncio.Task[Result]] = []
 
@@ -43,41 +43,54 @@ class LoopThread:
         def cancel() -> None:
             started[0].cancel()
 
-        self._loop.call_soon_threadsafe(start)
+        if not self._hand(start):
+            work.close()
+            raise SessionClosed("this model has left the swarm", "load it again")
         try:
             task = done.get()
         except BaseException:
-            self._loop.call_soon_threadsafe(cancel)
+            self._hand(cancel)
             raise
         if task.cancelled():
             raise CancelledError
         return task.result()
 
     def start(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run `work` in the loop without waiting; for clean-ups. Does nothing once the loop has stopped."""
-        if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(work, self._loop)
-        else:
-            work.close()
+        """Run `work` in the loop without waiting; for clean-ups. Does nothing once the loop takes no work."""
+        with self._handing:
+            if self._takes_work:
+                asyncio.run_coroutine_threadsafe(work, self._loop)
+                return
+        work.close()
 
     @property
     def alive(self) -> bool:
         """Whether the loop takes work."""
-        return self._thread.is_alive()
+        return self._takes_work
 
     def stop(self) -> None:
         """End the loop and its thread."""
-        if self.alive:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_TIMEOUT_S)
+        with self._handing:
+            if self._takes_work:
+                self._takes_work = False
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _hand(self, callback: Callable[[], None]) -> bool:
+        """Have the loop call this. Returns whether it takes work; else it will not."""
+        with self._handing:
+            if self._takes_work:
+                self._loop.call_soon_threadsafe(callback)
+            return self._takes_work
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            pending = asyncio.all_tasks(self._loop)
-            for task in pending:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            while pending := asyncio.all_tasks(self._loop):
+                for task in pending:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self._loop.run_until_complete(asyncio.sleep(0))  # the last callbacks: somebody may wait for a task's end
         finally:
             self._loop.close()

@@ -148,8 +148,8 @@ class Session:
                 chunks = cut(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want, tokens_per_s=rate)
                 outputs = await self._run(chunks, tokens, deadline)
         except TimeoutError:
-            late = self.live.late()
-            error = StepTimeout(late.peer, late.span, self._plan.step_timeout_s)
+            front = self.live.front(self._answered + 1).hop
+            error = StepTimeout(front.peer_id, str(front.blocks), self._plan.step_timeout_s)
             self._end(error)
             raise error from None
         except SwarmError as failed:

@@ -18,7 +18,7 @@ from swarm.client.runtime import LoopThread
 from swarm.client.session import Session
 from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory
-from swarm.errors import SessionClosed
+from swarm.errors import BadConfiguration, SessionClosed
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.buffers import Buffers
@@ -28,6 +28,7 @@ from swarm.net.noise import ChannelKey
 
 HELD_BYTES_MAX = 1 << 30  # a replayed past waits as a whole to be sent
 STEP_TIMEOUT_S = 120.0
+STEP_TIMEOUT_S_MAX = 24 * 3600.0  # what a message can say
 POSITIONS_TO_COME = 128  # that a session is expected to reach beyond its first step, for a choice of hops with room
 
 Join = Callable[[], AbstractAsyncContextManager[Directory]]
@@ -35,11 +36,11 @@ Join = Callable[[], AbstractAsyncContextManager[Directory]]
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How a client behaves.
+    """How a client behaves. Raises BadConfiguration.
 
-    step_timeout_s: the longest that one step may take, with all its waiting and repairs. wait_for_blocks_s: how long to
-    wait for somebody to serve blocks that nobody serves. preferences: which peers it uses, and what for. local_blocks:
-    the first ones, which run here.
+    step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most STEP_TIMEOUT_S_MAX.
+    wait_for_blocks_s: how long to wait for somebody to serve blocks that nobody serves. preferences: which peers it
+    uses, and what for. local_blocks: the first ones, which run here.
     """
 
     network: str = "public"
@@ -48,6 +49,11 @@ class ClientOptions:
     preferences: Preferences = ANY_PEER
     local_blocks: int = 0
     access: Access = EVERYBODY
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step_timeout_s <= STEP_TIMEOUT_S_MAX:
+            why = f"{self.step_timeout_s}; it is more than 0 and at most {STEP_TIMEOUT_S_MAX:.0f} seconds"
+            raise BadConfiguration("step_timeout_s", why)
 
 
 class Swarm:
@@ -140,7 +146,7 @@ class WaitingSession:
     """
 
     def __init__(self, loop: LoopThread, opening: Callable[[int], Awaitable[Session]]) -> None:
-        """opening: opens the session for so many cached tokens. Raises NoRoute, HopFailed or Refused."""
+        """opening: opens the session for so many cached tokens. Raises what `Router.open` does."""
         self._loop = loop
         self._opening = opening
         self._session: Session | None = None
@@ -157,20 +163,18 @@ class WaitingSession:
         want: int,
     ) -> Tensor:
         """As `Session.step`, from and to any device; the first one raises also what opening raises."""
+        device = hidden.device
+        # Copies: a journal keeps them, and the caller may write to its own again.
+        hidden = hidden.to("cpu", copy=True)
+        positions = None if positions is None else positions.to("cpu", copy=True)
+        mask = None if mask is None else mask.to("cpu", copy=True)
 
         async def step() -> Tensor:
             needed = hidden.shape[0] * (hidden.shape[1] + POSITIONS_TO_COME)
             session = self._session or await self._open(needed)
-            return await session.step(
-                hidden.to("cpu"),
-                positions=None if positions is None else positions.to("cpu"),
-                mask=None if mask is None else mask.to("cpu"),
-                keep=keep,
-                rows=rows,
-                want=want,
-            )
+            return await session.step(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
 
-        return self._loop.run(step()).to(hidden.device)
+        return self._loop.run(step()).to(device)
 
     def close(self) -> None:
         """Free the leases. Does not wait: it may be called wherever a cache is collected."""

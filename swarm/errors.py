@@ -329,7 +329,10 @@ class StepTimeout(SessionError):
     after_s: float
 
     def __str__(self) -> str:
-        return f"no answer from {self.peer} (blocks {self.span}) after {self.after_s:.1f} s"
+        return (
+            f"no answer to a step within {self.after_s:.1f} s, it waits for {self.peer} (blocks {self.span}): "
+            "begin anew, and allow steps more time (step_timeout_s) if it is but slow"
+        )
 
 
 @dataclass(eq=False)
@@ -364,9 +367,10 @@ class SessionClosed(SessionError):
     """The session has ended and takes no more steps."""
 
     why: str
+    remedy: str = "open a new one"
 
     def __str__(self) -> str:
-        return f"the session has ended: {self.why}"
+        return f"the session has ended: {self.why}; {self.remedy}"
 
 
 @contextmanager

@@ -8,10 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client import AutoDistributedModel
-from swarm.errors import BadConfiguration, ChecksumMismatch, NoRoute, PromptTooLong
+from swarm.errors import BadConfiguration, ChecksumMismatch, NoRoute, PromptTooLong, SessionClosed
 from swarm.identity import Identity
+from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.past import SpanPast
+from tests.client.test_session import eventually
 from tests.model.rings import save_family
 from tests.support.inprocess import inprocess
 
@@ -99,6 +101,30 @@ def test_a_session_refuses_to_outgrow_what_it_was_opened_for_and_goes_on(world):
             model(IDS[:, 8:12], past_key_values=cache)
         got = model(IDS[:, 8:10], past_key_values=cache).logits
         expected = full(IDS[:, :10]).logits[:, 8:]
+    assert (got - expected).abs().max() < 1e-5
+
+
+def test_a_conversation_that_was_interrupted_here_takes_no_more_steps_but_can_begin_anew(world, monkeypatch):
+    swarm, model, full = world
+    advance = SpanCache.advance
+
+    def interrupted(cache, tokens):
+        if threading.current_thread() is threading.main_thread():  # not a server's: keys and values are in the layers
+            raise KeyboardInterrupt
+        advance(cache, tokens)
+
+    with torch.no_grad(), model.inference_session() as chat:
+        model(IDS[:, :8])
+        with monkeypatch.context() as patch:
+            patch.setattr(SpanCache, "advance", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(IDS[:, 8:10])
+        with pytest.raises(SessionClosed, match="interrupted; open a new one"):
+            model(IDS[:, 8:10])
+        eventually(lambda: not any(server.handler.sessions for server in swarm.servers))
+        chat.cache.reset()
+        got = model(IDS[:, :10]).logits
+        expected = full(IDS[:, :10]).logits
     assert (got - expected).abs().max() < 1e-5
 
 

@@ -1,5 +1,7 @@
 """Whom a client uses, through the user's door: `allowed_peers`, `blocked_peers`, and the route that explains itself."""
 
+import math
+
 import pytest
 
 from swarm.client import AutoDistributedModel
@@ -27,9 +29,13 @@ def peer(server):
         ({"blocked_peers": [STRANGER, "me!"]}, "me!"),
         ({"blocked_peers": [None]}, "None"),
         ({"optimize": "price"}, "price"),
+        ({"step_timeout_s": 0.0}, "step_timeout_s"),
+        ({"step_timeout_s": 86401.0}, "86400 seconds"),
+        ({"step_timeout_s": math.inf}, "86400 seconds"),
+        ({"step_timeout_s": math.nan}, "86400 seconds"),
     ],
 )
-def test_bad_preferences_are_named_before_anything_is_loaded(options, named):
+def test_bad_options_are_named_before_anything_is_loaded(options, named):
     with pytest.raises(BadConfiguration, match=named):
         AutoDistributedModel.from_pretrained("nowhere/nothing", initial_peers=["/ip4/127.0.0.1/tcp/1"], **options)
 

@@ -9,6 +9,7 @@ import torch
 
 from swarm.client import session as session_module
 from swarm.errors import HopFailed, NoRoute
+from swarm.identity import Identity
 from tests.client.test_session import IDS, eventually
 from tests.support.inprocess import inprocess
 from tests.support.logits import same_logits
@@ -267,6 +268,20 @@ def test_a_rollback_and_a_gather_before_the_failure_are_in_the_replay(checkpoint
         assert (got - expected).abs().max() < 1e-4
 
 
+def test_the_past_is_replayed_as_it_was_though_the_caller_writes_to_its_buffers_again(checkpoint, full):
+    with inprocess(checkpoint, "0:6") as swarm, swarm.client() as model, torch.no_grad():
+        cache, embed, parts = model.new_cache(), model.get_input_embeddings(), ONE.split(4, dim=1)
+        embeds, positions = torch.empty_like(embed(parts[0])), torch.empty_like(parts[0])
+        for index, part in enumerate(parts):
+            embeds.copy_(embed(part))
+            positions.copy_(torch.arange(4)[None] + 4 * index + 3)  # not those that are counted: they travel
+            if index == len(parts) - 1:
+                swarm.serve("0:6")
+                crash(swarm, swarm.servers[0])
+            got = model(inputs_embeds=embeds, position_ids=positions, past_key_values=cache).logits
+        assert same_logits(got, full(ONE, position_ids=torch.arange(3, 15)[None]).logits[:, -4:])
+
+
 def test_without_anybody_to_take_over_the_blocks_are_named(checkpoint):
     with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
         cache = model.new_cache()
@@ -293,6 +308,37 @@ def test_a_generation_waits_for_somebody_to_come_back(checkpoint, full):
             timer.join()
             local = full(ONE, use_cache=True).past_key_values
             assert same_logits(got, full(ONE[:, :1], past_key_values=local).logits)
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_blocks_are_waited_for_though_others_serve_a_model_of_this_name(checkpoint, full, began):
+    with inprocess(checkpoint, "0:6") as swarm, swarm.client(wait_for_blocks_s=20.0) as model, torch.no_grad():
+        cache, (holder,) = model.new_cache(), swarm.servers
+        said = ONE if began else ONE[:, :0]
+        if began:
+            model(said, past_key_values=cache)
+        withdraw_and_claim_its_name(swarm, holder)
+        crash(swarm, holder)
+        timer = threading.Timer(1.5, swarm.serve, ("0:6",))
+        timer.start()
+        got = model(IDS[1:2], past_key_values=cache).logits
+        timer.join()
+        expected = full(torch.cat([said, IDS[1:2]], dim=1)).logits[:, said.shape[1] :]
+        assert same_logits(got, expected)
+
+
+def withdraw_and_claim_its_name(swarm, server):
+    """The server's record goes; somebody announces other weights under the same name."""
+    claim, stranger = server.announcement("online"), Identity.generate()
+    facts = {"public_key": stranger.public_key.hex(), "root": "11" * 32}
+
+    async def announce():
+        directory = swarm.directory(server.me.identity)
+        await directory.announce(claim)
+        await directory.withdraw()
+        await swarm.directory(stranger).announce(claim.model_copy(update=facts))
+
+    swarm.loop.run(announce())
 
 
 def test_leases_are_back_after_a_repaired_generation(checkpoint):

@@ -35,6 +35,8 @@ class Reading:
         return Survey((*survey.servers, *(entry.signed for entry in heard)), ())
 
     async def models(self, name):
+        if self.others is None:
+            raise Unreachable("the swarm", (), 1.0)
         return self.others
 
 
@@ -45,9 +47,14 @@ class Clock:
         return self.now
 
 
+async def opened(plan, blocks, planner):
+    """In place of `Sessions.open`."""
+    return SimpleNamespace(route=await planner(blocks, (), None, True))
+
+
 def router_of(*servers):
     directory, clock = Reading(*servers), Clock()
-    sessions = SimpleNamespace(avoidance=Avoidance(clock), any_open=False)
+    sessions = SimpleNamespace(avoidance=Avoidance(clock), any_open=False, open=opened)
     return Router(WANTED, directory, sessions), directory, sessions.avoidance, clock
 
 
@@ -95,13 +102,18 @@ async def test_what_was_just_read_is_fresh():
     assert directory.surveys == 2
 
 
-async def test_whoever_serves_another_model_of_this_name_is_named():
+async def test_whoever_serves_another_model_of_this_name_is_named_when_no_session_opens():
     router, directory, _, _ = router_of()
     directory.others = [SimpleNamespace(root="11" * 32)]
-    with pytest.raises(NoRoute):
-        await planned(router)
     with pytest.raises(RootMismatch):
-        await planned(router, (), None, True)
+        await router.open(Blocks(0, 6), None)
+
+
+async def test_nobody_is_said_to_serve_a_model_where_it_cannot_be_found_out_who_serves_one_of_this_name():
+    router, directory, _, _ = router_of()
+    directory.others = None
+    with pytest.raises(NoRoute, match="nobody serves them"):
+        await router.open(Blocks(0, 6), None)
 
 
 async def test_what_was_read_before_does_while_the_directory_cannot_be_read():

@@ -1,5 +1,6 @@
 """Sessions: chunks, windows, refusals, deadlines and leases, over real channels."""
 
+import asyncio
 import copy
 import dataclasses
 import gc
@@ -13,7 +14,7 @@ from swarm.client import live as live_module
 from swarm.client import session as session_module
 from swarm.client.runtime import LoopThread
 from swarm.dht.records import Span
-from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout
+from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout, UsageError
 from swarm.identity import Identity
 from tests.support.inprocess import inprocess
 from tests.support.logits import same_logits
@@ -77,6 +78,24 @@ def test_a_session_refuses_to_outgrow_what_it_was_opened_for(model):
             model(IDS[:, 8:12], past_key_values=cache)
         model(IDS[:, 8:10], past_key_values=cache)  # the refusal cost nothing
     assert cache.length == 10
+
+
+@pytest.mark.parametrize("rollback_max", [-1, 4097])
+def test_a_rollback_that_no_server_agrees_to_is_refused_where_it_is_asked_for(model, rollback_max):
+    with pytest.raises(UsageError, match="4096"), model.inference_session(rollback_max=rollback_max):
+        pass
+    with model.inference_session(rollback_max=4096):
+        assert model(IDS[:, :2]).logits.shape[1] == 2
+
+
+def test_a_route_that_is_not_found_in_time_is_no_hop_that_failed(swarm, model, monkeypatch):
+    async def endless(*_):
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(session_module, "OPEN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(model.backend._router._directory, "survey", endless)
+    with torch.no_grad(), pytest.raises(NoRoute, match=f"{swarm.checkpoint.public_name}.* 0:6.* in time"):
+        model(IDS)
 
 
 def test_a_server_without_room_is_asked_again_until_there_is_some(checkpoint, full):

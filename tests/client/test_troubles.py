@@ -9,7 +9,7 @@ import torch
 
 from swarm.client import watch as watch_module
 from swarm.client.live import CONNECT_S
-from swarm.errors import Unreachable
+from swarm.errors import StepTimeout, Unreachable
 from swarm.model.span import Span
 from swarm.wire import messages as wire
 from tests.client.test_repair import crash, used_twins
@@ -106,6 +106,24 @@ def test_a_busy_hop_is_waited_for(going, monkeypatch):
     going.say()
     assert going.route_now() == going.peers
     assert going.session().repairs == 0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_step_that_takes_too_long_names_the_hop_that_is_at_it(checkpoint, full, monkeypatch, index):
+    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client(step_timeout_s=2.0) as model:
+        going = Going(swarm, model, full)
+        going.say()
+        forward, slow = Span.forward, going.route[index].span
+
+        def slowly(self, *args, **kwargs):
+            if self.blocks == slow.blocks:
+                time.sleep(4)
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(Span, "forward", slowly)
+        with pytest.raises(StepTimeout, match="step_timeout_s") as late:
+            going.say()
+        assert late.value.peer == going.peers[index]
 
 
 def test_a_hop_whose_processor_is_stuck_is_replaced(going, monkeypatch):

@@ -1,0 +1,74 @@
+"""The client's loop: whoever waits for work in it learns of its end, whenever that comes."""
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from swarm.client.runtime import LoopThread
+from swarm.errors import SessionClosed
+
+
+def outcome_of(work):
+    """A thread that runs `work`, and what came of it."""
+    outcome = []
+
+    def attempt():
+        with pytest.raises((CancelledError, SessionClosed)) as raised:
+            work()
+        outcome.append(raised.type)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def test_work_that_comes_while_the_loop_ends_is_refused():
+    loop = LoopThread()
+    began, ending = threading.Event(), threading.Event()
+
+    async def ends_slowly():
+        began.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ending.set()
+            await asyncio.sleep(0.3)
+
+    def late():
+        ending.wait(10)
+        loop.run(asyncio.sleep(3600))
+
+    first, _ = outcome_of(lambda: loop.run(ends_slowly()))
+    second, outcome = outcome_of(late)
+    assert began.wait(10)
+    loop.stop()
+    for thread in (first, second):
+        thread.join(5)
+    assert outcome == [SessionClosed]
+
+
+def test_what_a_task_begins_as_it_is_cancelled_ends_with_the_loop():
+    loop = LoopThread()
+    ended = threading.Event()
+
+    async def cleaning():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    async def leaves_some(began):
+        try:
+            began.set()
+            await asyncio.sleep(3600)
+        finally:
+            loop.cleaning = asyncio.create_task(cleaning())
+            await asyncio.sleep(0)
+
+    began = threading.Event()
+    loop.start(leaves_some(began))
+    assert began.wait(10)
+    loop.stop()
+    assert ended.wait(5)
