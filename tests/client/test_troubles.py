@@ -110,14 +110,14 @@ def test_a_busy_hop_is_waited_for(going, monkeypatch):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_step_that_takes_too_long_names_the_hop_that_is_at_it(checkpoint, full, monkeypatch, index):
-    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client(step_timeout_s=2.0) as model:
+    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client(step_timeout_s=4.0) as model:
         going = Going(swarm, model, full)
         going.say()
         forward, slow = Span.forward, going.route[index].span
 
         def slowly(self, *args, **kwargs):
             if self.blocks == slow.blocks:
-                time.sleep(4)
+                time.sleep(6)
             return forward(self, *args, **kwargs)
 
         monkeypatch.setattr(Span, "forward", slowly)
@@ -262,18 +262,20 @@ def test_a_hop_whose_past_came_but_half_gets_it_anew(checkpoint, full, monkeypat
         middle, last = going.route[1], going.route[2]
         pieces = []
         handler = middle.handler
-        on_replayed = handler._on_replayed
+        replay_on = handler._replay_on
 
-        def half(session, epoch, result):
+        def half(session, replay):
+            result = list(replay)
             pieces.append(len(result))
-            on_replayed(session, epoch, result[: len(result) // 2])
+            session.replay = iter(result[: len(result) // 2])
+            replay_on(session, session.replay)
             session.closed = True
             handler._tell = lambda *_: None
             handler.dialer.close = handler.dialer.close
             for channel in list(middle._listener._channels):
                 channel.close()
 
-        handler._on_replayed = half
+        handler._replay_on = half
         crash(swarm, last)
         going.say()
         assert pieces[0] > 2
