@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import click
+import psutil
 import structlog
 import torch
 from chaos_faults import KINDS, Faults, Kind, Slot, choose, start
@@ -140,14 +141,21 @@ def unleash(options: Options) -> Run:
         clients = [stack.enter_context(joined(swarm, i, cases, options)) for i in range(options.sessions)]
         faults = Faults(swarm, slots, network, random.Random(options.seed))
         try:
-            began = time.time()
+            began, cpu = time.time(), psutil.cpu_times()
             hung = rage(faults, clients, options)
             generations = [made for client in clients for made in client.generations]
-            return Run(time.time() - began, faults.done, faults.died, generations, hung, list(events))
+            stolen = stolen_share(cpu, psutil.cpu_times())
+            return Run(time.time() - began, faults.done, faults.died, generations, hung, list(events), stolen)
         finally:
             faults.end()
             if options.logs is not None:
                 keep_logs(folder, swarm, events, options.logs)
+
+
+def stolen_share(before: Any, after: Any) -> float:  # noqa: ANN401 - psutil's, of this platform
+    """Return which share of processor time the host gave to others meanwhile. before, after: `psutil.cpu_times()`."""
+    passed = [b - a for a, b in zip(before, after, strict=True)]
+    return (getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / max(1e-9, sum(passed))
 
 
 def start_servers(swarm: LocalSwarm, count: int, folder: Path, network: Machines | None) -> list[Slot]:

@@ -21,7 +21,11 @@ EVENTS_REPORTED = 60  # of the clients, around one generation that failed
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that happened. hung: generations that never ended. events: the clients' own, oldest first."""
+    """All that happened.
+
+    hung: generations that never ended. events: the clients' own, oldest first. stolen: the share of processor time in
+    which this machine, if it is a virtual one, wanted to run and did not.
+    """
 
     seconds: float
     faults: list[Fault]
@@ -29,6 +33,7 @@ class Run:
     generations: list[Generation]
     hung: int
     events: list[dict[str, Any]]
+    stolen: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,7 @@ def _summary(run: Run, steps: Sequence[Step]) -> dict[str, str]:
         "step": _distribution(took),
         "first token": _distribution(first),
         "servers that ended by themselves": str(len(run.died)),
+        "processor time that other machines took": f"{run.stolen:.0%}",
     }
 
 

@@ -9,7 +9,8 @@ when the last of them has it all, the route is as it was.
 import asyncio
 import contextlib
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import TypeVar
@@ -132,6 +133,7 @@ class LiveRoute:
         self._relayed: frozenset[int] = frozenset()
         self._late: set[str] = set()  # processes that did not connect in time
         self._closed = False
+        self.spent: defaultdict[str, float] = defaultdict(float)  # seconds of repairs, by phase
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -193,7 +195,8 @@ class LiveRoute:
         Raises NoRoute when nobody can take over, and then nothing has changed; HopFailed, Refused or EdgeDown when
         something else gives way meanwhile; SessionClosed when it is closed meanwhile.
         """
-        legs = await self._splice(without, plan)
+        with self._spending("planning"):
+            legs = await self._splice(without, plan)
         if self._closed:
             raise SessionClosed("it was closed")
         self.stands = False
@@ -208,14 +211,25 @@ class LiveRoute:
         self.stands = True
         self._numeric_class = self.legs[0].hop.announcement.numeric_class
 
+    @contextlib.contextmanager
+    def _spending(self, phase: str) -> Iterator[None]:
+        """Add to `spent` what this takes."""
+        began = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self.spent[phase] += asyncio.get_running_loop().time() - began
+
     async def _bring_up(self, journal: Journal, after_step: int) -> None:
         self.epoch += 1
         new = {index for index, leg in enumerate(self.legs) if not leg.opened}
         partly = {index for index, leg in enumerate(self.legs) if leg.opened and not leg.whole}
         past = journal.past_after(after_step)
-        journals = await self._establish(new, partly, after_step, bool(past))
+        with self._spending("connecting"):
+            journals = await self._establish(new, partly, after_step, bool(past))
         if past:
-            await self._rebuild(new | partly, journals, journal, after_step)
+            with self._spending("rebuilding"):
+                await self._rebuild(new | partly, journals, journal, after_step)
         for leg in self.legs:
             leg.whole = True
 

@@ -271,6 +271,7 @@ class Session:
     async def _restore(self) -> None:
         """Mend the route until it stands. Raises NoRoute; in a new session also what is wrong with the only holder."""
         mending = _Mending(self._loop.time())
+        self.live.spent.clear()
         while not self.live.stands:
             self._raise_if_ended()
             for mending.last in self._troubles:
@@ -285,7 +286,8 @@ class Session:
             return
         self.repairs += 1
         route = [f"{hop.peer_id} {hop.blocks}" for hop in self.route]
-        _log.info("route stands", session=self.id[:8], seconds=round(self._loop.time() - mending.began, 3), route=route)
+        took = {"seconds": self._loop.time() - mending.began, **self.live.spent}
+        _log.info("route stands", session=self.id[:8], route=route, **{phase: round(s, 3) for phase, s in took.items()})
 
     async def _wait_for_somebody(self, mending: "_Mending", nobody: NoRoute) -> None:
         """Nobody can take over now. Returns when it is worth another try; else raises."""
