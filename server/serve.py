@@ -1,6 +1,7 @@
 """The life of `swarm-serve`: load, join, be reached, serve, leave."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
@@ -390,10 +391,13 @@ async def _in_thread(work: Callable[[], Result]) -> Result:
             done.set_exception(error) if error is not None else done.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
+        result, failure = None, None
         try:
-            loop.call_soon_threadsafe(settle, work(), None)
+            result = work()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            loop.call_soon_threadsafe(settle, None, error)
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any longer
+            loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return await done

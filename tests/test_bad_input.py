@@ -1,5 +1,6 @@
 """Bad input gets one clear line and exit code 2 (or 1 where the swarm is at fault), and nothing is left behind."""
 
+import asyncio
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from swarm.client.auto import AutoDistributedModel
 from swarm.demo.local import LocalSwarm
 from swarm.errors import BadBlocks, BadConfiguration, NoRoute, PromptTooLong, RootMismatch, Unreachable, UsageError
+from swarm.server.serve import _in_thread
 from tests.families import make
 
 DEADLINE_S = 90
@@ -175,6 +178,29 @@ def test_unreachable_initial_peers_are_reported_within_15_s(tmp_path, model):
     with pytest.raises(Unreachable):
         AutoDistributedModel.from_pretrained(model, initial_peers=[NOWHERE])
     assert time.monotonic() - began < 15
+
+
+def test_a_load_that_outlives_a_server_that_could_not_start_ends_silently(monkeypatch):
+    """The way in fails, or Ctrl-C ends the wait, while a checkpoint is read: its thread ends after the loop."""
+    started, released = threading.Event(), threading.Event()
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def load():
+        started.set()
+        released.wait(DEADLINE_S)
+
+    async def give_up():
+        waiting = asyncio.ensure_future(_in_thread(load))
+        await asyncio.to_thread(started.wait, DEADLINE_S)
+        waiting.cancel()
+
+    asyncio.run(give_up())
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "load"]
+    released.set()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert not failed
 
 
 def test_a_malformed_peer_address_is_a_usage_error(model):
