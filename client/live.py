@@ -71,6 +71,7 @@ class Leg:
     waiting: dict[type[Reply], "asyncio.Future[Reply]"] = field(default_factory=dict)
     asked: "asyncio.Future[wire.Progress] | None" = None
     applied: int = 0  # the last step that it has said to have sent on
+    carried: int = 0  # the last step that the client has handed on to it; of a past, so many positions
 
     def expect(self, kind: type[Reply]) -> "asyncio.Future[Reply]":
         """Return what will be done when the hop says so."""
@@ -251,6 +252,8 @@ class LiveRoute:
         for first, count in _runs(lacking):
             self._replay(first, count, journal, after_step)
         await self._answered(rebuilt, sorted(lacking), REBUILD_TIMEOUT_S, "did not rebuild the past")
+        for leg in self.legs:
+            leg.carried = 0
 
     def process_of(self, peer: str) -> str:
         """Return the process of the hop that this peer is; the peer id where it is none any more."""
@@ -333,6 +336,7 @@ class LiveRoute:
         self._relayed = frozenset(index for index in edges if self._avoidance.blocked(self.edge(index)))
         replies = []
         for index, leg in enumerate(self.legs):
+            leg.carried = 0
             replies.append(leg.expect(wire.Opened if index in new else wire.Rerouted))
             if index in new:
                 self.send(index, self._open_message(index, after_step, rebuild))

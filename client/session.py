@@ -26,7 +26,7 @@ from swarm.errors import (
 from swarm.net.channel import Channel, Tensors
 from swarm.wire import messages as wire
 from swarm.wire.journal import Entry, Journal, Past
-from swarm.wire.tensors import meta_of
+from swarm.wire.tensors import is_finite, meta_of
 
 OPEN_TIMEOUT_S = 30.0
 HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are asked again
@@ -394,11 +394,20 @@ class Session:
                 leg.hear(message)
 
     def _hand_on(self, index: int, message: wire.Step | wire.Rebuild, tensors: Tensors) -> None:
-        """Carry what a hop cannot send to the next one itself."""
+        """Carry what a hop cannot send to the next one itself; what the next one would refuse is its own fault."""
+        hidden, source, target = tensors[0], self.live.legs[index - 1], self.live.legs[index]
+        flight = self._in_flight.get(message.step) if isinstance(message, wire.Step) else None
+        if isinstance(message, wire.Step) and flight is None:
+            return  # it has been answered
+        due = flight.message.hidden.shape if flight is not None else None
+        if hidden is None or hidden.dim() != 3 or due not in {None, tuple(hidden.shape)} or not is_finite(hidden):
+            self._stop_for(source.broken("its activations are of the wrong shape, infinite or no numbers"))
+            return
         try:
             self.live.send(index, message, [tensor for tensor in tensors if tensor is not None])
         except HopFailed as failed:
             self._stop_for(failed)
+        target.carried = message.step if isinstance(message, wire.Step) else message.start + hidden.shape[1]
 
     def _on_output(self, message: wire.Output, hidden: Tensor | None) -> None:
         flight = self._in_flight.get(message.step)
@@ -435,8 +444,11 @@ class Session:
             self._stop_for(leg.broken(f"it has lost the session: {message.why}"))
             return
         flight = self._in_flight.get(message.step)
-        if message.code == "not_finite" and index > 0:  # one of the two lies, and we cannot tell which
-            self._stop_for(EdgeDown(self.live.edge(index - 1), message.why, blocked=False))
+        if message.code == "not_finite" and index > 0:
+            if self.live.is_relayed(index - 1):  # we have seen what it refuses
+                self._stop_for(leg.broken(f"it refuses what is in good order: {message.why}"))
+            else:  # one of the two is at fault, and we cannot tell which
+                self._stop_for(EdgeDown(self.live.edge(index - 1), message.why, blocked=False))
             return
         if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():
             return  # it follows from what happened before, and the step will be sent again

@@ -154,10 +154,11 @@ class Watcher:
         """Find out what a step, or the past on its way to new hops, waits for."""
         waiting = self._unanswered()
         if self._live.rebuilding is not None:
-            lacking, length = self._live.rebuilding
-            done = [i not in lacking or (hop.length >= length and not hop.under_way) for i, hop in enumerate(hops)]
+            lacking, due = self._live.rebuilding
+            done = [i not in lacking or (hop.length >= due and not hop.under_way) for i, hop in enumerate(hops)]
         elif self._live.stands and waiting:
-            done = [hop.applied >= min(waiting) for hop in hops]
+            due = min(waiting)
+            done = [hop.applied >= due for hop in hops]
         else:
             return
         last = len(hops) - 1
@@ -167,6 +168,10 @@ class Watcher:
             case Stuck(_, again=True):
                 if self._live.rebuilding is None:
                     self._resend()
+            case Stuck(front) if 0 < front <= last and self._live.is_relayed(front - 1):
+                came = self._live.legs[front].carried >= due
+                why = "what is sent to it does not arrive" if came else "nothing comes from it"
+                self._report(self._live.legs[front if came else front - 1].broken(why))
             case Stuck(front) if 0 < front <= last:
                 self._report(EdgeDown(self._live.edge(front - 1), "nothing comes through", blocked=True))
             case Stuck(front):

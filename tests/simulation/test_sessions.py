@@ -12,7 +12,9 @@ from swarm.client import chunks, live
 from swarm.client.session import Session
 from swarm.errors import SessionClosed
 from swarm.server import handler
+from swarm.server.session import Declined
 from swarm.wire import messages as wire
+from swarm.wire.tensors import meta_of
 from tests.simulation import network
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
@@ -193,6 +195,68 @@ def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> 
         assert await going.say() < 5
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[1:]] == others
+
+    played(scenario)
+
+
+def nothing(message: Any, tensors: Any) -> None:
+    """Do not send it."""
+
+
+def without_numbers(message: Any, tensors: Any) -> Any:
+    """Send activations that are none."""
+    return message, [torch.full_like(tensors[0], torch.nan), *tensors[1:]]
+
+
+def of_another_shape(message: Any, tensors: Any) -> Any:
+    """Send them without a position."""
+    fewer = tensors[0][:, 1:].contiguous()
+    return message.model_copy(update={"hidden": meta_of(fewer)}), [fewer, *tensors[1:]]
+
+
+@pytest.mark.parametrize("spoilt", [nothing, without_numbers, of_another_shape])
+def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoilt: Callable[..., Any]) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
+        send = liar.handler._send_on
+
+        def spoil(session: Any, message: Any, tensors: Any = ()) -> None:
+            if sent := spoilt(message, tensors):
+                send(session, *sent)
+
+        liar.handler._send_on = spoil
+        going.village.client.sessions.avoidance.block(going.session.live.edge(0))
+        going.session.live.stands = False
+        assert await going.say() < 10
+        assert going.failures() == [process]
+        assert [hop.process for hop in going.session.route[1:]] == others
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("relays", [False, True])
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, lies: bool) -> None:
+    """It says that it is not finite, or nothing. The first time the edge is held to be at fault, if it carried it."""
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, processes = going.hosts[1], [hop.process for hop in going.session.route]
+        refuse = liar.handler._refuse
+
+        def ignore(channel: Any, step: wire.Step, tensors: Any) -> None:
+            (hosted,) = liar.handler.sessions.values()
+            if lies:
+                refuse(hosted.owner, step, step.step, Declined("not_finite", "no numbers"))
+
+        liar.handler._on_step = ignore
+        if relays:
+            going.village.client.sessions.avoidance.block(going.session.live.edge(0))
+            going.session.live.stands = False
+        assert await going.say() < 15
+        assert going.failures() == [processes.pop(1)]
+        assert set(processes) < {hop.process for hop in going.session.route}
 
     played(scenario)
 
