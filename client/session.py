@@ -185,8 +185,11 @@ class Session:
         return outputs
 
     async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
-        """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too."""
-        asked_again = renewed = False
+        """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too.
+
+        What a hop calls impossible another one is asked, too, before it is believed.
+        """
+        asked_again = renewed = doubted = False
         while True:
             try:
                 output = await flight.answer
@@ -196,7 +199,10 @@ class Session:
                     renewed = True
                     self.live.stands = False  # the same route once more: that grants anew
                 elif refused.code != "no_room" or refused.retry_after_s is None:
-                    raise
+                    alone = not doubted and refused.code != "too_late"
+                    if not (alone and await self._move_away({self.live.process_of(refused.peer)})):
+                        raise
+                    doubted = True
                 elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
                     wait_s = refused.retry_after_s if asked_again else min(ROOM_S, refused.retry_after_s)
                     if self._loop.time() + wait_s >= deadline:
@@ -437,6 +443,12 @@ class Session:
         leg = self.live.legs[index]
         retry_after_s = None if message.retry_after_ms is None else message.retry_after_ms / 1000
         error = Refused(leg.hop.peer_id, str(leg.hop.blocks), message.code, message.why, retry_after_s)
+        if message.code == "bad_activations" and index > 0:
+            if self.live.is_relayed(index - 1):  # we have seen what it refuses
+                self._stop_for(leg.broken(f"it refuses what is in good order: {message.why}"))
+            else:  # one of the two is at fault, and we cannot tell which
+                self._stop_for(EdgeDown(self.live.edge(index - 1), message.why, blocked=False))
+            return
         if message.step is None and leg.waiting:
             leg.fail(error)
             return
@@ -444,12 +456,6 @@ class Session:
             self._stop_for(leg.broken(f"it has lost the session: {message.why}"))
             return
         flight = self._in_flight.get(message.step)
-        if message.code == "not_finite" and index > 0:
-            if self.live.is_relayed(index - 1):  # we have seen what it refuses
-                self._stop_for(leg.broken(f"it refuses what is in good order: {message.why}"))
-            else:  # one of the two is at fault, and we cannot tell which
-                self._stop_for(EdgeDown(self.live.edge(index - 1), message.why, blocked=False))
-            return
         if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():
             return  # it follows from what happened before, and the step will be sent again
         fail(flight.answer, error)

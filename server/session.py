@@ -263,7 +263,7 @@ class HostedSession:
         """Return rows and tokens of activations and what comes with them. Raises Declined."""
         # Some families add up residuals in fp32 between bf16 blocks, so any floating dtype may come.
         if hidden.dim() != 3 or hidden.shape[2] != self.span.hidden_size or not hidden.dtype.is_floating_point:
-            raise Declined("bad_request", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
+            raise Declined("bad_activations", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
         rows, tokens, _ = hidden.shape
         if hidden.nbytes > STEP_BYTES_MAX and tokens > 1:
             raise Declined("bad_request", f"a step of {hidden.nbytes} bytes; cut it into parts of {CHUNK_BYTES}")
@@ -278,7 +278,7 @@ class HostedSession:
         if mask is not None and (mask.dtype != torch.uint8 or mask.shape != (rows, tokens)):
             raise Declined("bad_request", f"attention mask of shape {list(mask.shape)}")
         if not is_finite(hidden):
-            raise Declined("not_finite", "activations that are infinite or no numbers")
+            raise Declined("bad_activations", "activations that are infinite or no numbers")
         return rows, tokens
 
     def computed_step(self) -> None:

@@ -45,9 +45,9 @@ RefusalCode = Literal[
     "not_yours",  # the session belongs to another key, or expects its activations from another peer
     "grant_over",  # its owner allowed it for less time, or for fewer tokens
     "out_of_order",  # a step before this one is missing
-    "not_finite",  # activations came that are infinite or no numbers
+    "bad_activations",  # what came is of no shape or type that activations have, infinite or no numbers
     "too_late",  # the client's patience ended before the step began
-    "bad_request",
+    "bad_request",  # what it asks cannot be done, or makes no numbers
 ]
 
 

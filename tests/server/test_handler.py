@@ -490,7 +490,13 @@ BAD_STEPS: dict[str, tuple[dict[str, object], dict[str, Tensor]]] = {
     "a step out of order": ({"step": 3}, {}),
     "no time left": ({"budget_ms": 0}, {}),
 }
-CODES = {"a step out of order": "out_of_order", "no time left": "too_late"}
+CODES = {
+    "activations of another width": "bad_activations",
+    "activations of whole numbers": "bad_activations",
+    "activations of rank 2": "bad_activations",
+    "a step out of order": "out_of_order",
+    "no time left": "too_late",
+}
 
 
 @pytest.mark.parametrize("what", BAD_STEPS)

@@ -240,7 +240,7 @@ async def test_activations_that_are_not_finite_are_refused_unapplied(loaded, fir
     spoilt = hidden.clone()
     spoilt[0, 1, 7] = bad
     refused = await owner.ask(first, *flat(step(request, 1, spoilt)))
-    assert code(refused) == "not_finite"
+    assert code(refused) == "bad_activations"
     assert first.server.pool.used == 0
     (await owner.to(first)).send(*step(request, 1, hidden, want=3))
     assert torch.equal(await owner.output(), span_output(loaded, FIRST, hidden))
@@ -249,7 +249,7 @@ async def test_activations_that_are_not_finite_are_refused_unapplied(loaded, fir
 async def test_a_past_that_is_not_finite_is_refused(first, owner):
     request = await opened(owner, first, after_step=1, rebuild=True)
     piece = torch.full((1, 3, 64), float("nan"))
-    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), piece)) == "not_finite"
+    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), piece)) == "bad_activations"
 
 
 async def test_where_our_own_blocks_overflow_the_session_ends_and_the_next_hop_never_sees_it(first, second, owner):

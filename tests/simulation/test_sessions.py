@@ -10,7 +10,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.client import chunks, live
 from swarm.client.session import Session
-from swarm.errors import SessionClosed
+from swarm.errors import Refused, SessionClosed
 from swarm.server import handler
 from swarm.server.session import Declined
 from swarm.wire import messages as wire
@@ -248,7 +248,7 @@ def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, l
         def ignore(channel: Any, step: wire.Step, tensors: Any) -> None:
             (hosted,) = liar.handler.sessions.values()
             if lies:
-                refuse(hosted.owner, step, step.step, Declined("not_finite", "no numbers"))
+                refuse(hosted.owner, step, step.step, Declined("bad_activations", "no numbers"))
 
         liar.handler._on_step = ignore
         if relays:
@@ -257,6 +257,64 @@ def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, l
         assert await going.say() < 15
         assert going.failures() == [processes.pop(1)]
         assert set(processes) < {hop.process for hop in going.session.route}
+
+    played(scenario)
+
+
+def test_a_hop_that_replays_a_past_without_numbers_is_left() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(3)
+        liar, (process, last) = going.hosts[0], [going.session.route[i].process for i in (0, -1)]
+        send = liar.handler._send_on
+
+        def spoil(session: Any, message: Any, tensors: Any = ()) -> None:
+            spoilt = isinstance(message, wire.Rebuild)
+            send(session, *(without_numbers(message, tensors) if spoilt else (message, tensors)))
+
+        liar.handler._send_on = spoil
+        going.village.kill(going.hosts[1].identity.peer_id)
+        assert await going.say() < 15
+        assert process in going.failures()
+        assert going.session.route[-1].process == last
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("code", ["bad_request", "draining"])
+def test_what_one_hop_calls_impossible_another_one_does(code: Any) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, process = going.hosts[1], going.session.route[1].process
+        (hosted,) = liar.handler.sessions.values()
+
+        def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
+            liar.handler._refuse(hosted.owner, step, step.step, Declined(code, "no"))
+
+        liar.handler._on_step = decline
+        assert await going.say() < 5
+        assert process not in {hop.process for hop in going.session.route}
+        assert going.failures() == []
+
+    played(scenario)
+
+
+def test_what_two_hops_call_impossible_is_believed() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        asked = []
+
+        def declining(host: Host) -> Callable[..., None]:
+            def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
+                asked.append(host)
+                host.handler._refuse(channel, step, step.step, Declined("bad_request", "no"))
+
+            return decline
+
+        for host in going.village.world.hosts:
+            host.handler._on_step = declining(host)
+        with pytest.raises(Refused, match="bad_request"):
+            await going.say()
+        assert len(set(asked)) == len(asked) == 2
 
     played(scenario)
 
