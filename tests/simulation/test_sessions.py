@@ -5,10 +5,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from swarm.blocks import Blocks
 from swarm.client import chunks, live
+from swarm.client import session as client_session
 from swarm.client.session import Session
 from swarm.errors import Refused, SessionClosed
 from swarm.server import handler
@@ -125,6 +127,33 @@ def test_a_hop_that_fails_while_a_repair_is_planned_is_not_waited_for() -> None:
         first.process.stop()
         going.village.kill(last.identity.peer_id)
         assert await going.say() < live.REPLY_TIMEOUT_S
+
+    played(scenario)
+
+
+def test_the_log_says_how_long_each_phase_of_a_repair_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = structlog.testing.LogCapture()
+    everything = structlog.make_filtering_bound_logger(0)
+    monkeypatch.setattr(client_session, "_log", structlog.wrap_logger(None, [log], everything))
+
+    async def scenario(going: Going) -> None:
+        await going.say(3)
+        plan = going.session._planner
+
+        async def slowly(*arguments: Any) -> Any:
+            await asyncio.sleep(1.5)
+            return await plan(*arguments)
+
+        going.session._planner = slowly
+        for _ in range(2):  # the second one does not count the first
+            going.village.kill(going.session.route[-1].peer_id)
+            log.entries.clear()
+            took_s = await going.say()
+            (event,) = [entry for entry in log.entries if entry["event"] == "route stands"]
+            phases = [event[phase] for phase in ("planning", "connecting", "rebuilding")]
+            assert 1.5 <= event["planning"] < 3.0
+            assert min(phases) > 0
+            assert sum(phases) <= event["seconds"] + 0.002 <= took_s + 0.004
 
     played(scenario)
 
