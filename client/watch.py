@@ -2,7 +2,8 @@
 
 Hops are asked as soon as a step is late, since asking costs next to nothing. Who does not answer has failed. When all
 answer, the *front* is the first hop that is not done: if it computes, it may take its time as long as it computes
-anything; if it has nothing to compute and no byte comes to it, what it waits for is lost.
+anything, but after a minute another hop is asked, if there is one; if it has nothing to compute and no byte comes to
+it, what it waits for is lost.
 """
 
 import asyncio
@@ -14,13 +15,14 @@ import structlog
 
 from swarm.client.live import EdgeDown, Leg, LiveRoute
 from swarm.client.usual import Usual
-from swarm.errors import ChannelClosed, HopFailed
+from swarm.errors import ChannelClosed, HopFailed, Refused
 from swarm.wire.messages import Inquiry, Progress
 
 PATIENCE_S = (0.25, 0.5, 1.0)  # least, before anything is known, and most
 ANSWER_S = (0.5, 1.0, 2.0)
 QUIET_S = 0.2  # without a byte: shorter than this, something is on its way
 WEDGED_S = 30.0  # a hop that computes but finishes nothing, for anybody
+OVERDUE_S = 60.0  # with one step at one hop that does finish something
 RESEND_ROUNDS = 2  # of questions in which nothing moves
 GIVE_UP_ROUNDS = 4
 
@@ -42,6 +44,13 @@ class Wedged:
     front: int
 
 
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Hop `front` has had one step for so long that another one may be quicker."""
+
+    front: int
+
+
 class Watch:
     """The rounds of questions in one step, or one repair."""
 
@@ -49,11 +58,20 @@ class Watch:
         self._before: object = None
         self._quiet_rounds = 0
         self._moved_at: float | None = None
+        self._place: tuple[int, int] | None = None
+        self._there_since = 0.0
 
-    def judge(self, hops: Sequence[Progress], done: Sequence[bool], now: float) -> Stuck | Wedged | None:
-        """Look at one round of answers. done: for each hop, whether it has sent on what is waited for."""
+    def judge(
+        self, hops: Sequence[Progress], done: Sequence[bool], due: int, now: float
+    ) -> Stuck | Wedged | Overdue | None:
+        """Look at one round of answers. done: for each hop, whether it has sent on what is waited for: `due`."""
         front = next((index for index, is_done in enumerate(done) if not is_done), len(hops))
         computing = front < len(hops) and hops[front].under_way > 0
+        if self._place != (front, due):
+            self._place, self._there_since = (front, due), now
+        elif computing and now - self._there_since > OVERDUE_S:
+            self._there_since = now
+            return Overdue(front)
         state = (front, computing, hops[front].jobs_done if computing else [(hop.applied, hop.length) for hop in hops])
         moves = state != self._before
         if not computing and front < len(hops):
@@ -78,7 +96,7 @@ class Watcher:
         self,
         live: LiveRoute,
         unanswered: Callable[[], Sequence[int]],
-        report: Callable[[HopFailed | EdgeDown], None],
+        report: Callable[[HopFailed | Refused | EdgeDown], None],
         resend: Callable[[], None],
     ) -> None:
         """unanswered: steps under way. report: takes what is at fault. resend: sends the steps again."""
@@ -161,21 +179,29 @@ class Watcher:
             done = [hop.applied >= due for hop in hops]
         else:
             return
-        last = len(hops) - 1
-        match watch.judge(hops, done, self._loop.time()):
+        match watch.judge(hops, done, due, self._loop.time()):
+            case Stuck(_, again=True) | Overdue() if self._live.rebuilding is not None:
+                pass  # it takes as long as the past is long
+            case Stuck(_, again=True):
+                self._resend()
+            case Stuck(front):
+                self._report(self._not_arrived(front, due))
             case Wedged(front):
                 self._report(self._live.legs[front].broken(f"it has computed nothing for {WEDGED_S:.0f} s"))
-            case Stuck(_, again=True):
-                if self._live.rebuilding is None:
-                    self._resend()
-            case Stuck(front) if 0 < front <= last and self._live.is_relayed(front - 1):
-                came = self._live.legs[front].carried >= due
-                why = "what is sent to it does not arrive" if came else "nothing comes from it"
-                self._report(self._live.legs[front if came else front - 1].broken(why))
-            case Stuck(front) if 0 < front <= last:
-                self._report(EdgeDown(self._live.edge(front - 1), "nothing comes through", blocked=True))
-            case Stuck(front):
-                self._report(self._live.legs[min(front, last)].broken("what is sent to or from it does not arrive"))
+            case Overdue(front):
+                hop, why = self._live.legs[front].hop, f"it has had a step for {OVERDUE_S:.0f} s"
+                self._report(Refused(hop.peer_id, str(hop.blocks), "no_room", why, OVERDUE_S))
+
+    def _not_arrived(self, front: int, due: int) -> HopFailed | EdgeDown:
+        """Say what is at fault when nothing comes to hop `front`, or to the client. due: what it waits for."""
+        legs = self._live.legs
+        if not 0 < front < len(legs):
+            return legs[min(front, len(legs) - 1)].broken("what is sent to or from it does not arrive")
+        if not self._live.is_relayed(front - 1):
+            return EdgeDown(self._live.edge(front - 1), "nothing comes through", blocked=True)
+        if legs[front].carried >= due:
+            return legs[front].broken("what is sent to it does not arrive")
+        return legs[front - 1].broken("nothing comes from it")
 
 
 def _complain(done: asyncio.Task[None]) -> None:

@@ -6,9 +6,11 @@ from swarm.client.usual import Usual
 from swarm.client.watch import (
     ANSWER_S,
     GIVE_UP_ROUNDS,
+    OVERDUE_S,
     PATIENCE_S,
     RESEND_ROUNDS,
     WEDGED_S,
+    Overdue,
     Stuck,
     Watch,
     Watcher,
@@ -35,7 +37,7 @@ def rounds(hops, count, every_s=0.5):
     """The verdicts of so many rounds in which the hops say the same."""
     watch = Watch()
     done = [each.applied >= APPLIED for each in hops]
-    return [watch.judge(hops, done, every_s * number) for number in range(count)]
+    return [watch.judge(hops, done, APPLIED, every_s * number) for number in range(count)]
 
 
 @pytest.mark.parametrize("front", [0, 1, 2, 3])
@@ -55,7 +57,18 @@ def test_a_busy_hop_that_finishes_anything_for_anybody_is_waited_for():
     watch = Watch()
     for number in range(1000):
         hops = [hop(APPLIED), hop(WAITING, under_way=1, jobs_done=number // 10)]
-        assert watch.judge(hops, [True, False], 0.5 * number) is None
+        assert watch.judge(hops, [True, False], number // 100, 0.5 * number) is None
+
+
+def test_a_hop_that_has_one_step_for_very_long_is_overdue_and_again_after_as_long():
+    watch = Watch()
+    done = [True, False]
+    said = [
+        watch.judge([hop(APPLIED), hop(WAITING, under_way=1, jobs_done=second)], done, 7, float(second))
+        for second in range(int(2.5 * OVERDUE_S))
+    ]
+    assert [second for second, verdict in enumerate(said) if verdict] == [OVERDUE_S + 1, 2 * OVERDUE_S + 2]
+    assert set(said) == {None, Overdue(1)}
 
 
 def test_a_hop_that_finishes_nothing_is_wedged():

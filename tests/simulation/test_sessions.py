@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from swarm.blocks import Blocks
 from swarm.client import chunks, live
 from swarm.client import session as client_session
 from swarm.client.session import Session
+from swarm.client.watch import OVERDUE_S
 from swarm.errors import Refused, SessionClosed
 from swarm.server import handler
 from swarm.server.session import Declined
@@ -344,6 +347,52 @@ def test_what_two_hops_call_impossible_is_believed() -> None:
         with pytest.raises(Refused, match="bad_request"):
             await going.say()
         assert len(set(asked)) == len(asked) == 2
+
+    played(scenario)
+
+
+class Crowded:
+    """Hosts that compute for others alone: what comes is kept until it is its turn."""
+
+    def __init__(self, hosts: list[Host]) -> None:
+        self._hosts = hosts
+        self._executors = [host.handler._executor for host in hosts]
+        self._kept: list[tuple[Any, Any]] = []
+        for host, executor in zip(hosts, self._executors, strict=True):
+            host.handler._executor = SimpleNamespace(submit=partial(self._keep, executor))
+
+    def _keep(self, executor: Any, *job: Any) -> None:
+        self._kept.append((executor, job))
+
+    async def serve_others(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for host in self._hosts:
+                host.handler.jobs_done += 1
+
+    def end(self) -> None:
+        for host, executor in zip(self._hosts, self._executors, strict=True):
+            host.handler._executor = executor
+        for executor, job in self._kept:
+            executor.submit(*job)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_hop_that_is_busy_with_others_for_very_long_is_left_if_there_is_another_one(everywhere: bool) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        process = going.session.route[1].process
+        crowded = Crowded(going.village.world.hosts if everywhere else [going.hosts[1]])
+        others = asyncio.create_task(crowded.serve_others())
+        going.loop.call_later(OVERDUE_S + 20.0, crowded.end)
+        took_s = await going.say()
+        others.cancel()
+        assert going.failures() == []
+        if everywhere:
+            assert took_s > OVERDUE_S + 20
+        else:
+            assert OVERDUE_S < took_s < OVERDUE_S + 10
+            assert process not in {hop.process for hop in going.session.route}
 
     played(scenario)
 
