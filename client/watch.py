@@ -22,7 +22,7 @@ PATIENCE_S = (0.25, 0.5, 1.0)  # least, before anything is known, and most
 ANSWER_S = (0.5, 1.0, 2.0)
 QUIET_S = 0.2  # without a byte: shorter than this, something is on its way
 WEDGED_S = 30.0  # a hop that computes but finishes nothing, for anybody
-OVERDUE_S = 60.0  # with one step at one hop that does finish something
+OVERDUE_S = 60.0  # a hop that finishes something now and then, but nothing of this session
 RESEND_ROUNDS = 2  # of questions in which nothing moves
 GIVE_UP_ROUNDS = 4
 
@@ -46,7 +46,7 @@ class Wedged:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Hop `front` has had one step for so long that another one may be quicker."""
+    """Hop `front` has been busy with others for so long that another one may be quicker."""
 
     front: int
 
@@ -58,7 +58,7 @@ class Watch:
         self._before: object = None
         self._quiet_rounds = 0
         self._moved_at: float | None = None
-        self._place: tuple[int, int] | None = None
+        self._place: object = None
         self._there_since = 0.0
 
     def judge(
@@ -67,8 +67,9 @@ class Watch:
         """Look at one round of answers. done: for each hop, whether it has sent on what is waited for: `due`."""
         front = next((index for index, is_done in enumerate(done) if not is_done), len(hops))
         computing = front < len(hops) and hops[front].under_way > 0
-        if self._place != (front, due):
-            self._place, self._there_since = (front, due), now
+        place = (front, due, *((hops[front].length, hops[front].under_way) if computing else ()))
+        if self._place != place:
+            self._place, self._there_since = place, now
         elif computing and now - self._there_since > OVERDUE_S:
             self._there_since = now
             return Overdue(front)
@@ -180,16 +181,15 @@ class Watcher:
         else:
             return
         match watch.judge(hops, done, due, self._loop.time()):
-            case Stuck(_, again=True) | Overdue() if self._live.rebuilding is not None:
-                pass  # it takes as long as the past is long
             case Stuck(_, again=True):
-                self._resend()
+                if self._live.rebuilding is None:
+                    self._resend()
             case Stuck(front):
                 self._report(self._not_arrived(front, due))
             case Wedged(front):
                 self._report(self._live.legs[front].broken(f"it has computed nothing for {WEDGED_S:.0f} s"))
             case Overdue(front):
-                hop, why = self._live.legs[front].hop, f"it has had a step for {OVERDUE_S:.0f} s"
+                hop, why = self._live.legs[front].hop, f"it has computed nothing of ours for {OVERDUE_S:.0f} s"
                 self._report(Refused(hop.peer_id, str(hop.blocks), "no_room", why, OVERDUE_S))
 
     def _not_arrived(self, front: int, due: int) -> HopFailed | EdgeDown:

@@ -397,6 +397,21 @@ def test_a_hop_that_is_busy_with_others_for_very_long_is_left_if_there_is_anothe
     played(scenario)
 
 
+def test_a_hop_that_is_busy_with_others_when_it_is_given_a_past_is_left() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(3)
+        last, listed = going.session.route[-1], going.village.listed
+        ends = [host for host in going.village.world.hosts if host.blocks.stop == N_BLOCKS]
+        crowded = Crowded([host for host in ends if host.identity.peer_id in listed - {last.peer_id}])
+        others = asyncio.create_task(crowded.serve_others())
+        going.village.kill(last.peer_id)
+        assert OVERDUE_S < await going.say() < OVERDUE_S + 15
+        others.cancel()
+        assert going.failures() == [last.process]
+
+    played(scenario)
+
+
 @pytest.mark.parametrize("meanwhile", ["planned", "connected"])
 def test_a_session_that_is_closed_while_it_is_repaired_leaves_nothing(meanwhile: str) -> None:
     async def scenario(going: Going) -> None:
