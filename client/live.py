@@ -33,7 +33,7 @@ REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the 
 REBUILD_TIMEOUT_S = 120.0
 
 Result = TypeVar("Result")
-Reply = wire.Opened | wire.Rerouted | wire.Rebuilt
+Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Pong
 Plan = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
 """`await plan(blocks, avoid, numeric_class)`: hops for blocks, without these peers or processes. Raises NoRoute."""
 
@@ -342,15 +342,14 @@ class LiveRoute:
                 self.send(index, self._open_message(index, after_step, rebuild))
             else:
                 self.send(index, self._reroute_message(index, after_step, reset=index in reset))
-        pings = asyncio.ensure_future(_all_or_errors(self._ping(index) for index in sorted(new)))
+        replies += [self.legs[index].expect(wire.Pong) for index in sorted(new)]
+        pings = asyncio.gather(*(self._ping(self.legs[index]) for index in new))
         try:
-            answers = await self._answered(replies, range(len(self.legs)), REPLY_TIMEOUT_S, "did not answer")
-            latencies_s = await pings
+            asked = [*range(len(self.legs)), *sorted(new)]
+            answers = await self._answered(replies, asked, REPLY_TIMEOUT_S, "did not answer")
         finally:
             pings.cancel()
-        for index, latency_s in zip(sorted(new), latencies_s, strict=True):
-            self.legs[index].hop = replace(self.legs[index].hop, latency_ms=1000 * latency_s)
-        for leg, answer in zip(self.legs, answers, strict=True):
+        for leg, answer in zip(self.legs, answers, strict=False):
             leg.opened = True
             leg.window = answer.window if isinstance(answer, wire.Opened) else leg.window
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
@@ -377,14 +376,16 @@ class LiveRoute:
             self._connects.observe(asyncio.get_running_loop().time() - began)
         self._watch(leg.channel)
 
-    async def _ping(self, index: int) -> float:
-        leg = self.legs[index]
+    @staticmethod
+    async def _ping(leg: Leg) -> None:
+        """Measure how far away a hop is."""
         assert leg.channel is not None
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                return await leg.channel.ping()
+                leg.hop = replace(leg.hop, latency_ms=1000 * await leg.channel.ping())
+            leg.hear(wire.Pong(nonce=0))
         except (TimeoutError, ChannelClosed) as error:
-            raise leg.broken(str(error) or "no answer to a ping") from None
+            leg.fail(leg.broken(str(error) or "no answer to a ping"))
 
     def _neighbours(self, index: int) -> tuple[str | None, str | None]:
         """Return the previous hop's peer id and the next hop's record, each None where it is the client."""

@@ -18,8 +18,9 @@ ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode 
 FORGOTTEN_S = 1.0  # who is away for longer is not waited for
 SMOOTHING = 0.2  # weight of the newest measurement
 REMEMBERED = 0.97  # the weight of each iteration with prefill, when the next one comes
+OUTLIER = 2.0  # what takes so much longer than was thought is held to be a hiccup; so much shorter: it had been one
 INERTIA = 0.01  # what is thought already weighs as much as sizes that vary by a tenth
-PIECE_SHARE_MAX = 0.8  # of what an average piece takes, which is not its tokens'
+PIECE_SHARE_MAX = 0.85  # of what an average piece takes, which is not its tokens'
 ABSENT_REMEMBERED = 4096  # sessions
 LINGER_MAX_S = 0.010  # that a single step waits for company
 LINGER_SHARE = 0.4  # of the last iteration, at most
@@ -112,6 +113,11 @@ class Pace:
     An iteration with n tokens of prefill takes so much longer: piece_s + n * token_s. What any piece costs must be told
     from what its tokens cost: or else, where the former is more than prefill may add, pieces would become ever smaller
     and dearer. Both are a weighted least squares fit, each observation weighted by 1 / n^2, as noise is relative.
+
+    But some is not: the first pass of a fresh process, page faults, a machine that others use, too. One such hiccup,
+    taken for the price of tokens, makes the next pieces a token long, of which the fit learns least; a prompt then
+    takes ten times as long. So none counts more than OUTLIER times what was expected, and one that takes less
+    than that part of it halves the weight of all before it.
     """
 
     def __init__(self) -> None:
@@ -124,11 +130,17 @@ class Pace:
     def observe(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
         """Learn from an iteration of so many decode steps and prefilled tokens."""
         if prefill_tokens == 0:
-            self._decode_s = _smooth(self._decode_s, took_s)
+            most_s = took_s if self._decode_s is None else OUTLIER * self._decode_s
+            self._decode_s = _smooth(self._decode_s, min(took_s, most_s))
             return
         # Weights are read once, whatever runs; how long that takes without anybody who decodes is not known so well.
         beside_s = self._decode_s or 0.0
         more_s = max(took_s - beside_s, took_s / 10 if decodes else took_s / 2)
+        if self._token_s is not None:
+            expected_s = self._piece_s + prefill_tokens * self._token_s
+            if more_s < expected_s / OUTLIER:
+                self._sums = [each / 2 for each in self._sums]
+            more_s = min(more_s, OUTLIER * expected_s)
         x, y = 1 / prefill_tokens, more_s / prefill_tokens
         self._sums = [REMEMBERED * a + b for a, b in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
         self._is_odd = not self._is_odd

@@ -161,6 +161,30 @@ def test_the_log_says_how_long_each_phase_of_a_repair_took(monkeypatch: pytest.M
     played(scenario)
 
 
+def test_a_new_hop_that_stops_right_after_it_has_opened_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All has come but its answer to the ping, by which its distance is measured."""
+    send = network.VirtualChannel.send
+
+    async def scenario(going: Going) -> None:
+        first, listed = going.session.route[0].peer_id, going.village.listed
+        starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
+        (spare,) = [host for host in starts if host.identity.peer_id in listed - {first}]
+
+        def send_and_stop(channel: Any, message: Any, tensors: Any = ()) -> None:
+            if channel.process is spare.process and isinstance(message, wire.Pong):
+                return
+            send(channel, message, tensors)
+            if channel.process is spare.process and isinstance(message, wire.Opened):
+                spare.process.stop()
+
+        monkeypatch.setattr(network.VirtualChannel, "send", send_and_stop)
+        going.village.kill(first)
+        assert await going.say() < live.PING_TIMEOUT_S
+        assert spare.process.state == "stopped"
+
+    played(scenario)
+
+
 def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take() -> None:
     async def scenario(going: Going) -> None:
         for _ in range(10):
