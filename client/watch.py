@@ -18,8 +18,9 @@ from swarm.client.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, Refused
 from swarm.wire.messages import Inquiry, Progress
 
-PATIENCE_S = (0.25, 0.5, 1.0)  # least, before anything is known, and most
+PATIENCE_S = (0.15, 0.5, 1.0)  # least, before anything is known, and most
 ANSWER_S = (0.5, 1.0, 2.0)
+PAUSE_S = 0.25  # between two rounds of questions, at least: what a network loses it sends again within that
 QUIET_S = 0.2  # without a byte: shorter than this, something is on its way
 WEDGED_S = 30.0  # a hop that computes but finishes nothing, for anybody
 OVERDUE_S = 60.0  # a hop that finishes something now and then, but nothing of this session
@@ -136,7 +137,7 @@ class Watcher:
             said = [answer for answer in answers if answer is not None]
             if len(said) == len(self._live.legs) and epoch == self._live.epoch:
                 self._judge(watch, said)
-            await asyncio.sleep(self.steps.wait_s)
+            await asyncio.sleep(max(PAUSE_S, self.steps.wait_s))
 
     @property
     def answer_s(self) -> float:
