@@ -343,12 +343,13 @@ class LiveRoute:
             else:
                 self.send(index, self._reroute_message(index, after_step, reset=index in reset))
         replies += [self.legs[index].expect(wire.Pong) for index in sorted(new)]
-        pings = asyncio.gather(*(self._ping(self.legs[index]) for index in new))
+        pings = [asyncio.ensure_future(self._ping(self.legs[index])) for index in new]
         try:
             asked = [*range(len(self.legs)), *sorted(new)]
             answers = await self._answered(replies, asked, REPLY_TIMEOUT_S, "did not answer")
         finally:
-            pings.cancel()
+            for ping in pings:
+                ping.cancel()
         for leg, answer in zip(self.legs, answers, strict=False):
             leg.opened = True
             leg.window = answer.window if isinstance(answer, wire.Opened) else leg.window

@@ -1,6 +1,7 @@
 """What one session meets now and then, played on a virtual clock: nobody in good order is blamed or waited for."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import SimpleNamespace
@@ -58,6 +59,8 @@ class Going:
 def played(scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float | None = None) -> None:
     """Open a session and go through a scenario. far_s: how far from the client all servers are, one way."""
     loop = VirtualLoop(HORIZON_S)
+    unheard: list[Any] = []
+    loop.set_exception_handler(lambda _, context: unheard.append(context))
 
     async def play() -> None:
         village = Village(loop, "allowed_peers", 3)
@@ -68,6 +71,9 @@ def played(scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float 
         await scenario(Going(village, session))
         await session.close()
         await village.client.sessions.close()
+        await asyncio.sleep(1.0)
+        gc.collect()
+        assert not unheard  # of exceptions that nobody took
 
     _finished(loop, play())
 
@@ -284,7 +290,7 @@ def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoil
         liar.handler._send_on = spoil
         going.village.client.sessions.avoidance.block(going.session.live.edge(0))
         going.session.live.stands = False
-        assert await going.say() < 10
+        assert await going.say(2) < 10
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[1:]] == others
 
