@@ -406,8 +406,9 @@ class Session:
         if isinstance(message, wire.Step) and flight is None:
             return  # it has been answered
         due = flight.message.hidden.shape if flight is not None else None
-        if hidden is None or hidden.dim() != 3 or due not in {None, tuple(hidden.shape)} or not is_finite(hidden):
-            self._stop_for(source.broken("its activations are of the wrong shape, infinite or no numbers"))
+        formed = hidden is not None and hidden.dim() == 3 and hidden.dtype.is_floating_point
+        if hidden is None or not formed or due not in {None, tuple(hidden.shape)} or not is_finite(hidden):
+            self._stop_for(source.broken("its activations are of the wrong shape or type, infinite or no numbers"))
             return
         try:
             self.live.send(index, message, [tensor for tensor in tensors if tensor is not None])

@@ -276,7 +276,13 @@ def of_another_shape(message: Any, tensors: Any) -> Any:
     return message.model_copy(update={"hidden": meta_of(fewer)}), [fewer, *tensors[1:]]
 
 
-@pytest.mark.parametrize("spoilt", [nothing, without_numbers, of_another_shape])
+def whole_numbers(message: Any, tensors: Any) -> Any:
+    """Send them as integers."""
+    whole = tensors[0].to(torch.int64)
+    return message.model_copy(update={"hidden": meta_of(whole)}), [whole, *tensors[1:]]
+
+
+@pytest.mark.parametrize("spoilt", [nothing, without_numbers, of_another_shape, whole_numbers])
 def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoilt: Callable[..., Any]) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
