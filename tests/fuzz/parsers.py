@@ -309,6 +309,9 @@ def _gate(access: Access | None = None) -> RecordGate:
     return RecordGate(NETWORK, lambda: NOW, access or Access())
 
 
+HELD = _gate().admit(KEY, SUBKEY, pack_value(RECORD), NOW + 60)
+
+
 def _read_announcement(data: bytes) -> object:
     record = open_announcement(data, now=NOW, network=NETWORK, verified=True)
     return record.span, record.peer_id, record.unknown_fields, record.model_dump_json()
@@ -346,7 +349,7 @@ def _private_entry() -> bytes:
 
 
 def _entries() -> bytes:
-    return pack_dictionary([_gate().admit(KEY, SUBKEY, pack_value(RECORD), NOW + 60)])
+    return pack_dictionary([HELD])
 
 
 def _read_dictionary(data: bytes) -> None:
@@ -372,6 +375,7 @@ async def _read_address(data: bytes) -> None:
 
 STRANGER = PeerID.from_base58(ALICE.peer_id)
 STRANGERS_ID = protocol.node_id_of(STRANGER).to_bytes()
+US = PeerID.from_base58(BOB.peer_id)
 CALL_ERRORS = (DecodeError, InvalidMessage, TooBusy)
 
 
@@ -392,15 +396,14 @@ class _Answering:
 def _protocol(answering: _Answering | None = None) -> Any:
     """A node without a p2pd."""
     node = object.__new__(protocol.SwarmProtocol)
-    us = PeerID.from_base58(BOB.peer_id)
-    node.p2p, node.node_id, node.wait_timeout = SimpleNamespace(peer_id=us), protocol.node_id_of(us), 1.0
+    node.p2p, node.node_id, node.wait_timeout = SimpleNamespace(peer_id=US), protocol.node_id_of(US), 1.0
     node.rpc_semaphore = asyncio.Semaphore()
     node.routing_table = RoutingTable(node.node_id, BUCKET_SIZE, protocol.DEPTH_MODULO)
     node.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
     node.get_stub = lambda peer: answering
     gate = _gate()
     storage = RecordStorage(gate.clock)
-    storage.put(gate.admit(KEY, SUBKEY, pack_value(RECORD), NOW + 60))
+    storage.put(HELD)
     node._equip(gate, storage, gate.clock)
     return node
 
@@ -424,8 +427,7 @@ async def _find_answered(data: bytes) -> None:
 
 async def _others_answered(data: bytes) -> None:
     await _protocol(_Answering(dht_pb2.PingResponse, data)).ping(STRANGER)
-    entry = _gate().admit(KEY, SUBKEY, pack_value(RECORD), NOW + 60)
-    await _protocol(_Answering(dht_pb2.StoreResponse, data)).store(STRANGER, [entry])
+    await _protocol(_Answering(dht_pb2.StoreResponse, data)).store(STRANGER, [HELD])
 
 
 class _LightHost:
