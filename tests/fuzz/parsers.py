@@ -258,10 +258,10 @@ async def _first_frame(plaintext: bytes) -> None:
 
 
 async def _later_frame(plaintext: bytes) -> None:
-    sealer, channel = Sealer(KEYS[0]), _channel(shaken=True)
-    channel.receive(bytes(sealer.seal([frame_of(_hello())])))
-    assert channel.proven
-    await _receive(channel, bytes(sealer.seal([plaintext])))
+    channel = _channel(shaken=True)
+    channel.peer = ALICE.peer_id
+    channel.ready.set_result(None)
+    await _receive(channel, bytes(Sealer(KEYS[0]).seal([plaintext])))
 
 
 def _sealed() -> bytes:
