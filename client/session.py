@@ -453,8 +453,9 @@ class Session:
         if message.step is None and leg.waiting:
             leg.fail(error)
             return
-        if message.step is None:
-            self._stop_for(leg.broken(f"it has lost the session: {message.why}"))
+        if message.step is None:  # else it was asked for what another hop's trouble has put an end to
+            lost = self.live.stands or message.code == "not_yours"
+            self._stop_for(leg.broken(f"it has lost the session: {message.why}") if lost else error)
             return
         flight = self._in_flight.get(message.step)
         if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():

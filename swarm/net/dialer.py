@@ -26,6 +26,7 @@ class Dialer:
         self._on_message = on_message
         self._dials: dict[Remote, asyncio.Task[Channel]] = {}
         self._users: dict[Channel, int] = {}
+        self._idle: dict[Channel, asyncio.TimerHandle] = {}  # that end those that nobody uses
         self._doubted: dict[Remote, Channel] = {}
 
     async def connect(self, remote: Remote, addresses: Sequence[str]) -> Channel:
@@ -43,6 +44,7 @@ class Dialer:
         if channel.closed:
             raise ChannelClosed(remote.peer, channel.ended.result())
         self._users[channel] = self._users.get(channel, 0) + 1
+        self._stop_waiting(channel)
         return channel
 
     def has(self, remote: Remote) -> bool:
@@ -54,8 +56,7 @@ class Dialer:
         if channel not in self._users:
             return  # it has ended already
         self._users[channel] -= 1
-        if self._users[channel] == 0:
-            asyncio.get_running_loop().call_later(IDLE_S, self._close_if_idle, channel)
+        self._rest(channel)
 
     def doubt(self, channel: Channel) -> None:
         """A channel gives no sign of life: whoever connects next gets it only if it does before a new one is there.
@@ -85,19 +86,22 @@ class Dialer:
         except BaseException:
             self._dials.pop(remote, None)
             raise
-        self._doubted.pop(remote, None)
+        doubted = self._doubted.pop(remote, None)
         self._users.setdefault(channel, 0)
+        if doubted is not None and doubted is not channel:
+            self._rest(doubted)
         dialled = self._dials[remote]
 
         def forget(_: asyncio.Future[str]) -> None:
             self._users.pop(channel, None)
+            self._stop_waiting(channel)
             if self._dials.get(remote) is dialled:
                 del self._dials[remote]
             if self._doubted.get(remote) is channel:
                 del self._doubted[remote]
 
         channel.ended.add_done_callback(forget)
-        asyncio.get_running_loop().call_later(IDLE_S, self._close_if_idle, channel)  # whoever asked may have gone
+        self._wait(channel)  # whoever asked may have gone
         return channel
 
     async def _renewed(self, old: Channel, remote: Remote, addresses: Sequence[str]) -> Channel:
@@ -129,7 +133,28 @@ class Dialer:
             idle.close()
         return idle is not None
 
-    def _close_if_idle(self, channel: Channel) -> None:
+    def _rest(self, channel: Channel) -> None:
+        """Perhaps nobody uses it now: then it waits for the next one who does, or ends if another has replaced it.
+
+        The other side takes but a few channels from one peer.
+        """
+        if self._users.get(channel) != 0:
+            return
+        if channel in self._doubted.values() or any(_made(attempt, channel) for attempt in self._dials.values()):
+            self._wait(channel)
+        else:
+            channel.close()
+
+    def _wait(self, channel: Channel) -> None:
+        self._stop_waiting(channel)
+        self._idle[channel] = asyncio.get_running_loop().call_later(IDLE_S, self._end_unused, channel)
+
+    def _stop_waiting(self, channel: Channel) -> None:
+        if (timer := self._idle.pop(channel, None)) is not None:
+            timer.cancel()
+
+    def _end_unused(self, channel: Channel) -> None:
+        del self._idle[channel]
         if self._users.get(channel) == 0:
             channel.close()
 

@@ -4,7 +4,7 @@ import asyncio
 import resource
 import socket
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from ipaddress import ip_network
 from typing import cast
@@ -107,7 +107,7 @@ class Listener:
         self._channels: set[Channel] = set()
         self._arriving: set[asyncio.Task[None]] = set()
         self._shaking: dict[Channel, None] = {}  # the oldest first
-        self._proven: Counter[str] = Counter()  # channels of each peer
+        self._proven: defaultdict[str, set[Channel]] = defaultdict(set)  # channels of each peer
         self._turns = Turns()
         self._accepts = Bucket(ACCEPTS_PER_S, ACCEPTS_BURST)
         self._channels_max = min(CHANNELS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -216,18 +216,23 @@ class Listener:
         return channel
 
     def _admit(self, channel: Channel) -> None:
-        """Count a proven peer's channel."""
-        peer = channel.peer
-        if self._proven[peer] >= CHANNELS_PER_PEER_MAX:
-            channel.close()
-            return
-        self._proven[peer] += 1
-        channel.ended.add_done_callback(lambda _: self._forget(peer))
+        """Count a proven peer's channel: a new one ends the one of its many that was silent for the longest time.
 
-    def _forget(self, peer: str) -> None:
-        self._proven[peer] -= 1
-        if not self._proven[peer]:
-            del self._proven[peer]
+        A peer may have lost the ones before without a word, and minutes can pass before this side finds out.
+        """
+        mine = self._proven[channel.peer]
+        if len(mine) >= CHANNELS_PER_PEER_MAX:
+            silent = min(mine, key=lambda known: known.heard_at)
+            mine.discard(silent)
+            silent.cut_off("its peer has opened too many others since")
+        mine.add(channel)
+        channel.ended.add_done_callback(lambda _: self._forget(channel))
+
+    def _forget(self, channel: Channel) -> None:
+        mine = self._proven[channel.peer]
+        mine.discard(channel)
+        if not mine:
+            del self._proven[channel.peer]
 
     async def _sweep(self) -> None:
         """End the channels that nobody reads at the other side, and those that are silent and not in use, for ever."""

@@ -113,6 +113,23 @@ def test_a_server_without_room_is_asked_again_until_there_is_some(checkpoint, fu
         eventually(lambda: small.pool.used == 0)
 
 
+def test_sessions_that_are_opened_faster_than_a_peer_may_wait_their_turn(checkpoint, full, monkeypatch):
+    """All hops refuse one opening at once: none of them has failed, and none is connected anew for that."""
+    monkeypatch.setattr("swarm.server.accounts.OPENINGS_BURST", 2.0)
+    monkeypatch.setattr("swarm.server.accounts.OPENINGS_PER_S", 4.0)
+    with inprocess(checkpoint, "0:2", "2:4", "4:6") as swarm, swarm.client() as model:
+        with torch.no_grad():
+            expected = full(IDS).logits
+            for _ in range(8):
+                out = model(IDS)
+                assert same_logits(out.logits, expected)
+            avoided = out.past_key_values._session._session._avoidance._entries.values()
+        assert not [entry for entry in avoided if entry.failures]
+        peers = [channels for server in swarm.servers for channels in server._listener._proven.values()]
+        assert [len(channels) for channels in peers] == [1] * 5, "each hop, from the client and from the hop before it"
+        del out
+
+
 def test_a_server_that_never_has_room_ends_the_step_at_its_deadline(checkpoint):
     with inprocess(checkpoint, "0:3") as swarm:
         swarm.serve("3:6", cache_tokens=10)

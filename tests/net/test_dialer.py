@@ -56,6 +56,22 @@ async def test_a_channel_that_nobody_uses_ends(listener, dialer, monkeypatch):
         await asyncio.shield(channel.ended)
 
 
+async def test_a_channel_that_is_used_now_and_again_does_not_end(listener, dialer, monkeypatch):
+    monkeypatch.setattr(dialer_module, "IDLE_S", 1.0)
+    channel = None
+    for _ in range(30):
+        again = await dialer.connect(remote(listener), [address(listener)])
+        assert channel in {None, again}
+        channel = again
+        dialer.release(channel)
+        await asyncio.sleep(0.05)
+    assert not channel.closed
+    assert len(dialer._idle) == 1
+    channel.close()
+    await asyncio.sleep(0)
+    assert not dialer._idle
+
+
 async def test_a_channel_that_seems_dead_gives_way_to_a_new_one(listener, dialer):
     dead = await dialer.connect(remote(listener), [address(listener)])
     dead._carrier.write = dead.receive = lambda *_: None
@@ -68,6 +84,23 @@ async def test_a_channel_that_seems_dead_gives_way_to_a_new_one(listener, dialer
     await asyncio.sleep(0)
     assert await dialer.connect(remote(listener), [address(listener)]) is new
     assert not dialer._doubted
+
+
+@pytest.mark.parametrize("unused", ["before", "after"])
+async def test_a_channel_that_has_given_way_ends_when_nobody_uses_it(listener, dialer, unused):
+    """The other side takes but a few from us, and one that is doubted again and again must not use them up."""
+    dead = await dialer.connect(remote(listener), [address(listener)])
+    dead._carrier.write = dead.receive = lambda *_: None
+    dialer.doubt(dead)
+    if unused == "before":
+        dialer.release(dead)
+        assert not dead.closed, "it may live yet"
+    new = await dialer.connect(remote(listener), [address(listener)])
+    if unused == "after":
+        dialer.release(dead)
+    assert (dead.closed, new.closed) == (True, False)
+    dialer.release(new)
+    assert not new.closed, "the next one will be given it"
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["no new one", "none for long"])

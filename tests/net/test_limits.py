@@ -257,19 +257,20 @@ async def test_when_too_many_prove_nothing_the_oldest_goes(listener, monkeypatch
     channel.close()
 
 
-async def test_one_peer_has_but_a_few_channels(listener):
-    me = somebody()
-    channels = [
-        await dial(address(listener), remote(listener._me), me, lambda *_: None)
-        for _ in range(tcp.CHANNELS_PER_PEER_MAX + 1)
-    ]
-    await until(lambda: channels[-1].closed)
-    assert not any(channel.closed for channel in channels[:-1])
-    channels[0].close()
-    await until(lambda: listener._proven[me.identity.peer_id] == tcp.CHANNELS_PER_PEER_MAX - 1)
-    again = await dial(address(listener), remote(listener._me), me, lambda *_: None)
-    await again.ping()
-    for channel in (*channels, again):
+async def test_of_one_peers_many_channels_the_one_that_was_silent_for_the_longest_time_goes(listener):
+    """Else a client whose connections died unnoticed cannot come back for minutes."""
+    me, other = somebody(), somebody()
+    reach = address(listener), remote(listener._me)
+    bystander = await dial(*reach, other, lambda *_: None)
+    channels = [await dial(*reach, me, lambda *_: None) for _ in range(tcp.CHANNELS_PER_PEER_MAX)]
+    for talks in (channels[0], *channels[2:]):
+        await talks.ping()
+    channels.append(await dial(*reach, me, lambda *_: None))
+    await channels[-1].ping()
+    await until(lambda: channels[1].closed)
+    assert [channel.closed for channel in (*channels, bystander)] == [False, True, False, False, False, False]
+    assert len(listener._proven[me.identity.peer_id]) == tcp.CHANNELS_PER_PEER_MAX
+    for channel in (*channels, bystander):
         channel.close()
     await until(lambda: not listener._proven)
 
