@@ -25,6 +25,7 @@ def described(outcomes: list[Outcome]) -> str:
     return "\n".join(f"{o.error or o.faults or o.wrong}: {replay(o)}" for o in outcomes)
 
 
+@pytest.mark.timeout(1200)  # minutes of computing, all of it
 def test_no_token_differs_and_nothing_hangs_whatever_fails():
     spawning = get_context("spawn")
     with ProcessPoolExecutor(mp_context=spawning, initializer=settle) as pool:  # one for each core
