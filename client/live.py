@@ -71,6 +71,7 @@ class Leg:
     waiting: dict[type[Reply], "asyncio.Future[Reply]"] = field(default_factory=dict)
     asked: "asyncio.Future[wire.Progress] | None" = None
     applied: int = 0  # the last step that it has said to have sent on
+    refusals: int = 0  # of steps, which is a sign of life
     carried: int = 0  # the last step that the client has handed on to it; of a past, so many positions
 
     def expect(self, kind: type[Reply]) -> "asyncio.Future[Reply]":

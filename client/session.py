@@ -453,13 +453,16 @@ class Session:
         if message.step is None and leg.waiting:
             leg.fail(error)
             return
-        if message.step is None:  # else it was asked for what another hop's trouble has put an end to
-            lost = self.live.stands or message.code == "not_yours"
-            self._stop_for(leg.broken(f"it has lost the session: {message.why}") if lost else error)
+        if message.step is None:
+            if self.live.stands or message.code == "not_yours":
+                self._stop_for(leg.broken(f"it has lost the session: {message.why}"))
+            elif message.code != "bad_request":  # a part of the past that follows a refused one
+                self._stop_for(error)  # it was asked for what another hop's trouble has put an end to
             return
         flight = self._in_flight.get(message.step)
         if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():
             return  # it follows from what happened before, and the step will be sent again
+        leg.refusals += 1
         fail(flight.answer, error)
 
     def on_ended(self, channel: Channel, why: str) -> None:

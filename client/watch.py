@@ -63,9 +63,12 @@ class Watch:
         self._there_since = 0.0
 
     def judge(
-        self, hops: Sequence[Progress], done: Sequence[bool], due: int, now: float
+        self, hops: Sequence[Progress], done: Sequence[bool], due: int, now: float, refusals: int = 0
     ) -> Stuck | Wedged | Overdue | None:
-        """Look at one round of answers. done: for each hop, whether it has sent on what is waited for: `due`."""
+        """Look at one round of answers. done: for each hop, whether it has sent on what is waited for: `due`.
+
+        refusals: how many there have been. Whoever has no room now is asked again: what it refuses has arrived.
+        """
         front = next((index for index, is_done in enumerate(done) if not is_done), len(hops))
         computing = front < len(hops) and hops[front].under_way > 0
         place = (front, due, *((hops[front].length, hops[front].under_way) if computing else ()))
@@ -74,7 +77,8 @@ class Watch:
         elif computing and now - self._there_since > OVERDUE_S:
             self._there_since = now
             return Overdue(front)
-        state = (front, computing, hops[front].jobs_done if computing else [(hop.applied, hop.length) for hop in hops])
+        progress = hops[front].jobs_done if computing else [(hop.applied, hop.length) for hop in hops]
+        state = (front, computing, refusals, progress)
         moves = state != self._before
         if not computing and front < len(hops):
             moves = moves or hops[front].quiet_ms < 1000 * QUIET_S
@@ -181,7 +185,7 @@ class Watcher:
             done = [hop.applied >= due for hop in hops]
         else:
             return
-        match watch.judge(hops, done, due, self._loop.time()):
+        match watch.judge(hops, done, due, self._loop.time(), sum(leg.refusals for leg in self._live.legs)):
             case Stuck(_, again=True):
                 if self._live.rebuilding is None:
                     self._resend()

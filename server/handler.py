@@ -192,7 +192,7 @@ class Handler:
         if standing is not None and not (standing.owner.peer == channel.peer and standing.epoch < request.epoch):
             raise Declined("not_yours", "there is a session of this name")  # and it is no later route of its owner's
         has = sum(session.owner.peer == channel.peer for session in self.sessions.values())
-        if has >= (most := (SESSIONS_MAX - len(self.sessions)) // SESSIONS_SHARE):
+        if standing is None and has >= (most := (SESSIONS_MAX - len(self.sessions)) // SESSIONS_SHARE):
             raise Declined("no_room", f"at most {most} sessions a peer, as many as there are now", RETRY_AFTER_S)
         self.accounts.charge_opening(channel.peer)
         hosting = self._hosting

@@ -27,6 +27,7 @@ BACKLOG = 128  # so that a queue of them takes little more than a second
 NO_DESCRIPTORS_S = 1.0  # how long to wait when there are none for a connection
 CHANNELS_MAX = 4096  # or half of the descriptors that this process may have
 CHANNELS_PER_PEER_MAX = 4
+SILENT_S = 10.0  # a channel that was used since gives way to no other one of its peer
 IDLE_S = 120.0  # a channel without a session that says nothing for so long ends
 SWEEP_S = 30.0  # a channel whose peer takes nothing of what waits for it, for so long, ends
 CLOSE_TIMEOUT_S = 5.0  # for the peer to read what was sent before the end
@@ -216,13 +217,16 @@ class Listener:
         return channel
 
     def _admit(self, channel: Channel) -> None:
-        """Count a proven peer's channel: a new one ends the one of its many that was silent for the longest time.
+        """Count a proven peer's channel: of many, a new one ends the one that was silent for longest.
 
         A peer may have lost the ones before without a word, and minutes can pass before this side finds out.
         """
         mine = self._proven[channel.peer]
         if len(mine) >= CHANNELS_PER_PEER_MAX:
             silent = min(mine, key=lambda known: known.heard_at)
+            if channel.heard_at - silent.heard_at < SILENT_S:
+                channel.close()
+                return
             mine.discard(silent)
             silent.cut_off("its peer has opened too many others since")
         mine.add(channel)

@@ -49,6 +49,12 @@ def test_what_does_not_arrive_is_sent_again_and_then_given_up(front):
     assert [verdict for verdict in verdicts if verdict is None] == [None] * (GIVE_UP_ROUNDS - 1)
 
 
+def test_a_hop_that_refuses_steps_for_want_of_room_has_received_them():
+    watch, hops = Watch(), [hop(WAITING)]
+    assert not any(watch.judge(hops, [False], APPLIED, 1.0 * number, number) for number in range(50))
+    assert any(watch.judge(hops, [False], APPLIED, 50.0 + number, 49) for number in range(GIVE_UP_ROUNDS))
+
+
 def test_bytes_on_their_way_are_waited_for():
     assert rounds([hop(APPLIED), hop(WAITING, quiet_ms=5)], 20) == [None] * 20
 

@@ -459,8 +459,11 @@ async def test_one_peer_opens_only_so_many_sessions_over_however_many_channels(
 ):
     again = Peer(owner.me.identity)
     for number in range(SESSIONS_MAX // (SESSIONS_SHARE + 1)):
-        assert isinstance(await (again if number % 2 else owner).ask(first, open_for(first)), Opened)
+        request = open_for(first)
+        assert isinstance(await (again if number % 2 else owner).ask(first, request), Opened)
     assert code(await owner.ask(first, open_for(first))) == "no_room"
+    later = request.model_copy(update={"epoch": request.epoch + 1})
+    assert isinstance(await owner.ask(first, later), Opened), "it takes the place of the one before it"
     assert code(await again.ask(first, open_for(first))) == "no_room"
     assert isinstance(await stranger.ask(first, open_for(first)), Opened)
     again.leave()

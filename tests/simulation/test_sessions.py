@@ -474,3 +474,21 @@ def test_a_session_that_is_closed_while_it_is_repaired_leaves_nothing(meanwhile:
         assert set(dialer._users.values()) == {0}
 
     played(scenario)
+
+
+def test_what_follows_a_refused_part_of_the_past_is_nobodys_fault() -> None:
+    """The parts behind it that were on their way are refused, too: they begin where none is due."""
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        session = going.session
+        channel = session.live.legs[1].channel
+        session.live.stands = False
+        for code, troubles in (("bad_request", 0), ("no_room", 1)):
+            refused = wire.Refused(session=session.id, epoch=session.live.epoch, code=code, why="", retry_after_ms=100)
+            session.on_message(channel, refused, ())
+            assert len(session._troubles) == troubles
+        await going.say()
+        assert going.failures() == []
+
+    played(scenario)
