@@ -456,8 +456,8 @@ class Session:
         if message.step is None:
             if self.live.stands or message.code == "not_yours":
                 self._stop_for(leg.broken(f"it has lost the session: {message.why}"))
-            elif message.code != "bad_request":  # a part of the past that follows a refused one
-                self._stop_for(error)  # it was asked for what another hop's trouble has put an end to
+            elif message.code != "bad_request":  # that follows where a part of the past was refused before
+                self._stop_for(error)  # late, as another hop's trouble came first
             return
         flight = self._in_flight.get(message.step)
         if message.code in {"out_of_order", "not_yours"} or flight is None or flight.answer.done():
