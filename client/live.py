@@ -56,6 +56,8 @@ class SessionPlan:
     rollback_max: int
     step_timeout_s: float
     wait_for_blocks_s: float
+    rows: int = 1  # of its batch, at first
+    positions_soon: int = 0  # of each row, which every hop is to have room for
 
 
 @dataclass(slots=True)
@@ -124,6 +126,7 @@ class LiveRoute:
         self.legs: list[Leg] = []
         self.stands = False  # all hops are connected and have the session's past
         self.rebuilding: tuple[frozenset[int], int] | None = None  # hops that lack the past, and its length
+        self.rows, self.positions_soon = plan.rows, plan.positions_soon
         self._plan = plan
         self._blocks = blocks
         self._dialer = dialer
@@ -171,6 +174,13 @@ class LiveRoute:
     def let_go(self, leg: Leg) -> None:
         """This hop has ended the session in good order: the next repair opens it anew, perhaps on the same hop."""
         self._drop(leg)
+        self.stands = False
+
+    def leave(self) -> None:
+        """Give back what the session has on all hops: the next repair opens it anew and has its past computed again."""
+        for leg in self.legs:
+            self._drop(leg)
+        self.legs = []
         self.stands = False
 
     def has(self, leg: Leg) -> bool:
@@ -264,9 +274,16 @@ class LiveRoute:
         """Say what opening waits for."""
         if not self.legs:
             return NoRoute(self._plan.root, tuple(self._blocks), "none was found in time")
-        return self.front(1).broken("it does not answer in time")
+        return self._front(1).broken("it does not answer in time")
 
-    def front(self, step: int) -> Leg:
+    def awaited(self, step: int) -> tuple[str, str]:
+        """Return the peer id and the blocks that this step waits for."""
+        if not self.legs:
+            return "any server", str(self._blocks)
+        front = self._front(step).hop
+        return front.peer_id, str(front.blocks)
+
+    def _front(self, step: int) -> Leg:
         """Return the hop that this step waits for, by what the hops have said when they were asked."""
         broken = (leg for leg in self.legs if leg.failed or leg.channel is None or leg.waiting)
         behind = (leg for leg in self.legs if leg.applied < step)
@@ -411,6 +428,8 @@ class LiveRoute:
             stop=hop.blocks.stop,
             positions_max=self._plan.positions_max,
             rollback_max=self._plan.rollback_max,
+            rows=self.rows,
+            positions_soon=self.positions_soon,
             after_step=after_step,
             rebuild=rebuild,
             previous=previous,

@@ -98,12 +98,9 @@ class Router:
         self._looking: asyncio.Task[Survey] | None = None
         self._heard: dict[bytes, Entry] = {}  # by the look-up that is going on
 
-    async def open(self, blocks: Blocks, plan: SessionPlan, positions_needed: int = 0) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused.
-
-        positions_needed: how many cached tokens it is likely to need on every hop.
-        """
-        planner = partial(self.plan, positions_needed=positions_needed)
+    async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
+        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused."""
+        planner = partial(self.plan, positions_needed=plan.rows * plan.positions_soon)
         try:
             session = await self._sessions.open(plan, blocks, planner)
         except NoRoute as nobody:  # asked for only now: somebody may come while a session waits

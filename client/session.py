@@ -33,9 +33,14 @@ HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are 
 DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is not asked again before
 IDLE_S = 600.0  # without a step: then hops may end a session, and none is to blame for it
 ROOM_S = 1.0  # who has no room is asked once more after so long, or sooner, and then left
+ROOM_HELD_S = 5.0  # who waits for room holds its own for so long, or up to twice as long: others may wait for that
+POSITIONS_TO_COME = 128  # of each row, beyond a step: what hops are to have room for
+ASK_S = 0.5  # who is full is not asked again sooner: those whose turn it is do not open more than servers let them
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
 WAIT_POLL_S = 1.0
 WAITS_COUNTED = 16  # by then it is the longest pause, and 2 ** waits stays a number
+
+WINDOW_MAX = 64  # what a hop can ask for
 
 FromHop = (
     wire.Opened
@@ -63,6 +68,7 @@ class _InFlight:
     message: wire.Step
     tensors: Sequence[Tensor]
     answer: asyncio.Future[Tensor | None]
+    sent: bool = False  # on this route, since a hop last had no room
 
 
 class Session:
@@ -74,9 +80,15 @@ class Session:
     """
 
     def __init__(
-        self, session_id: str, plan: SessionPlan, planner: Plan, live: LiveRoute, avoidance: Avoidance
+        self,
+        session_id: str,
+        plan: SessionPlan,
+        planner: Plan,
+        live: LiveRoute,
+        avoidance: Avoidance,
+        turns: asyncio.Semaphore,
     ) -> None:
-        """planner: finds hops. live: a route on which nothing is connected yet."""
+        """planner: finds hops. live: a route on which nothing is connected yet. turns: to ask those who are full."""
         self.id = session_id
         self.live = live
         self.length = 0  # positions that every hop has
@@ -84,6 +96,7 @@ class Session:
         self._plan = plan
         self._planner = planner
         self._avoidance = avoidance
+        self._turns = turns
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()  # done when it is closed
         self._lock = asyncio.Lock()  # one step, or one move, at a time
@@ -91,12 +104,14 @@ class Session:
         self._step = 0
         self._answered = 0  # the last step that the last hop has answered
         self._in_flight: dict[int, _InFlight] = {}
+        self._at_once = WINDOW_MAX  # steps under way: one after a hop had no room, and twice as many with every answer
         self._troubles: list[Trouble] = []
         self._reconnected: set[Edge] = set()  # that broke, with no answer since
         self._leaving: set[str] = set()  # processes that asked to be left
         self._mover: asyncio.Task[None] | None = None
         self._ended: SwarmError | None = None
         self._used_at = self._loop.time()  # when the last step was over
+        self._deadline = self._used_at  # of the step, or of opening
         self._watcher = Watcher(live, self._unanswered, self._stop_for, self._resend_all)
 
     @property
@@ -106,8 +121,10 @@ class Session:
 
     async def open(self) -> None:
         """Find a route and open the session on it. Called once, by `Sessions.open`."""
+        limit_s = max(OPEN_TIMEOUT_S, self._plan.step_timeout_s) + self._plan.wait_for_blocks_s
+        self._deadline = self._loop.time() + self._plan.step_timeout_s
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S + self._plan.wait_for_blocks_s), self._lock:
+            async with asyncio.timeout(limit_s), self._lock:
                 with self._watcher.watching():
                     await self._restore()
         except TimeoutError:
@@ -144,12 +161,14 @@ class Session:
                 want = tokens if want is None else min(want, tokens)
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
+                self._deadline = deadline
+                self.live.rows = hidden.shape[0]
+                self.live.positions_soon = min(keep + tokens + POSITIONS_TO_COME, self._plan.positions_max)
                 rate = self.live.prefill_tps
                 chunks = cut(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want, tokens_per_s=rate)
-                outputs = await self._run(chunks, tokens, deadline)
+                outputs = await self._run(chunks, tokens)
         except TimeoutError:
-            front = self.live.front(self._answered + 1).hop
-            error = StepTimeout(front.peer_id, str(front.blocks), self._plan.step_timeout_s)
+            error = StepTimeout(*self.live.awaited(self._answered + 1), self._plan.step_timeout_s)
             self._end(error)
             raise error from None
         except SwarmError as failed:
@@ -164,7 +183,7 @@ class Session:
         self._move_if_asked()
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
-    async def _run(self, chunks: Iterator[Chunk], tokens: int, deadline: float) -> list[Tensor]:
+    async def _run(self, chunks: Iterator[Chunk], tokens: int) -> list[Tensor]:
         """Send chunks, at most a window of them under way, and collect what is wanted of each."""
         began, repairs = self._loop.time(), self.repairs
         outputs: list[Tensor] = []
@@ -174,21 +193,22 @@ class Session:
                 await self._restore()
                 for chunk in chunks:
                     if len(waiting) >= self.live.window:
-                        await self._collect(waiting.pop(0), outputs, deadline)
-                    waiting.append(self._send(chunk, deadline))
+                        await self._collect(waiting.pop(0), outputs)
+                    waiting.append(self._send(chunk))
                 while waiting:
-                    await self._collect(waiting.pop(0), outputs, deadline)
+                    await self._collect(waiting.pop(0), outputs)
             finally:
                 self._in_flight.clear()
         if self.repairs == repairs and tokens == 1:
             self._watcher.steps.observe(self._loop.time() - began)
         return outputs
 
-    async def _collect(self, flight: _InFlight, outputs: list[Tensor], deadline: float) -> None:
+    async def _collect(self, flight: _InFlight, outputs: list[Tensor]) -> None:
         """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too.
 
         What a hop calls impossible another one is asked, too, before it is believed.
         """
+        began = self._loop.time()
         asked_again = renewed = doubted = False
         while True:
             try:
@@ -198,16 +218,14 @@ class Session:
                 if refused.code == "grant_over" and not renewed:
                     renewed = True
                     self.live.stands = False  # the same route once more: that grants anew
-                elif refused.code != "no_room" or refused.retry_after_s is None:
+                elif refused.retry_after_s is None:
                     alone = not doubted and refused.code != "too_late"
                     if not (alone and await self._move_away({self.live.process_of(refused.peer)})):
                         raise
                     doubted = True
                 elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
                     wait_s = refused.retry_after_s if asked_again else min(ROOM_S, refused.retry_after_s)
-                    if self._loop.time() + wait_s >= deadline:
-                        raise  # who is full says more than that time is over
-                    await asyncio.sleep(wait_s)
+                    await self._wait_for_room(refused, wait_s, began)
                     asked_again = True
             except (HopFailed, EdgeDown):
                 pass
@@ -217,7 +235,7 @@ class Session:
         if output is not None:
             outputs.append(output)
 
-    def _send(self, chunk: Chunk, deadline: float) -> _InFlight:
+    def _send(self, chunk: Chunk) -> _InFlight:
         self._step += 1
         message = wire.Step(
             session=self.id,
@@ -225,7 +243,7 @@ class Session:
             step=self._step,
             keep=chunk.keep,
             rows=chunk.rows,
-            budget_ms=max(1, int(1000 * (deadline - self._loop.time()))),
+            budget_ms=max(1, int(1000 * (self._deadline - self._loop.time()))),
             want=chunk.want,
             hidden=meta_of(chunk.hidden),
             positions=meta_of(chunk.positions) if chunk.positions is not None else None,
@@ -236,8 +254,23 @@ class Session:
         tensors = [tensor for tensor in (chunk.hidden, chunk.positions, chunk.mask) if tensor is not None]
         flight = _InFlight(message, tensors, self._loop.create_future())
         self._in_flight[self._step] = flight
-        self._transmit(flight)
+        self._send_some()
         return flight
+
+    def _send_some(self) -> None:
+        """Send what has not been sent, in order, as far as the hops have room."""
+        under_way = 0
+        for flight in [self._in_flight[number] for number in sorted(self._in_flight)]:
+            if flight.answer.done():
+                if flight.answer.exception() is not None:
+                    return  # what follows it would be out of order
+                continue
+            under_way += 1
+            if under_way > self._at_once:
+                return
+            if not flight.sent:
+                flight.sent = True
+                self._transmit(flight)
 
     def _unanswered(self) -> list[int]:
         """The steps that are under way."""
@@ -252,7 +285,8 @@ class Session:
                 flight.answer = self._loop.create_future()
             if flight.message.epoch != self.live.epoch:
                 flight.message = flight.message.model_copy(update={"epoch": self.live.epoch})
-            self._transmit(flight)
+            flight.sent = False
+        self._send_some()
 
     def _transmit(self, flight: _InFlight) -> None:
         try:
@@ -276,8 +310,23 @@ class Session:
 
     async def _restore(self) -> None:
         """Mend the route until it stands. Raises NoRoute; in a new session also what is wrong with the only holder."""
+        if self.live.stands:
+            return
         mending = _Mending(self._loop.time())
         self.live.spent.clear()
+        try:
+            if not self._answered and self._turns.locked():
+                await self._take_turn(mending)
+            await self._mend(mending)
+        finally:
+            if mending.has_turn:
+                self._turns.release()
+        self.repairs += 1
+        route = [f"{hop.peer_id} {hop.blocks}" for hop in self.route]
+        took = {"seconds": self._loop.time() - mending.began, **self.live.spent}
+        _log.info("route stands", session=self.id[:8], route=route, **{phase: round(s, 3) for phase, s in took.items()})
+
+    async def _mend(self, mending: "_Mending") -> None:
         while not self.live.stands:
             self._raise_if_ended()
             for mending.last in self._troubles:
@@ -287,21 +336,19 @@ class Session:
                 await self._repair(mending.without)
             except NoRoute as nobody:
                 await self._wait_for_somebody(mending, nobody)
-            mending.tries += 1
-        if mending.tries == 0:
-            return
-        self.repairs += 1
-        route = [f"{hop.peer_id} {hop.blocks}" for hop in self.route]
-        took = {"seconds": self._loop.time() - mending.began, **self.live.spent}
-        _log.info("route stands", session=self.id[:8], route=route, **{phase: round(s, 3) for phase, s in took.items()})
 
     async def _wait_for_somebody(self, mending: "_Mending", nobody: NoRoute) -> None:
         """Nobody can take over now. Returns when it is worth another try; else raises."""
         last = mending.last
-        full = isinstance(last, Refused) and last.retry_after_s is not None and self._answered
         # Those who failed us may have lost but a connection, or be about to be started again.
         patience_s = max(self._plan.wait_for_blocks_s, HOLDERS_S if mending.without else 0.0)
-        if full or self._loop.time() - mending.began < patience_s:
+        if isinstance(last, Refused) and last.retry_after_s is not None:
+            if not self._answered:
+                self.live.leave()
+                await self._take_turn(mending, last)
+            await self._wait_for_room(last, min(WAIT_POLL_S, max(ASK_S, last.retry_after_s)), mending.began)
+            mending.without.clear()
+        elif self._loop.time() - mending.began < patience_s:
             await asyncio.sleep(min(WAIT_POLL_S, WAIT_FIRST_S * 2**mending.waits))
             mending.waits = min(mending.waits + 1, WAITS_COUNTED)
             mending.without.clear()
@@ -311,6 +358,30 @@ class Session:
             raise NoRoute(nobody.model, nobody.missing, f"nobody can take over: {nobody.why} ({last})") from None
         else:
             raise last if not isinstance(last, EdgeDown) else nobody from None
+
+    async def _wait_for_room(self, full: Refused, for_s: float, since: float) -> None:
+        """Wait before who is full is asked again. Raises `full` if that is too late: it says more than a timeout does.
+
+        After a while without room of its own: those who wait for more, and hold what they have, wait for each other.
+        """
+        if full.code == "no_room" and self._loop.time() - since > self._held_s:
+            self.live.leave()
+        if self._loop.time() + for_s >= self._deadline:
+            raise full
+        await asyncio.sleep(for_s)
+        self._at_once = 1
+
+    async def _take_turn(self, mending: "_Mending", full: Refused | None = None) -> None:
+        """Wait in line with other new sessions for those who are full. Raises `full` when that takes too long."""
+        if mending.has_turn:
+            return
+        try:
+            async with asyncio.timeout_at(self._deadline - WAIT_FIRST_S if full is not None else None):
+                await self._turns.acquire()
+        except TimeoutError:
+            assert full is not None
+            raise full from None
+        mending.has_turn = True
 
     async def _repair(self, without: set[str]) -> None:
         """Mend the route once; what gives way meanwhile is the next trouble. Raises NoRoute."""
@@ -363,7 +434,8 @@ class Session:
             if self._ended is not None or not self.live.stands or not leaving:
                 return
             try:
-                async with asyncio.timeout(self._plan.step_timeout_s):
+                self._deadline = self._loop.time() + self._plan.step_timeout_s
+                async with asyncio.timeout_at(self._deadline):
                     with self._watcher.watching():
                         moved = await self._move_away(leaving)
             except (TimeoutError, SessionError, RouteError) as error:
@@ -427,6 +499,8 @@ class Session:
             self._answered = message.step
             self._reconnected.clear()
             flight.answer.set_result(hidden)
+            self._at_once = min(2 * self._at_once, WINDOW_MAX)
+            self._send_some()
             return
         self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
 
@@ -482,6 +556,11 @@ class Session:
         if not self.ended.done():
             self.ended.set_result(None)
 
+    @property
+    def _held_s(self) -> float:
+        """For how long it holds its room while it waits for more: two that wait for each other do not both give way."""
+        return ROOM_HELD_S * (1 + int(self.id[:8], 16) / 2**32)
+
     def _raise_if_ended(self) -> None:
         if self._ended is not None:
             raise self._ended
@@ -500,5 +579,5 @@ class _Mending:
     began: float
     without: set[str] = field(default_factory=set)
     last: Trouble | None = None
-    tries: int = 0
     waits: int = 0
+    has_turn: bool = False

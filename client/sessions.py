@@ -13,6 +13,8 @@ from swarm.net.channel import Channel, Tensors
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
 
+TURNS = 4  # new sessions that ask those who are full again, while the others wait in line
+
 
 def random_id() -> str:
     """Return a session's name, which nobody can guess."""
@@ -29,6 +31,7 @@ class Sessions:
         self._connects = Usual(CONNECT_S)
         self._by_id: dict[str, Session] = {}
         self._watched: set[Channel] = set()
+        self._turns = asyncio.Semaphore(TURNS)
         self.dialer: Dialer  # set by whoever builds both: each needs the other
 
     @property
@@ -50,7 +53,7 @@ class Sessions:
         """
         session_id = self._new_id()
         live = LiveRoute(session_id, plan, blocks, self.dialer, self.avoidance, self._connects, self._watch)
-        session = Session(session_id, plan, planner, live, self.avoidance)
+        session = Session(session_id, plan, planner, live, self.avoidance, self._turns)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session
         try:

@@ -15,7 +15,7 @@ from swarm.client.live import SessionPlan
 from swarm.client.route import Route
 from swarm.client.router import ANY_PEER, Preferences, Router, Wanted
 from swarm.client.runtime import LoopThread
-from swarm.client.session import Session
+from swarm.client.session import POSITIONS_TO_COME, Session
 from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.errors import BadConfiguration, SessionClosed
@@ -29,7 +29,6 @@ from swarm.net.noise import ChannelKey
 HELD_BYTES_MAX = 1 << 30  # a replayed past waits as a whole to be sent
 STEP_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S_MAX = 24 * 3600.0  # what a message can say
-POSITIONS_TO_COME = 128  # that a session is expected to reach beyond its first step, for a choice of hops with room
 
 Join = Callable[[], AbstractAsyncContextManager[Directory]]
 
@@ -92,7 +91,9 @@ class Swarm:
 
     def route(self) -> Route:
         """Return the hops of the latest session, or a fresh plan where there was none."""
-        if self._latest is not None and not self._loop.alive:  # it has left the swarm, and still knows the way it took
+        if (
+            self._latest is not None and self._latest.route and not self._loop.alive
+        ):  # it has left the swarm, and still knows the way it took
             return self._router.explained(self._latest.route)
         return self._loop.run(self._route())
 
@@ -125,12 +126,13 @@ class Swarm:
                 keeping.cancel()
                 await sessions.close()
 
-    async def _open(self, blocks: Blocks, plan: SessionPlan, positions: int) -> Session:
-        self._latest = await self._router.open(blocks, plan, positions)
+    async def _open(self, blocks: Blocks, plan: SessionPlan, rows: int, tokens: int) -> Session:
+        soon = min(plan.positions_max, tokens + POSITIONS_TO_COME)
+        self._latest = await self._router.open(blocks, replace(plan, rows=rows, positions_soon=soon))
         return self._latest
 
     async def _route(self) -> Route:
-        if self._latest is not None:
+        if self._latest is not None and self._latest.route:  # it may be waiting for room, with none
             return self._router.explained(self._latest.route)
         return await self._router.plan(Blocks(self._options.local_blocks, self._checkpoint.n_blocks))
 
@@ -145,8 +147,8 @@ class WaitingSession:
     So whoever holds it can close it, wherever an interrupt hits: what is open is never but on its way to its owner.
     """
 
-    def __init__(self, loop: LoopThread, opening: Callable[[int], Awaitable[Session]]) -> None:
-        """opening: opens the session for so many cached tokens. Raises what `Router.open` does."""
+    def __init__(self, loop: LoopThread, opening: Callable[[int, int], Awaitable[Session]]) -> None:
+        """opening: opens the session for so many rows of so many tokens. Raises what `Router.open` does."""
         self._loop = loop
         self._opening = opening
         self._session: Session | None = None
@@ -170,8 +172,7 @@ class WaitingSession:
         mask = None if mask is None else mask.to("cpu", copy=True)
 
         async def step() -> Tensor:
-            needed = hidden.shape[0] * (hidden.shape[1] + POSITIONS_TO_COME)
-            session = self._session or await self._open(needed)
+            session = self._session or await self._open(hidden.shape[0], hidden.shape[1])
             return await session.step(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
 
         return self._loop.run(step()).to(device)
@@ -182,9 +183,9 @@ class WaitingSession:
 
     # In the loop
 
-    async def _open(self, positions: int) -> Session:
+    async def _open(self, rows: int, tokens: int) -> Session:
         self._refuse_if_closed()
-        self._session = await self._opening(positions)
+        self._session = await self._opening(rows, tokens)
         if self._closed:
             await self._session.close()
         self._refuse_if_closed()

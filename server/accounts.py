@@ -48,17 +48,17 @@ class Accounts:
         """Charge what makes caches and connections. Raises Declined."""
         now = self._clock()
         if (wait_s := self._of(peer).openings.take(now)) > 0:
-            raise Declined("no_room", f"more than {OPENINGS_PER_S:.0f} openings a second", wait_s)
+            raise Declined("busy", f"more than {OPENINGS_PER_S:.0f} openings a second", wait_s)
         if (wait_s := self._openings.take(now)) > 0:
-            raise Declined("no_room", f"more than {ALL_OPENINGS_PER_S:.0f} openings a second by all peers", wait_s)
+            raise Declined("busy", f"more than {ALL_OPENINGS_PER_S:.0f} openings a second by all peers", wait_s)
 
     def charge_activations(self, owner: str, n_bytes: int) -> None:
         """Charge a step, or a piece of the past. Raises Declined."""
         now, account = self._clock(), self._of(owner)
         if (wait_s := account.steps.take(now)) > 0:
-            raise Declined("no_room", f"more than {STEPS_PER_S:.0f} steps a second", wait_s)
+            raise Declined("busy", f"more than {STEPS_PER_S:.0f} steps a second", wait_s)
         if (wait_s := account.bytes.take(now, n_bytes)) > 0:
-            raise Declined("no_room", f"more than {BYTES_PER_S / 2**20:.0f} MiB of activations a second", wait_s)
+            raise Declined("busy", f"more than {BYTES_PER_S / 2**20:.0f} MiB of activations a second", wait_s)
 
     def sweep(self) -> None:
         """Forget those that are settled."""

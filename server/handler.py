@@ -204,9 +204,26 @@ class Handler:
             part = hosting.span.part(Blocks(request.start, request.stop))
         except BadBlocks as error:
             raise Declined("not_served", str(error)) from None
+        self._expect_room(channel.peer, request)
         pools = (self._pool, self.inputs, self.outputs, self.journals)
         leases = Leases(hosting.prices, *(pool.lease(channel.peer) for pool in pools))
         return HostedSession(request, channel, part, leases, self._loop.time())
+
+    def _expect_room(self, peer: str, request: Open) -> None:
+        """Refuse a session that will soon find no room, before it holds any: two that each lack some wait for ever.
+
+        Nothing is set aside, since that would be free. But what a peer's own sessions are still to take is not there
+        for its next one. Raises Declined.
+        """
+        mine = [
+            session
+            for session in self.sessions.values()
+            if session.owner.peer == peer and session.id != request.session
+        ]
+        needed = self._hosting.prices.tokens(request.rows, request.positions_soon, request.rollback_max)
+        free = self._pool.free(peer) - sum(session.still_promised for session in mine)
+        if needed > free and (mine or free < self._pool.most):  # who has it all to itself may try
+            raise Declined("no_room", f"{needed} more tokens are likely not to fit, {max(0, free)} do", RETRY_AFTER_S)
 
     def _following(self, request: Open | Reroute, stop: int) -> Announcement | None:
         """Read the record of the next hop, which must begin where this one stops. Raises Declined."""
@@ -399,7 +416,7 @@ class Handler:
             if session.owner.unsent_bytes > UNREAD_BYTES_MAX or (
                 session.next is not None and session.next.unsent_bytes > NEXT_UNSENT_MAX
             ):
-                raise Declined("no_room", "what was sent before is not read", RETRY_AFTER_S)
+                raise Declined("busy", "what was sent before is not read", RETRY_AFTER_S)
             if sent is not None:
                 self._pass_on(session, sent)
                 session.payer(channel).note_chatter(tensors)
@@ -415,7 +432,8 @@ class Handler:
             return
         except Declined as declined:
             self._refuse(session.owner, step, step.step, declined)
-            session.payer(channel).note_chatter(tensors)
+            if not session.excuses(step.step, declined, arrived_at):
+                session.payer(channel).note_chatter(tensors)
             return
         self.steps_under_way += 1
         work = session.work(step, hidden, positions, mask)
@@ -448,8 +466,8 @@ class Handler:
             self._end(session)
             return
         sent = self._forwarded(session, step, beside, result, self._loop.time() - arrived_at)
-        session.keep_sent(sent)
         self._note(session, Entry(step.step, step.rows, Past(step.keep, result, *beside)))
+        session.keep_sent(sent)
         self._pass_on(session, sent)
 
     def _note(self, session: HostedSession, entry: Entry) -> None:

@@ -65,6 +65,11 @@ class Pool:
         most = PEER_FACTOR * (self.capacity - self.used + held) // (PEER_FACTOR + 1)
         return max(0, most - held)
 
+    @property
+    def most(self) -> int:
+        """How much one peer may hold that is alone."""
+        return PEER_FACTOR * self.capacity // (PEER_FACTOR + 1)
+
     def lease(self, peer: str) -> "Lease":
         """Start a lease of a peer's that holds nothing yet."""
         return Lease(self, peer)

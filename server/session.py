@@ -6,7 +6,7 @@ the cache and the attention mask, and sees the steps in the order in which the l
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCod
 from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite
 
 RETRY_AFTER_S = 1.0  # for whom there is no room
+AGAIN_S = 0.25  # a refused step that comes again sooner was not waited with
 WINDOW_STEPS = 8  # steps of one session that may be under way at a hop: a prefill's chunks
 STEP_BYTES_MAX = 4 * CHUNK_BYTES  # of one step's activations, unless it is but one token of every row
 
@@ -47,6 +48,7 @@ class Sent:
     step: int
     message: Step | Output
     tensors: Sequence[Tensor]
+    in_journal: bool = False  # the tensors are there, and not here
 
     @property
     def n_bytes(self) -> int:
@@ -94,6 +96,15 @@ class Leases:
     journal: Lease
 
 
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The last step for which there was no room, when it may come again, and those that were on their way behind it."""
+
+    step: int
+    again_at: float
+    behind: set[int]
+
+
 class HostedSession:
     """One session on one hop."""
 
@@ -114,6 +125,7 @@ class HostedSession:
         self.closed = False
         self.generation = 0  # raised when the past is forgotten: what was accepted before counts no more
         self._sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
+        self._promised = leases.prices.tokens(request.rows, request.positions_soon, request.rollback_max)
         self._positions_max = min(request.positions_max, span.traits.positions_max or POSITIONS_MAX)
         self._rollback_max = request.rollback_max
         self._step = request.after_step  # the last accepted one
@@ -123,6 +135,7 @@ class HostedSession:
         self._works = 0  # that the compute thread has, those included that count no more
         self.span = span
         self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
+        self._refused = _Refused(0, now, set())
         self._past: SpanPast | None = None
 
     # In the loop
@@ -136,6 +149,11 @@ class HostedSession:
     def applied(self) -> int:
         """The last step that was computed."""
         return max(0, self._step - self._steps_under_way)
+
+    @property
+    def still_promised(self) -> int:
+        """Cached tokens that it was opened for and does not hold yet."""
+        return max(0, self._promised - self.leases.cache.amount)
 
     @property
     def under_way(self) -> int:
@@ -153,6 +171,22 @@ class HostedSession:
         But if the owner's is not read already, whoever sends them regardless is.
         """
         return sender if sender.peer == self.owner.peer or self.owner.is_paused else self.owner
+
+    def excuses(self, step: int, declined: Declined, now: float) -> bool:
+        """Whether a refused step costs nobody anything: there was no room, or none for one before it.
+
+        So many as may be under way come before their sender can know; later the one that is asked for comes again.
+        """
+        last = self._refused
+        if declined.retry_after_s is None:
+            excused = step in last.behind
+            last.behind.discard(step)
+            return excused
+        if step == last.step and now < last.again_at:
+            return False
+        behind = last.behind if step == last.step else set(range(step + 1, step + WINDOW_STEPS))
+        self._refused = _Refused(step, now + max(AGAIN_S, declined.retry_after_s / 2), behind)
+        return True
 
     def close(self) -> None:
         """End it, and give back what it holds: all but what the compute thread still has."""
@@ -182,7 +216,7 @@ class HostedSession:
 
     def keep_sent(self, sent: Sent) -> None:
         """Note what was sent, and forget the oldest where there is no room for all."""
-        self._sent.append(sent)
+        self._sent.append(sent if self.journal is None else replace(sent, tensors=(), in_journal=True))
         while True:
             try:
                 self.leases.outputs.resize(sum(each.n_bytes for each in self._sent))
@@ -199,8 +233,10 @@ class HostedSession:
         if number > self._step:
             return None
         for sent in self._sent:
-            if sent.step == number:
+            if sent.step == number and not sent.in_journal:
                 return sent
+            if sent.step == number and self.journal is not None:
+                return replace(sent, tensors=self.journal.output_of(number), in_journal=False)
         if number > self.applied:
             raise Declined("out_of_order", f"step {number} is still being computed")
         if number > self._step - WINDOW_STEPS:
@@ -249,13 +285,14 @@ class HostedSession:
         """Use up some of the grant, and memory: for `positions` in all, and for a new input. Raises Declined."""
         left, inputs = self.grant.left(rows * tokens), self.leases.inputs
         if n_bytes > inputs.room:
-            raise Declined("no_room", "too much waits to be computed", RETRY_AFTER_S)
+            raise Declined("busy", "too much waits to be computed", RETRY_AFTER_S)
         cache = self.leases.cache
         try:  # what a rollback frees is free when that has been computed
             cache.resize(max(cache.amount, self.leases.prices.tokens(rows, positions, self._rollback_max)))
         except NoRoom as full:
             why = f"{full.needed} more tokens do not fit, {full.free} are there for you"
-            raise Declined("no_room", why, RETRY_AFTER_S) from None
+            fits_ever = cache.amount + full.needed <= cache.pool.most
+            raise Declined("no_room", why, RETRY_AFTER_S if fits_ever else None) from None
         inputs.resize(inputs.amount + n_bytes)
         self.grant.tokens = left
 

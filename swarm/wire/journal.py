@@ -98,6 +98,11 @@ class Journal:
             self._fold(len(self._entries) // 2)
         return self.n_bytes - before
 
+    def output_of(self, step: int) -> list[Tensor]:
+        """Return what went on with one of the last STEPS_UNFOLDED_MAX // 2 steps."""
+        past = next(entry.past for entry in reversed(self._entries) if entry.step == step)
+        return [tensor for tensor in (past.hidden, past.positions, past.mask) if tensor is not None]
+
     def past_after(self, step: int) -> tuple[Past, ...]:
         """Return the session's past as it was right after `step`, as pieces in order; none where nothing was.
 

@@ -39,7 +39,8 @@ Text = Annotated[str, Field(max_length=TEXT_MAX)]
 
 
 RefusalCode = Literal[
-    "no_room",  # come back after retry_after_ms
+    "no_room",  # in memory: come back after retry_after_ms
+    "busy",  # too much, or too fast: come back after retry_after_ms
     "draining",  # this server is leaving
     "not_served",  # another model, numeric class or block range
     "not_yours",  # the session belongs to another key, or expects its activations from another peer
@@ -91,6 +92,7 @@ class Open(Message):
     """Opens a session on one hop. The key that sends it controls the session from then on.
 
     positions_max: the longest that the session may get. rollback_max: the most positions that a step takes back.
+    rows, positions_soon: what it will have before long, each row so many positions: a hop without room for it says so.
     previous: the only peer whose activations count; None for the client itself.
     next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
     relay: the client gets them, and hands them on to the next hop, which this one cannot reach; no next_record then.
@@ -109,6 +111,8 @@ class Open(Message):
     stop: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
     positions_max: Annotated[int, Field(ge=1, le=POSITIONS_MAX)]
     rollback_max: Annotated[int, Field(ge=0, le=ROLLBACK_MAX)]
+    rows: Annotated[int, Field(ge=1, le=ROWS_MAX)] = 1
+    positions_soon: Annotated[int, Field(ge=0, le=POSITIONS_MAX)] = 0
     previous: PeerId | None = None
     next_record: Annotated[str, Field(max_length=4096)] | None = None
     relay: bool = False

@@ -218,20 +218,24 @@ def test_journals_stay_within_their_memory(checkpoint, full):
         assert first.journals.used == 0
 
 
-def test_a_hop_that_kept_no_outputs_is_brought_to_where_it_was_again(checkpoint, full):
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_hop_that_kept_no_outputs_has_them_in_its_journal_or_has_its_past_computed_again(checkpoint, full, journal):
     with inprocess(checkpoint, "0:3", "3:6", "3:6") as swarm, swarm.client() as model:
         swarm.servers[0].handler.outputs.capacity = 0
+        if not journal:
+            swarm.servers[0].handler.journals.capacity = 0
         cache = model.new_cache()
         with torch.no_grad():
             model(ONE, past_key_values=cache)
             first, last = used_twins(swarm, model)
-            before = set(first.handler.sessions.values())
+            (session,) = first.handler.sessions.values()
             swallowed = crash_at_next_step(swarm, last)
             got = model(ONE[:, :1], past_key_values=cache).logits
             assert swallowed
             local = full(ONE, use_cache=True).past_key_values
             assert same_logits(got, full(ONE[:, :1], past_key_values=local).logits)
-        assert before.isdisjoint(first.handler.sessions.values())  # the step came again, whose output it had forgotten
+        assert session in first.handler.sessions.values()
+        assert session.generation == (0 if journal else 1)
 
 
 def crash_at_next_step(swarm, server):

@@ -7,12 +7,14 @@ import pytest
 
 from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance
+from swarm.client.live import SessionPlan
 from swarm.client.router import NOW_S, Router, Wanted
 from swarm.dht.directory import Survey
 from swarm.errors import NoRoute, RootMismatch, Unreachable
 from tests.client.test_route import server
 
 WANTED = Wanted("00" * 32, "model", 6, "float32")
+PLAN = SessionPlan("00" * 32, positions_max=8, rollback_max=0, step_timeout_s=1.0, wait_for_blocks_s=0.0)
 
 
 class Reading:
@@ -106,14 +108,14 @@ async def test_whoever_serves_another_model_of_this_name_is_named_when_no_sessio
     router, directory, _, _ = router_of()
     directory.others = [SimpleNamespace(root="11" * 32)]
     with pytest.raises(RootMismatch):
-        await router.open(Blocks(0, 6), None)
+        await router.open(Blocks(0, 6), PLAN)
 
 
 async def test_nobody_is_said_to_serve_a_model_where_it_cannot_be_found_out_who_serves_one_of_this_name():
     router, directory, _, _ = router_of()
     directory.others = None
     with pytest.raises(NoRoute, match="nobody serves them"):
-        await router.open(Blocks(0, 6), None)
+        await router.open(Blocks(0, 6), PLAN)
 
 
 async def test_what_was_read_before_does_while_the_directory_cannot_be_read():

@@ -7,7 +7,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -581,15 +581,75 @@ async def test_a_session_may_always_begin_again(first: Site, owner: Peer):
     assert torch.equal(again, await owner.output())
 
 
-async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back(first: Site, owner: Peer):
+async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back(
+    first: Site, owner: Peer, stranger: Peer
+):
+    holder = await opened(stranger, first)
+    (await stranger.to(first)).send(*step(holder, 1, activations(1, 2)))
+    await stranger.output()
     room = first.server.pool.free(owner.peer)
     request = await opened(owner, first, positions_max=POOL_TOKENS)
     refused = await owner.ask(first, *flat(step(request, 1, activations(1, room + 1))))
     assert code(refused) == "no_room"
     assert refused.retry_after_ms > 0
-    assert first.server.pool.used == 0
+    assert first.server.pool.used == 2
     (await owner.to(first)).send(*step(request, 1, activations(1, room)))
     await owner.output()
+
+
+async def test_a_step_that_will_never_fit_is_not_asked_to_come_back(first: Site, owner: Peer):
+    room = first.server.pool.most
+    request = await opened(owner, first, positions_max=POOL_TOKENS)
+    refused = await owner.ask(first, *flat(step(request, 1, activations(1, room + 1))))
+    assert (code(refused), refused.retry_after_ms) == ("no_room", None)
+
+
+async def test_a_session_that_will_soon_find_no_room_is_refused_while_it_holds_none(
+    first: Site, owner: Peer, stranger: Peer
+):
+    """Else several take their room piece by piece, until each waits for what another one holds."""
+    room = first.server.pool.most
+    request = await opened(owner, first, positions_soon=room - 8)
+    refused = await owner.ask(first, open_for(first, positions_soon=room - 8))
+    assert (code(refused), refused.retry_after_ms > 0) == ("no_room", True)
+    await opened(owner, first, positions_soon=8)
+    other = await opened(stranger, first, positions_soon=room)  # nothing is set aside for anybody
+    (await owner.to(first)).send(*step(request, 1, activations(1, 4)))
+    await owner.output()
+    assert code(await stranger.ask(first, open_for(first, positions_soon=room))) == "no_room"
+    (await stranger.to(first)).send(Close(session=other.session))
+    await stranger.settled(first)
+    assert code(await stranger.ask(first, open_for(first, positions_soon=room))) == "no_room"  # 4 are somebody else's
+    await opened(stranger, first, positions_soon=4)
+
+
+async def test_what_waits_for_room_is_charged_to_nobody_unless_it_is_sent_again_at_once(
+    first: Site, owner: Peer, stranger: Peer
+):
+    holder = await opened(stranger, first)
+    (await stranger.to(first)).send(*step(holder, 1, activations(1, 2)))
+    await stranger.output()
+    request = await opened(owner, first, positions_max=POOL_TOKENS)
+    await owner.settled(first)
+    charged: list[tuple[object, ...]] = []
+    session = first.server.handler.sessions[request.session]
+    session.owner.note_chatter = lambda tensors=(): charged.append(tensors)  # type: ignore[method-assign]
+    tokens = first.server.pool.free(owner.peer) + 1
+    channel = await owner.to(first)
+    first_step = step(request, 1, activations(1, tokens))
+    channel.send(*first_step)
+    for number in range(2, 1 + WINDOW_STEPS):  # they were on their way
+        channel.send(*step(request, number, activations(1, 1), keep=tokens))
+    for _ in range(WINDOW_STEPS):
+        assert code(await owner.next()) in {"no_room", "out_of_order"}
+    assert charged == []
+    assert code(await owner.ask(first, *flat(step(request, 2, activations(1, 1), keep=tokens)))) == "out_of_order"
+    assert len(charged) == 1  # once is enough
+    assert code(await owner.ask(first, *flat(first_step))) == "no_room"
+    assert len(charged) == 2  # it was asked to wait
+    session._refused = replace(session._refused, again_at=0.0)
+    assert code(await owner.ask(first, *flat(first_step))) == "no_room"
+    assert len(charged) == 2
 
 
 async def test_a_step_refused_further_on_is_sent_again_and_computed_once_by_each_hop(
@@ -683,7 +743,7 @@ async def test_whoever_does_not_read_gets_no_step_again(first: Site, owner: Peer
     (await owner.to(first)).send(*message)
     await owner.output()
     monkeypatch.setattr(handler_module, "UNREAD_BYTES_MAX", -1)
-    assert code(await owner.ask(first, *flat(message))) == "no_room"
+    assert code(await owner.ask(first, *flat(message))) == "busy"
 
 
 async def test_a_next_hop_that_does_not_read_gets_no_more(
@@ -695,7 +755,7 @@ async def test_a_next_hop_that_does_not_read_gets_no_more(
     await owner.output()
     monkeypatch.setattr(handler_module, "NEXT_UNSENT_MAX", -1)
     for each in (message, step(request, 2, activations(1, 1), keep=4)):
-        assert code(await owner.ask(first, *flat(each))) == "no_room"
+        assert code(await owner.ask(first, *flat(each))) == "busy"
 
 
 async def test_who_sends_for_an_owner_that_is_not_read_already_pays_himself(first: Site, owner: Peer, stranger: Peer):

@@ -16,7 +16,7 @@ from torch import Tensor
 from swarm.blocks import Blocks
 from swarm.client import chunks
 from swarm.client.live import SessionPlan
-from swarm.client.session import Session
+from swarm.client.session import POSITIONS_TO_COME, Session
 from swarm.errors import SwarmError
 from swarm.wire import journal
 from tests.simulation.invariants import checked
@@ -163,25 +163,27 @@ class User:
 
     async def run(self) -> None:
         """Open a session, generate, close it. Raises Hang, or what the session raises."""
+        n_rows = self._rng.choice((1, 1, 1, 2, 3))
+        length = self._rng.randrange(1, 64)
+        prompt = [[self._rng.randrange(4000) for _ in range(length)] for _ in range(n_rows)]
         plan = SessionPlan(
             root=ROOT,
             positions_max=self._tokens * 2 + 128,
             rollback_max=ROLLBACK_MAX,
             step_timeout_s=STEP_TIMEOUT_S,
             wait_for_blocks_s=0.0,
+            rows=n_rows,
+            positions_soon=length + POSITIONS_TO_COME,
         )
         session = await _in_time(self._client.router.open(Blocks(0, N_BLOCKS), plan))
         try:
-            await self._generate(session)
+            await self._generate(session, prompt)
         finally:
             self._outcome.repairs += session.repairs
             await session.close()
 
-    async def _generate(self, session: Session) -> None:
-        rng = self._rng
-        n_rows = rng.choice((1, 1, 1, 2, 3))
-        length = rng.randrange(1, 64)
-        prompt = [[rng.randrange(4000) for _ in range(length)] for _ in range(n_rows)]
+    async def _generate(self, session: Session, prompt: list[list[int]]) -> None:
+        rng, n_rows, length = self._rng, len(prompt), len(prompt[0])
         mask = None
         if n_rows > 1 and length > 4 and rng.random() < 0.5:
             mask = torch.ones(n_rows, length, dtype=torch.uint8)

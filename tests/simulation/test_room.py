@@ -1,0 +1,152 @@
+"""Servers that are full, played on a virtual clock: everybody waits, nobody for ever, and nobody who does is blamed."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swarm.blocks import Blocks
+from swarm.client.live import SessionPlan
+from swarm.client.session import POSITIONS_TO_COME, Session
+from swarm.errors import Refused
+from swarm.server.session import Declined
+from swarm.wire import messages as wire
+from tests.simulation.test_lists import PLAN
+from tests.simulation.test_sessions import Going, played, small_chunks
+from tests.simulation.world import N_BLOCKS
+
+PROMPT = 64
+NEW_TOKENS = 40
+
+
+def fill(going: Going, tokens: int) -> None:
+    """Give every server so small a cache."""
+    for host in going.village.world.hosts:
+        host.pool.capacity = tokens
+
+
+async def another(going: Going, plan: SessionPlan = PLAN) -> Going:
+    """Open one more session of the same client."""
+    return Going(going.village, await going.village.router.open(Blocks(0, N_BLOCKS), plan))
+
+
+async def all_well(tasks: list[Coroutine[Any, Any, float]]) -> float:
+    """Carry out all at once. Returns how long the slowest took, in seconds."""
+    return max(await asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_sessions_that_need_more_cache_than_there_is_all_end_well(
+    monkeypatch: pytest.MonkeyPatch, *, foreseen: bool
+) -> None:
+    """Those that take their room piece by piece each wait for what others hold, until one gives its own back."""
+    small_chunks(monkeypatch, 8)
+    plan = replace(PLAN, positions_soon=PROMPT + POSITIONS_TO_COME if foreseen else 0)
+
+    async def scenario(going: Going) -> None:
+        fill(going, 5 * PROMPT)
+
+        async def use() -> float:
+            began = going.loop.time()
+            mine = await another(going, plan)
+            await mine.say(PROMPT)
+            for _ in range(NEW_TOKENS):
+                await mine.say()
+            await mine.session.close()
+            return going.loop.time() - began
+
+        await all_well([use() for _ in range(16)])
+        assert going.failures() == []
+        await asyncio.sleep(1.0)
+        assert all(host.pool.used == 0 for host in going.village.world.hosts)
+
+    played(scenario)
+
+
+def test_a_session_that_waits_for_room_holds_none_and_says_at_its_deadline_who_is_full() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(PROMPT)
+        taken = {host.name: host.pool.used for host in going.village.world.hosts}
+        for host in going.hosts[:-1]:
+            host.pool.capacity = 10_000
+        full = [host for host in going.village.world.hosts if host.blocks.stop == N_BLOCKS]
+        for host in full:
+            host.pool.capacity = PROMPT + 30
+            lease = host.pool.lease("somebody else")
+            lease.resize(lease.room)
+        began = going.loop.time()
+        opening = asyncio.create_task(another(going, replace(PLAN, positions_soon=PROMPT, step_timeout_s=20.0)))
+        await asyncio.sleep(10.0)
+        assert not opening.done()
+        with pytest.raises(Refused, match="likely not to fit"):
+            await opening
+        assert 19.0 < going.loop.time() - began < 20.5
+        await asyncio.sleep(1.0)
+        held = {host.name: host.pool.used for host in going.village.world.hosts if host not in full}
+        assert held == {name: taken[name] for name in held}
+
+    played(scenario)
+
+
+def test_openings_beyond_the_rate_wait_in_line_and_none_fails() -> None:
+    async def scenario(going: Going) -> None:
+        waits: list[float] = []
+        until = going.loop.time() + 40.0
+
+        async def use() -> float:
+            while going.loop.time() < until:
+                began = going.loop.time()
+                mine = await another(going)
+                waits.append(going.loop.time() - began)
+                await mine.say(4)
+                await mine.session.close()
+            return 0.0
+
+        await all_well([use() for _ in range(24)])
+        assert len(waits) > 40 * 6  # and a burst of 64: servers let a peer open 8 a second
+        assert max(waits) < 12.0  # 24 in line take 3 s, and as long again where two hops do not agree
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("code", ["no_room", "busy"])
+def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: pytest.MonkeyPatch, code: Any) -> None:
+    small_chunks(monkeypatch, 8)
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        only = {hop.peer_id for hop in going.session.route}
+        going.village.router._preferences = replace(going.village.router._preferences, allowed_peers=frozenset(only))
+        handler = going.hosts[1].handler
+        until, came, on_step = going.loop.time() + 4.5, [], handler._on_step
+
+        def refuse(channel: Any, step: wire.Step, tensors: Any) -> None:
+            came.append(step.step)
+            if going.loop.time() < until and step.step == 4:
+                session = handler.sessions[step.session]
+                handler._refuse(session.owner, step, step.step, Declined(code, "full", 1.0))
+            else:
+                on_step(channel, step, tensors)
+
+        monkeypatch.setattr(handler, "_on_step", refuse)
+        await going.say(8 * 12)
+        assert going.failures() == []
+        waited = came[came.index(4) : len(came) - came[::-1].index(4)]  # until it came for the last time
+        assert waited.count(4) >= 4
+        behind = [step for step in waited if step != 4]
+        assert len(set(behind)) == len(behind)  # what was under way behind it came once
+
+    played(scenario)
+
+
+def test_a_session_without_a_route_can_still_say_what_it_waits_for() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        session: Session = going.session
+        session.live.leave()
+        assert session.live.awaited(2) == ("any server", f"0:{N_BLOCKS}")
+        await going.say()
+
+    played(scenario)
