@@ -149,6 +149,7 @@ class Channel:
         """
         self._loop = asyncio.get_running_loop()
         self.peer = remote.peer if remote is not None else "an unproven peer"
+        self.remote_key = remote.channel_key if remote is not None else b""  # of the process; proven when `peer` is
         self.software = ""
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
@@ -364,6 +365,7 @@ class Channel:
             return 0
         self._handshake.read(data[len(PREFACE) : size])
         if self._remote is None:
+            self.remote_key = self._handshake.remote_public
             self._carrier.write(PREFACE + self._handshake.write())
         secrets = self._handshake.finish()
         self._handshake = None

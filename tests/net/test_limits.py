@@ -15,6 +15,7 @@ from swarm.net import channel as channel_module
 from swarm.net import tcp
 from swarm.net.buffers import PIECE_BYTES, SMALL_BYTES, Backlog, Buffers, Unread
 from swarm.net.channel import Channel
+from swarm.net.noise import ChannelKey
 from swarm.net.rate import Bucket
 from swarm.net.tcp import Listener, Turns, dial
 from swarm.wire.messages import Close, Ping, Pong
@@ -324,6 +325,10 @@ async def test_signs_are_free_where_this_side_has_dialled_and_no_oftener_than_th
 # Listeners
 
 
+def another_process(me):
+    return replace(me, key=ChannelKey())
+
+
 @pytest.fixture
 async def listener():
     listener = Listener(somebody(), "127.0.0.1", 0)
@@ -365,13 +370,19 @@ async def test_when_too_many_prove_nothing_the_oldest_goes(listener, monkeypatch
     channel.close()
 
 
-async def test_of_one_peers_many_channels_one_that_was_silent_for_long_gives_way_and_no_other_one(listener):
-    """Else a client whose connections died unnoticed cannot come back for minutes."""
+@pytest.mark.parametrize("processes", [1, 6])
+async def test_of_one_peers_many_channels_one_that_was_silent_for_long_gives_way_and_no_other_one(
+    listener, monkeypatch, processes
+):
+    """Else a client whose connections died unnoticed cannot come back for minutes. It may be one process, or many."""
+    monkeypatch.setattr(tcp, "CHANNELS_PER_PEER_MAX", 6)
+    most = tcp.CHANNELS_PER_PROCESS_MAX if processes == 1 else tcp.CHANNELS_PER_PEER_MAX
     me, other = somebody(), somebody()
+    mine = [me, *(another_process(me) for _ in range(processes - 1))]
     reach = address(listener), remote(listener._me)
     bystander = await dial(*reach, other, lambda *_: None)
-    channels = [await dial(*reach, me, lambda *_: None) for _ in range(tcp.CHANNELS_PER_PEER_MAX)]
-    await until(lambda: len(listener._proven[me.identity.peer_id]) == tcp.CHANNELS_PER_PEER_MAX)
+    channels = [await dial(*reach, mine[i % processes], lambda *_: None) for i in range(most)]
+    await until(lambda: len(listener._proven[me.identity.peer_id]) == most)
     silent, *others = listener._proven[me.identity.peer_id]
     silent.heard_at -= 60
     channels.append(await dial(*reach, me, lambda *_: None))
@@ -380,8 +391,28 @@ async def test_of_one_peers_many_channels_one_that_was_silent_for_long_gives_way
     await until(lambda: one_more.closed)
     assert not any(channel.closed for channel in others)
     assert sum(channel.closed for channel in (*channels, bystander)) == 1
-    assert len(listener._proven[me.identity.peer_id]) == tcp.CHANNELS_PER_PEER_MAX
+    assert len(listener._proven[me.identity.peer_id]) == most
     for channel in (*channels, bystander):
+        channel.close()
+    await until(lambda: not listener._proven)
+
+
+async def test_processes_of_one_identity_do_not_take_each_others_channels(listener):
+    """Somebody has five notebooks open, and all of them are in use."""
+    me = somebody()
+    reach = address(listener), remote(listener._me)
+    channels = []
+    for process in (me, another_process(me)):
+        channels += [await dial(*reach, process, lambda *_: None) for _ in range(tcp.CHANNELS_PER_PROCESS_MAX)]
+    await until(lambda: len(listener._proven[me.identity.peer_id]) == len(channels))
+    one_more = await dial(*reach, me, lambda *_: None)
+    await until(lambda: one_more.closed)
+    oldest = next(known for known in listener._channels if known.remote_key != me.key.public)
+    oldest.heard_at -= 60
+    one_more = await dial(*reach, me, lambda *_: None)  # whose own ones are all in use
+    await until(lambda: one_more.closed)
+    assert not any(channel.closed for channel in channels)
+    for channel in channels:
         channel.close()
     await until(lambda: not listener._proven)
 
