@@ -371,7 +371,8 @@ class Handler:
             return
         # The inquiry itself comes from the owner, behind everything that he has sent before.
         source = session.source or session.owner
-        quiet_s = self._loop.time() - (session.used_at if source is session.owner else source.heard_at)
+        heard_at = session.used_at if source is session.owner else source.heard_at
+        quiet_s = 0.0 if source.is_paused else self._loop.time() - heard_at  # else it is taken for lost
         progress = Progress(
             session=session.id,
             epoch=session.epoch,

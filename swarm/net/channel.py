@@ -56,6 +56,10 @@ CHATTER_BYTES = 64 * 1024  # more of them cost like so many messages
 BYTES_PER_S, BYTES_BURST = 256.0 * 1024, 256.0 * 1024  # of one peer, that are free
 ALL_BYTES_PER_S, ALL_BYTES_BURST = 128.0 * 2**20, 1.0 * 2**20  # the others, of all peers together
 PAUSE_S_MAX = 5.0
+SIGN_S = 0.3  # whoever is read no faster than it may hears from this side so often: what it asks has to wait
+SIGNS_BURST = 8.0  # of one peer that a slow path lets arrive together
+ALL_SIGNS_PER_S, ALL_SIGNS_BURST = 1000.0, 64.0  # to all peers together; each takes 15 microseconds of computing
+UNASKED = 0  # the nonce of a Pong that is a sign of life and answers nothing
 _log = structlog.get_logger("swarm.net")
 _ENDED_EARLY = "it may have another network key, or a list of allowed peers that this side is not on"
 _HELLO_DOMAIN = {True: b"swarm channel initiator", False: b"swarm channel responder"}
@@ -100,6 +104,7 @@ class Allowance:
     def __init__(self) -> None:
         self.chatter = Bucket(CHATTER_PER_S, CHATTER_BURST)
         self.inflow = Bucket(BYTES_PER_S, BYTES_BURST)
+        self.signs = Bucket(1 / SIGN_S, SIGNS_BURST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,7 @@ class Self:
     buffers: Buffers = field(default_factory=Buffers)
     chatter: Bucket = field(default_factory=lambda: Bucket(ALL_CHATTER_PER_S, ALL_CHATTER_BURST))
     inflow: Bucket = field(default_factory=lambda: Bucket(ALL_BYTES_PER_S, ALL_BYTES_BURST))
+    signs: Bucket = field(default_factory=lambda: Bucket(ALL_SIGNS_PER_S, ALL_SIGNS_BURST))
     allowances: "WeakValueDictionary[str, Allowance]" = field(default_factory=WeakValueDictionary)  # of proven peers
     public: bool = False  # the swarm is: loopback and private addresses are not dialled
 
@@ -143,6 +149,7 @@ class Channel:
         """
         self._loop = asyncio.get_running_loop()
         self.peer = remote.peer if remote is not None else "an unproven peer"
+        self.remote_key = remote.channel_key if remote is not None else b""  # of the process; proven when `peer` is
         self.software = ""
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
@@ -158,6 +165,8 @@ class Channel:
         self._unfinished_since = self.heard_at
         self._backlog = Backlog(carrier.unsent_bytes)
         self._paused: asyncio.TimerHandle | None = None
+        self._paced_until = 0.0
+        self._signer: asyncio.TimerHandle | None = None
         self._allowance = Allowance()
         self._pong: asyncio.Future[None] = self._loop.create_future()
         self._pingers = 0  # that wait for it
@@ -229,9 +238,14 @@ class Channel:
 
     def pause(self, for_s: float) -> None:
         """Read nothing more for a while, at most PAUSE_S_MAX: whoever asks too much gets on no faster than it may."""
-        if not self.closed and self._paused is None:
-            self._carrier.pause_reading()
-            self._paused = self._loop.call_later(min(for_s, PAUSE_S_MAX), self._resume)
+        if self.closed or self._paused is not None:
+            return
+        for_s = min(for_s, PAUSE_S_MAX)
+        self._carrier.pause_reading()
+        self._paused = self._loop.call_later(for_s, self._resume)
+        if for_s > 0:  # else it is but others' turn
+            self._paced_until = self._loop.time() + for_s
+            self._sign_soon()
 
     @property
     def is_paused(self) -> bool:
@@ -243,6 +257,20 @@ class Channel:
         if not self.closed:
             self._carrier.resume_reading()
             self._take(b"")
+
+    def _sign_soon(self) -> None:
+        """Give a sign of life in SIGN_S, and no earlier after short pauses in a row."""
+        if self._signer is None and self.proven:
+            self._signer = self._loop.call_later(SIGN_S, self._sign)
+
+    def _sign(self) -> None:
+        self._signer = None
+        now = self._loop.time()
+        # What a peer does not read must not grow, and what none of them has asked for must stay cheap.
+        if self._carrier.unsent_bytes() == 0 and self._me.signs.take(now) == 0:
+            self.send(Pong(nonce=UNASKED))
+        if now < self._paced_until:
+            self._sign_soon()
 
     def note_chatter(self, tensors: "Tensors" = ()) -> None:
         """Count a message that moves no session forward, and what came with it.
@@ -337,6 +365,7 @@ class Channel:
             return 0
         self._handshake.read(data[len(PREFACE) : size])
         if self._remote is None:
+            self.remote_key = self._handshake.remote_public
             self._carrier.write(PREFACE + self._handshake.write())
         secrets = self._handshake.finish()
         self._handshake = None
@@ -421,10 +450,19 @@ class Channel:
         elif isinstance(message, Pong):
             if self._pingers and message.nonce == self._nonce and not self._pong.done():
                 self._pong.set_result(None)
-            else:
+            elif not self._is_sign(message):
                 self.note_chatter()
         else:
             self._on_message(self, message, tensors)
+
+    def _is_sign(self, pong: Pong) -> bool:
+        """Whether it is a sign of life that is free: from whom this side has dialled, as often as one may give them.
+
+        So whoever comes to us gains nothing by them.
+        """
+        if self._remote is None or pong.nonce != UNASKED:
+            return False
+        return self._allowance.signs.take(self._loop.time()) == 0
 
     def _await_rest(self) -> None:
         """A frame has begun, or the one before it is complete: what is unread must be complete in time."""
@@ -456,7 +494,7 @@ class Channel:
             return
         self.ended.set_result(why)
         self._unread = Unread()
-        for timer in (self._unfinished, self._paused):
+        for timer in (self._unfinished, self._paused, self._signer):
             if timer is not None:
                 timer.cancel()
         if not self.ready.done():

@@ -87,6 +87,11 @@ class Handshake:
             why = "another channel key, another network or network key, or a damaged message"
             raise HandshakeFailed("the other side", why) from error
 
+    @property
+    def remote_public(self) -> bytes:
+        """The other side's channel key, 32 bytes. For a responder only between the two messages."""
+        return bytes(self._noise.noise_protocol.handshake_state.rs.public_bytes)
+
     def finish(self) -> ChannelSecrets:
         """Return the secrets. Only after both messages have passed."""
         assert self._noise.handshake_finished

@@ -26,7 +26,8 @@ ACCEPTS_PER_S, ACCEPTS_BURST = 250.0, 32.0  # the others wait in the kernel
 BACKLOG = 128  # so that a queue of them takes little more than a second
 NO_DESCRIPTORS_S = 1.0  # how long to wait when there are none for a connection
 CHANNELS_MAX = 4096  # or half of the descriptors that this process may have
-CHANNELS_PER_PEER_MAX = 4
+CHANNELS_PER_PROCESS_MAX = 4
+CHANNELS_PER_PEER_MAX = 64  # who has one identity may run many processes
 SILENT_S = 10.0  # a channel that was used since gives way to no other one of its peer
 IDLE_S = 120.0  # a channel without a session that says nothing for so long ends
 SWEEP_S = 30.0  # a channel whose peer takes nothing of what waits for it, for so long, ends
@@ -219,11 +220,15 @@ class Listener:
     def _admit(self, channel: Channel) -> None:
         """Count a proven peer's channel: of many, a new one ends the one that was silent for longest.
 
-        A peer may have lost the ones before without a word, and minutes can pass before this side finds out.
+        A peer may have lost the ones before without a word, and minutes can pass before this side finds out. Each
+        process makes a channel key at its start, but a peer can make as many as it likes: so both are bounded.
         """
         mine = self._proven[channel.peer]
-        if len(mine) >= CHANNELS_PER_PEER_MAX:
-            silent = min(mine, key=lambda known: known.heard_at)
+        crowd = [known for known in mine if known.remote_key == channel.remote_key]
+        if len(crowd) < CHANNELS_PER_PROCESS_MAX:
+            crowd = list(mine) if len(mine) >= CHANNELS_PER_PEER_MAX else []
+        if crowd:
+            silent = min(crowd, key=lambda known: known.heard_at)
             if channel.heard_at - silent.heard_at < SILENT_S:
                 channel.close()
                 return

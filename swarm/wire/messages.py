@@ -82,7 +82,7 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """Answers a Ping."""
+    """Answers a Ping, or is a sign of life that nobody has asked for: with nonce 0, which none of our Pings has."""
 
     kind: Literal["pong"] = "pong"
     nonce: Annotated[int, Field(ge=0, lt=1 << 53)]

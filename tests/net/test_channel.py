@@ -89,6 +89,7 @@ async def test_both_sides_learn_who_the_other_is():
     assert pair.a.proven
     assert pair.b.proven
     assert (pair.a.peer, pair.b.peer) == (pair.b_id.peer_id, pair.a_id.peer_id)
+    assert (pair.a.remote_key, pair.b.remote_key) == (pair.b._me.key.public, pair.a._me.key.public)
 
 
 async def test_a_message_arrives_as_it_was_sent():

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from swarm.identity import Identity
 from swarm.net import channel as channel_module
 from swarm.net import tcp
 from swarm.net.buffers import PIECE_BYTES, SMALL_BYTES, Backlog, Buffers, Unread
+from swarm.net.channel import Channel
+from swarm.net.noise import ChannelKey
 from swarm.net.rate import Bucket
 from swarm.net.tcp import Listener, Turns, dial
-from swarm.wire.messages import Close, Ping
+from swarm.wire.messages import Close, Ping, Pong
 from swarm.wire.tensors import meta_of
 from tests.net.test_channel import SESSION, Pair, step
 from tests.net.test_tcp import address, remote, somebody, until
@@ -213,7 +216,117 @@ async def test_bytes_that_come_too_fast_are_read_at_the_rate_that_all_share():
     assert not pair.b.closed
 
 
+# Signs of life
+
+
+async def signs(pair, for_s):
+    """When a hears from b, in virtual time. Bytes cross at once, as on a carrier whose peer reads."""
+    loop, at, began = asyncio.get_running_loop(), [], asyncio.get_running_loop().time()
+    while loop.time() < began + for_s:
+        if pair.to_a.held:
+            at.append(round(loop.time() - began, 2))
+            pair.to_a.deliver()
+        await asyncio.sleep(0.01)
+    return at
+
+
+@pytest.mark.virtual_clock
+async def test_a_peer_that_is_not_read_for_long_hears_that_this_side_is_alive():
+    """Else a client takes a server for dead that reads a crowd's prompts no faster than it may."""
+    pair = Pair().shake()
+    pair.b.pause(2.0)
+    assert await signs(pair, 10.0) == pytest.approx([0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1], abs=0.1)
+    assert pair.a.heard_at > pair.b.heard_at + 1.9
+    assert (pair.at_a, pair.to_b.held) == ([], [])  # it is nobody's answer, and has none
+
+
+@pytest.mark.virtual_clock
+async def test_a_peer_that_is_read_between_many_short_pauses_hears_it_too():
+    """What it asks waits behind megabytes then."""
+    pair = Pair().shake()
+    heard = asyncio.create_task(signs(pair, 3.0))
+    for _ in range(20):
+        pair.b.pause(0.1)
+        await asyncio.sleep(0.15)
+    at = [0.0, *await heard]
+    gaps = [after - before for before, after in pairwise(at)]
+    assert len(gaps) >= 3.0 / 0.5
+    assert 0.29 <= min(gaps) <= max(gaps) < 0.5  # within the least patience of a client
+
+
+@pytest.mark.virtual_clock
+async def test_whose_turn_it_is_not_hears_nothing():
+    pair = Pair().shake()
+    heard = asyncio.create_task(signs(pair, 3.0))
+    for _ in range(300):
+        pair.b.pause(0.0)
+        await asyncio.sleep(0.01)
+    assert await heard == []
+
+
+@pytest.mark.virtual_clock
+async def test_what_a_peer_does_not_read_does_not_grow_by_signs():
+    pair = Pair().shake()
+    pair.b.pause(5.0)
+    await asyncio.sleep(5.0)
+    assert len(pair.to_a.held) == 1
+
+
+@pytest.mark.virtual_clock
+async def test_a_crowd_that_is_not_read_costs_no_more_signs_than_all_of_them_may():
+    pair = Pair().shake()
+    pair.b._me = replace(pair.b._me, signs=Bucket(1.0, 1.0))
+    pair.b.pause(5.0)
+    assert len(await signs(pair, 5.0)) == pytest.approx(6, abs=1)
+
+
+@pytest.mark.virtual_clock
+async def test_a_peer_that_has_proven_nothing_hears_nothing():
+    pair = Pair()
+    pair.to_b.deliver()
+    pair.to_a.deliver()  # its Hello is on the way
+    pair.b.pause(1.0)
+    await asyncio.sleep(1.0)
+    assert not pair.b.proven
+    assert pair.to_a.held == []
+
+
+@pytest.mark.virtual_clock
+async def test_a_peer_that_has_gone_is_given_no_sign():
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    pair = Pair().shake()
+    pair.b.pause(1.0)
+    pair.b.lost("gone")
+    await asyncio.sleep(1.0)
+    assert (pair.to_a.held, complaints) == ([], [])
+
+
+@pytest.mark.virtual_clock
+async def test_signs_are_free_where_this_side_has_dialled_and_no_oftener_than_they_may_come(monkeypatch):
+    pair = Pair().shake()
+    charged = {pair.a: 0, pair.b: 0}
+    monkeypatch.setattr(Channel, "note_chatter", lambda channel: charged.update({channel: charged[channel] + 1}))
+
+    async def signal(sender, pipe, count, every_s):
+        for _ in range(count):
+            sender.send(Pong(nonce=channel_module.UNASKED))
+            pipe.deliver()
+            await asyncio.sleep(every_s)
+
+    await signal(pair.b, pair.to_a, 100, channel_module.SIGN_S)
+    assert charged == {pair.a: 0, pair.b: 0}
+    await signal(pair.b, pair.to_a, 100, 0.01)
+    assert charged[pair.a] >= 100 - channel_module.SIGNS_BURST - 1.0 / channel_module.SIGN_S - 1
+    await signal(pair.a, pair.to_b, 10, channel_module.SIGN_S)
+    assert charged[pair.b] == 10
+
+
 # Listeners
+
+
+def another_process(me):
+    return replace(me, key=ChannelKey())
 
 
 @pytest.fixture
@@ -257,13 +370,19 @@ async def test_when_too_many_prove_nothing_the_oldest_goes(listener, monkeypatch
     channel.close()
 
 
-async def test_of_one_peers_many_channels_one_that_was_silent_for_long_gives_way_and_no_other_one(listener):
-    """Else a client whose connections died unnoticed cannot come back for minutes."""
+@pytest.mark.parametrize("processes", [1, 6])
+async def test_of_one_peers_many_channels_one_that_was_silent_for_long_gives_way_and_no_other_one(
+    listener, monkeypatch, processes
+):
+    """Else a client whose connections died unnoticed cannot come back for minutes. It may be one process, or many."""
+    monkeypatch.setattr(tcp, "CHANNELS_PER_PEER_MAX", 6)
+    most = tcp.CHANNELS_PER_PROCESS_MAX if processes == 1 else tcp.CHANNELS_PER_PEER_MAX
     me, other = somebody(), somebody()
+    mine = [me, *(another_process(me) for _ in range(processes - 1))]
     reach = address(listener), remote(listener._me)
     bystander = await dial(*reach, other, lambda *_: None)
-    channels = [await dial(*reach, me, lambda *_: None) for _ in range(tcp.CHANNELS_PER_PEER_MAX)]
-    await until(lambda: len(listener._proven[me.identity.peer_id]) == tcp.CHANNELS_PER_PEER_MAX)
+    channels = [await dial(*reach, mine[i % processes], lambda *_: None) for i in range(most)]
+    await until(lambda: len(listener._proven[me.identity.peer_id]) == most)
     silent, *others = listener._proven[me.identity.peer_id]
     silent.heard_at -= 60
     channels.append(await dial(*reach, me, lambda *_: None))
@@ -272,8 +391,28 @@ async def test_of_one_peers_many_channels_one_that_was_silent_for_long_gives_way
     await until(lambda: one_more.closed)
     assert not any(channel.closed for channel in others)
     assert sum(channel.closed for channel in (*channels, bystander)) == 1
-    assert len(listener._proven[me.identity.peer_id]) == tcp.CHANNELS_PER_PEER_MAX
+    assert len(listener._proven[me.identity.peer_id]) == most
     for channel in (*channels, bystander):
+        channel.close()
+    await until(lambda: not listener._proven)
+
+
+async def test_processes_of_one_identity_do_not_take_each_others_channels(listener):
+    """Somebody has five notebooks open, and all of them are in use."""
+    me = somebody()
+    reach = address(listener), remote(listener._me)
+    channels = []
+    for process in (me, another_process(me)):
+        channels += [await dial(*reach, process, lambda *_: None) for _ in range(tcp.CHANNELS_PER_PROCESS_MAX)]
+    await until(lambda: len(listener._proven[me.identity.peer_id]) == len(channels))
+    one_more = await dial(*reach, me, lambda *_: None)
+    await until(lambda: one_more.closed)
+    oldest = next(known for known in listener._channels if known.remote_key != me.key.public)
+    oldest.heard_at -= 60
+    one_more = await dial(*reach, me, lambda *_: None)  # whose own ones are all in use
+    await until(lambda: one_more.closed)
+    assert not any(channel.closed for channel in channels)
+    for channel in channels:
         channel.close()
     await until(lambda: not listener._proven)
 

@@ -710,6 +710,25 @@ async def test_steps_that_a_reset_made_pointless_fill_no_window(loaded: Loaded, 
     assert (progress.applied, progress.under_way) == (3 + WINDOW_STEPS, 0)
 
 
+async def test_a_hop_before_this_one_that_is_not_read_is_not_called_quiet(first: Site, owner: Peer, stranger: Peer):
+    """Else what waits to be read is taken for lost, and the edge for blocked."""
+    request = await opened(owner, first, previous=stranger.peer)
+    (await stranger.to(first)).send(*step(request, 1, activations(1, 1)))
+    await stranger.settled(first)
+    source = first.server.handler.sessions[request.session].source
+    assert source is not None
+    quiet_ms = []
+    for pause_s in (None, 5.0):
+        source.heard_at -= 60
+        if pause_s is not None:
+            source.pause(pause_s)
+        progress = await owner.ask(first, Inquiry(session=request.session, epoch=request.epoch))
+        assert isinstance(progress, Progress)
+        quiet_ms.append(progress.quiet_ms)
+    assert quiet_ms[0] >= 60_000
+    assert quiet_ms[1] == 0
+
+
 async def test_cache_is_held_until_what_frees_it_has_been_computed(first: Site, owner: Peer):
     """Else steps that gather many rows wait, uncharged, behind others that took their charge back."""
     request = await opened(owner, first)
