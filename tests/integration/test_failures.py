@@ -175,7 +175,7 @@ def test_a_step_that_finds_no_room_until_its_deadline_says_so(small: World):
         waiting.generate(prompt(1, 20), max_new_tokens=4, **SAME)
     assert refused.value.code == "no_room"
     assert refused.value.peer == small.swarm.servers[0].ready["peer_id"]
-    assert "32 more tokens do not fit, 7 are there for you" in str(refused.value)
+    assert "160 more tokens are likely not to fit, 7 do" in str(refused.value)
     assert time.monotonic() - began < 20
     held.close()
     got = waiting.generate(prompt(1, 20), max_new_tokens=4, **SAME)
