@@ -56,7 +56,7 @@ class SessionPlan:
     rollback_max: int
     step_timeout_s: float
     wait_for_blocks_s: float
-    rows: int = 1  # of its batch, at first
+    batch: int = 1  # rows, at first
     positions_soon: int = 0  # of each row, which every hop is to have room for
 
 
@@ -126,7 +126,7 @@ class LiveRoute:
         self.legs: list[Leg] = []
         self.stands = False  # all hops are connected and have the session's past
         self.rebuilding: tuple[frozenset[int], int] | None = None  # hops that lack the past, and its length
-        self.rows, self.positions_soon = plan.rows, plan.positions_soon
+        self.batch, self.positions_soon = plan.batch, plan.positions_soon
         self._plan = plan
         self._blocks = blocks
         self._dialer = dialer
@@ -428,7 +428,7 @@ class LiveRoute:
             stop=hop.blocks.stop,
             positions_max=self._plan.positions_max,
             rollback_max=self._plan.rollback_max,
-            rows=self.rows,
+            batch=self.batch,
             positions_soon=self.positions_soon,
             after_step=after_step,
             rebuild=rebuild,

@@ -100,7 +100,7 @@ class Router:
 
     async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
         """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused."""
-        planner = partial(self.plan, positions_needed=plan.rows * plan.positions_soon)
+        planner = partial(self.plan, positions_needed=plan.batch * plan.positions_soon)
         try:
             session = await self._sessions.open(plan, blocks, planner)
         except NoRoute as nobody:  # asked for only now: somebody may come while a session waits

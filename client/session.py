@@ -162,7 +162,7 @@ class Session:
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
                 self._deadline = deadline
-                self.live.rows = hidden.shape[0]
+                self.live.batch = hidden.shape[0]
                 self.live.positions_soon = min(keep + tokens + POSITIONS_TO_COME, self._plan.positions_max)
                 rate = self.live.prefill_tps
                 chunks = cut(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want, tokens_per_s=rate)

@@ -128,7 +128,7 @@ class Swarm:
 
     async def _open(self, blocks: Blocks, plan: SessionPlan, rows: int, tokens: int) -> Session:
         soon = min(plan.positions_max, tokens + POSITIONS_TO_COME)
-        self._latest = await self._router.open(blocks, replace(plan, rows=rows, positions_soon=soon))
+        self._latest = await self._router.open(blocks, replace(plan, batch=rows, positions_soon=soon))
         return self._latest
 
     async def _route(self) -> Route:

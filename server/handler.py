@@ -220,7 +220,7 @@ class Handler:
             for session in self.sessions.values()
             if session.owner.peer == peer and session.id != request.session
         ]
-        needed = self._hosting.prices.tokens(request.rows, request.positions_soon, request.rollback_max)
+        needed = self._hosting.prices.tokens(request.batch, request.positions_soon, request.rollback_max)
         free = self._pool.free(peer) - sum(session.still_promised for session in mine)
         if needed > free and (mine or free < self._pool.most):  # who has it all to itself may try
             raise Declined("no_room", f"{needed} more tokens are likely not to fit, {max(0, free)} do", RETRY_AFTER_S)

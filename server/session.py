@@ -125,7 +125,7 @@ class HostedSession:
         self.closed = False
         self.generation = 0  # raised when the past is forgotten: what was accepted before counts no more
         self._sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
-        self._promised = leases.prices.tokens(request.rows, request.positions_soon, request.rollback_max)
+        self._promised = leases.prices.tokens(request.batch, request.positions_soon, request.rollback_max)
         self._positions_max = min(request.positions_max, span.traits.positions_max or POSITIONS_MAX)
         self._rollback_max = request.rollback_max
         self._step = request.after_step  # the last accepted one

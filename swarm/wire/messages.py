@@ -92,7 +92,7 @@ class Open(Message):
     """Opens a session on one hop. The key that sends it controls the session from then on.
 
     positions_max: the longest that the session may get. rollback_max: the most positions that a step takes back.
-    rows, positions_soon: what it will have before long, each row so many positions: a hop without room for it says so.
+    batch, positions_soon: rows, and positions of each, that it will have before long: a hop without room for them refuses.
     previous: the only peer whose activations count; None for the client itself.
     next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
     relay: the client gets them, and hands them on to the next hop, which this one cannot reach; no next_record then.
@@ -111,7 +111,7 @@ class Open(Message):
     stop: Annotated[int, Field(ge=0, le=BLOCKS_MAX)]
     positions_max: Annotated[int, Field(ge=1, le=POSITIONS_MAX)]
     rollback_max: Annotated[int, Field(ge=0, le=ROLLBACK_MAX)]
-    rows: Annotated[int, Field(ge=1, le=ROWS_MAX)] = 1
+    batch: Annotated[int, Field(ge=1, le=ROWS_MAX)] = 1
     positions_soon: Annotated[int, Field(ge=0, le=POSITIONS_MAX)] = 0
     previous: PeerId | None = None
     next_record: Annotated[str, Field(max_length=4096)] | None = None

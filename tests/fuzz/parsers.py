@@ -136,7 +136,7 @@ def _messages() -> tuple[wire.Message, ...]:
         wire.Pong(nonce=7),
         wire.Open(
             **of, root=ROOT, numeric_class="float32", start=0, stop=4, positions_max=64, rollback_max=4,
-            previous=BOB.peer_id, next_record=record,
+            batch=2, positions_soon=60, previous=BOB.peer_id, next_record=record,
         ),
         wire.Opened(**of, window=8),
         wire.Reroute(**of, previous=BOB.peer_id, next_record=record, after_step=4),

@@ -122,6 +122,7 @@ FIELDS = {
     "quiet_ms": _large,
     "start": _blocks, "stop": _blocks, "hops": _blocks, "positions_max": _positions, "total": _positions,
     "length": _positions, "keep": _positions, "want": _positions,
+    "batch": st.integers(1, wire.ROWS_MAX), "positions_soon": _positions,
     "rollback_max": st.integers(0, wire.ROLLBACK_MAX), "previous": st.none() | _peers, "relay": st.booleans(),
     "next_record": st.none() | st.text("+/=aZ09", max_size=4096),
     "rebuild": st.booleans(), "reset": st.booleans(), "journal": st.booleans(), "window": st.integers(1, 64),

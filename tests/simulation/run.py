@@ -172,7 +172,7 @@ class User:
             rollback_max=ROLLBACK_MAX,
             step_timeout_s=STEP_TIMEOUT_S,
             wait_for_blocks_s=0.0,
-            rows=n_rows,
+            batch=n_rows,
             positions_soon=length + POSITIONS_TO_COME,
         )
         session = await _in_time(self._client.router.open(Blocks(0, N_BLOCKS), plan))
