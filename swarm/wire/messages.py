@@ -92,7 +92,7 @@ class Open(Message):
     """Opens a session on one hop. The key that sends it controls the session from then on.
 
     positions_max: the longest that the session may get. rollback_max: the most positions that a step takes back.
-    batch, positions_soon: rows, and positions of each, that it will have before long: a hop without room for them refuses.
+    batch, positions_soon: rows, and positions of each, that it will have soon: a hop without room for them refuses.
     previous: the only peer whose activations count; None for the client itself.
     next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
     relay: the client gets them, and hands them on to the next hop, which this one cannot reach; no next_record then.
