@@ -283,10 +283,16 @@ class Session:
             for mending.last in self._troubles:
                 mending.without |= self._learn(mending.last)
             self._troubles.clear()
+            if cut_off := self._avoidance.cut_off:
+                mending.cut_off_at = self._loop.time()
             try:
                 await self._repair(mending.without)
             except NoRoute as nobody:
                 await self._wait_for_somebody(mending, nobody)
+            if cut_off and not self._avoidance.cut_off:  # then what failed says nothing about anybody
+                self._troubles.clear()
+                mending.without.clear()
+                self.live.regained += 1
             mending.tries += 1
         if mending.tries == 0:
             return
@@ -300,8 +306,9 @@ class Session:
         last = mending.last
         full = isinstance(last, Refused) and last.retry_after_s is not None and self._answered
         # Those who failed us may have lost but a connection, or be about to be started again.
-        patience_s = max(self._plan.wait_for_blocks_s, HOLDERS_S if mending.without else 0.0)
-        if full or self._loop.time() - mending.began < patience_s:
+        asked = mending.without or mending.cut_off_at
+        patience_s = max(self._plan.wait_for_blocks_s, HOLDERS_S if asked else 0.0)
+        if full or self._loop.time() - max(mending.began, mending.cut_off_at) < patience_s:
             await asyncio.sleep(min(WAIT_POLL_S, WAIT_FIRST_S * 2**mending.waits))
             mending.waits = min(mending.waits + 1, WAITS_COUNTED)
             mending.without.clear()
@@ -426,6 +433,7 @@ class Session:
         if got == (shape if sent.want else None) and (hidden is None or hidden.dtype.is_floating_point):
             self._answered = message.step
             self._reconnected.clear()
+            self.live.regained = 0
             flight.answer.set_result(hidden)
             return
         self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
@@ -502,3 +510,4 @@ class _Mending:
     last: Trouble | None = None
     tries: int = 0
     waits: int = 0
+    cut_off_at: float = 0.0  # the last time that the client was so: till then nobody could take over, whoever it was
