@@ -146,7 +146,7 @@ def test_hops_that_answer_whoever_connects_and_fall_silent_with_every_step_are_l
                     channel.receive = lambda _: None  # type: ignore[method-assign]
 
         hosts[0].handler._on_step = fall_silent  # type: ignore[method-assign]
-        assert await going.say() < 20.0
+        assert await going.say() < 8.0
         assert set(going.failures()) == processes
         assert not processes & {hop.process for hop in going.session.route}
 
