@@ -162,6 +162,10 @@ class _NoDialer:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
+    @property
+    def heard_at(self) -> float:
+        return self._channel.heard_at
+
     async def connect(self, remote: Remote, addresses: Sequence[str]) -> Channel:
         del remote, addresses
         return self._channel

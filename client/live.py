@@ -31,6 +31,7 @@ CONNECT_S = (0.5, 1.0, 2.5)  # at first, since somebody else may be quicker; the
 PING_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the next hop included
 REBUILD_TIMEOUT_S = 120.0
+REGAINED_MAX = 3  # times, with no answer in between: hops that all fall silent again then are themselves to blame
 
 Result = TypeVar("Result")
 Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Pong
@@ -127,6 +128,7 @@ class LiveRoute:
         self.stands = False  # all hops are connected and have the session's past
         self.rebuilding: tuple[frozenset[int], int] | None = None  # hops that lack the past, and its length
         self.batch, self.positions_soon = plan.batch, plan.positions_soon
+        self.regained = 0  # how often the client was cut off since anything was answered
         self._plan = plan
         self._blocks = blocks
         self._dialer = dialer
@@ -169,7 +171,14 @@ class LiveRoute:
         news = [leg for leg in self.legs if leg.hop.peer_id == peer and not leg.failed]
         for leg in news:
             leg.failed = True
+            if leg.channel is not None and leg.channel.unreachable:
+                self.lose(leg, asyncio.get_running_loop().time())
         return bool(news)
+
+    def lose(self, leg: Leg, since: float) -> None:
+        """This hop has given no sign of life since then, although it was asked."""
+        if self.regained < REGAINED_MAX:
+            self._avoidance.lost(leg.hop.process, since)
 
     def let_go(self, leg: Leg) -> None:
         """This hop has ended the session in good order: the next repair opens it anew, perhaps on the same hop."""
@@ -205,8 +214,10 @@ class LiveRoute:
         """Replace the legs of some processes and bring the new hops to where the session was after `after_step`.
 
         Raises NoRoute when nobody can take over, and then nothing has changed; HopFailed, Refused or EdgeDown when
-        something else gives way meanwhile; SessionClosed when it is closed meanwhile.
+        something else gives way meanwhile; SessionClosed when it is closed meanwhile. Where the client was cut off
+        until now, the route does not stand yet: who happens to answer first is hardly the best one for long.
         """
+        cut_off = self._avoidance.cut_off
         with self._spending("planning"):
             legs = await self._splice(without, plan)
         if self._closed:
@@ -217,11 +228,11 @@ class LiveRoute:
                 self._drop(leg)
         self.legs = legs
         try:
-            await self._bring_up(journal, after_step)
+            self.stands = await self._bring_up(journal, after_step, only_ask=cut_off)
         finally:
             self.rebuilding = None
-        self.stands = True
-        self._numeric_class = self.legs[0].hop.announcement.numeric_class
+        if self.stands:
+            self._numeric_class = self.legs[0].hop.announcement.numeric_class
 
     @contextlib.contextmanager
     def _spending(self, phase: str) -> Iterator[None]:
@@ -232,18 +243,24 @@ class LiveRoute:
         finally:
             self.spent[phase] += asyncio.get_running_loop().time() - began
 
-    async def _bring_up(self, journal: Journal, after_step: int) -> None:
+    async def _bring_up(self, journal: Journal, after_step: int, *, only_ask: bool) -> bool:
+        """Open new legs and replay the past. only_ask: open them, and leave them again. Returns whether they serve."""
         self.epoch += 1
         new = {index for index, leg in enumerate(self.legs) if not leg.opened}
         partly = {index for index, leg in enumerate(self.legs) if leg.opened and not leg.whole}
         past = journal.past_after(after_step)
         with self._spending("connecting"):
             journals = await self._establish(new, partly, after_step, bool(past))
+        if only_ask:
+            for index in new:
+                self.legs[index].opened = False
+            return False
         if past:
             with self._spending("rebuilding"):
                 await self._rebuild(new | partly, journals, journal, after_step)
         for leg in self.legs:
             leg.whole = True
+        return True
 
     async def _rebuild(
         self,

@@ -127,6 +127,8 @@ class Router:
         repairing = numeric_class is not None
         age_s = asyncio.get_running_loop().time() - looked_up_at
         unread: NetworkError | None = None
+        if fresh and repairing and self._sessions.avoidance.cut_off:
+            fresh = False  # it cannot be read either, and finding that out takes long
         if age_s >= NOW_S if fresh else not repairing and age_s >= DIRECTORY_AGE_S:
             try:
                 looking = self._look_up_soon()

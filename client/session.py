@@ -332,23 +332,30 @@ class Session:
             for mending.last in self._troubles:
                 mending.without |= self._learn(mending.last)
             self._troubles.clear()
+            if cut_off := self._avoidance.cut_off:
+                mending.cut_off_at = self._loop.time()
             try:
                 await self._repair(mending.without)
             except NoRoute as nobody:
                 await self._wait_for_somebody(mending, nobody)
+            if cut_off and not self._avoidance.cut_off:  # then what failed says nothing about anybody
+                self._troubles.clear()
+                mending.without.clear()
+                self.live.regained += 1
 
     async def _wait_for_somebody(self, mending: "_Mending", nobody: NoRoute) -> None:
         """Nobody can take over now. Returns when it is worth another try; else raises."""
         last = mending.last
         # Those who failed us may have lost but a connection, or be about to be started again.
-        patience_s = max(self._plan.wait_for_blocks_s, HOLDERS_S if mending.without else 0.0)
+        asked = mending.without or mending.cut_off_at
+        patience_s = max(self._plan.wait_for_blocks_s, HOLDERS_S if asked else 0.0)
         if isinstance(last, Refused) and last.retry_after_s is not None:
             if not self._answered:
                 self.live.leave()
                 await self._take_turn(mending, last)
             await self._wait_for_room(last, min(WAIT_POLL_S, max(ASK_S, last.retry_after_s)), mending.began)
             mending.without.clear()
-        elif self._loop.time() - mending.began < patience_s:
+        elif self._loop.time() - max(mending.began, mending.cut_off_at) < patience_s:
             await asyncio.sleep(min(WAIT_POLL_S, WAIT_FIRST_S * 2**mending.waits))
             mending.waits = min(mending.waits + 1, WAITS_COUNTED)
             mending.without.clear()
@@ -498,6 +505,7 @@ class Session:
         if got == (shape if sent.want else None) and (hidden is None or hidden.dtype.is_floating_point):
             self._answered = message.step
             self._reconnected.clear()
+            self.live.regained = 0
             flight.answer.set_result(hidden)
             self._at_once = min(2 * self._at_once, WINDOW_MAX)
             self._send_some()
@@ -581,3 +589,4 @@ class _Mending:
     last: Trouble | None = None
     waits: int = 0
     has_turn: bool = False
+    cut_off_at: float = 0.0  # the last time that the client was so: till then nobody could take over, whoever it was

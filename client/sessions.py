@@ -27,7 +27,7 @@ class Sessions:
     def __init__(self, new_id: Callable[[], str] = random_id) -> None:
         """new_id: names a session, with 32 hex digits."""
         self._new_id = new_id
-        self.avoidance = Avoidance(asyncio.get_running_loop().time)
+        self.avoidance = Avoidance(asyncio.get_running_loop().time, lambda: self.dialer.heard_at)
         self._connects = Usual(CONNECT_S)
         self._by_id: dict[str, Session] = {}
         self._watched: set[Channel] = set()

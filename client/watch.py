@@ -169,6 +169,7 @@ class Watcher:
         except TimeoutError:
             takes_what_we_send = unsent > 0 and channel.sent_bytes > sent  # else that is but the question
             if channel.heard_at <= asked_at and not takes_what_we_send and self._live.has(leg):
+                self._live.lose(leg, asked_at)
                 self._report(leg.broken(f"no sign of life for {patience_s:.1f} s"))
         except ChannelClosed:
             pass  # its end is told by `on_ended`

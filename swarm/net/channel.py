@@ -155,6 +155,7 @@ class Channel:
         self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self.heard_at = self._loop.time()  # when bytes last arrived
+        self.unreachable = False  # it has ended since the network failed; the peer did nothing
         self._carrier = carrier
         self._me = me
         self._on_message = on_message

@@ -28,6 +28,12 @@ class Dialer:
         self._users: dict[Channel, int] = {}
         self._idle: dict[Channel, asyncio.TimerHandle] = {}  # that end those that nobody uses
         self._doubted: dict[Remote, Channel] = {}
+        self._heard_at = float("-inf")  # on channels that have ended
+
+    @property
+    def heard_at(self) -> float:
+        """When bytes last came on any channel, in the loop's time."""
+        return max([self._heard_at, *(channel.heard_at for channel in self._users)])
 
     async def connect(self, remote: Remote, addresses: Sequence[str]) -> Channel:
         """Return the channel to a peer, opening it if need be; whoever calls this calls `release` in the end.
@@ -94,6 +100,7 @@ class Dialer:
 
         def forget(_: asyncio.Future[str]) -> None:
             self._users.pop(channel, None)
+            self._heard_at = max(self._heard_at, channel.heard_at)
             self._stop_waiting(channel)
             if self._dials.get(remote) is dialled:
                 del self._dials[remote]

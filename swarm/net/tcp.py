@@ -60,6 +60,8 @@ class _TcpCarrier(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.channel is not None:
+            ended_by_peer = exc is None or isinstance(exc, ConnectionResetError | BrokenPipeError)
+            self.channel.unreachable = not ended_by_peer
             self.channel.lost(str(exc) if exc is not None else "the other side ended it")
 
     # Carrier

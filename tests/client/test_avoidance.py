@@ -20,7 +20,7 @@ def avoided_for(avoidance, clock, process):
 
 def test_every_failure_doubles_the_time_up_to_a_limit():
     clock = Clock()
-    avoidance = Avoidance(clock)
+    avoidance = Avoidance(clock, clock)
     times = []
     for _ in range(12):
         avoidance.failed("a")
@@ -31,7 +31,7 @@ def test_every_failure_doubles_the_time_up_to_a_limit():
 
 def test_a_failure_is_forgotten_when_none_follows():
     clock = Clock()
-    avoidance = Avoidance(clock)
+    avoidance = Avoidance(clock, clock)
     for _ in range(3):
         avoidance.failed("a")
     clock.now += FORGET_S + 1
@@ -41,7 +41,7 @@ def test_a_failure_is_forgotten_when_none_follows():
 
 def test_a_refusal_is_no_failure():
     clock = Clock()
-    avoidance = Avoidance(clock)
+    avoidance = Avoidance(clock, clock)
     for _ in range(3):
         avoidance.declined("a", 2.0)
     assert avoided_for(avoidance, clock, "a") == 2.0
@@ -51,7 +51,7 @@ def test_a_refusal_is_no_failure():
 
 def test_a_blocked_edge_has_a_direction_and_an_end_and_costs_no_process_its_name():
     clock = Clock()
-    avoidance = Avoidance(clock)
+    avoidance = Avoidance(clock, clock)
     avoidance.block(("a", "b"))
     assert avoidance.blocked(("a", "b"))
     assert not avoidance.blocked(("b", "a"))
@@ -65,8 +65,55 @@ def test_a_blocked_edge_has_a_direction_and_an_end_and_costs_no_process_its_name
 
 def test_what_is_remembered_is_bounded():
     clock = Clock()
-    avoidance = Avoidance(clock)
+    avoidance = Avoidance(clock, clock)
     for number in range(ENTRIES_MAX + 10):
         avoidance.failed(f"p{number}")
     assert len(avoidance.processes) == ENTRIES_MAX
     assert f"p{ENTRIES_MAX + 9}" in avoidance.processes
+
+
+class Heard:
+    at = 0.0
+
+    def __call__(self):
+        return self.at
+
+
+def test_when_several_fall_silent_and_nobody_is_heard_since_nothing_is_held_against_anybody():
+    clock, heard = Clock(), Heard()
+    avoidance = Avoidance(clock, heard)
+    avoidance.failed("a")
+    clock.now, heard.at = 1100.0, 1099.0
+    avoidance.lost("a", 1100.0)
+    assert not avoidance.cut_off, "it may be a's own fault"
+    avoidance.failed("a")
+    assert avoidance.processes == ("a",)
+    avoidance.lost("b", 1101.0)
+    avoidance.failed("b")
+    avoidance.failed("c")
+    assert avoidance.cut_off
+    assert avoidance.processes == ()
+    heard.at = 1120.0
+    assert not avoidance.cut_off
+    avoidance.failed("a")
+    assert avoided_for(avoidance, clock, "a") == 2 * AVOID_S, (
+        "what it did before counts, what it did meanwhile does not"
+    )
+
+
+def test_whoever_is_silent_while_others_are_heard_has_failed():
+    clock, heard = Clock(), Heard()
+    avoidance = Avoidance(clock, heard)
+    for process, heard.at in (("a", 1000.5), ("b", 1001.5), ("c", 1001.5)):
+        avoidance.lost(process, 1000.0 if process != "c" else 1001.0)
+        avoidance.failed(process)
+    assert not avoidance.cut_off
+    assert set(avoidance.processes) == {"a", "b", "c"}
+
+
+def test_one_hop_that_two_sessions_miss_is_one():
+    clock, heard = Clock(), Heard()
+    avoidance = Avoidance(clock, heard)
+    for since in (1000.0, 1000.1):
+        avoidance.lost("a", since)
+    assert not avoidance.cut_off

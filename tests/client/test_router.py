@@ -56,7 +56,7 @@ async def opened(plan, blocks, planner):
 
 def router_of(*servers):
     directory, clock = Reading(*servers), Clock()
-    sessions = SimpleNamespace(avoidance=Avoidance(clock), any_open=False, open=opened)
+    sessions = SimpleNamespace(avoidance=Avoidance(clock, clock), any_open=False, open=opened)
     return Router(WANTED, directory, sessions), directory, sessions.avoidance, clock
 
 
@@ -90,6 +90,22 @@ async def test_a_repair_reads_the_directory_only_when_it_is_told_to():
     await asyncio.sleep(0.01)  # meanwhile it is read for the next one
     assert directory.surveys == 2
     assert await planned(router, (), "float32") == [new]
+
+
+async def test_a_repair_does_not_wait_for_the_directory_while_the_client_is_cut_off():
+    router, directory, avoidance, clock = router_of(server(0, 3))
+    with pytest.raises(NoRoute):
+        await planned(router)
+    router._looked_up = (router._looked_up[0] - NOW_S, router._looked_up[1])
+    directory.over.clear()
+    for process in ("a", "b"):
+        avoidance.lost(process, clock.now + 1.0)
+    async with asyncio.timeout(5):
+        with pytest.raises(NoRoute):
+            await planned(router, (), "float32", True)
+    directory.over.set()
+    await asyncio.sleep(0.01)
+    assert directory.surveys == 2, "it is read nevertheless, for the next try"
 
 
 async def test_what_was_just_read_is_fresh():

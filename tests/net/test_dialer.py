@@ -46,6 +46,37 @@ async def test_all_who_need_a_peer_share_one_channel(listener, dialer):
     assert first is second
 
 
+async def test_when_anybody_was_heard_is_remembered_when_the_channel_has_ended(listener, dialer):
+    assert dialer.heard_at == float("-inf")
+    channel = await dialer.connect(remote(listener), [address(listener)])
+    before = dialer.heard_at
+    await asyncio.sleep(0.01)
+    await channel.ping()
+    heard_at = dialer.heard_at
+    assert heard_at > before
+    channel.close()
+    await asyncio.sleep(0.01)
+    assert dialer.heard_at == heard_at
+
+
+@pytest.mark.parametrize(
+    ("error", "unreachable"),
+    [
+        (None, False),
+        (ConnectionResetError(), False),
+        (BrokenPipeError(), False),
+        (TimeoutError(), True),
+        (OSError(), True),
+    ],
+)
+async def test_an_end_that_the_peer_sent_is_told_from_one_of_the_network(listener, dialer, error, unreachable):
+    channel = await dialer.connect(remote(listener), [address(listener)])
+    channel._carrier.connection_lost(error)
+    assert channel.closed
+    assert channel.unreachable == unreachable
+    channel._carrier.abort()
+
+
 async def test_a_channel_that_nobody_uses_ends(listener, dialer, monkeypatch):
     monkeypatch.setattr(dialer_module, "IDLE_S", 0.05)
     channel = await dialer.connect(remote(listener), [address(listener)])

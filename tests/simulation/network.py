@@ -233,7 +233,7 @@ class Network:
 
     def _give_up(self, channel: "VirtualChannel", holds: int) -> None:
         if channel.held and channel.holds == holds:
-            channel.process.enter(partial(channel.end, "the network is down"))
+            channel.process.enter(channel.cannot_reach)
             channel.held.append((None, "the other side gave up"))
 
     def _release(self) -> None:
@@ -253,6 +253,7 @@ class VirtualChannel:
         self.peer = peer
         self.ended: asyncio.Future[str] = network.loop.create_future()
         self.heard_at = network.loop.time()
+        self.unreachable = False
         self.other: VirtualChannel
         self.last_due = self.busy_until = 0.0
         self.held: deque[tuple[bytes | None, str]] = deque()  # on their way, and waiting for the network
@@ -340,6 +341,11 @@ class VirtualChannel:
         if not self.closed:
             self.end(why)
             self._network.transmit(self, None, f"the other side ended it: {why}")
+
+    def cannot_reach(self) -> None:
+        """This side's kernel ends it: the network has failed."""
+        self.unreachable = not self.closed
+        self.end("the network is down")
 
     def end(self, why: str) -> None:
         """It has ended."""

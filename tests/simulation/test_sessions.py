@@ -14,6 +14,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.client import chunks, live
 from swarm.client import session as client_session
+from swarm.client.live import SessionPlan
 from swarm.client.session import Session
 from swarm.client.watch import OVERDUE_S
 from swarm.errors import Refused, SessionClosed
@@ -56,7 +57,9 @@ class Going:
         return [key for key, entry in entries if isinstance(key, str) and entry.failures]
 
 
-def played(scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float | None = None) -> None:
+def played(
+    scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float | None = None, plan: SessionPlan = PLAN
+) -> None:
     """Open a session and go through a scenario. far_s: how far from the client all servers are, one way."""
     loop = VirtualLoop(HORIZON_S)
     unheard: list[Any] = []
@@ -67,7 +70,7 @@ def played(scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float 
         await asyncio.sleep(25.0)  # everybody has announced
         for process in village.world.network.processes.values() if far_s else ():
             village.world.network.link("client", process.name).latency_s = far_s
-        session = await village.router.open(Blocks(0, N_BLOCKS), PLAN)
+        session = await village.router.open(Blocks(0, N_BLOCKS), plan)
         await scenario(Going(village, session))
         await session.close()
         await village.client.sessions.close()
