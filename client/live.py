@@ -2,8 +2,8 @@
 
 Opening a route is its first repair: all of it is missing. Every repair raises the epoch. Hops that go on get a Reroute
 with their new neighbours; new ones get an Open. Then the past is replayed: the nearest hop upstream that has a journal
-of its outputs, or the client with its embeddings, sends it to the hops that lack it. They compute it and tell nobody;
-when the last of them has it all, the route is as it was.
+of its outputs, or the client with its embeddings, sends it to the hops that lack it, a window at a time. When they all
+have all of it, the route is as it was.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute, Sessio
 from swarm.net.channel import Channel, Remote
 from swarm.net.dialer import Dialer
 from swarm.wire import messages as wire
-from swarm.wire.journal import Journal, rebuild_messages
+from swarm.wire.journal import REPLAY_BYTES_MAX, Journal, Unconfirmed, rebuild_messages
 
 CONNECT_S = (0.5, 1.0, 2.5)  # at first, since somebody else may be quicker; the most for who is asked again
 PING_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 15.0  # for what a hop answers at once, its connection to the next hop included
-REBUILD_TIMEOUT_S = 120.0
+REBUILD_TIMEOUT_S = 120.0  # for each window of the past
 REGAINED_MAX = 3  # times, with no answer in between: hops that all fall silent again then are themselves to blame
 
 Result = TypeVar("Result")
@@ -75,7 +75,8 @@ class Leg:
     asked: "asyncio.Future[wire.Progress] | None" = None
     applied: int = 0  # the last step that it has said to have sent on
     refusals: int = 0  # of steps, which is a sign of life
-    carried: int = 0  # the last step that the client has handed on to it; of a past, so many positions
+    carried: int = 0  # the last step that the client has handed on to it
+    unconfirmed: Unconfirmed = field(default_factory=Unconfirmed)  # of the past that the client has sent, or handed on
 
     def expect(self, kind: type[Reply]) -> "asyncio.Future[Reply]":
         """Return what will be done when the hop says so."""
@@ -138,6 +139,7 @@ class LiveRoute:
         self.session = session
         self._numeric_class: str | None = None  # of the whole session, once it stands
         self._relayed: frozenset[int] = frozenset()
+        self._past: Iterator[tuple[wire.Rebuild, list[Tensor]]] = iter(())  # what is still to be sent to the first hop
         self._late: set[str] = set()  # processes that did not connect in time
         self._closed = False
         self.spent: defaultdict[str, float] = defaultdict(float)  # seconds of repairs, by phase
@@ -230,7 +232,7 @@ class LiveRoute:
         try:
             self.stands = await self._bring_up(journal, after_step, only_ask=cut_off)
         finally:
-            self.rebuilding = None
+            self.rebuilding, self._past = None, iter(())
         if self.stands:
             self._numeric_class = self.legs[0].hop.announcement.numeric_class
 
@@ -275,13 +277,17 @@ class LiveRoute:
         if lacking != empty:  # a journal was dropped: hops in between forget their past and get it anew
             self.epoch += 1
             await self._establish(set(), lacking, after_step, True)
-        self.rebuilding = frozenset(lacking), journal.past_after(after_step)[-1].stop
+        past = journal.past_after(after_step)
+        self.rebuilding = frozenset(lacking), past[-1].stop
         rebuilt = [self.legs[index].expect(wire.Rebuilt) for index in sorted(lacking)]
-        for first, count in _runs(lacking):
-            self._replay(first, count, journal, after_step)
-        await self._answered(rebuilt, sorted(lacking), REBUILD_TIMEOUT_S, "did not rebuild the past")
-        for leg in self.legs:
-            leg.carried = 0
+        for first, count in runs(lacking):
+            if first > 0:
+                self.send(first - 1, wire.Replay(session=self.session, epoch=self.epoch, step=after_step, hops=count))
+            else:
+                self._past = rebuild_messages(self.session, self.epoch, past, count)
+                self._send_past()
+        windows = 1 + journal.n_bytes // REPLAY_BYTES_MAX
+        await self._answered(rebuilt, sorted(lacking), REBUILD_TIMEOUT_S * windows, "did not rebuild the past")
 
     def process_of(self, peer: str) -> str:
         """Return the process of the hop that this peer is; the peer id where it is none any more."""
@@ -315,6 +321,26 @@ class LiveRoute:
             leg.channel.send(message, tensors)
         except ChannelClosed as closed:
             raise leg.broken(closed.why) from None
+
+    def hand_past(self, index: int, piece: wire.Rebuild, tensors: Sequence[Tensor]) -> None:
+        """Send a piece of the past to one hop, or hand it on. Raises HopFailed."""
+        self.legs[index].unconfirmed.add(piece)
+        self.send(index, piece, tensors)
+
+    def hear(self, index: int, reply: Reply) -> None:
+        """A hop has said something. Where it has more of the past, whoever sends it may go on. Raises HopFailed."""
+        leg = self.legs[index]
+        if not isinstance(reply, wire.Rebuilt):
+            leg.hear(reply)
+            return
+        if self.rebuilding is not None and reply.stop >= self.rebuilding[1]:
+            leg.hear(reply)
+        if leg.unconfirmed.confirm(reply.stop) is None:
+            return
+        if index == 0:
+            self._send_past()
+        else:
+            self.send(index - 1, reply)  # it comes to the client to be handed on
 
     def close(self) -> None:
         """End the session on every hop that can still be told."""
@@ -371,7 +397,7 @@ class LiveRoute:
         self._relayed = frozenset(index for index in edges if self._avoidance.blocked(self.edge(index)))
         replies = []
         for index, leg in enumerate(self.legs):
-            leg.carried = 0
+            leg.carried, leg.unconfirmed = 0, Unconfirmed()
             replies.append(leg.expect(wire.Opened if index in new else wire.Rerouted))
             if index in new:
                 self.send(index, self._open_message(index, after_step, rebuild))
@@ -476,14 +502,10 @@ class LiveRoute:
                 source -= 1
         return lacking
 
-    def _replay(self, first: int, count: int, journal: Journal, after_step: int) -> None:
-        """Have the past sent to `count` legs from `first` on, by the hop before them or by the client."""
-        if first > 0:
-            request = wire.Replay(session=self.session, epoch=self.epoch, step=after_step, hops=count)
-            self.send(first - 1, request)
-            return
-        for message, tensors in rebuild_messages(self.session, self.epoch, journal.past_after(after_step), count):
-            self.send(0, message, tensors)
+    def _send_past(self) -> None:
+        """Send to the first hop as much of the past as its window has room for. Raises HopFailed."""
+        while not self.legs[0].unconfirmed.is_full and (piece := next(self._past, None)) is not None:
+            self.hand_past(0, *piece)
 
     async def _answered(
         self, replies: Sequence["asyncio.Future[Reply]"], indices: Iterable[int], timeout_s: float, what: str
@@ -507,7 +529,7 @@ class LiveRoute:
             leg.channel = None
 
 
-def _runs(indices: Collection[int]) -> list[tuple[int, int]]:
+def runs(indices: Collection[int]) -> list[tuple[int, int]]:
     """Group indices into runs of neighbours: {1, 2, 5} -> [(1, 2), (5, 1)] as (first, count)."""
     runs: list[tuple[int, int]] = []
     for index in sorted(indices):

@@ -9,7 +9,7 @@ from torch import Tensor, cat
 
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.chunks import Chunk, cut
-from swarm.client.live import EdgeDown, LiveRoute, Plan, SessionPlan, fail
+from swarm.client.live import EdgeDown, LiveRoute, Plan, Reply, SessionPlan, fail
 from swarm.client.route import Hop
 from swarm.client.watch import Watcher
 from swarm.errors import (
@@ -476,7 +476,7 @@ class Session:
             case wire.Failed():
                 self._on_failed(index, message)
             case _:
-                leg.hear(message)
+                self._on_reply(index, message)
 
     def _hand_on(self, index: int, message: wire.Step | wire.Rebuild, tensors: Tensors) -> None:
         """Carry what a hop cannot send to the next one itself; what the next one would refuse is its own fault."""
@@ -489,11 +489,21 @@ class Session:
         if hidden is None or not formed or due not in {None, tuple(hidden.shape)} or not is_finite(hidden):
             self._stop_for(source.broken("its activations are of the wrong shape or type, infinite or no numbers"))
             return
+        present = [tensor for tensor in tensors if tensor is not None]
         try:
-            self.live.send(index, message, [tensor for tensor in tensors if tensor is not None])
+            if isinstance(message, wire.Rebuild):
+                self.live.hand_past(index, message, present)
+            else:
+                self.live.send(index, message, present)
+                target.carried = message.step
         except HopFailed as failed:
             self._stop_for(failed)
-        target.carried = message.step if isinstance(message, wire.Step) else message.start + hidden.shape[1]
+
+    def _on_reply(self, index: int, reply: Reply) -> None:
+        try:
+            self.live.hear(index, reply)
+        except HopFailed as failed:
+            self._stop_for(failed)
 
     def _on_output(self, message: wire.Output, hidden: Tensor | None) -> None:
         flight = self._in_flight.get(message.step)

@@ -26,7 +26,7 @@ from swarm.net.channel import Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 
-HELD_BYTES_MAX = 1 << 30  # a replayed past waits as a whole to be sent
+HELD_BYTES_MAX = 1 << 30  # of every session a window of steps, or of a past, may wait to be sent
 STEP_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S_MAX = 24 * 3600.0  # what a message can say
 

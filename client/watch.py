@@ -7,13 +7,13 @@ it, what it waits for is lost.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
 
-from swarm.client.live import EdgeDown, Leg, LiveRoute
+from swarm.client.live import EdgeDown, Leg, LiveRoute, runs
 from swarm.client.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, Refused
 from swarm.wire.messages import Inquiry, Progress
@@ -180,7 +180,8 @@ class Watcher:
         waiting = self._unanswered()
         if self._live.rebuilding is not None:
             lacking, due = self._live.rebuilding
-            done = [i not in lacking or (hop.length >= due and not hop.under_way) for i, hop in enumerate(hops)]
+            front = rebuilding_front(hops, lacking, due)
+            done = [index != front for index in range(len(hops))]
         elif self._live.stands and waiting:
             due = min(waiting)
             done = [hop.applied >= due for hop in hops]
@@ -196,7 +197,7 @@ class Watcher:
                 self._report(self._live.legs[front].broken(f"it has computed nothing for {WEDGED_S:.0f} s"))
             case Overdue(front):
                 hop, why = self._live.legs[front].hop, f"it has computed nothing of ours for {OVERDUE_S:.0f} s"
-                self._report(Refused(hop.peer_id, str(hop.blocks), "no_room", why, OVERDUE_S))
+                self._report(Refused(hop.peer_id, str(hop.blocks), "busy", why, OVERDUE_S))
 
     def _not_arrived(self, front: int, due: int) -> HopFailed | EdgeDown:
         """Say what is at fault when nothing comes to hop `front`, or to the client. due: what it waits for."""
@@ -205,9 +206,26 @@ class Watcher:
             return legs[min(front, len(legs) - 1)].broken("what is sent to or from it does not arrive")
         if not self._live.is_relayed(front - 1):
             return EdgeDown(self._live.edge(front - 1), "nothing comes through", blocked=True)
-        if legs[front].carried >= due:
+        rebuilding = self._live.rebuilding is not None
+        if legs[front].unconfirmed if rebuilding else legs[front].carried >= due:
             return legs[front].broken("what is sent to it does not arrive")
         return legs[front - 1].broken("nothing comes from it")
+
+
+def rebuilding_front(hops: Sequence[Progress], lacking: Collection[int], due: int) -> int:
+    """Return the hop that a past of `due` positions waits for, on its way to some hops; else the number of hops.
+
+    Hops that get it one from the other wait for the last one: no more is sent than that has room for. So it is the last
+    one that computes; or else to which something does not come that the one before it has; or else the first one.
+    """
+    for first, count in runs(lacking):
+        run = range(first, first + count)
+        if all(hops[index].length >= due and not hops[index].under_way for index in run):
+            continue
+        computing = [index for index in run if hops[index].under_way]
+        behind = [index for index in run[1:] if hops[index].length < hops[index - 1].length]
+        return (computing or behind or [first])[-1]
+    return len(hops)
 
 
 def _complain(done: asyncio.Task[None]) -> None:

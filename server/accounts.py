@@ -1,9 +1,9 @@
 """What each peer may take of a server: openings, steps and bytes of activations per second.
 
 An account belongs to a proven identity. Activations are charged to their session's owner, whoever sends them, and
-refused with a time to come back at. What moves no session forward is counted by the channel that brings it
-(`Channel.note_chatter`), of which less is read: that costs nothing, where answers would cost something. Sessions and
-cache have limits of their own (`handler`, `pool`).
+refused with a time to come back at; a past is taken on credit, and what is paid brings the next pieces. What moves no
+session forward is counted by the channel that brings it (`Channel.note_chatter`), of which less is read: that costs
+nothing, where answers would cost something. Sessions and cache have limits of their own (`handler`, `pool`).
 
 Identities are free: this keeps one peer from taking everything, and cannot stop a crowd.
 """
@@ -16,6 +16,7 @@ from swarm.server.session import Declined
 
 STEPS_PER_S, STEPS_BURST = 2000.0, 4000.0  # pieces of a past included
 BYTES_PER_S, BYTES_BURST = 128.0 * 2**20, 512.0 * 2**20  # of activations
+DEBT_S_MAX = 0.5  # then pieces are refused too; a client that hears nothing for longer begins to doubt the hop
 OPENINGS_PER_S, OPENINGS_BURST = 8.0, 64.0  # and reroutes: they make caches and connections
 ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST = 100.0, 96.0  # of all peers together
 
@@ -53,12 +54,25 @@ class Accounts:
             raise Declined("busy", f"more than {ALL_OPENINGS_PER_S:.0f} openings a second by all peers", wait_s)
 
     def charge_activations(self, owner: str, n_bytes: int) -> None:
-        """Charge a step, or a piece of the past. Raises Declined."""
+        """Charge a step. Raises Declined."""
         now, account = self._clock(), self._of(owner)
         if (wait_s := account.steps.take(now)) > 0:
             raise Declined("busy", f"more than {STEPS_PER_S:.0f} steps a second", wait_s)
         if (wait_s := account.bytes.take(now, n_bytes)) > 0:
             raise Declined("busy", f"more than {BYTES_PER_S / 2**20:.0f} MiB of activations a second", wait_s)
+
+    def lend_activations(self, owner: str, n_bytes: int) -> None:
+        """Charge a piece of the past, on credit where that is needed. Raises Declined."""
+        if (wait_s := self.debt_s(owner)) > DEBT_S_MAX:
+            raise Declined("busy", f"more than {BYTES_PER_S / 2**20:.0f} MiB of activations a second", wait_s)
+        now, account = self._clock(), self._of(owner)
+        account.steps.owe(now)
+        account.bytes.owe(now, n_bytes)
+
+    def debt_s(self, owner: str) -> float:
+        """Return the seconds until what was taken on credit is paid."""
+        now, account = self._clock(), self._of(owner)
+        return max(account.steps.wait_s(now), account.bytes.wait_s(now))
 
     def sweep(self) -> None:
         """Forget those that are settled."""

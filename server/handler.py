@@ -32,7 +32,7 @@ from swarm.server.session import (
     Sent,
     SessionWork,
 )
-from swarm.wire.journal import Entry, Past, rebuild_messages
+from swarm.wire.journal import Entry, Past, Unconfirmed, rebuild_messages
 from swarm.wire.messages import (
     TEXT_MAX,
     AnyMessage,
@@ -96,6 +96,7 @@ class Handler:
         self._hosting = hosting
         self._executor = executor
         self._pool = pool
+        self.windows = Pool(INPUT_BYTES_MAX)  # of pasts that are being rebuilt: as much as may wait to be computed
         self.inputs, self.outputs = Pool(INPUT_BYTES_MAX), Pool(OUTPUT_BYTES_MAX)
         self.journals = Pool(hosting.journal_bytes_max)
         self._wall_clock = wall_clock
@@ -107,7 +108,7 @@ class Handler:
 
     def on_message(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
         """Take one message from any channel. Raises InvalidMessage for what no peer sends to a server."""
-        if not isinstance(message, Step | Rebuild):  # those are charged to the session's owner
+        if not isinstance(message, Step | Rebuild | Rebuilt):  # those are charged to the session's owner, or news
             channel.note_chatter()
         match message:
             case Step():
@@ -124,8 +125,8 @@ class Handler:
                 self._on_inquiry(channel, message)
             case Close():
                 self._on_close(channel, message)
-            case Refused() | Failed():
-                self._on_trouble_ahead(channel, message)
+            case Rebuilt() | Refused() | Failed():
+                self._on_word_from_next(channel, message)
             case _:
                 raise InvalidMessage(message.kind, "servers do not take it")
 
@@ -303,19 +304,44 @@ class Handler:
         if journal is None:
             self._refuse(channel, request, None, Declined("bad_request", "there is no journal of this session"))
             return
+        session.unconfirmed = Unconfirmed()
         session.replay = rebuild_messages(session.id, request.epoch, journal.past_after(request.step), request.hops)
         self._replay_on(session, session.replay)
 
     def _replay_on(self, session: HostedSession, pieces: Iterator[tuple[Rebuild, list[Tensor]]]) -> None:
-        """Send as much of the past as is read soon, and the rest later."""
+        """Send as much of the past as the window has room for; the next confirmation brings the rest.
+
+        Many sessions may replay to one hop: of them all together it gets as much as it reads soon.
+        """
         while session.replay is pieces and session.next is not None:  # else there was a reroute, or the end
+            if session.unconfirmed.is_full:
+                return
             if session.next.unsent_bytes > REPLAY_UNSENT_MAX:
                 self._loop.call_later(REPLAY_POLL_S, self._replay_on, session, pieces)
                 return
             message, tensors = next(pieces, (None, []))
             if message is None:
                 return
+            session.unconfirmed.add(message)
             self._send_on(session, message, tensors)
+
+    def _on_confirmed(self, session: HostedSession, stop: int) -> None:
+        """The hops behind this one have more of the past: send the rest, or tell whoever sends it here."""
+        session.used_at = self._loop.time()
+        if session.replay is not None:
+            self._replay_on(session, session.replay)
+        else:
+            self._confirm(session, session.source, stop)
+
+    def _confirm(self, session: HostedSession, channel: Channel | None, stop: int) -> None:
+        """Say how much of the past is there; but no sooner than its owner's account has room for more."""
+        if channel is None:
+            return
+        message = Rebuilt(session=session.id, epoch=session.epoch, stop=stop)
+        if (wait_s := self.accounts.debt_s(session.owner.peer)) > 0:
+            self._loop.call_later(wait_s, self._tell, channel, message)
+        else:
+            self._tell(channel, message)
 
     def _on_rebuild(self, channel: Channel, piece: Rebuild, tensors: Tensors) -> None:
         session = self.sessions.get(piece.session)
@@ -331,8 +357,8 @@ class Handler:
         assert hidden is not None
         try:
             session.grant.check(session.used_at)
-            self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
-            session.accept_rebuild(piece, hidden, positions, mask)
+            self.accounts.lend_activations(session.owner.peer, hidden.nbytes)
+            session.accept_rebuild(piece, hidden, positions, mask, self.windows)
         except Declined as declined:
             self._refuse(session.owner, piece, None, declined)
             session.payer(channel).note_chatter(tensors)
@@ -361,9 +387,15 @@ class Handler:
         self._note(session, Entry(session.step, None, Past(piece.start, result, *beside)))
         if piece.hops > 1:
             onward = piece.model_copy(update={"hops": piece.hops - 1, "hidden": meta_of(result)})
+            session.unconfirmed.add(onward)
             self._send_on(session, onward, [result, *(tensor for tensor in beside if tensor is not None)])
-        if piece.start + result.shape[1] == piece.total:
-            self._tell(session.owner, Rebuilt(session=session.id, epoch=session.epoch))
+        stop = piece.start + result.shape[1]
+        if stop == piece.total:
+            session.leave_window()
+        if piece.hops == 1:
+            self._confirm(session, session.source, stop)
+        if stop == piece.total and (piece.hops > 1 or session.source is not session.owner):
+            self._confirm(session, session.owner, stop)
 
     def _on_inquiry(self, channel: Channel, request: Inquiry) -> None:
         session = self._owned(channel, request)
@@ -521,10 +553,18 @@ class Handler:
         if session is not None and session.owner is channel:
             self._end(session)
 
-    def _on_trouble_ahead(self, channel: Channel, message: Refused | Failed) -> None:
-        """The next hop could not tell the client itself, since it does not know the session."""
+    def _on_word_from_next(self, channel: Channel, message: Rebuilt | Refused | Failed) -> None:
+        """How much of the past the next hops have; or what the next one could not tell the client itself."""
         session = self.sessions.get(message.session)
-        if session is not None and session.next is channel and message.epoch == session.epoch:
+        if session is not None and (session.next is not channel or message.epoch != session.epoch):
+            session = None
+        if isinstance(message, Rebuilt):
+            stop = None if session is None else session.unconfirmed.confirm(message.stop)
+            if session is None or stop is None:
+                channel.note_chatter()
+            else:
+                self._on_confirmed(session, stop)
+        elif session is not None:
             self._complain(session, message.step, "next", message.why)
             if isinstance(message, Failed):
                 self._leave_next(session)  # it does not know the session

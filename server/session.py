@@ -16,8 +16,8 @@ from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.batch import Ready
-from swarm.server.pool import Lease, NoRoom, Prices
-from swarm.wire.journal import Journal
+from swarm.server.pool import Lease, NoRoom, Pool, Prices
+from swarm.wire.journal import REPLAY_BYTES_MAX, Journal, Unconfirmed
 from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
 from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite
 
@@ -120,6 +120,8 @@ class HostedSession:
         self.journal: Journal | None = Journal() if self.has_next else None
         self.leases = leases
         self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
+        self.unconfirmed = Unconfirmed()  # by the next hop: of the journal, or of a past that goes on from here
+        self.window: Lease | None = None  # room for what may come at once of a past that is being rebuilt
         self.used_at = now
         self.grant = Grant.of(request, now)
         self.closed = False
@@ -192,6 +194,7 @@ class HostedSession:
         """End it, and give back what it holds: all but what the compute thread still has."""
         self.closed = True
         self.replay = self.journal = None
+        self.leave_window()
         self.leases.outputs.release()
         self.leases.journal.release()
         self._settle()
@@ -201,7 +204,8 @@ class HostedSession:
         self.epoch = request.epoch
         self.used_at = now
         self.grant = Grant.of(request, now)
-        self.replay = None
+        self.replay, self.unconfirmed = None, Unconfirmed()
+        self.leave_window()
         self.previous = request.previous or self.owner.peer
         self.has_next = request.next_record is not None or request.relay
         if request.reset:
@@ -269,17 +273,37 @@ class HostedSession:
         """Whether a piece of the past has been accepted before: it came twice."""
         return piece.start < (self._length if self._rebuild_from is None else self._rebuild_from)
 
-    def accept_rebuild(self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
-        """Check a piece of the past and charge its memory. Raises Declined."""
+    def accept_rebuild(
+        self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None, windows: Pool
+    ) -> None:
+        """Check a piece of the past and charge its memory. windows: what all pasts share. Raises Declined."""
         rows, tokens = self._check_tensors(hidden, positions, mask)
         if piece.start != self._rebuild_from or not piece.start + tokens <= piece.total <= self._positions_max:
             raise Declined("bad_request", f"positions from {piece.start}, {self._rebuild_from} is the next to rebuild")
         if piece.start and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
+        if piece.start == 0:
+            self._take_window(windows, min(REPLAY_BYTES_MAX, hidden.nbytes * piece.total // tokens))
         self._hold(rows, tokens, piece.start + tokens, bytes_of(hidden, positions, mask))
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
         self._pieces_under_way += 1
+
+    def leave_window(self) -> None:
+        """Give back the room for a past: nothing more comes of it."""
+        if self.window is not None:
+            self.window.release()
+
+    def _take_window(self, windows: Pool, n_bytes: int) -> None:
+        """Take room for what comes at once of a past, until it is whole. Raises Declined.
+
+        Else of many pasts each would come in part, and be refused in the end for want of room.
+        """
+        self.window = self.window or windows.lease(self.owner.peer)
+        try:
+            self.window.resize(n_bytes)
+        except NoRoom:
+            raise Declined("busy", "too many pasts are being rebuilt", RETRY_AFTER_S) from None
 
     def _hold(self, rows: int, tokens: int, positions: int, n_bytes: int) -> None:
         """Use up some of the grant, and memory: for `positions` in all, and for a new input. Raises Declined."""

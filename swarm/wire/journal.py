@@ -5,6 +5,7 @@ rollbacks are not carried out when they happen but when somebody asks, since har
 piece, as they are sent: a past that is gathered may be many times as large as what is kept of it.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from swarm.wire.messages import Rebuild
 from swarm.wire.tensors import CHUNK_BYTES, bytes_of, meta_of
 
 STEPS_UNFOLDED_MAX = 256  # then older steps are put together into one
+REPLAY_BYTES_MAX = 8 * CHUNK_BYTES  # of a past, on its way to hops that have not said that they have it: the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,40 @@ def rebuild_messages(
             mask=None if part.mask is None else meta_of(part.mask),
         )
         yield message, [t for t in (part.hidden, part.positions, part.mask) if t is not None]
+
+
+class Unconfirmed:
+    """Pieces of a past that were sent, in order, and that the hops which lack it have not said to have.
+
+    The first one goes alone: if they have no room, that is all that was sent in vain.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[int, int]] = deque()  # where each stops, and its bytes
+        self._n_bytes = 0
+        self._n_bytes_max = 1
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be sent now."""
+        return self._n_bytes >= self._n_bytes_max
+
+    def add(self, piece: Rebuild) -> None:
+        """Note a piece that is sent."""
+        self._pieces.append((piece.start + piece.hidden.shape[1], piece.hidden.n_bytes))
+        self._n_bytes += piece.hidden.n_bytes
+
+    def confirm(self, stop: int) -> int | None:
+        """The hops have the positions before `stop`. Returns where the last piece stops of which that is news."""
+        last = None
+        while self._pieces and self._pieces[0][0] <= stop:
+            last, n_bytes = self._pieces.popleft()
+            self._n_bytes -= n_bytes
+            self._n_bytes_max = REPLAY_BYTES_MAX
+        return last
 
 
 def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:

@@ -5,6 +5,7 @@ A message is a JSON header and, for two kinds, tensors behind it. `encode` and `
     client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
     hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
     along the route        Step (activations in), Output (what the client asked to have back), Rebuild (a replay)
+    back along it          Rebuilt (to whoever sends the past)
 """
 
 from collections.abc import Sequence
@@ -169,7 +170,7 @@ class Replay(Message):
 
 
 class Rebuild(Message):
-    """A piece of a session's past, on its way to `hops` hops that have none: they compute it and tell nobody.
+    """A piece of a session's past, on its way to `hops` hops that have none: they compute it and hand it on.
 
     start: its first position, of `total` in all.
     """
@@ -186,11 +187,15 @@ class Rebuild(Message):
 
 
 class Rebuilt(Message):
-    """A hop has all of a session's past again."""
+    """The first `stop` positions of a session's past are there again, so that more may come.
+
+    To whoever sends the past: at all hops that it is on its way to. To the owner, when they are all: at this one.
+    """
 
     kind: Literal["rebuilt"] = "rebuilt"
     session: SessionId
     epoch: Epoch
+    stop: Annotated[int, Field(ge=1, le=POSITIONS_MAX)]
 
 
 class Inquiry(Message):

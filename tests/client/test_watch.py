@@ -15,18 +15,19 @@ from swarm.client.watch import (
     Watch,
     Watcher,
     Wedged,
+    rebuilding_front,
 )
 from swarm.wire.messages import Progress
 
 APPLIED, WAITING = 7, 6  # of step 7
 
 
-def hop(applied, *, under_way=0, jobs_done=0, quiet_ms=10_000):
+def hop(applied, *, length=0, under_way=0, jobs_done=0, quiet_ms=10_000):
     return Progress(
         session="0" * 32,
         epoch=0,
         applied=applied,
-        length=0,
+        length=length,
         under_way=under_way,
         jobs_done=jobs_done,
         quiet_ms=quiet_ms,
@@ -85,6 +86,23 @@ def test_a_hop_that_finishes_nothing_is_wedged():
 
 def test_a_hop_behind_a_busy_one_is_not_suspected():
     assert rounds([hop(WAITING, under_way=1), hop(WAITING)], 20) == [None] * 20
+
+
+@pytest.mark.parametrize(
+    ("said", "front"),
+    [
+        ("0 0 0 0 0", 1),  # nothing has come to the first one
+        ("0 8 4 0 0", 2),  # nothing comes to the second one, and the first one waits for it
+        ("0 8+ 4 0 0", 1),
+        ("0 8 8+ 0 0", 2),
+        ("0 9 9+ 0 0", 2),
+        ("0 9 9 0 0", 4),  # the other run
+        ("0 9 9 0 9", 5),
+    ],
+)
+def test_a_past_waits_for_the_last_hop_that_it_has_not_passed(said, front):
+    hops = [hop(WAITING, length=int(each.rstrip("+")), under_way=each.count("+")) for each in said.split()]
+    assert rebuilding_front(hops, {1, 2, 4}, 9) == front
 
 
 def test_patience_follows_what_is_usual_within_limits():

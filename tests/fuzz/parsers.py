@@ -143,7 +143,7 @@ def _messages() -> tuple[wire.Message, ...]:
         wire.Rerouted(**of, journal=True),
         wire.Replay(**of, step=4, hops=2),
         wire.Rebuild(**of, start=0, total=3, hops=1, **past),
-        wire.Rebuilt(**of),
+        wire.Rebuilt(**of, stop=3),
         wire.Inquiry(**of),
         wire.Progress(**of, applied=3, length=4, under_way=1, jobs_done=5, quiet_ms=6),
         wire.Leaving(**of),

@@ -29,6 +29,7 @@ from swarm.server import server as server_module
 from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHARE
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
+from swarm.wire import journal as journal_module
 from swarm.wire.messages import (
     AnyMessage,
     Close,
@@ -94,7 +95,7 @@ class Site:
     def idle(self) -> bool:
         """Whether nothing of any session is left."""
         handler = self.server.handler
-        pools = (self.server.pool, handler.inputs, handler.outputs, handler.journals)
+        pools = (self.server.pool, handler.windows, handler.inputs, handler.outputs, handler.journals)
         return not handler.sessions and not any(pool.used for pool in pools)
 
     def record(self, *, signer: Identity | None = None, **changes: object) -> str:
@@ -1019,7 +1020,7 @@ async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Si
         piece = past[:, start : start + 4]
         for _ in range(times):
             channel.send(rebuild(request, start, 6, piece), [piece])
-    assert isinstance(await owner.next(), Rebuilt)
+    assert [await owner.next() for _ in range(2)] == [rebuilt(request, 4), rebuilt(request, 6)]
     channel.send(early, token)
     expected = span_output(loaded, FIRST, torch.cat([past, activations(1, 1)], dim=1))[:, -1:]
     assert (await owner.output() - expected).abs().max() < TOLERANCE
@@ -1042,6 +1043,93 @@ async def test_a_past_that_nobody_asked_for_is_refused_and_a_strangers_is_not_lo
     await stranger.settled(first)
     assert stranger.inbox.empty()
     assert first.server.pool.used == 0
+
+
+async def test_no_more_of_a_past_is_sent_than_the_next_hop_has_not_confirmed(
+    first: Site, owner: Peer, stranger: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    """The first piece goes alone, then a window. Only the next hop counts, and of this route."""
+    monkeypatch.setattr(journal_module, "CHUNK_BYTES", 4 * HIDDEN * 4)
+    monkeypatch.setattr(journal_module, "REPLAY_BYTES_MAX", 3 * 4 * HIDDEN * 4)
+    request = await opened(owner, first, relay=True)
+    channel = await owner.to(first)
+    channel.send(*step(request, 1, activations(1, 30)))
+    assert isinstance(await owner.next(), Step)
+
+    async def pieces(*said: Rebuilt, by: Peer = owner) -> list[int]:
+        for message in said:
+            (await by.to(first)).send(message)
+        for peer in (by, owner):
+            await peer.settled(first)
+        return [message.start for message, _ in (owner.inbox.get_nowait() for _ in range(owner.inbox.qsize()))]
+
+    channel.send(Replay(session=request.session, epoch=0, step=1, hops=1))
+    assert await pieces() == [0]
+    assert await pieces(rebuilt(request, 30), by=stranger) == []
+    assert await pieces(rebuilt(request, 30).model_copy(update={"epoch": 1})) == []
+    assert await pieces(rebuilt(request, 3)) == []
+    assert await pieces(rebuilt(request, 4)) == [4, 8, 12]
+    assert await pieces(rebuilt(request, 4)) == []
+    assert await pieces(rebuilt(request, 12)) == [16, 20]
+    assert await pieces(rebuilt(request, 30), rebuilt(request, 30)) == [24, 28]
+    channel.send(Replay(session=request.session, epoch=0, step=1, hops=1))
+    assert await pieces() == [0]
+    assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=1, relay=True)), Rerouted)
+    for epoch in (0, 1):
+        assert await pieces(rebuilt(request, 4).model_copy(update={"epoch": epoch})) == []
+
+
+async def test_a_confirmation_that_is_no_news_is_chatter(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):
+    request = await opened(owner, first, relay=True)
+    channel, handler = await owner.to(first), first.server.handler
+    channel.send(*step(request, 1, activations(1, 4)))
+    await owner.next()
+    channel.send(Replay(session=request.session, epoch=0, step=1, hops=1))
+    await owner.next()
+    chatter: list[Channel] = []
+    monkeypatch.setattr(Channel, "note_chatter", lambda self, tensors=(): chatter.append(self))
+    for stop, counted in ((3, 1), (4, 1), (4, 2)):
+        handler.on_message(handler.sessions[request.session].owner, rebuilt(request, stop), ())
+        assert len(chatter) == counted
+
+
+async def test_a_hop_confirms_a_past_that_goes_on_when_those_behind_it_do(first: Site, owner: Peer, stranger: Peer):
+    request = await opened(owner, first, previous=stranger.peer, relay=True, after_step=1, rebuild=True)
+    channel, past = await stranger.to(first), activations(1, 8)
+    for start in (0, 4):
+        piece = past[:, start : start + 4]
+        channel.send(rebuild(request, start, 8, piece).model_copy(update={"hops": 2}), [piece])
+    assert [(await owner.next()).kind for _ in range(3)] == ["rebuild", "rebuild", "rebuilt"]
+    (await owner.to(first)).send(rebuilt(request, 4))
+    assert await stranger.next() == rebuilt(request, 4)
+    (await owner.to(first)).send(rebuilt(request, 8))
+    assert await stranger.next() == rebuilt(request, 8)
+    assert stranger.inbox.empty()
+    assert owner.inbox.empty()
+
+
+async def test_a_past_is_begun_where_there_is_room_for_a_window_of_it(first: Site, owner: Peer):
+    """Many pasts that all came in part would refuse each other's rest, for ever."""
+    windows = first.server.handler.windows
+    windows.capacity = 9 * 6 * HIDDEN * 4 // 8 + 1  # one peer may have 8/9 of it, which is one such past
+    requests = [await opened(owner, first, after_step=1, rebuild=True) for _ in range(2)]
+    channel, past = await owner.to(first), activations(1, 6)
+    begin, end = past[:, :4], past[:, 4:]
+    assert await owner.ask(first, rebuild(requests[0], 0, 6, begin), begin) == rebuilt(requests[0], 4)
+    assert code(await owner.ask(first, rebuild(requests[1], 0, 6, begin), begin)) == "busy"
+    assert await owner.ask(first, rebuild(requests[0], 4, 6, end), end) == rebuilt(requests[0], 6)
+    assert windows.used == 0
+    assert await owner.ask(first, rebuild(requests[1], 0, 6, begin), begin) == rebuilt(requests[1], 4)
+    again = Reroute(session=requests[1].session, epoch=1, reset=True, after_step=1)
+    assert isinstance(await owner.ask(first, again), Rerouted)
+    assert windows.used == 0
+    channel.send(Close(session=requests[0].session))
+    channel.send(Close(session=requests[1].session))
+    await until(lambda: first.idle)
+
+
+def rebuilt(request: Open, stop: int) -> Rebuilt:
+    return Rebuilt(session=request.session, epoch=request.epoch, stop=stop)
 
 
 def rebuild(request: Open, start: int, total: int, piece: Tensor) -> Rebuild:

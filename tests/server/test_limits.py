@@ -10,7 +10,7 @@ from swarm.errors import ChannelClosed
 from swarm.net import channel as channel_module
 from swarm.server import accounts as accounts_module
 from swarm.server import handler as handler_module
-from swarm.server.accounts import BYTES_PER_S, OPENINGS_BURST, STEPS_BURST, Accounts
+from swarm.server.accounts import BYTES_BURST, BYTES_PER_S, OPENINGS_BURST, STEPS_BURST, Accounts
 from swarm.server.pool import NoRoom, Pool
 from swarm.server.session import Declined
 from swarm.wire.messages import Close, Failed, Refused, Reroute
@@ -77,6 +77,20 @@ def test_who_takes_too_many_steps_or_bytes_is_told_what_the_limit_is_and_when_to
     assert "128 MiB of activations a second" in declined.why
     clock.now += declined.retry_after_s
     accounts.charge_activations("a", 1)
+
+
+def test_a_past_is_taken_on_credit_but_not_on_any():
+    clock = Clock()
+    accounts = Accounts(clock)
+    accounts.charge_activations("a", int(BYTES_BURST))
+    assert accounts.debt_s("a") == 0
+    accounts.lend_activations("a", int(BYTES_PER_S / 4))
+    assert accounts.debt_s("a") == 0.25
+    accounts.lend_activations("a", int(BYTES_PER_S / 2))
+    declined = refusal(lambda: accounts.lend_activations("a", 1))
+    clock.now += declined.retry_after_s
+    assert accounts.debt_s("a") == 0
+    accounts.lend_activations("a", 1)
 
 
 def test_one_peers_account_is_not_anothers():

@@ -1,0 +1,146 @@
+"""Long pasts, played on a virtual clock: they are rebuilt whatever their length, and nobody is blamed for waiting."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from swarm.blocks import Blocks
+from swarm.client import chunks, live
+from swarm.client.avoidance import Avoidance
+from swarm.client.route import process_of
+from swarm.server import accounts, handler
+from swarm.server import session as hosted
+from swarm.wire import journal
+from tests.simulation.model import HIDDEN_SIZE
+from tests.simulation.test_lists import PLAN
+from tests.simulation.test_sessions import Going, played
+from tests.simulation.world import N_BLOCKS, Host
+
+CHUNK_TOKENS = 8
+MIB = CHUNK_TOKENS * HIDDEN_SIZE * 4  # what stands for a MiB here
+LONG = 100 * CHUNK_TOKENS
+WINDOW, INPUTS = 8, 16  # of these
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (chunks, journal):
+        monkeypatch.setattr(module, "CHUNK_BYTES", MIB)
+    for module in (journal, hosted, live):
+        monkeypatch.setattr(module, "REPLAY_BYTES_MAX", WINDOW * MIB)
+    monkeypatch.setattr(handler, "REPLAY_UNSENT_MAX", WINDOW * MIB)
+    monkeypatch.setattr(handler, "INPUT_BYTES_MAX", INPUTS * MIB)
+
+
+def lose(going: Going, *places: int) -> list[str]:
+    """Hops die, and others take over. Returns the processes that are gone."""
+    gone = [going.session.route[place] for place in places]
+    for hop in gone:
+        going.village.kill(hop.peer_id)
+    return [hop.process for hop in gone]
+
+
+def spares(going: Going) -> list[Host]:
+    """The listed servers that are not in the route."""
+    used = {hop.peer_id for hop in going.session.route}
+    return [host for host in going.village.world.hosts if host.identity.peer_id in going.village.listed - used]
+
+
+DEATHS = {"behind a journal": (1,), "the first": (0,), "neighbours": (1, 2), "neighbours, and the first": (0, 1)}
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+@pytest.mark.parametrize("places", DEATHS.values(), ids=DEATHS)
+def test_a_past_that_no_pool_holds_is_rebuilt(
+    places: tuple[int, ...], relayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(LONG)
+        if relayed:
+            monkeypatch.setattr(Avoidance, "blocked", lambda *_: True)
+        gone = lose(going, *places)
+        assert await going.say() < 30
+        assert set(going.failures()) <= set(gone)
+        assert going.session.repairs == 1
+        assert await going.say() < 2
+        assert not any(host.handler.windows.used for host in going.village.world.hosts)
+
+    played(scenario)
+
+
+def test_hops_that_wait_for_a_slow_one_behind_them_are_not_blamed_and_hold_no_more_than_a_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "REBUILD_TIMEOUT_S", 30.0)  # for a window, of which there are three
+
+    async def scenario(going: Going) -> None:
+        await going.say(16 * CHUNK_TOKENS)
+        for host in spares(going):
+            if host.blocks.stop == N_BLOCKS:
+                host.handler._executor._block_s = 0.5  # a piece takes longer than it takes to find who is stuck
+        last = len(going.session.route) - 1
+        gone = lose(going, last - 1, last)
+        saying = asyncio.create_task(going.say())
+        held = 0
+        while not saying.done():
+            await asyncio.sleep(0.2)
+            for host in going.village.world.hosts:
+                held = max([held, *(session.unconfirmed._n_bytes for session in host.handler.sessions.values())])
+        assert await saying > 16 * 3.0
+        assert set(going.failures()) == set(gone)
+        assert going.session.repairs == 1
+        assert held == WINDOW * MIB
+
+    played(scenario)
+
+
+def test_a_hop_that_takes_a_past_and_does_not_say_so_is_left() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(LONG)
+        (liar,) = [host for host in spares(going) if host.blocks == going.hosts[1].blocks]
+        liar.handler._confirm = lambda *_: None
+        gone = [*lose(going, 1), process_of(liar.announcement("online"))]
+        assert await going.say() < 15
+        assert set(going.failures()) == set(gone)
+
+    played(scenario)
+
+
+def test_a_past_that_comes_faster_than_a_client_may_send_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(LONG)
+        monkeypatch.setattr(accounts, "BYTES_BURST", 4 * MIB)
+        monkeypatch.setattr(accounts, "BYTES_PER_S", 20 * MIB)
+        refused: list[Any] = []
+        for host in spares(going):
+            host.handler._executor._block_s = 1e-4
+            host.handler._refuse = lambda *refusal: refused.append(refusal)
+        gone = lose(going, 1)
+        assert 4.5 < await going.say() < 8
+        assert set(going.failures()) == set(gone)
+        assert refused == []
+
+    played(scenario)
+
+
+def test_many_long_pasts_on_their_way_to_one_hop_are_rebuilt_by_turns() -> None:
+    """Together they would have each other's pieces refused, and begin again and again."""
+
+    async def scenario(going: Going) -> None:
+        village, every, blocks = going.village, [going], set(going.session.route[1].blocks)
+        while len(every) < 16:
+            every.append(Going(village, await village.router.open(Blocks(0, N_BLOCKS), PLAN)))
+        for each in every:
+            await each.say(30 * CHUNK_TOKENS)
+        for host in spares(going):
+            if not blocks.isdisjoint(host.blocks):
+                village.kill(host.identity.peer_id, comes_back=False)
+        lose(going, 1)
+        assert max(await asyncio.gather(*(each.say() for each in every))) < 35
+        (hop,) = {each.session.route[1].peer_id for each in every}
+        assert village.host(hop).handler.jobs_done < 16 * 35  # of which 31 are needed
+        for each in every[1:]:
+            await each.session.close()
+
+    played(scenario)
