@@ -9,6 +9,7 @@ from torch import Tensor, cat
 
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.chunks import Chunk, cut
+from swarm.client.flights import Flight, Flights
 from swarm.client.live import EdgeDown, LiveRoute, Plan, Reply, SessionPlan, fail
 from swarm.client.route import Hop
 from swarm.client.watch import Watcher
@@ -40,8 +41,6 @@ WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twic
 WAIT_POLL_S = 1.0
 WAITS_COUNTED = 16  # by then it is the longest pause, and 2 ** waits stays a number
 
-WINDOW_MAX = 64  # what a hop can ask for
-
 FromHop = (
     wire.Opened
     | wire.Rerouted
@@ -59,16 +58,6 @@ AnyEpoch = wire.Progress | wire.Leaving  # true of the hop, whatever the route
 Trouble = HopFailed | Refused | EdgeDown
 
 _log = structlog.get_logger("swarm.session")
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A step that was sent and not answered. Kept whole, so that it can be sent again."""
-
-    message: wire.Step
-    tensors: Sequence[Tensor]
-    answer: asyncio.Future[Tensor | None]
-    sent: bool = False  # on this route, since a hop last had no room
 
 
 class Session:
@@ -103,8 +92,7 @@ class Session:
         self._journal = Journal()  # of the embeddings: the client is hop 0
         self._step = 0
         self._answered = 0  # the last step that the last hop has answered
-        self._in_flight: dict[int, _InFlight] = {}
-        self._at_once = WINDOW_MAX  # steps under way: one after a hop had no room, and twice as many with every answer
+        self._in_flight = Flights(self._transmit)
         self._troubles: list[Trouble] = []
         self._reconnected: set[Edge] = set()  # that broke, with no answer since
         self._leaving: set[str] = set()  # processes that asked to be left
@@ -112,7 +100,7 @@ class Session:
         self._ended: SwarmError | None = None
         self._used_at = self._loop.time()  # when the last step was over
         self._deadline = self._used_at  # of the step, or of opening
-        self._watcher = Watcher(live, self._unanswered, self._stop_for, self._resend_all)
+        self._watcher = Watcher(live, self._in_flight.unanswered, self._stop_for, self._resend_all)
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -187,7 +175,7 @@ class Session:
         """Send chunks, at most a window of them under way, and collect what is wanted of each."""
         began, repairs = self._loop.time(), self.repairs
         outputs: list[Tensor] = []
-        waiting: list[_InFlight] = []
+        waiting: list[Flight] = []
         with self._watcher.watching():
             try:
                 await self._restore()
@@ -203,7 +191,7 @@ class Session:
             self._watcher.steps.observe(self._loop.time() - began)
         return outputs
 
-    async def _collect(self, flight: _InFlight, outputs: list[Tensor]) -> None:
+    async def _collect(self, flight: Flight, outputs: list[Tensor]) -> None:
         """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too.
 
         What a hop calls impossible another one is asked, too, before it is believed.
@@ -231,11 +219,11 @@ class Session:
                 pass
             await self._restore()  # what broke while we slept has failed no step, since there was none under way
             self._resend_all()
-        self._in_flight.pop(flight.message.step, None)
+        self._in_flight.take_off(flight)
         if output is not None:
             outputs.append(output)
 
-    def _send(self, chunk: Chunk) -> _InFlight:
+    def _send(self, chunk: Chunk) -> Flight:
         self._step += 1
         message = wire.Step(
             session=self.id,
@@ -252,43 +240,13 @@ class Session:
         past = Past(chunk.keep, chunk.hidden, chunk.positions, chunk.mask)
         self._journal.add(Entry(self._step, chunk.rows, past))
         tensors = [tensor for tensor in (chunk.hidden, chunk.positions, chunk.mask) if tensor is not None]
-        flight = _InFlight(message, tensors, self._loop.create_future())
-        self._in_flight[self._step] = flight
-        self._send_some()
-        return flight
-
-    def _send_some(self) -> None:
-        """Send what has not been sent, in order, as far as the hops have room."""
-        under_way = 0
-        for flight in [self._in_flight[number] for number in sorted(self._in_flight)]:
-            if flight.answer.done():
-                if flight.answer.exception() is not None:
-                    return  # what follows it would be out of order
-                continue
-            under_way += 1
-            if under_way > self._at_once:
-                return
-            if not flight.sent:
-                flight.sent = True
-                self._transmit(flight)
-
-    def _unanswered(self) -> list[int]:
-        """The steps that are under way."""
-        return [step for step, flight in self._in_flight.items() if not flight.answer.done()]
+        return self._in_flight.begin(message, tensors)
 
     def _resend_all(self) -> None:
         """Send again what has not been answered, in order."""
-        for flight in [self._in_flight[number] for number in sorted(self._in_flight)]:
-            if flight.answer.done():
-                if flight.answer.exception() is None:
-                    continue
-                flight.answer = self._loop.create_future()
-            if flight.message.epoch != self.live.epoch:
-                flight.message = flight.message.model_copy(update={"epoch": self.live.epoch})
-            flight.sent = False
-        self._send_some()
+        self._in_flight.send_again(self.live.epoch)
 
-    def _transmit(self, flight: _InFlight) -> None:
+    def _transmit(self, flight: Flight) -> None:
         try:
             self.live.send(0, flight.message, flight.tensors)
         except HopFailed as failed:
@@ -305,8 +263,7 @@ class Session:
         self.live.stands = False
         for leg in self.live.legs:
             leg.fail(trouble)
-        for flight in self._in_flight.values():
-            fail(flight.answer, trouble)
+        self._in_flight.fail(trouble)
 
     async def _restore(self) -> None:
         """Mend the route until it stands. Raises NoRoute; in a new session also what is wrong with the only holder."""
@@ -376,7 +333,7 @@ class Session:
         if self._loop.time() + for_s >= self._deadline:
             raise full
         await asyncio.sleep(for_s)
-        self._at_once = 1
+        self._in_flight.slow_down()
 
     async def _take_turn(self, mending: "_Mending", full: Refused | None = None) -> None:
         """Wait in line with other new sessions for those who are full. Raises `full` when that takes too long."""
@@ -516,9 +473,7 @@ class Session:
             self._answered = message.step
             self._reconnected.clear()
             self.live.regained = 0
-            flight.answer.set_result(hidden)
-            self._at_once = min(2 * self._at_once, WINDOW_MAX)
-            self._send_some()
+            self._in_flight.answer(flight, hidden)
             return
         self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
 
@@ -586,8 +541,7 @@ class Session:
     def _end(self, error: SwarmError) -> None:
         if self._ended is None:
             self._ended = error
-        for flight in self._in_flight.values():
-            fail(flight.answer, error)
+        self._in_flight.fail(error)
 
 
 @dataclass(slots=True)

@@ -216,13 +216,12 @@ class Handler:
         Nothing is set aside, since that would be free. But what a peer's own sessions are still to take is not there
         for its next one. Raises Declined.
         """
-        mine = [
-            session
-            for session in self.sessions.values()
-            if session.owner.peer == peer and session.id != request.session
-        ]
+        mine = {session.id: session for session in self.sessions.values() if session.owner.peer == peer}
+        replaced = mine.pop(request.session, None)
+        free = self._pool.free(peer) - sum(session.still_promised for session in mine.values())
+        if replaced is not None:
+            free += replaced.leases.cache.amount
         needed = self._hosting.prices.tokens(request.batch, request.positions_soon, request.rollback_max)
-        free = self._pool.free(peer) - sum(session.still_promised for session in mine)
         if needed > free and (mine or free < self._pool.most):  # who has it all to itself may try
             raise Declined("no_room", f"{needed} more tokens are likely not to fit, {max(0, free)} do", RETRY_AFTER_S)
 

@@ -624,6 +624,18 @@ async def test_a_session_that_will_soon_find_no_room_is_refused_while_it_holds_n
     await opened(stranger, first, positions_soon=4)
 
 
+async def test_a_session_that_is_opened_anew_needs_no_second_room(first: Site, owner: Peer, stranger: Peer):
+    """As after a connection that this side does not know to be dead."""
+    await opened(stranger, first)
+    (await stranger.to(first)).send(*step(await opened(stranger, first), 1, activations(1, 1)))
+    await stranger.output()
+    tokens = first.server.pool.free(owner.peer)
+    request = await opened(owner, first, positions_soon=tokens, positions_max=tokens)
+    (await owner.to(first)).send(*step(request, 1, activations(1, tokens)))
+    await owner.output()
+    assert isinstance(await owner.ask(first, request.model_copy(update={"epoch": 1})), Opened)
+
+
 async def test_what_waits_for_room_is_charged_to_nobody_unless_it_is_sent_again_at_once(
     first: Site, owner: Peer, stranger: Peer
 ):
@@ -714,8 +726,8 @@ async def test_steps_that_a_reset_made_pointless_fill_no_window(loaded: Loaded, 
 async def test_a_hop_before_this_one_that_is_not_read_is_not_called_quiet(first: Site, owner: Peer, stranger: Peer):
     """Else what waits to be read is taken for lost, and the edge for blocked."""
     request = await opened(owner, first, previous=stranger.peer)
-    (await stranger.to(first)).send(*step(request, 1, activations(1, 1)))
-    await stranger.settled(first)
+    (await stranger.to(first)).send(*step(request, 1, activations(1, 1), want=1))
+    await owner.output()
     source = first.server.handler.sessions[request.session].source
     assert source is not None
     quiet_ms = []

@@ -106,7 +106,8 @@ def test_an_output_is_not_taken_before_that_of_a_step_that_was_refused_late(monk
 
     async def scenario(going: Going) -> None:
         await going.say()
-        session, transmit = going.session, going.session._transmit
+        session, flights = going.session, going.session._in_flight
+        transmit = flights._transmit
         last = session.live.legs[-1]
         names = {"session": session.id, "epoch": session.live.epoch, "step": 2}
         late = [wire.Refused(**names, code="no_room", why="full", retry_after_ms=900)]
@@ -117,7 +118,7 @@ def test_an_output_is_not_taken_before_that_of_a_step_that_was_refused_late(monk
                 session.on_message(last.channel, late.pop(), ())
 
         with monkeypatch.context() as patch:
-            patch.setattr(session, "_transmit", refused)
+            patch.setattr(flights, "_transmit", refused)
             await going.say(16)
         going.village.kill(last.hop.peer_id)
         assert await going.say() < 5
