@@ -135,6 +135,7 @@ class Handler:
         while True:
             await asyncio.sleep(SWEEP_S)
             for session in list(self.sessions.values()):
+                session.keep_window_if_used()
                 if self._loop.time() - session.used_at > SESSION_IDLE_S:
                     self._fail(session, None, "self", f"nothing happened for {SESSION_IDLE_S:.0f} s")
             self.accounts.sweep()

@@ -122,6 +122,7 @@ class HostedSession:
         self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
         self.unconfirmed = Unconfirmed()  # by the next hop: of the journal, or of a past that goes on from here
         self.window: Lease | None = None  # room for what may come at once of a past that is being rebuilt
+        self._rebuilt_bytes = 0  # since somebody last looked whether the window is used
         self.used_at = now
         self.grant = Grant.of(request, now)
         self.closed = False
@@ -284,6 +285,7 @@ class HostedSession:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
         if piece.start == 0:
             self._take_window(windows, min(REPLAY_BYTES_MAX, hidden.nbytes * piece.total // tokens))
+        self._rebuilt_bytes += hidden.nbytes
         self._hold(rows, tokens, piece.start + tokens, bytes_of(hidden, positions, mask))
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
@@ -293,6 +295,12 @@ class HostedSession:
         """Give back the room for a past: nothing more comes of it."""
         if self.window is not None:
             self.window.release()
+
+    def keep_window_if_used(self) -> None:
+        """Give back the room for a past of which hardly anything has come since this was last called."""
+        if self._rebuilt_bytes < CHUNK_BYTES // 2:
+            self.leave_window()
+        self._rebuilt_bytes = 0
 
     def _take_window(self, windows: Pool, n_bytes: int) -> None:
         """Take room for what comes at once of a past, until it is whole. Raises Declined.

@@ -26,6 +26,7 @@ from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
 from swarm.server import handler as handler_module
 from swarm.server import server as server_module
+from swarm.server import session as session_module
 from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHARE
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
@@ -1138,6 +1139,21 @@ async def test_a_past_is_begun_where_there_is_room_for_a_window_of_it(first: Sit
     channel.send(Close(session=requests[0].session))
     channel.send(Close(session=requests[1].session))
     await until(lambda: first.idle)
+
+
+async def test_room_for_a_past_is_kept_by_whoever_sends_it(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):
+    """Else the beginnings of many pasts, of which nothing more comes, keep all others from being rebuilt."""
+    monkeypatch.setattr(session_module, "CHUNK_BYTES", 2 * 4 * HIDDEN * 4)  # half of it is what comes first
+    request = await opened(owner, first, after_step=1, rebuild=True)
+    windows, (session,) = first.server.handler.windows, first.server.handler.sessions.values()
+    past = activations(1, 8)
+    assert await owner.ask(first, rebuild(request, 0, 8, past[:, :4]), past[:, :4]) == rebuilt(request, 4)
+    session.keep_window_if_used()
+    assert windows.used == past.nbytes
+    assert await owner.ask(first, rebuild(request, 4, 8, past[:, 4:5]), past[:, 4:5]) == rebuilt(request, 5)
+    session.keep_window_if_used()
+    assert windows.used == 0
+    assert await owner.ask(first, rebuild(request, 5, 8, past[:, 5:]), past[:, 5:]) == rebuilt(request, 8)
 
 
 def rebuilt(request: Open, stop: int) -> Rebuilt:
