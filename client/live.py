@@ -293,6 +293,10 @@ class LiveRoute:
         """Return the process of the hop that this peer is; the peer id where it is none any more."""
         return next((leg.hop.process for leg in self.legs if leg.hop.peer_id == peer), peer)
 
+    def is_whole(self, peer: str) -> bool:
+        """Whether this peer has all of the session's past."""
+        return any(leg.whole and leg.opened for leg in self.legs if leg.hop.peer_id == peer)
+
     def late(self) -> HopFailed | NoRoute:
         """Say what opening waits for."""
         if not self.legs:

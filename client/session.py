@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import structlog
 from torch import Tensor, cat
@@ -286,9 +287,15 @@ class Session:
     async def _mend(self, mending: "_Mending") -> None:
         while not self.live.stands:
             self._raise_if_ended()
+            busy = None
             for mending.last in self._troubles:
-                mending.without |= self._learn(mending.last)
+                if self._has_past_but_is_busy(mending.last):
+                    busy = mending.last
+                else:
+                    mending.without |= self._learn(mending.last)
             self._troubles.clear()
+            if busy is not None:
+                await self._wait_for_room(busy, min(WAIT_POLL_S, max(ASK_S, busy.retry_after_s or 0.0)), mending.began)
             if cut_off := self._avoidance.cut_off:
                 mending.cut_off_at = self._loop.time()
             try:
@@ -358,6 +365,10 @@ class Session:
                     self._stop_for(trouble)
         if self._troubles:
             self.live.stands = False
+
+    def _has_past_but_is_busy(self, trouble: Trouble) -> TypeGuard[Refused]:
+        """Whether a hop is told too often of new neighbours: it is worth waiting for, having what others would lack."""
+        return isinstance(trouble, Refused) and trouble.code == "busy" and self.live.is_whole(trouble.peer)
 
     def _learn(self, trouble: Trouble) -> set[str]:
         """Remember who or what is at fault, for all sessions. Returns the processes to do without."""

@@ -148,6 +148,30 @@ def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: py
     played(scenario)
 
 
+def test_a_hop_that_is_told_too_often_of_new_neighbours_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server lets a peer reroute no more often than it lets it open: when many sessions lose a hop, that is soon."""
+
+    async def scenario(going: Going) -> None:
+        await going.say(PROMPT)
+        first, _, last = going.hosts
+        (session,) = first.handler.sessions.values()
+        until, charge = going.loop.time() + 3.0, first.handler.accounts.charge_opening
+
+        def refuse(peer: str) -> None:
+            if going.loop.time() < until:
+                raise Declined("busy", "more than 8 openings a second", 0.1)
+            charge(peer)
+
+        monkeypatch.setattr(first.handler.accounts, "charge_opening", refuse)
+        going.village.kill(last.identity.peer_id)
+        assert 2.5 < await going.say() < 6.0
+        assert list(first.handler.sessions.values()) == [session]
+        assert session.generation == 0
+        assert len(going.failures()) == 1  # the one that was killed
+
+    played(scenario)
+
+
 def test_a_session_without_a_route_can_still_say_what_it_waits_for() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
