@@ -367,8 +367,10 @@ class Session:
             self.live.stands = False
 
     def _has_past_but_is_busy(self, trouble: Trouble) -> TypeGuard[Refused]:
-        """Whether a hop is told too often of new neighbours: it is worth waiting for, having what others would lack."""
-        return isinstance(trouble, Refused) and trouble.code == "busy" and self.live.is_whole(trouble.peer)
+        """Whether a hop is told too often of new neighbours: for a while, it is worth waiting for what others lack."""
+        if not isinstance(trouble, Refused) or trouble.code != "busy":
+            return False
+        return (trouble.retry_after_s or 0.0) <= ROOM_HELD_S and self.live.is_whole(trouble.peer)
 
     def _learn(self, trouble: Trouble) -> set[str]:
         """Remember who or what is at fault, for all sessions. Returns the processes to do without."""
