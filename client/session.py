@@ -195,10 +195,11 @@ class Session:
     async def _collect(self, flight: Flight, outputs: list[Tensor]) -> None:
         """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too.
 
-        What a hop calls impossible another one is asked, too, before it is believed.
+        What a hop calls impossible another one is asked, too, before it is believed; and all of them, whether it fits.
         """
         began = self._loop.time()
-        asked_again = renewed = doubted = False
+        asked_again = renewed = False
+        unable: set[str] = set()  # processes
         while True:
             try:
                 output = await flight.answer
@@ -208,10 +209,10 @@ class Session:
                     renewed = True
                     self.live.stands = False  # the same route once more: that grants anew
                 elif refused.retry_after_s is None:
-                    alone = not doubted and refused.code != "too_late"
-                    if not (alone and await self._move_away({self.live.process_of(refused.peer)})):
+                    unable.add(self.live.process_of(refused.peer))
+                    believed = refused.code == "too_late" or (refused.code != "no_room" and len(unable) > 1)
+                    if believed or not await self._move_away(unable):
                         raise
-                    doubted = True
                 elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
                     wait_s = refused.retry_after_s if asked_again else min(ROOM_S, refused.retry_after_s)
                     await self._wait_for_room(refused, wait_s, began)

@@ -9,8 +9,9 @@ import pytest
 
 from swarm.blocks import Blocks
 from swarm.client.live import SessionPlan
+from swarm.client.router import ANY_PEER
 from swarm.client.session import POSITIONS_TO_COME, Session
-from swarm.errors import Refused
+from swarm.errors import NoRoute, Refused
 from swarm.server.session import Declined
 from swarm.wire import messages as wire
 from tests.simulation.test_lists import PLAN
@@ -144,6 +145,24 @@ def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: py
         assert waited.count(4) >= 4
         behind = [step for step in waited if step != 4]
         assert len(set(behind)) == len(behind)  # what was under way behind it came once
+
+    played(scenario)
+
+
+def test_a_server_that_could_never_hold_a_session_is_left_for_one_that_can_however_many_there_are() -> None:
+    async def scenario(going: Going) -> None:
+        going.village.router._preferences = ANY_PEER
+        last = going.hosts[-1]
+        holders = [host for host in going.village.world.hosts if host.blocks == last.blocks]
+        assert len(holders) > 3
+        roomy = next(host for host in holders if host is not last)
+        for host in holders:
+            host.pool.capacity = PROMPT // 2 if host is not roomy else 2 * PROMPT
+        await going.say(PROMPT)
+        assert going.hosts[-1] is roomy
+        roomy.pool.capacity = PROMPT
+        with pytest.raises((Refused, NoRoute), match="do not fit"):
+            await going.say()
 
     played(scenario)
 
