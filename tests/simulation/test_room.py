@@ -87,8 +87,13 @@ def test_a_session_that_waits_for_room_holds_none_and_says_at_its_deadline_who_i
             lease.resize(lease.room)
         began = going.loop.time()
         opening = asyncio.create_task(another(going, replace(PLAN, positions_soon=PROMPT, step_timeout_s=20.0)))
-        await asyncio.sleep(10.0)
+        open_there = []
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            others = [host for host in going.village.world.hosts if host not in full]
+            open_there.append(sum(len(host.handler.sessions) for host in others))
         assert not opening.done()
+        assert sorted(open_there)[50] == len(going.hosts) - 1  # that of `going` alone, while the other one waits
         with pytest.raises(Refused, match="likely not to fit"):
             await opening
         assert 19.0 < going.loop.time() - began < 20.5
