@@ -3,9 +3,12 @@
 Both are pure. The compute thread (`swarm.server.executor`) asks them before every iteration.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 DECODE_TOKENS_MAX = 512  # of one batch: more would not make it quicker by the token
 PREFILL_TOKENS_MIN = 1  # so that it goes on whatever decode costs; the weights are read for decode anyway
@@ -15,12 +18,12 @@ PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
 STRETCH_MIN_S = 0.002  # which nobody notices
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
+_SIZES: list[int] = [1, *(n for power in range(1, 11) for n in (2**power, 3 * 2 ** (power - 1))), PREFILL_TOKENS_MAX]
 FORGOTTEN_S = 1.0  # who is away for longer is not waited for
 SMOOTHING = 0.2  # weight of the newest measurement
-REMEMBERED = 0.97  # the weight of each iteration with prefill, when the next one comes
-OUTLIER = 2.0  # what takes so much longer than was thought is held to be a hiccup; so much shorter: it had been one
-INERTIA = 0.01  # what is thought already weighs as much as sizes that vary by a tenth
-PIECE_SHARE_MAX = 0.85  # of what an average piece takes, which is not its tokens'
+OUTLIER = 1.5  # what takes longer than so many times what was thought is held to be a hiccup
+BARE_EVERY = 16  # iterations with decode steps
+AGAIN_FIRST, AGAIN_LAST = 8, 512  # iterations until what took too long is tried again, at first and later
 ABSENT_REMEMBERED = 4096  # sessions
 LINGER_MAX_S = 0.010  # that a single step waits for company
 LINGER_SHARE = 0.4  # of the last iteration, at most
@@ -110,64 +113,111 @@ def _in_turn(ready: Sequence[Ready], indices: Sequence[int]) -> list[int]:
 class Pace:
     """Learns how long iterations take, and from it how much prefill they may carry.
 
-    An iteration with n tokens of prefill takes so much longer: piece_s + n * token_s. What any piece costs must be told
-    from what its tokens cost: or else, where the former is more than prefill may add, pieces would become ever smaller
-    and dearer. Both are a weighted least squares fit, each observation weighted by 1 / n^2, as noise is relative.
-
-    But some is not: the first pass of a fresh process, page faults, a machine that others use, too. One such hiccup,
-    taken for the price of tokens, makes the next pieces a token long, of which the fit learns least; a prompt then
-    takes ten times as long. So none counts more than OUTLIER times what was expected, and one that takes less
-    than that part of it halves the weight of all before it.
+    What prefill adds depends on what it runs beside: a few rows more cost nothing next to many, and much where they
+    make the kernels others. So it is learned by how many decode steps there are, in powers of two.
     """
 
     def __init__(self) -> None:
-        self._decode_s: float | None = None  # an iteration without prefill
-        self._piece_s = 0.0
-        self._token_s: float | None = None
-        self._sums = [0.0] * 5  # of 1, x, y, x*x, x*y; x = 1 / n, y = seconds / n
-        self._is_odd = False  # sizes alternate a little, or else they would tell nothing of their difference
+        self._decode_s: dict[int, float] = {}  # an iteration without prefill, by the number of steps
+        self._until_bare: dict[int, int] = {}  # iterations before the next without prefill, by the number of steps
+        self._prefill: defaultdict[int, _Costs] = defaultdict(_Costs)  # what it adds, by the number of steps
 
     def observe(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
-        """Learn from an iteration of so many decode steps and prefilled tokens."""
+        """Learn from an iteration of so many decode steps (their rows) and prefilled tokens."""
+        steps = decodes.bit_length()
         if prefill_tokens == 0:
-            most_s = took_s if self._decode_s is None else OUTLIER * self._decode_s
-            self._decode_s = _smooth(self._decode_s, min(took_s, most_s))
+            self._decode_s[steps] = _learned(self._decode_s.get(steps), took_s)
             return
-        # Weights are read once, whatever runs; how long that takes without anybody who decodes is not known so well.
-        beside_s = self._decode_s or 0.0
-        more_s = max(took_s - beside_s, took_s / 10 if decodes else took_s / 2)
-        if self._token_s is not None:
-            expected_s = self._piece_s + prefill_tokens * self._token_s
-            if more_s < expected_s / OUTLIER:
-                self._sums = [each / 2 for each in self._sums]
-            more_s = min(more_s, OUTLIER * expected_s)
-        x, y = 1 / prefill_tokens, more_s / prefill_tokens
-        self._sums = [REMEMBERED * a + b for a, b in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
-        self._is_odd = not self._is_odd
-        self._fit()
+        self._prefill[steps].observe(prefill_tokens, max(took_s - self._decode_s.get(steps, 0.0), took_s / 10))
 
-    def _fit(self) -> None:
-        n, x, y, xx, xy = self._sums
-        x, y, xx, xy = x / n, y / n, xx / n, xy / n
-        inertia = INERTIA * x * x  # where all pieces are of about one size, they tell nothing of the difference
-        piece_s = (xy - x * y + inertia * self._piece_s) / (xx - x * x + inertia)
-        self._piece_s = min(max(0.0, piece_s), PIECE_SHARE_MAX * y / x)  # however much the measurements vary
-        self._token_s = y - self._piece_s * x
+    def prefill_tokens(self, decodes: int, *, decoding: bool) -> int:
+        """How many tokens of prefill the next iteration may carry, beside so many decode steps.
 
-    def prefill_tokens(self, *, decoding: bool) -> int:
-        """How many tokens of prefill the next iteration may carry. decoding: whether anybody waits for single steps.
+        decoding: whether anybody decodes, in this iteration or as soon as it is over.
 
-        While anybody decodes, pieces and tokens together may take STRETCH longer; but the tokens alone get half of
-        that, whatever a piece costs.
+        While anybody does, prefill may take STRETCH longer than decode. One iteration in BARE_EVERY carries none: it
+        shows what decode takes today.
         """
-        if self._token_s is None:
-            return 4 * PREFILL_TOKENS_MIN if decoding else PREFILL_TOKENS_UNKNOWN
-        limit_s, least = ALONE_S, PREFILL_TOKENS_MIN
-        if decoding and self._decode_s is not None:
-            stretch_s = max(STRETCH_MIN_S, STRETCH * self._decode_s)
-            limit_s = max(stretch_s - self._piece_s, stretch_s / 2) * (1.2 if self._is_odd else 0.8)
-            least *= 2 if self._is_odd else 1
-        return max(least, min(PREFILL_TOKENS_MAX, int(limit_s / self._token_s)))
+        if not decoding:
+            return self._prefill[0].largest(ALONE_S) or PREFILL_TOKENS_UNKNOWN
+        if decodes == 0:  # who decodes waits for all of it
+            decode_s = self._decode_s.get(1, 0.0)
+            return self._prefill[0].largest(decode_s + _stretch_s(decode_s)) or PREFILL_TOKENS_MIN
+        steps = decodes.bit_length()
+        until_bare = self._until_bare.get(steps, 0)
+        self._until_bare[steps] = (until_bare or BARE_EVERY) - 1
+        if until_bare == 0:
+            return 0
+        return self._prefill[steps].largest(_stretch_s(self._decode_s.get(steps, 0.0))) or PREFILL_TOKENS_MIN
+
+
+def _stretch_s(decode_s: float) -> float:
+    return max(STRETCH_MIN_S, STRETCH * decode_s)
+
+
+class _Costs:
+    """How long prefill takes, by size, where nothing is known but that more takes longer.
+
+    Machines have hiccups: the first pass of a fresh process, page faults, others who use them. So what took too long is
+    tried again, but ever more rarely: whoever decodes notices each time.
+    """
+
+    def __init__(self) -> None:
+        self._s: dict[int, float] = {}  # by size, seconds
+        self._n: dict[int, int] = {}  # by size, how many that is the mean of
+        self._seen = 0
+        self._too_long: dict[int, tuple[int, int]] = {}  # sizes: tried again when so many are seen, and so many later
+
+    def observe(self, tokens: int, took_s: float) -> None:
+        size = _SIZES[bisect_right(_SIZES, tokens) - 1]
+        self._n[size] = self._n.get(size, 0) + 1
+        self._s[size] = _learned(self._s.get(size), took_s, max(SMOOTHING, 1 / self._n[size]))
+        self._seen += 1
+
+    def largest(self, limit_s: float) -> int:
+        """Return the most tokens that take no longer, or a few more to see what they take; 0 if nothing is known.
+
+        Where not even one token keeps to the limit, others may take half of it longer than one.
+        """
+        if not self._s:
+            return 0
+        takes = self._takes()
+        if 1 in self._s and takes[1] > limit_s:
+            if self._again(1):
+                return 1
+            limit_s = takes[1] + limit_s / 2
+        fits = 1
+        for size, takes_s in takes.items():
+            if takes_s > limit_s:
+                return size if 1 < size in self._s and self._again(size) else fits
+            self._too_long.pop(size, None)
+            fits = size
+        return fits
+
+    def _takes(self) -> dict[int, float]:
+        """Seconds by size, up to the next one after those seen: no more than larger ones took; linear in between."""
+        sizes = sorted(self._s)
+        seconds = np.minimum.accumulate([self._s[size] for size in reversed(sizes)])[::-1]
+        known = _SIZES[: _SIZES.index(sizes[-1]) + 2]
+        return dict(zip(known, np.interp(known, [0, *sizes], [0.0, *seconds]).tolist(), strict=True))
+
+    def _again(self, size: int) -> bool:
+        """Whether to try what was too long."""
+        at, pause = self._too_long.get(size, (self._seen + AGAIN_FIRST, AGAIN_FIRST))
+        due = self._seen >= at
+        if due:
+            pause = min(AGAIN_LAST, 4 * pause)
+            at = self._seen + pause
+            self._n[size] = 1  # it was long ago
+        self._too_long[size] = at, pause
+        return due
+
+
+def _learned(old_s: float | None, new_s: float, weight: float = SMOOTHING) -> float:
+    """What is thought after another measurement. One that is half of what was thought shows a hiccup before it."""
+    if old_s is None or new_s < old_s / 2:
+        return new_s
+    return old_s + weight * (min(new_s, OUTLIER * old_s) - old_s)
 
 
 def _smooth(old: float | None, new: float) -> float:

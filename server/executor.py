@@ -272,8 +272,10 @@ class _Iterations:
         if not heads:
             return [(item.done, item.outcome()) for item in over]
         ready = [item.ready for item in heads]
-        decoding = any(item.is_single for item in heads) or self._expects_others()
-        slices = form_batch(ready, self._paces[heads[0].n_blocks].prefill_tokens(decoding=decoding))
+        first, steps = ready[0], [each for each, item in zip(ready, heads, strict=True) if item.is_single]
+        beside = sum(each.rows for each in steps if first.packs and each.packs and each.group == first.group)
+        decoding = len(steps) > 0 or self._expects_others()
+        slices = form_batch(ready, self._paces[heads[0].n_blocks].prefill_tokens(beside, decoding=decoding))
         batch = [(heads[each.index], each) for each in slices]
         began = time.perf_counter()
         if len(batch) == 1:
@@ -298,7 +300,7 @@ class _Iterations:
             if not isinstance(item.job, SessionWork) or item.is_gone or item.error is not None:
                 return  # it tells nothing of the others
             if item.is_single:
-                decodes += 1
+                decodes += ready[each.index].rows
                 self._decoded_at[item.job.session] = now
             else:
                 prefill_tokens += each.tokens * ready[each.index].rows

@@ -252,7 +252,7 @@ def test_looking_at_what_waits_makes_no_cache_and_keeps_dtypes_apart() -> None:
 
 
 def test_a_part_of_the_span_tells_nothing_of_the_whole_and_what_failed_tells_nothing() -> None:
-    def pace_after(*works: Work) -> dict[int, float | None]:
+    def pace_after(*works: Work) -> dict[int, dict[int, float]]:
         jobs: SimpleQueue[_Item | None] = SimpleQueue()
         for work in works:
             jobs.put(_Item(work, lambda _: None, 0.0))
@@ -260,7 +260,7 @@ def test_a_part_of_the_span_tells_nothing_of_the_whole_and_what_failed_tells_not
         while not jobs.empty() or iterations._waiting:
             iterations.wait()
             iterations.run()
-        return {n_blocks: pace._decode_s for n_blocks, pace in iterations._paces.items() if pace._decode_s is not None}
+        return {n_blocks: pace._decode_s for n_blocks, pace in iterations._paces.items() if pace._decode_s}
 
     class Breaks(Work):
         def run(self, tokens: int) -> None:
