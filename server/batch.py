@@ -142,7 +142,8 @@ class Pace:
             return self._prefill[0].largest(ALONE_S) or PREFILL_TOKENS_UNKNOWN
         if decodes == 0:  # who decodes waits for all of it
             decode_s = self._decode_s.get(1, 0.0)
-            return self._prefill[0].largest(decode_s + _stretch_s(decode_s)) or PREFILL_TOKENS_MIN
+            beside_one = self._prefill[1].largest(_stretch_s(decode_s))
+            return beside_one or self._prefill[0].largest(decode_s + _stretch_s(decode_s)) or PREFILL_TOKENS_MIN
         steps = decodes.bit_length()
         until_bare = self._until_bare.get(steps, 0)
         self._until_bare[steps] = (until_bare or BARE_EVERY) - 1
@@ -182,14 +183,12 @@ class _Costs:
         if not self._s:
             return 0
         takes = self._takes()
-        if 1 in self._s and takes[1] > limit_s:
-            if self._again(1):
-                return 1
+        if takes[1] > limit_s:
             limit_s = takes[1] + limit_s / 2
         fits = 1
         for size, takes_s in takes.items():
             if takes_s > limit_s:
-                return size if 1 < size in self._s and self._again(size) else fits
+                return size if self._again(size) else fits
             self._too_long.pop(size, None)
             fits = size
         return fits

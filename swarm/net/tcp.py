@@ -18,11 +18,11 @@ from swarm.wire.messages import AnyMessage
 HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
 DIAL_TIMEOUT_S = 4.0  # connection and handshake together: some three round trips, and one lost packet
 HANDSHAKES_MAX = 256  # connections that have not proven who they are
-HANDSHAKES_PER_S, HANDSHAKES_BURST = 4.0, 64.0  # from one source; each takes one to two milliseconds of computing
-ALL_HANDSHAKES_PER_S, ALL_HANDSHAKES_BURST = 50.0, 64.0
+HANDSHAKES_PER_S, HANDSHAKES_BURST = 4.0, 32.0  # from one source; each takes one to two milliseconds of computing
+ALL_HANDSHAKES_PER_S, ALL_HANDSHAKES_BURST = 50.0, 16.0
 TURN_WAIT_S = 2.0  # for one's turn to shake hands; whoever would wait longer is turned away
 SOURCES_MAX = 4096  # that are remembered
-ACCEPTS_PER_S, ACCEPTS_BURST = 125.0, 32.0  # the others wait in the kernel
+ACCEPTS_PER_S, ACCEPTS_BURST = 125.0, 16.0  # the others wait in the kernel
 BACKLOG = 128  # so that a queue of them takes little more than a second
 NO_DESCRIPTORS_S = 1.0  # how long to wait when there are none for a connection
 CHANNELS_MAX = 4096  # or half of the descriptors that this process may have
