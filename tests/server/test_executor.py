@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.server import executor as executor_module
-from swarm.server.batch import Company, Ready
+from swarm.server.batch import Company, Pace, Ready, Slice
 from swarm.server.executor import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
 from swarm.server.session import SessionWork
 
@@ -270,3 +270,33 @@ def test_a_part_of_the_span_tells_nothing_of_the_whole_and_what_failed_tells_not
     part.session, whole.session = Somebody("part", 1), Somebody("whole", 12)  # type: ignore[assignment]
     assert set(pace_after(part, whole)) == {1, 12}
     assert pace_after(Breaks("breaks", 1)) == {}
+
+
+def test_prefill_is_planned_by_the_steps_that_it_runs_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, learned = list[tuple[int, bool]](), list[tuple[int, int]]()
+
+    def plan(_: Pace, decodes: int, *, decoding: bool) -> int:
+        planned.append((decodes, decoding))
+        return 8
+
+    def run_all(batch: list[tuple[_Item, Slice]]) -> None:
+        for item, each in batch:
+            item.run(each.tokens)
+
+    class Packs(Work):
+        @property
+        def ready(self) -> Ready:
+            return Ready(self.session.id, 0, 3 if self.all == 1 else 1, self.left)
+
+    monkeypatch.setattr(Pace, "prefill_tokens", plan)
+    monkeypatch.setattr(Pace, "observe", lambda _, decodes, tokens, __: learned.append((decodes, tokens)))
+    monkeypatch.setattr(executor_module, "_run_together", run_all)
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    for work in (Packs("three rows decode", 1), Packs("prefills", 16)):
+        jobs.put(_Item(work, lambda _: None, 0.0))
+    iterations = _Iterations(jobs)
+    while iterations._waiting or not jobs.empty():
+        iterations.wait()
+        iterations.run()
+    assert planned == [(3, True), (0, True)]  # who has decoded is expected back
+    assert learned == [(3, 8), (0, 8)]
