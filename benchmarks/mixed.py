@@ -1,6 +1,7 @@
 """Inter-token latency of decoding sessions while long prefills keep arriving, against the same without.
 
     python benchmarks/mixed.py [--dtype bf16] [--sessions 8] [--prompt 2048] [--seconds 20] [--quick]
+    python benchmarks/mixed.py --checkpoint swarm/demo/checkpoint --dtype fp32 --sessions 1 --prompt 512 --seconds 4
 
 One server of one thread. Stretches with and without prefills take turns, so that the machine's noise hits both.
 """
@@ -21,6 +22,9 @@ ROUNDS = 4
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--dtype", choices=DTYPES, default="bf16")
+    arguments.add_argument(
+        "--checkpoint", type=Path, help=f"of {BLOCKS} blocks; otherwise a random one of 100 million parameters"
+    )
     arguments.add_argument("--sessions", type=int, default=8)
     arguments.add_argument("--prompt", type=int, default=2048)
     arguments.add_argument("--seconds", type=float, default=20.0, help="of either kind")
@@ -31,8 +35,9 @@ def main() -> None:
     seconds, prompt = (2.0, 256) if options.quick else (options.seconds, options.prompt)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
-        save_checkpoint(Path(folder), "llama", DTYPES[options.dtype], options.seed)
-        with bench(Path(folder), DTYPES[options.dtype], [f"0:{BLOCKS}"]) as swarm:
+        if options.checkpoint is None:
+            save_checkpoint(Path(folder), "llama", DTYPES[options.dtype], options.seed)
+        with bench(options.checkpoint or Path(folder), DTYPES[options.dtype], [f"0:{BLOCKS}"]) as swarm:
             samples = swarm.run(measure(swarm, options.sessions, prompt, seconds / ROUNDS))
     rows = [[s.name, f"{len(s.ms)}", f"{s.median:.1f}", f"{s.percentile(0.99):.1f}"] for s in samples if s.ms]
     table(f"{options.sessions} sessions decode, {options.dtype}", ["", "count", "median ms", "p99"], rows)

@@ -16,7 +16,7 @@ PREFILL_TOKENS_MAX = 2048
 PIECE_TOKENS_MIN = 16  # where a budget is shared: every piece costs a part of its own, however small it is
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
-STRETCH_MIN_S = 0.002  # which nobody notices
+STRETCH_MIN_S = 0.010  # which nobody notices; where steps are quick, half of one would pay for hardly a piece
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 # Prefill is told apart by size in steps of a third to a half.
 _SIZES: list[int] = [1, *(n for power in range(1, 11) for n in (2**power, 3 * 2 ** (power - 1))), PREFILL_TOKENS_MAX]
@@ -136,8 +136,9 @@ class Pace:
 
         decoding: whether anybody decodes, in this iteration or as soon as it is over.
 
-        While anybody does, prefill may take STRETCH longer than decode. One iteration in BARE_EVERY carries none: it
-        shows what decode takes today.
+        While anybody does, prefill may take STRETCH longer than decode, or STRETCH_MIN_S. One iteration in BARE_EVERY
+        carries none: it shows what decode takes today. What is not known yet of prefill beside so many steps is taken
+        to be as it is alone.
         """
         if not decoding:
             return self._prefill[0].largest(ALONE_S) or PREFILL_TOKENS_UNKNOWN
@@ -150,7 +151,8 @@ class Pace:
         self._until_bare[steps] = (until_bare or BARE_EVERY) - 1
         if until_bare == 0:
             return 0
-        return self._prefill[steps].largest(_stretch_s(self._decode_s.get(steps, 0.0))) or PREFILL_TOKENS_MIN
+        stretch_s = _stretch_s(self._decode_s.get(steps, 0.0))
+        return self._prefill[steps].largest(stretch_s) or self._prefill[0].largest(stretch_s) or PREFILL_TOKENS_MIN
 
 
 def _stretch_s(decode_s: float) -> float:
