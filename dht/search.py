@@ -30,11 +30,11 @@ DOORS = 2 * PATHS  # where they begin: if all of these lie, the search is lost, 
 EXPECTED = 2 * REPLICAS  # nodes that usually lie within the radius
 CROWD = 2 * EXPECTED  # more within the radius are no accident (one key in 500)
 ASKED_MAX = NAMED_MAX  # nodes of whose answers about one key we take notice
-CALLS_MAX = 2 * ASKED_MAX  # for one key, answered or not
+BLAMED_MAX = 3  # neighbours that somebody may name in vain, beyond those that answered
+CALLS_MAX = (1 + BLAMED_MAX) * ASKED_MAX  # for one key, answered or not
 SLOW_S = 0.5  # then the next node is asked as well
 STRAGGLERS_S = 1.0  # that the last ones get when enough have answered
 UNDER_WAY_MAX = 4  # calls of one path
-BLAMED_MAX = 3  # neighbours that somebody may name in vain, beyond those that answered
 SAMPLES = 5  # places that Surroundings remembers
 EVERYWHERE = 1 << 160
 

@@ -1,0 +1,37 @@
+"""The search for the nodes around a key, over a graph in memory."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from swarm.dht.format import NAMED_MAX
+from swarm.dht.search import EXPECTED, Found, Searcher, position
+
+NODES, LIARS = 100, 20
+
+
+@pytest.mark.virtual_clock
+async def test_who_names_nodes_that_do_not_exist_does_not_use_up_the_calls_of_a_search() -> None:
+    """The nodes nearest to the key name nobody who exists; every search hears the honest ones behind them."""
+    source = random.Random(1)
+    key = source.randbytes(20)
+    place = int.from_bytes(key)
+
+    def nearest(peers: Sequence[bytes], count: int) -> list[bytes]:
+        return sorted(peers, key=lambda peer: position(peer) ^ place)[:count]
+
+    nodes = nearest([source.randbytes(34) for _ in range(NODES)], NODES)
+    liars, behind = set(nodes[:LIARS]), set(nodes[LIARS : LIARS + EXPECTED])
+
+    async def call(peer: bytes, keys: Sequence[bytes]) -> Mapping[bytes, Found] | None:
+        if peer not in nodes:
+            return None
+        ghosts = [source.randbytes(34) for _ in range(400)]
+        return dict.fromkeys(keys, ((), nearest(ghosts if peer in liars else nodes, NAMED_MAX)))
+
+    radius = position(nodes[EXPECTED - 1 + LIARS]) ^ place
+    for seed in range(20):
+        searcher = Searcher(call, random.Random(seed))
+        found = (await searcher.search([key], source.sample(nodes, 30), radius))[key]
+        assert behind <= set(found.nodes), seed
