@@ -71,6 +71,14 @@ def test_is_a_model_of_the_familys_own_class(llama: World, client: PreTrainedMod
     assert type(client).__name__ == type(llama.full).__name__
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Let SIGINT interrupt, also where a shell began the run in the background and made it be ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupter:
     """A streamer that lets another thread press Ctrl-C after some tokens."""
 
@@ -86,6 +94,7 @@ class Interrupter:
         pass
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_stops_the_generation_and_frees_its_leases(
     client: PreTrainedModel, leases: Callable[[], set[tuple[str, str]]]
 ):
@@ -99,6 +108,7 @@ def test_an_interrupt_stops_the_generation_and_frees_its_leases(
     client.generate(prompt(1, 6), max_new_tokens=2, **SAME)  # the model is as good as before
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_hand_written_loop_can_go_on_with_a_fresh_cache(
     llama: World, client: PreTrainedModel, leases: Callable[[], set[tuple[str, str]]]
 ):

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, World, prompt, world
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "demo")
-# float32, of logits up to 30. 0.0 where a BLAS sums alike; servers pick kernels by measuring: others sum otherwise.
-LOGITS_TOLERANCE = 3e-5
+# float32, of logits up to 30. 0.0 where a BLAS sums alike; servers pick kernels by measuring: others sum otherwise, up
+# to 3.2e-5 on one machine. The local model in float32 is 2.2e-5 away from float64 itself: two orders differ more.
+LOGITS_TOLERANCE = 5e-5
 BFLOAT16_TOLERANCE = 0.05  # 0.0 where measured; bfloat16 itself is 0.19 away from float32 on these tokens
 SAME = {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
 ONE = torch.cat([prompt(1, 9)] * 3, dim=1)[:, :21]  # repeats itself, so that prompt look-up finds something
