@@ -11,7 +11,8 @@ A route's estimate is the time of one token, in milliseconds:
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby, repeat
+from operator import itemgetter
 from statistics import median
 
 import numpy as np
@@ -221,7 +222,9 @@ class _Sieve:
             return Reason.BLOCKED
         if self._allowed is not None and key not in self._allowed:
             return Reason.NOT_ALLOWED
-        return None if _offers(announcement, self._request) else Reason.NOT_TRUSTED
+        if self._request.pins and not _offers(announcement, self._request):
+            return Reason.NOT_TRUSTED
+        return None
 
     def _right_class(self, name: str) -> bool:
         dtype, numeric_class = self._request.dtype, self._request.numeric_class
@@ -391,10 +394,10 @@ _KEPT: tuple[Callable[[Sequence[Part]], Part], ...] = (
 def _measured(announcements: Sequence[Announcement]) -> tuple[Ints, Ints, Floats]:
     """Return who measured one-way trips, to whom, and how long they are in ms."""
     by_prefix = {a.public_key[:PREFIX]: index for index, a in enumerate(announcements)}
-    said = list(chain.from_iterable(a.rtts for a in announcements))
+    said = [rtt for a in announcements for rtt in a.rtts]
     source = np.repeat(np.arange(len(announcements)), [len(a.rtts) for a in announcements])
-    target = np.array([by_prefix.get(peer, -1) for peer, _ in said], dtype=np.int64)
-    trip_ms = np.array([ms for _, ms in said], dtype=np.float64) / 2
+    target = np.fromiter(map(by_prefix.get, map(itemgetter(0), said), repeat(-1)), np.int64, len(said))
+    trip_ms = np.fromiter(map(itemgetter(1), said), np.float64, len(said)) / 2
     usable = target >= 0  # the others are not among these servers
     return source[usable], target[usable], trip_ms[usable]
 
@@ -438,7 +441,7 @@ def _has_room(announcement: Announcement, request: Request) -> bool:
 
 
 def _covered(wanted: Blocks, offers: Sequence[_Offer]) -> bool:
-    return not missing_blocks(wanted, {offer.blocks for offer in offers})
+    return not missing_blocks(wanted, (offer.blocks for offer in offers))
 
 
 # --- explanations ----------------------------------------------------------------------------------------------------

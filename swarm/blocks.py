@@ -55,5 +55,9 @@ class Blocks:
 
 def missing_blocks(wanted: Blocks, held: Iterable[Blocks]) -> tuple[int, ...]:
     """Return the blocks of `wanted` that no range in `held` contains, in order."""
-    covered = {n for blocks in held for n in range(max(blocks.start, wanted.start), min(blocks.stop, wanted.stop))}
-    return tuple(n for n in wanted if n not in covered)
+    missing: list[int] = []
+    reached = wanted.start
+    for blocks in sorted(held, key=lambda blocks: blocks.start):
+        missing.extend(range(reached, min(blocks.start, wanted.stop)))
+        reached = max(reached, blocks.stop)
+    return *missing, *range(reached, wanted.stop)
