@@ -1,11 +1,13 @@
 """What encryption costs: tokens per second over three hops, with sealed frames and with plain ones, in one run.
 
-    python benchmarks/encryption.py [--model llama|demo] [--tokens 400] [--quick] [--json PATH]
+    python benchmarks/encryption.py [--model llama|demo] [--rounds 6] [--tokens 300] [--quick] [--json PATH]
 
 Two swarms of three one-thread servers each, of a llama of 110 million parameters or of the demo checkpoint (fp32). They
 differ in the frames of their channels alone: handshakes, identities and everything else are the same
-(`plain_channel.py`; there is no switch for users). They take their tokens in turn, one each. Frames of the same content
-are sealed and opened alone, too, for what it costs a step by itself.
+(`plain_channel.py`; there is no switch for users). They take their tokens in turn, one each. Where its processes and
+their memory happen to lie makes a swarm a few percent faster or slower than the next; so every round starts both anew,
+the other one first, and the rounds' spread says what a difference is worth. Frames of the same content are sealed and
+opened alone, too, for what it costs a step by itself.
 """
 
 import argparse
@@ -41,12 +43,13 @@ OPTIONS = ("--dtype", "float32")
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--tokens", type=int, default=400, help="measured tokens of each kind")
+    arguments.add_argument("--rounds", type=int, default=6, help="how often both swarms are started")
+    arguments.add_argument("--tokens", type=int, default=300, help="measured tokens of each kind in a round")
     arguments.add_argument("--model", choices=("llama", "demo"), default="llama")
     arguments.add_argument("--quick", action="store_true", help="a few tokens, to see that it works")
     arguments.add_argument("--json", type=Path, help="where the raw samples go")
     options = arguments.parse_args()
-    tokens = 40 if options.quick else options.tokens
+    rounds, tokens = (2, 40) if options.quick else (options.rounds, options.tokens)
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder, torch.inference_mode():
@@ -54,23 +57,19 @@ def main() -> None:
         if options.model == "llama":
             checkpoint = Path(folder)
             save_checkpoint(checkpoint, "llama", torch.float32, SEED)
-        steps = measure_steps(checkpoint, tokens)
+        steps = [measure_steps(checkpoint, tokens, plain_first=i % 2 == 1) for i in range(rounds)]
         frames = measure_frames(checkpoint, tokens)
     report(steps, frames)
-    write_json(
-        options.json, "encryption", SEED, [*steps.values(), *frames.values()], tokens=tokens, model=options.model
-    )
+    samples = [*(each for round_ in steps for each in round_.values()), *frames.values()]
+    write_json(options.json, "encryption", SEED, samples, rounds=rounds, tokens=tokens, model=options.model)
 
 
-def measure_steps(checkpoint: Path, tokens: int) -> dict[str, Samples]:
+def measure_steps(checkpoint: Path, tokens: int, *, plain_first: bool) -> dict[str, Samples]:
     """Time one token after another, in turn through a swarm with sealed frames and one with plain ones."""
+    kinds = {"sealed": (launch_sealed, nullcontext()), "plain": (launch_plain, plain_channels())}
+    order = sorted(kinds, reverse=not plain_first)
     with ExitStack() as closing:
-        works = {}
-        for name, launch, frames in (
-            ("sealed", launch_sealed, nullcontext()),
-            ("plain", launch_plain, plain_channels()),
-        ):
-            works[name] = _decoding(closing, checkpoint, launch, frames)
+        works = {name: _decoding(closing, checkpoint, *kinds[name]) for name in order}
         interleaved(WARM_UP, works)
         return interleaved(tokens, works)
 
@@ -110,23 +109,32 @@ def measure_frames(checkpoint: Path, count: int) -> dict[str, Samples]:
 
     def there_and_back(kind: type[Sealer]) -> Callable[[], object]:
         writer, reader = kind(b"k" * 32), kind(b"k" * 32)
-        return lambda: reader.open(writer.seal(parts))
+
+        def work() -> None:
+            frame = writer.seal(parts)
+            reader.open(frame[:4], memoryview(frame)[4:])
+
+        return work
 
     works = {"a frame, sealed and opened": there_and_back(Sealer), "a frame, plain": there_and_back(Plain)}
     interleaved(WARM_UP, works)
     return interleaved(count, works)
 
 
-def report(steps: dict[str, Samples], frames: dict[str, Samples]) -> None:
-    rows = [[name, f"{each.median:.3f}", f"{1000 / each.median:.1f}"] for name, each in steps.items()]
-    table("milliseconds per token over three hops, and tokens per second", ("", "ms", "tokens/s"), rows)
-    sealed, plain = steps["sealed"], steps["plain"]
-    paired = statistics.median(a - b for a, b in zip(sealed.ms, plain.ms, strict=True))
-    print(f"encryption costs {100 * (1 - plain.median / sealed.median):.2f} % of tokens per second", end="")
-    print(f" (of the medians; {100 * paired / sealed.median:.2f} % by tokens next to each other)")
+def report(steps: list[dict[str, Samples]], frames: dict[str, Samples]) -> None:
+    costs = [100 * (1 - each["plain"].median / each["sealed"].median) for each in steps]
+    rows = [
+        [str(i), *(f"{each[name].median:.3f}" for name in ("sealed", "plain")), f"{cost:+.2f} %"]
+        for i, (each, cost) in enumerate(zip(steps, costs, strict=True), start=1)
+    ]
+    columns = ("round", "sealed", "plain", "fewer tokens/s")
+    table("milliseconds per token over three hops, medians", columns, rows)
+    error = statistics.stdev(costs) / len(costs) ** 0.5
+    cost = statistics.mean(costs)
+    print(f"encryption costs {cost:.2f} % of tokens per second (standard error {error:.2f})")
     table("microseconds", ("", "median"), [[name, f"{1000 * each.median:.1f}"] for name, each in frames.items()])
     per_frame = frames["a frame, sealed and opened"].median - frames["a frame, plain"].median
-    share = (HOPS + 1) * per_frame / sealed.median
+    share = (HOPS + 1) * per_frame / statistics.mean(each["sealed"].median for each in steps)
     print(f"sealing and opening alone: {HOPS + 1} frames a token, {100 * share:.2f} % of its time")
 
 

@@ -4,7 +4,6 @@ As a command it runs a module of the swarm with such frames: `python plain_chann
 """
 
 import runpy
-import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,18 +17,15 @@ EMPTY_TAG = bytes(TAG_BYTES)
 class Plain(Sealer):
     """Frames of the same size and form, whose content is neither encrypted nor authenticated."""
 
-    def seal(self, parts: Sequence[bytes | memoryview]) -> bytearray:
+    def seal(self, parts: Sequence[bytes | memoryview]) -> bytes:
         """As `Sealer.seal`."""
         plaintext = b"".join(parts)
-        size = len(plaintext) + TAG_BYTES
-        frame = bytearray(4 + size)
-        struct.pack_into(">I", frame, 0, size)
-        frame[4:-TAG_BYTES] = plaintext
-        return frame
+        length = (len(plaintext) + TAG_BYTES).to_bytes(4, "big")
+        return length + plaintext + EMPTY_TAG
 
-    def open(self, frame: bytearray | memoryview) -> bytearray:
+    def open(self, length: bytes, ciphertext: memoryview) -> bytearray:
         """As `Sealer.open`."""
-        return bytearray(frame[4:-TAG_BYTES])
+        return bytearray(ciphertext[:-TAG_BYTES])
 
 
 @contextmanager

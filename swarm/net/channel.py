@@ -10,7 +10,6 @@ bytes that they describe. The first frame of either side is a Hello, which binds
 """
 
 import asyncio
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -421,16 +420,17 @@ class Channel:
         self._due, turn = 0, 0.0
         while len(data) - taken >= 4 and not self.closed and self._paused is None:
             start = taken + 4
-            size = int.from_bytes(data[taken:start], "big")
+            length = data[taken:start]
+            size = int.from_bytes(length, "big")
             if not TAG_BYTES < size <= (FRAME_BYTES_MAX if self.ready.done() else HELLO_BYTES_MAX):
                 raise FrameRejected(self.peer, f"it claims {size} bytes")
             if len(data) < start + size:
                 self._due = 4 + size
                 break
             taken = start + size
-            with memoryview(data) as view, view[start - 4 : taken] as frame:
+            with memoryview(data)[start:taken] as ciphertext:
                 try:
-                    plaintext = self._opener.open(frame)
+                    plaintext = self._opener.open(length, ciphertext)
                 except InvalidTag:
                     raise FrameRejected(self.peer, "it fails authentication") from None
             message, tensors = decode(memoryview(plaintext))
@@ -513,21 +513,18 @@ class Sealer:
         self._aead = AESGCM(key)
         self._number = 0
 
-    def seal(self, parts: Sequence[bytes | memoryview]) -> bytearray:
+    def seal(self, parts: Sequence[bytes | memoryview]) -> bytes:
         """Return u32 length and ciphertext of the parts put together."""
         plaintext = b"".join(parts)
         size = len(plaintext) + TAG_BYTES
         assert size <= FRAME_BYTES_MAX
-        frame = bytearray(4 + size)
-        struct.pack_into(">I", frame, 0, size)
-        self._aead.encrypt_into(self._nonce(), plaintext, bytes(frame[:4]), memoryview(frame)[4:])
-        return frame
+        length = size.to_bytes(4, "big")
+        return length + self._aead.encrypt(self._nonce(), plaintext, length)
 
-    def open(self, frame: bytearray | memoryview) -> bytearray:
-        """Return the plaintext of u32 length and ciphertext. Raises InvalidTag."""
-        plaintext = bytearray(len(frame) - 4 - TAG_BYTES)
-        with memoryview(frame)[4:] as sealed:
-            self._aead.decrypt_into(self._nonce(), sealed, bytes(frame[:4]), plaintext)
+    def open(self, length: bytes, ciphertext: memoryview) -> bytearray:
+        """Return the plaintext of what came after its u32 length. Raises InvalidTag."""
+        plaintext = bytearray(len(ciphertext) - TAG_BYTES)
+        self._aead.decrypt_into(self._nonce(), ciphertext, length, plaintext)
         return plaintext
 
     def _nonce(self) -> bytes:
