@@ -111,9 +111,9 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         for child in running.children:
             os.kill(child, signal.SIGSTOP)  # so that the orderly end takes its three seconds
         running.process.terminate()
-        time.sleep(0.1)  # two signals at once are one
+        time.sleep(0.5)  # two signals at once are one; a busy machine is late to see one
         running.process.terminate()
-        with soon(1):
+        with soon(2):
             assert running.process.wait(5) == 128 + signal.SIGTERM
         assert gone(running.children)
 
