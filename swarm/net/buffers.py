@@ -1,38 +1,62 @@
 """What channels hold for peers that send or read slowly: a bound on all of it together."""
 
 from collections.abc import Callable
+from mmap import mmap
 from typing import Protocol
 
 HELD_BYTES_MAX = 96 * 2**20  # by all channels of one process
 SMALL_BYTES = 256 * 1024  # a channel that holds less is no trouble
 PIECE_BYTES = 64 * 1024  # what arrives in smaller ones is put together
+LARGE_BYTES = 512 * 1024  # a frame from here on is put together where it will be whole
+READ_BYTES = 256 * 1024  # the most that comes at once: a frame's end, and what is behind it
+LEAD_BYTES = 12  # before a frame's length, so that what follows that lies at a multiple of 16
 
 
 class Unread:
-    """Bytes that wait for the rest of their frame. However much that is, it is copied once, when the rest is there."""
+    """Bytes that wait for the rest of their frame. However much that is, it is copied once."""
 
-    __slots__ = ("_pieces", "_size")
+    __slots__ = ("_pieces", "_size", "_whole")
 
     def __init__(self) -> None:
         self._pieces: list[bytes | bytearray] = []
         self._size = 0
+        self._whole: mmap | None = None
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, data: bytes) -> None:
+    def begin(self, n_bytes: int) -> None:
+        """Say how long the frame is that comes now, while there is nothing yet.
+
+        A large one gets memory of its own, in which it is opened, too. The system gives that page by page, as bytes
+        arrive, so a claim costs nothing; and it takes it back as a whole, with no holes left among other things.
+        """
+        if n_bytes >= LARGE_BYTES and self._size == 0:
+            try:
+                self._whole = mmap(-1, LEAD_BYTES + n_bytes + READ_BYTES)
+            except OSError:  # so much cannot even be claimed here: in pieces, then
+                self._whole = None
+
+    def add(self, data: bytes | memoryview) -> None:
         """Keep what has arrived."""
+        end = LEAD_BYTES + self._size
         self._size += len(data)
+        if self._whole is not None:
+            if end + len(data) <= len(self._whole):
+                self._whole[end : end + len(data)] = data
+                return
+            self._pieces, self._whole = [self._whole[LEAD_BYTES:end]], None
         last = self._pieces[-1] if self._pieces else None
         if isinstance(last, bytearray) and len(last) + len(data) <= PIECE_BYTES:
             last += data
         else:
-            self._pieces.append(data if len(data) >= PIECE_BYTES else bytearray(data))
+            self._pieces.append(bytes(data) if len(data) >= PIECE_BYTES else bytearray(data))
 
-    def take(self) -> bytes:
-        """Return everything, and keep nothing."""
-        pieces, self._pieces, self._size = self._pieces, [], 0
-        return b"".join(pieces)
+    def take(self) -> bytes | memoryview:
+        """Return everything, and keep nothing. What may be written to is the caller's."""
+        pieces, whole, size = self._pieces, self._whole, self._size
+        self._pieces, self._whole, self._size = [], None, 0
+        return memoryview(whole)[LEAD_BYTES : LEAD_BYTES + size] if whole is not None else b"".join(pieces)
 
 
 class Backlog:

@@ -322,7 +322,7 @@ class Channel:
         self._end(why)
         self._me.buffers.discard(self)
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes | memoryview) -> None:
         goes_on = len(self._unread) > 0
         if goes_on or self._paused is not None:
             self._unread.add(data)
@@ -334,7 +334,7 @@ class Channel:
         read = 0
         try:
             if self._handshake is not None:
-                read = self._shake_hands(data)
+                read = self._shake_hands(bytes(data))
             if self._handshake is None:
                 read = self._read_frames(data, read)
         except SwarmError as error:
@@ -342,6 +342,7 @@ class Channel:
         if self.closed:
             return
         if rest := data[read:]:
+            self._unread.begin(self._due)
             self._unread.add(rest)
         if read or not goes_on:
             self._await_rest()
@@ -414,7 +415,7 @@ class Channel:
         self._carrier.write(frame)
         self._backlog.wrote(len(frame), self._loop.time())
 
-    def _read_frames(self, data: bytes, taken: int) -> int:
+    def _read_frames(self, data: bytes | memoryview, taken: int) -> int:
         """Read the whole frames that follow the first `taken` bytes. Returns how many bytes have been taken then."""
         assert self._opener is not None
         self._due, turn = 0, 0.0
@@ -428,11 +429,13 @@ class Channel:
                 self._due = 4 + size
                 break
             taken = start + size
-            with memoryview(data)[start:taken] as ciphertext:
-                try:
-                    plaintext = self._opener.open(length, ciphertext)
-                except InvalidTag:
-                    raise FrameRejected(self.peer, "it fails authentication") from None
+            ciphertext = memoryview(data)[start:taken]
+            if start != 4:
+                ciphertext = ciphertext.toreadonly()  # it is not aligned as tensors must be
+            try:
+                plaintext = self._opener.open(length, ciphertext)
+            except InvalidTag:
+                raise FrameRejected(self.peer, "it fails authentication") from None
             message, tensors = decode(memoryview(plaintext))
             self._dispatch(message, tensors)
             turn += 1 + size / CHATTER_BYTES
@@ -521,9 +524,13 @@ class Sealer:
         length = size.to_bytes(4, "big")
         return length + self._aead.encrypt(self._nonce(), plaintext, length)
 
-    def open(self, length: bytes, ciphertext: memoryview) -> bytearray:
-        """Return the plaintext of what came after its u32 length. Raises InvalidTag."""
-        plaintext = bytearray(len(ciphertext) - TAG_BYTES)
+    def open(self, length: bytes | memoryview, ciphertext: memoryview) -> bytearray | memoryview:
+        """Return the plaintext of what came after its u32 length. Raises InvalidTag.
+
+        What may be written to is opened in place (OpenSSL's ciphers read where they write): large frames cost no copy.
+        """
+        size = len(ciphertext) - TAG_BYTES
+        plaintext = bytearray(size) if ciphertext.readonly else ciphertext[:size]
         self._aead.decrypt_into(self._nonce(), ciphertext, length, plaintext)
         return plaintext
 
