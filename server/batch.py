@@ -16,7 +16,9 @@ PREFILL_TOKENS_MAX = 2048
 PIECE_TOKENS_MIN = 16  # where a budget is shared: every piece costs a part of its own, however small it is
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
-STRETCH_MIN_S = 0.005  # which nobody notices; where steps are quick, half of one would pay for hardly a piece
+UNNOTICED_S = (
+    0.016  # or what is left of this: so many tokens a second nobody reads; half of a quick step pays for no piece
+)
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 # Prefill is told apart by size in steps of a third to a half.
 _SIZES: list[int] = [1, *(n for power in range(1, 11) for n in (2**power, 3 * 2 ** (power - 1))), PREFILL_TOKENS_MAX]
@@ -136,9 +138,9 @@ class Pace:
 
         decoding: whether anybody decodes, in this iteration or as soon as it is over.
 
-        While anybody does, prefill may take STRETCH longer than decode, or STRETCH_MIN_S. One iteration in BARE_EVERY
-        carries none: it shows what decode takes today. What is not known yet of prefill beside so many steps is taken
-        to be as it is alone.
+        While anybody does, prefill may make an iteration longer by STRETCH, or up to UNNOTICED_S. One iteration in
+        BARE_EVERY carries none: it shows what decode takes today. What is not known yet of prefill beside so many steps
+        is taken to be as it is alone.
         """
         if not decoding:
             return self._prefill[0].largest(ALONE_S) or PREFILL_TOKENS_UNKNOWN
@@ -156,7 +158,7 @@ class Pace:
 
 
 def _stretch_s(decode_s: float) -> float:
-    return max(STRETCH_MIN_S, STRETCH * decode_s)
+    return max(UNNOTICED_S - decode_s, STRETCH * decode_s)
 
 
 class _Costs:
@@ -222,10 +224,6 @@ def _learned(old_s: float | None, new_s: float, weight: float = SMOOTHING) -> fl
     return old_s + weight * (min(new_s, OUTLIER * old_s) - old_s)
 
 
-def _smooth(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTHING * (new - old)
-
-
 class Company:
     """Learns who comes back soon: waiting a moment for them costs less than running twice.
 
@@ -260,7 +258,7 @@ class Company:
         """Note that a session is back."""
         since = self._delivered_s.pop(session, None)
         if since is not None:
-            self._away_s[session] = _smooth(self._away_s.get(session), now - since)
+            self._away_s[session] = _learned(self._away_s.get(session), now - since)
 
     def wait_s(self, ready: Collection[object], since: float, now: float, *, decoding: bool = True) -> float:
         """How long to wait before the next iteration, while these sessions are ready, the first since `since`.

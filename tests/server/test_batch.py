@@ -250,6 +250,16 @@ def test_prefill_waits_longer_for_who_decodes_than_another_step_would() -> None:
     assert company.wait_s([], since=1.009, now=1.021, decoding=False) == 0
 
 
+def test_who_was_away_for_long_once_is_waited_for_again() -> None:
+    """Else prefill begins just before each of its next ten steps, which wait for it."""
+    company = Company()
+    for turn in range(20):
+        company.delivered(["near"], now=turn * 1.0, took_s=0.02)
+        company.arrived("near", now=turn * 1.0 + (0.5 if turn == 17 else 0.002))
+    company.delivered(["near"], now=20.0, took_s=0.02)
+    assert company.wait_s([], since=20.0, now=20.0, decoding=False) > 0
+
+
 def test_one_session_alone_is_never_kept_waiting() -> None:
     company = Company()
     company.delivered(["a"], now=0.0, took_s=0.02)
