@@ -65,7 +65,7 @@ REPLAY_POLL_S = 0.01
 UNREAD_BYTES_MAX = 1 << 20  # of outputs; whoever reads none gets no more
 REPLAY_UNSENT_MAX = 8 << 20
 NEXT_UNSENT_MAX = 32 << 20  # of activations that the next hop has not read; then steps are refused
-INPUT_BYTES_MAX = 128 << 20  # of activations that wait to be computed, of all sessions; twice what one step may have
+INPUT_BYTES_MAX = 96 << 20  # of activations that wait to be computed, of all sessions; one step may have 64
 OUTPUT_BYTES_MAX = 64 << 20  # of outputs that are kept in case their steps come again
 
 _log = structlog.get_logger("swarm.server")
@@ -468,6 +468,8 @@ class Handler:
             if not session.excuses(step.step, declined, arrived_at):
                 session.payer(channel).note_chatter(tensors)
             return
+        if hidden.shape[1] == 1:
+            channel.note_decode(hidden.nbytes)
         self.steps_under_way += 1
         work = session.work(step, hidden, positions, mask)
         self._executor.submit(work, partial(self._on_computed, work, step, _copied(positions, mask), arrived_at))

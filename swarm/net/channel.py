@@ -53,6 +53,7 @@ CHATTER_PER_S, CHATTER_BURST = 4.0, 32.0  # messages of one peer that move nothi
 ALL_CHATTER_PER_S, ALL_CHATTER_BURST = 300.0, 32.0  # the others, of all peers together
 CHATTER_BYTES = 64 * 1024  # more of them cost like so many messages
 BYTES_PER_S, BYTES_BURST = 256.0 * 1024, 256.0 * 1024  # of one peer, that are free
+STEP_BYTES = 64 * 1024  # of a decode step that was taken, which are free as well
 ALL_BYTES_PER_S, ALL_BYTES_BURST = 128.0 * 2**20, 1.0 * 2**20  # the others, of all peers together
 PAUSE_S_MAX = 5.0
 SIGN_S = 0.3  # whoever is read no faster than it may hears from this side so often: what it asks has to wait
@@ -280,6 +281,13 @@ class Channel:
         """
         n_bytes = bytes_of(*tensors)
         self._charge(self._allowance.chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES, self._loop.time())
+
+    def note_decode(self, n_bytes: int) -> None:
+        """Do not count the bytes of a decode step that was taken: computing bounds how many there can be.
+
+        Else who decodes faster than a peer's free bytes come is read as slowly as those who send too much.
+        """
+        self._allowance.inflow.give(min(n_bytes, STEP_BYTES))
 
     def _charge(self, free: Bucket, shared: Bucket, amount: float, now: float) -> None:
         if free.take(now, amount) > 0 and (wait_s := shared.owe(now, amount)) > 0:

@@ -37,6 +37,10 @@ class Bucket:
         self._fill(now)
         return max(0.0, -self._level / self._per_s)
 
+    def give(self, amount: float) -> None:
+        """Give back what was taken for nothing."""
+        self._level = min(self._burst, self._level + amount)
+
     def change(self, per_s: float) -> None:
         """Fill it at another rate from now on."""
         self._per_s = per_s
