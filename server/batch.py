@@ -26,6 +26,7 @@ OUTLIER = 1.5  # what takes longer than so many times what was thought is held t
 BARE_EVERY = 16  # iterations with decode steps
 AGAIN_FIRST, AGAIN_LAST = 8, 512  # iterations until what took too long is tried again, at first and later
 ABSENT_REMEMBERED = 4096  # sessions
+AWAY_SMOOTHING = 0.5  # of how long a session is away: prefill that begins too early makes it wait for all of it
 LINGER_MAX_S = 0.010  # that a single step waits for company
 LINGER_SHARE = 0.4  # of the last iteration, at most
 YIELD_MAX_S, YIELD_SHARE = 0.050, 1.0  # the same of prefill: whoever decodes would wait for the whole iteration
@@ -255,8 +256,13 @@ class Company:
     def arrived(self, session: object, now: float) -> None:
         """Note that a session is back."""
         since = self._delivered_s.pop(session, None)
-        if since is not None:
-            self._away_s[session] = _learned(self._away_s.get(session), now - since)
+        if since is None:
+            return
+        away_s = min(now - since, YIELD_MAX_S)  # once is no rule, and for longer nobody waits
+        usual_s = self._away_s.get(session, away_s)
+        if away_s < usual_s / 2:
+            usual_s = away_s
+        self._away_s[session] = usual_s + AWAY_SMOOTHING * (away_s - usual_s)
 
     def wait_s(self, ready: Collection[object], since: float, now: float, *, decoding: bool = True) -> float:
         """How long to wait before the next iteration, while these sessions are ready, the first since `since`.

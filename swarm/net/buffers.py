@@ -4,7 +4,7 @@ from collections.abc import Callable
 from mmap import mmap
 from typing import Protocol
 
-HELD_BYTES_MAX = 96 * 2**20  # by all channels of one process
+HELD_BYTES_MAX = 80 * 2**20  # by all channels of one process
 SMALL_BYTES = 256 * 1024  # a channel that holds less is no trouble
 PIECE_BYTES = 64 * 1024  # what arrives in smaller ones is put together
 LARGE_BYTES = 512 * 1024  # a frame from here on is put together where it will be whole
