@@ -16,7 +16,7 @@ PREFILL_TOKENS_MAX = 2048
 PIECE_TOKENS_MIN = 16  # where a budget is shared: every piece costs a part of its own, however small it is
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
-UNNOTICED_S = 0.016  # or up to this, which nobody notices: half of a quick step pays for hardly a piece
+UNNOTICED_S = 0.020  # or up to this, which nobody notices: half of a quick step pays for hardly a piece
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 # Prefill is told apart by size in steps of a third to a half.
 _SIZES: list[int] = [1, *(n for power in range(1, 11) for n in (2**power, 3 * 2 ** (power - 1))), PREFILL_TOKENS_MAX]

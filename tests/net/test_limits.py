@@ -1,11 +1,13 @@
 """What peers may cost: rates, and what is held for them."""
 
 import asyncio
+import random
 import socket
 import time
 from dataclasses import replace
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 
@@ -13,8 +15,8 @@ from swarm.errors import ChannelClosed
 from swarm.identity import Identity
 from swarm.net import channel as channel_module
 from swarm.net import tcp
-from swarm.net.buffers import PIECE_BYTES, SMALL_BYTES, Backlog, Buffers, Unread
-from swarm.net.channel import Channel
+from swarm.net.buffers import LARGE_BYTES, PIECE_BYTES, READ_BYTES, SMALL_BYTES, Backlog, Buffers, Unread
+from swarm.net.channel import STEP_BYTES, Channel
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Bucket
 from swarm.net.tcp import Listener, Turns, dial
@@ -179,6 +181,44 @@ def test_what_comes_a_byte_at_a_time_is_not_kept_byte_by_byte():
     assert len(unread._pieces) == 2
     assert unread.take() == b"x" * (PIECE_BYTES + 10)
     assert len(unread) == 0
+
+
+@pytest.mark.parametrize("behind", [0, 10, READ_BYTES, 3 * READ_BYTES])
+def test_a_large_frame_is_put_together_where_it_will_be_whole(behind):
+    whole, unread = random.Random(1).randbytes(LARGE_BYTES + behind), Unread()
+    unread.begin(LARGE_BYTES)
+    for start in range(0, len(whole), 100_000):
+        unread.add(whole[start : start + 100_000])
+    assert len(unread) == len(whole)
+    taken = unread.take()
+    assert isinstance(taken, memoryview) == (behind <= READ_BYTES)
+    assert taken == whole
+    assert len(unread) == 0
+    unread.add(b"next")
+    assert unread.take() == b"next"
+
+
+def test_a_claim_of_a_large_frame_takes_no_memory():
+    before = psutil.Process().memory_info().rss
+    claims = [Unread() for _ in range(20)]
+    for unread in claims:
+        unread.begin(64 << 20)
+        unread.add(b"x")
+    assert psutil.Process().memory_info().rss - before < 8 << 20
+
+
+async def test_decode_steps_that_were_taken_do_not_count_as_bytes_of_their_peer():
+    channel = Pair().shake().b
+    free = channel._allowance.inflow
+    free.change(1e-9)
+    for _ in range(20):
+        channel._charge(free, channel._me.inflow, STEP_BYTES, 0.0)
+        channel.note_decode(STEP_BYTES)
+    assert free.wait_s(0.0) == 0
+    for _ in range(20):
+        channel._charge(free, channel._me.inflow, 2 * STEP_BYTES, 0.0)
+        channel.note_decode(2 * STEP_BYTES)
+    assert free.take(0.0) > 0  # of a larger one so much is free, and no more
 
 
 async def test_what_is_free_is_free_once_for_all_channels_of_a_peer():

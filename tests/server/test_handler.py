@@ -550,6 +550,20 @@ async def test_a_repeated_step_is_answered_again_and_not_computed_again(first: S
     assert first.server.pool.used == 5
 
 
+async def test_only_decode_steps_that_were_taken_are_not_counted_as_bytes(first: Site, owner: Peer, monkeypatch):
+    request = await opened(owner, first)
+    counted: list[int] = []
+    monkeypatch.setattr(Channel, "note_decode", lambda self, n_bytes: counted.append(n_bytes))
+    channel = await owner.to(first)
+    for message in (step(request, 1, activations(1, 4)), step(request, 2, one := activations(1, 1), keep=4)):
+        channel.send(*message)
+        await owner.output()
+    assert counted == [one.nbytes]
+    channel.send(*step(request, 3, activations(1, 1), keep=99))
+    assert code(await owner.next()) == "out_of_order"
+    assert counted == [one.nbytes]
+
+
 async def test_a_step_that_is_long_past_is_refused(first: Site, owner: Peer):
     request = await opened(owner, first)
     for number in range(1, WINDOW_STEPS + 2):

@@ -332,6 +332,9 @@ class VirtualChannel:
     def note_chatter(self, tensors: object = ()) -> None:
         """As `Channel.note_chatter`: here everybody has time for it."""
 
+    def note_decode(self, n_bytes: int) -> None:
+        """As `Channel.note_decode`: bytes are free here anyway."""
+
     def close(self) -> None:
         """As `Channel.close`."""
         self.hang_up("closed by this side")
