@@ -560,7 +560,7 @@ async def test_only_decode_steps_that_were_taken_are_not_counted_as_bytes(first:
         await owner.output()
     assert counted == [one.nbytes]
     channel.send(*step(request, 3, activations(1, 1), keep=99))
-    assert code(await owner.next()) == "out_of_order"
+    assert code(await owner.next()) == "bad_request"
     assert counted == [one.nbytes]
 
 
