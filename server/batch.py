@@ -15,8 +15,8 @@ PREFILL_TOKENS_MIN = 1  # so that it goes on whatever decode costs; the weights 
 PREFILL_TOKENS_MAX = 2048
 PIECE_TOKENS_MIN = 16  # where a budget is shared: every piece costs a part of its own, however small it is
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
-STRETCH = 0.5  # what prefill may add to an iteration while others decode, as a share of it
-UNNOTICED_S = 0.020  # or up to this, which nobody notices: half of a quick step pays for hardly a piece
+STRETCH = 0.4  # what prefill may add to an iteration while others decode, as a share of it
+UNNOTICED_S = 0.018  # or up to this, which nobody notices: half of a quick step pays for hardly a piece
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 # Prefill is told apart by size in steps of a third to a half.
 _SIZES: list[int] = [1, *(n for power in range(1, 11) for n in (2**power, 3 * 2 ** (power - 1))), PREFILL_TOKENS_MAX]
@@ -182,13 +182,12 @@ class _Costs:
     def largest(self, limit_s: float) -> int:
         """Return the most tokens that take no longer, or a few more to see what they take; 0 if nothing is known.
 
-        Where not even one token keeps to the limit, others may take half of it longer than one.
+        Where a single one takes more than half of the limit, others may take that half longer than one.
         """
         if not self._s:
             return 0
         takes = self._takes()
-        if takes[1] > limit_s:
-            limit_s = takes[1] + limit_s / 2
+        limit_s = max(limit_s, takes[1] + limit_s / 2)
         fits = 1
         for size, takes_s in takes.items():
             if takes_s > limit_s:

@@ -387,7 +387,7 @@ def test_a_source_that_connects_too_often_waits_its_turn_and_is_then_turned_away
     late = waits[int(tcp.HANDSHAKES_BURST) :]
     assert 0 < late[0] <= tcp.TURN_WAIT_S
     assert late[-1] is None
-    assert turns.wait_s("10.0.0.2", 0.0) < 0.6
+    assert turns.wait_s("10.0.0.2", 0.0) < 1.0
     assert turns.wait_s("10.0.0.1", 60.0) == 0.0
 
 

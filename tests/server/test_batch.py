@@ -95,13 +95,13 @@ def test_a_small_budget_goes_to_one_piece() -> None:
     assert len(form_batch(ready, 8 * PIECE_TOKENS_MIN)) == 9
 
 
-def test_prefill_beside_decode_adds_half_an_iteration_at_most() -> None:
+def test_prefill_beside_decode_adds_two_fifths_of_an_iteration_at_most() -> None:
     pace, sizes = Pace(), []
     for _ in range(100):
         tokens = pace.prefill_tokens(8, decoding=True)
         pace.observe(8, tokens, 0.040 + 0.001 * tokens)
         sizes.append(tokens)
-    assert 12 <= median(sizes[50:]) <= 20
+    assert 12 <= median(sizes[50:]) <= 16
     assert 5 <= sizes.count(0) <= 10  # now and then none, to see what decode takes
     for _ in range(30):
         pace.observe(0, tokens := pace.prefill_tokens(0, decoding=False), 0.020 + 0.001 * tokens)
@@ -144,17 +144,23 @@ def test_while_who_decodes_is_expected_prefill_takes_no_longer_than_beside_it() 
     assert 16 <= runs_alone.prefill_tokens(0, decoding=True) <= 32  # 45 ms, and half as much
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_pieces_stay_as_large_as_they_can_be_where_any_piece_costs_much(noise: float) -> None:
+@pytest.mark.parametrize(("noise", "least"), [(0.0, 8), (0.3, 4)])
+def test_pieces_stay_as_large_as_they_can_be_where_any_piece_costs_much(noise: float, least: int) -> None:
     """A piece takes 20 ms and 0.5 ms a token, decode 30: taken for the tokens' cost, that would leave no tokens."""
-    draw, pace, sizes = random.Random(1), Pace(), []
+    usual, seldom = zip(*(sizes_where_pieces_cost_much(noise, seed) for seed in range(9)), strict=True)
+    assert least <= median(usual) < 40
+    assert median(seldom) < 80
+
+
+def sizes_where_pieces_cost_much(noise: float, seed: int) -> tuple[float, int]:
+    """Pieces' median size, and what 98 % do not exceed, after the first hundred."""
+    draw, pace, sizes = random.Random(seed), Pace(), []
     for _ in range(300):
         tokens = pace.prefill_tokens(1, decoding=True)
         takes_s = 0.030 + (0.020 + 0.0005 * tokens if tokens else 0.0)
         pace.observe(1, tokens, takes_s * draw.lognormvariate(0, noise))
         sizes.append(tokens)
-    assert 8 <= median(sizes[100:]) < 40
-    assert sorted(sizes[100:])[-4] < 80  # 98 % of them
+    return median(sizes[100:]), sorted(sizes[100:])[-4]
 
 
 @pytest.mark.parametrize("every", [0, 8])
