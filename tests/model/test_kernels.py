@@ -1,0 +1,81 @@
+"""Weights in oneDNN's order: taken where measuring says so, and only if they compute the same."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from swarm.blocks import Blocks
+from swarm.model import kernels
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.kernels import PackedLinear, choose_kernels
+from swarm.model.loading import load_span
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+
+
+@pytest.fixture
+def span(family_dir):
+    return load_span(open_checkpoint(family_dir("llama")), Blocks(1, 3))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Let a trial find these gains at one token and at eight, whatever this machine would."""
+
+    def find(*gains: float) -> None:
+        results = iter([[gain, 1.0] for gain in gains])
+        monkeypatch.setattr(kernels, "_quickest", lambda *_: next(results))
+        monkeypatch.setattr(kernels, "PACK_BYTES_MIN", 0)
+
+    return find
+
+
+def linears_of(span):
+    return [module for module in span.model.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize(
+    ("gains", "packs"),
+    [
+        ((1.5, 2.0), True),
+        ((1.03, 1.7), True),  # an EPYC: a step alone takes as long, eight together take little more than half
+        ((1.3, 1.0), True),
+        ((1.03, 1.04), False),  # noise
+        ((0.8, 2.0), False),  # whoever decodes alone would pay for it
+    ],
+)
+def test_weights_are_packed_where_something_gains_by_it_and_nothing_loses(span, measured, gains, packs):
+    measured(*gains)
+    assert choose_kernels(span) is packs
+    assert any(isinstance(linear, PackedLinear) for linear in linears_of(span)) is packs
+
+
+def test_packed_weights_compute_the_same_and_leave_no_copy(span, measured):
+    measured(2.0, 2.0)
+    steps = [torch.randn(1, tokens, span.hidden_size, generator=torch.Generator().manual_seed(1)) for tokens in (20, 1)]
+    outputs = []
+    for choose in (lambda: True, lambda: choose_kernels(span)):
+        assert choose()
+        cache = span.new_cache()
+        with torch.inference_mode():
+            outputs.append([span.forward(step, cache=cache) for step in steps])
+    for stock, packed in zip(*outputs, strict=True):
+        assert_close(packed, stock, rtol=1e-4, atol=1e-4)
+    packed_ones = [linear for linear in linears_of(span) if isinstance(linear, PackedLinear)]
+    assert packed_ones
+    for linear in packed_ones:
+        assert linear.weight.untyped_storage().nbytes() == linear.weight.element_size()
+        assert linear.weight.isnan().all()
+
+
+def test_weights_stay_as_they_were_where_packed_ones_compute_something_else(span, measured, monkeypatch):
+    measured(2.0, 2.0)
+    before = [linear.weight.clone() for linear in linears_of(span)]
+    monkeypatch.setattr(
+        PackedLinear, "forward", lambda self, input: 1.01 * nn.functional.linear(input, self.packed.to_dense())
+    )
+    assert not choose_kernels(span)
+    assert not any(isinstance(linear, PackedLinear) for linear in linears_of(span))
+    for linear, weight in zip(linears_of(span), before, strict=True):
+        assert torch.equal(linear.weight, weight)
