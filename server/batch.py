@@ -15,7 +15,7 @@ PREFILL_TOKENS_MIN = 1  # so that it goes on whatever decode costs; the weights 
 PREFILL_TOKENS_MAX = 2048
 PIECE_TOKENS_MIN = 16  # where a budget is shared: every piece costs a part of its own, however small it is
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
-STRETCH = 0.4  # what prefill may add to an iteration while others decode, as a share of it
+STRETCH = 0.25  # what prefill may add to an iteration while others decode, as a share of it
 UNNOTICED_S = 0.018  # or up to this, which nobody notices: half of a quick step pays for hardly a piece
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 # Prefill is told apart by size in steps of a third to a half.

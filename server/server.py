@@ -25,7 +25,7 @@ from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
 
 INFLOW_SHARE = 2.0  # activations are read so many times as fast as the span computes them, one session at a time
-INFLOW_LEAST = 8.0 * 2**20  # bytes per second
+INFLOW_LEAST = 4.0 * 2**20  # bytes per second
 ADDRESSES_BESIDE_RTTS = 4  # with more of them round trips might not fit into a record
 
 _log = structlog.get_logger("swarm.server")

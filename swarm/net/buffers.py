@@ -1,7 +1,7 @@
 """What channels hold for peers that send or read slowly: a bound on all of it together."""
 
 from collections.abc import Callable
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Protocol
 
 HELD_BYTES_MAX = 80 * 2**20  # by all channels of one process
@@ -33,7 +33,7 @@ class Unread:
         """
         if n_bytes >= LARGE_BYTES and self._size == 0:
             try:
-                self._whole = mmap(-1, LEAD_BYTES + n_bytes + READ_BYTES)
+                self._whole = mmap(-1, LEAD_BYTES + n_bytes + READ_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS)
             except OSError:  # so much cannot even be claimed here: in pieces, then
                 self._whole = None
 
