@@ -18,13 +18,14 @@ from swarm.client.runtime import LoopThread
 from swarm.client.session import POSITIONS_TO_COME, Session
 from swarm.client.sessions import Sessions
 from swarm.dht.directory import Directory
-from swarm.errors import BadConfiguration, SessionClosed
+from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.buffers import Buffers
 from swarm.net.channel import Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
+from swarm.wire.messages import ROWS_MAX
 
 HELD_BYTES_MAX = 1 << 30  # of every session a window of steps, or of a past, may wait to be sent
 STEP_TIMEOUT_S = 120.0
@@ -165,6 +166,8 @@ class WaitingSession:
         want: int,
     ) -> Tensor:
         """As `Session.step`, from and to any device; the first one raises also what opening raises."""
+        if hidden.shape[0] > ROWS_MAX:
+            raise UsageError(f"a batch of {hidden.shape[0]} is more than a session can have ({ROWS_MAX}); split it")
         device = hidden.device
         # Copies: a journal keeps them, and the caller may write to its own again.
         hidden = hidden.to("cpu", copy=True)

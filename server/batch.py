@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 DECODE_TOKENS_MAX = 512  # of one batch: more would not make it quicker by the token
+SINGLE_ROWS_MAX = 32  # a position of more rows is planned as prefill is: others would wait for all of them
 PREFILL_TOKENS_MIN = 1  # so that it goes on whatever decode costs; the weights are read for decode anyway
 PREFILL_TOKENS_MAX = 2048
 PIECE_TOKENS_MIN = 16  # where a budget is shared: every piece costs a part of its own, however small it is
+LENT_MAX = 512  # tokens
 PREFILL_TOKENS_UNKNOWN = 512  # before anything is known of the model's speed
 STRETCH = 0.25  # what prefill may add to an iteration while others decode, as a share of it
-UNNOTICED_S = 0.018  # or up to this, which nobody notices: half of a quick step pays for hardly a piece
+UNNOTICED_S = 0.018  # or up to this, which nobody notices: a quarter of a quick step pays for hardly a piece
 ALONE_S = 0.2  # an iteration with nothing but prefill; whoever comes to decode waits for its end
 # Prefill is told apart by size in steps of a third to a half.
 _SIZES: list[int] = [1, *(n for power in range(1, 11) for n in (2**power, 3 * 2 ** (power - 1))), PREFILL_TOKENS_MAX]
@@ -50,8 +52,8 @@ class Ready:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a single position, which somebody waits for."""
-        return self.tokens == 1
+        """Whether it is a single position of few rows, which somebody waits for."""
+        return self.tokens == 1 and self.rows <= SINGLE_ROWS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,9 @@ class Slice:
 def form_batch(ready: Sequence[Ready], prefill_tokens: int) -> tuple[Slice, ...]:
     """Choose what runs in the next iteration: never empty if anything is ready.
 
-    ready: in the order in which it runs if there is no reason for another; a session is in it once. Work that was
-    cut comes again at the end, so that all go forward.
-    prefill_tokens: the most that is spent on prefill, at least for one piece.
+    ready: in the order in which it runs if there is no reason for another; a session is in it once.
+    prefill_tokens: the most that is spent on prefill. Unless it is 0, one position of all rows of the first goes even
+    if that is more; the caller has it paid back (`Loan`).
 
     Decode steps come first, of every peer in turn. Prefill fills up the budget; peers share it evenly, whatever
     number of sessions they have.
@@ -88,9 +90,11 @@ def form_batch(ready: Sequence[Ready], prefill_tokens: int) -> tuple[Slice, ...]
     prefills = _in_turn(ready, [i for i in together if not ready[i].decodes])
     share = max(PIECE_TOKENS_MIN, prefill_tokens // max(1, len({ready[i].peer for i in prefills})))
     left = prefill_tokens
+    n_decodes = len(chosen)
     for index in prefills:
         tokens = _piece(ready[index], min(share, left))
-        if tokens * ready[index].rows > left and chosen:
+        lends = len(chosen) == n_decodes and (prefill_tokens > 0 or not chosen)
+        if tokens * ready[index].rows > left and not lends:
             continue
         chosen.append(Slice(index, tokens))
         left -= tokens * ready[index].rows
@@ -154,6 +158,29 @@ class Pace:
             return 0
         stretch_s = _stretch_s(self._decode_s.get(steps, 0.0))
         return self._prefill[steps].largest(stretch_s) or self._prefill[0].largest(stretch_s) or PREFILL_TOKENS_MIN
+
+
+class Loan:
+    """Prefill that had to run in one piece and was more than its iteration's budget: later iterations pay for it.
+
+    So work of many rows goes on beside others' steps, and takes no larger share of the time than work of few.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+
+    def budget(self, tokens: int, *, decoding: bool) -> int:
+        """Return what is left of a budget when the loan has been paid from it. While nobody decodes, nobody minds."""
+        if not decoding:
+            self._tokens = 0
+        paid = min(self._tokens, tokens)
+        self._tokens -= paid
+        return tokens - paid
+
+    def lend(self, tokens: int, budget: int) -> int:
+        """Note what ran on a budget. Returns how many iterations' prefill that was, rounded up."""
+        self._tokens = min(LENT_MAX, self._tokens + max(0, tokens - budget))
+        return max(1, -(-tokens // max(1, budget)))
 
 
 def _stretch_s(decode_s: float) -> float:

@@ -22,7 +22,7 @@ import structlog
 import torch
 
 from swarm.model.packed import Segment
-from swarm.server.batch import Company, Pace, Ready, Slice, form_batch
+from swarm.server.batch import Company, Loan, Pace, Ready, Slice, form_batch
 from swarm.server.session import HostedSession, SessionWork
 
 Result = TypeVar("Result")
@@ -60,7 +60,7 @@ class _Item:
     @property
     def is_single(self) -> bool:
         """Whether it is a single step, or no session's work; the last position of a prompt is not."""
-        return not isinstance(self.job, SessionWork) or self.job.tokens == 1
+        return not isinstance(self.job, SessionWork) or self.job.is_single
 
     @property
     def peer(self) -> str:
@@ -196,12 +196,15 @@ class _Waiting:
         keys = [*self._single, *(key for sessions in self._long.values() for key in islice(sessions, of_each))]
         return sorted((self._items[key][0] for key in keys), key=self._turn)
 
-    def ran(self, items: Iterable[_Item]) -> list[_Item]:
-        """Note that these heads had their part of an iteration. Returns those that are over, which wait no more."""
+    def ran(self, items: Iterable[_Item], turns: int = 1) -> list[_Item]:
+        """Note that these heads had their part of an iteration. Returns those that are over, which wait no more.
+
+        turns: how many iterations' prefill this one had; whose it was waits so much longer for the next.
+        """
         self._n_iterations += 1
         over = []
         for item in items:
-            self._served[item.peer, item.is_single] = self._n_iterations
+            self._served[item.peer, item.is_single] = self._n_iterations + (0 if item.is_single else turns - 1)
             if not item.is_over:
                 continue  # it keeps its place
             over.append(item)
@@ -243,6 +246,7 @@ class _Iterations:
         self._waiting = _Waiting()
         self._stopping = False
         self._paces: defaultdict[int, Pace] = defaultdict(Pace)  # by the number of blocks
+        self._loan = Loan()
         self._company = Company()
         self._decoded_at: weakref.WeakKeyDictionary[HostedSession, float] = weakref.WeakKeyDictionary()
 
@@ -275,7 +279,9 @@ class _Iterations:
         first, steps = ready[0], [each for each, item in zip(ready, heads, strict=True) if item.is_single]
         beside = sum(each.rows for each in steps if first.packs and each.packs and each.group == first.group)
         decoding = len(steps) > 0 or self._expects_others()
-        slices = form_batch(ready, self._paces[heads[0].n_blocks].prefill_tokens(beside, decoding=decoding))
+        tokens = self._paces[heads[0].n_blocks].prefill_tokens(beside, decoding=decoding)
+        budget = self._loan.budget(tokens, decoding=decoding)
+        slices = form_batch(ready, budget)
         batch = [(heads[each.index], each) for each in slices]
         began = time.perf_counter()
         if len(batch) == 1:
@@ -285,7 +291,9 @@ class _Iterations:
             _run_together(batch)
         now = time.perf_counter()
         self._learn(batch, ready, now, now - began)
-        ran = self._waiting.ran(item for item, _ in batch)
+        prefilled = sum(each.tokens * ready[each.index].rows for item, each in batch if not item.is_single)
+        turns = self._loan.lend(prefilled, budget) if decoding else 1
+        ran = self._waiting.ran((item for item, _ in batch), turns)
         over += ran
         single = [item for item in ran if item.is_single]
         absent = [key for item in single if (key := _key(item)) not in self._waiting and key is not item]

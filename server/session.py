@@ -15,10 +15,10 @@ from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
-from swarm.server.batch import Ready
+from swarm.server.batch import SINGLE_ROWS_MAX, Ready
 from swarm.server.pool import Lease, NoRoom, Pool, Prices
 from swarm.wire.journal import REPLAY_BYTES_MAX, Journal, Unconfirmed
-from swarm.wire.messages import POSITIONS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
+from swarm.wire.messages import POSITIONS_MAX, ROWS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
 from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite
 
 RETRY_AFTER_S = 1.0  # for whom there is no room
@@ -334,6 +334,8 @@ class HostedSession:
         if hidden.dim() != 3 or hidden.shape[2] != self.span.hidden_size or not hidden.dtype.is_floating_point:
             raise Declined("bad_activations", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
         rows, tokens, _ = hidden.shape
+        if rows > ROWS_MAX:
+            raise Declined("bad_request", f"{rows} rows, a session has {ROWS_MAX} at most")
         if hidden.nbytes > STEP_BYTES_MAX and tokens > 1:
             raise Declined("bad_request", f"a step of {hidden.nbytes} bytes; cut it into parts of {CHUNK_BYTES}")
         if 4 * hidden.numel() > TENSOR_BYTES_MAX:  # what comes out may be fp32, and must fit into a frame
@@ -465,9 +467,19 @@ class SessionWork:
         return self.result()
 
     @property
+    def rows(self) -> int:
+        """Its batch."""
+        return self._hidden.shape[0]
+
+    @property
     def tokens(self) -> int:
         """Positions of each row."""
         return self._hidden.shape[1]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a single step of few rows."""
+        return self.tokens == 1 and self.rows <= SINGLE_ROWS_MAX
 
     @property
     def input_bytes(self) -> int:
@@ -490,7 +502,7 @@ class SessionWork:
         session = self.session
         packs = session.span.packs and self._mask is None and not session.is_masked
         group = (session.span.blocks, self._hidden.dtype)
-        return Ready(session.owner.peer, group, self._hidden.shape[0], self.tokens - self.done, packs)
+        return Ready(session.owner.peer, group, self.rows, self.tokens - self.done, packs)
 
     def segment(self, tokens: int) -> Segment | None:
         """The next positions, to run in a packed step, whose output goes to `take`; None if it is gone."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES_MAX = 32 * 1024
 ALIGNMENT = 16  # the tensors start at a multiple of it, so that they can be used where they lie
-ROWS_MAX = 1024  # rows of one session's batch
+ROWS_MAX = 256  # of one session's batch: all of them go through the model at once
 POSITIONS_MAX = 1 << 22
 ROLLBACK_MAX = 4096  # positions that one step takes back
 STEPS_MAX = 1 << 40

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from swarm.server.batch import (
     ABSENT_REMEMBERED,
+    LENT_MAX,
     LINGER_MAX_S,
     PIECE_TOKENS_MIN,
     PREFILL_TOKENS_MIN,
+    SINGLE_ROWS_MAX,
     Company,
+    Loan,
     Pace,
     Ready,
     form_batch,
@@ -59,6 +62,37 @@ def test_a_batch_goes_forward_stays_within_its_kind_and_its_budget(ready: list[R
 def test_single_steps_of_all_sessions_run_together_and_a_prefill_fills_up_the_budget() -> None:
     batch = form_batch([prefill(2048, "b"), *[decode("a")] * 8], 64)
     assert [(each.index, each.tokens) for each in batch] == [*((i, 1) for i in range(1, 9)), (0, 64)]
+
+
+def test_one_position_of_many_rows_is_no_single_step() -> None:
+    wide, steps = decode("wide", rows=SINGLE_ROWS_MAX + 1), [decode("a", rows=SINGLE_ROWS_MAX), decode("b")]
+    assert [each.index for each in form_batch([wide, *steps], 0)] == [1, 2]
+    assert [each.index for each in form_batch([wide, *steps], 100)] == [1, 2, 0]
+
+
+def test_work_whose_smallest_piece_is_more_than_the_budget_goes_on_beside_steps() -> None:
+    """Prompts of eight rows waited until nobody decoded any more, where a step can carry but three tokens."""
+    ready = [Ready("rows", 0, 8, 100), decode("a"), prefill(50, "b")]
+    assert [(each.index, each.tokens) for each in form_batch(ready, 3)] == [(1, 1), (0, 1)]
+    assert [each.index for each in form_batch(ready, 0)] == [1]
+
+
+def test_what_a_piece_takes_beyond_its_budget_is_paid_back_while_somebody_decodes() -> None:
+    loan, ran = Loan(), 0
+    for _ in range(1000):
+        budget = loan.budget(4, decoding=True)
+        if budget:
+            assert loan.lend(64, budget) >= 16
+            ran += 64
+    assert 3900 <= ran <= 4100
+    assert loan.budget(4, decoding=False) == 4
+    assert loan.budget(4, decoding=True) == 4  # nobody minded
+
+
+def test_a_loan_is_bounded() -> None:
+    loan = Loan()
+    loan.lend(100_000, 0)
+    assert sum(loan.budget(4, decoding=True) == 0 for _ in range(10_000)) * 4 == LENT_MAX
 
 
 def test_peers_share_the_prefill_whatever_number_of_sessions_they_have() -> None:

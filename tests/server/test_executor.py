@@ -58,6 +58,8 @@ class Somebody:
 class Work(SessionWork):
     """Some positions of a session, alone in their iteration."""
 
+    rows = 1
+
     def __init__(self, name: str, tokens: int) -> None:
         self.session = Somebody(name)  # type: ignore[assignment]
         self.all = self.left = tokens
@@ -300,3 +302,39 @@ def test_prefill_is_planned_by_the_steps_that_it_runs_beside(monkeypatch: pytest
         iterations.run()
     assert planned == [(3, True), (0, True)]  # who has decoded is expected back
     assert learned == [(3, 8), (0, 8)]
+
+
+def test_a_batch_of_many_rows_goes_on_beside_others_steps_and_takes_no_more_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A position of so many rows is one piece. It had counted as a single step, and all others' waited for all rows."""
+
+    class Packs(Work):
+        @property
+        def ready(self) -> Ready:
+            return Ready(self.session.id, 0, self.rows, self.left)
+
+    def run_all(batch: list[tuple[_Item, Slice]]) -> None:
+        ran.append([item.job.session.id for item, _ in batch])
+        for item, each in batch:
+            item.run(each.tokens)
+
+    ran: list[list[str]] = []
+    monkeypatch.setattr(Pace, "prefill_tokens", lambda *_, **__: 4)
+    monkeypatch.setattr(executor_module, "_run_together", run_all)
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    iterations = _Iterations(jobs)
+    wide = Packs("wide", 1)
+    wide.rows = 64
+    jobs.put(_Item(wide, lambda _: None, 0.0))
+    jobs.put(_Item(Packs("prefills", 400), lambda _: None, 0.0))
+    for _ in range(100):
+        jobs.put(_Item(Packs("decodes", 1), lambda _: None, 0.0))
+        iterations.wait()
+        iterations.run()
+        if not wide.left:
+            wide.left = 1  # the next position, at once
+            jobs.put(_Item(wide, lambda _: None, 0.0))
+    together = [names for names in ran if "decodes" in names]
+    assert 4 <= sum("wide" in names for names in ran) <= 7  # 64 tokens of 4 an iteration: one in sixteen, if alone
+    assert max(len(names) for names in together) == 2

@@ -32,6 +32,7 @@ from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
 from swarm.wire import journal as journal_module
 from swarm.wire.messages import (
+    ROWS_MAX,
     AnyMessage,
     Close,
     Failed,
@@ -529,6 +530,8 @@ async def test_a_malformed_step_is_refused_and_the_session_is_intact(
 async def test_a_step_of_too_many_bytes_is_refused_and_one_token_of_many_rows_is_not(first: Site, owner: Peer):
     request = await opened(owner, first)
     message, hidden = step(request, 1, activations(1024, 17))
+    assert code(await owner.ask(first, message, *hidden)) == "bad_request"
+    message, hidden = step(request, 1, activations(ROWS_MAX + 1, 1))
     assert code(await owner.ask(first, message, *hidden)) == "bad_request"
     message, hidden = step(request, 1, activations(100, 1))
     (await owner.to(first)).send(message, hidden)
