@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from swarm.net.rate import Bucket
 from swarm.server.executor import Executor
 from swarm.server.handler import Handler, Hosting
 from swarm.server.pool import Pool
+from swarm.wire.naming import new_name
 
 ROOT_HASH = "0" * 64
 NETWORK = "memory"
@@ -79,7 +81,7 @@ async def _open(hidden_size: int) -> _Ring:
     server, client = (Self(Identity.generate(), ChannelKey(), NETWORK, inflow=no_limit) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
     handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)
-    sessions = Sessions()
+    sessions = Sessions(partial(new_name, client.identity.peer_id))
     there, back = _Wire(), _Wire()
     remote = Remote(server.identity.peer_id, server.key.public)
     back.channel = Channel(there, server, handler.on_message)

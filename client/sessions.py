@@ -1,7 +1,6 @@
 """A client's open sessions: where they begin, and where what hops say finds them."""
 
 import asyncio
-import secrets
 from collections.abc import Callable
 
 from swarm.blocks import Blocks
@@ -16,16 +15,11 @@ from swarm.wire import messages as wire
 TURNS = 4  # new sessions that ask those who are full again, while the others wait in line
 
 
-def random_id() -> str:
-    """Return a session's name, which nobody can guess."""
-    return secrets.token_hex(16)
-
-
 class Sessions:
     """The client's open sessions, by their id: where messages from hops go."""
 
-    def __init__(self, new_id: Callable[[], str] = random_id) -> None:
-        """new_id: names a session, with 32 hex digits."""
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        """new_id: names a session, with 32 hex digits (`swarm.wire.naming`)."""
         self._new_id = new_id
         self.avoidance = Avoidance(asyncio.get_running_loop().time, lambda: self.dialer.heard_at)
         self._connects = Usual(CONNECT_S)

@@ -26,6 +26,7 @@ from swarm.net.channel import Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 from swarm.wire.messages import ROWS_MAX
+from swarm.wire.naming import new_name
 
 HELD_BYTES_MAX = 1 << 30  # of every session a window of steps, or of a past, may wait to be sent
 STEP_TIMEOUT_S = 120.0
@@ -115,7 +116,7 @@ class Swarm:
 
     async def _live(self, join: Join, joined: "asyncio.Future[None]") -> None:
         async with join() as directory:
-            sessions = Sessions()
+            sessions = Sessions(partial(new_name, self._me.identity.peer_id))
             self._me = replace(self._me, public=directory.public)
             sessions.dialer = Dialer(self._me, sessions.on_message)
             self._router = Router(self._wanted, directory, sessions, self._options.preferences)

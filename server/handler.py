@@ -54,6 +54,7 @@ from swarm.wire.messages import (
     Rerouted,
     Step,
 )
+from swarm.wire.naming import is_name_of
 from swarm.wire.tensors import is_finite, meta_of
 
 SESSIONS_MAX = 1024
@@ -191,6 +192,9 @@ class Handler:
         if self.draining:
             raise Declined("draining", "this server is leaving")
         standing = self.sessions.get(request.session)
+        if standing is not None and standing.owner.peer != channel.peer and is_name_of(channel.peer, request.session):
+            self._fail(standing, None, "self", "its name is another peer's")  # who has heard of it on some route
+            standing = None
         if standing is not None and not (standing.owner.peer == channel.peer and standing.epoch < request.epoch):
             raise Declined("not_yours", "there is a session of this name")  # and it is no later route of its owner's
         has = sum(session.owner.peer == channel.peer for session in self.sessions.values())

@@ -181,7 +181,7 @@ class HostedSession:
         So many as may be under way come before their sender can know; later the one that is asked for comes again.
         """
         last = self._refused
-        if declined.retry_after_s is None:
+        if declined.retry_after_s is None or step != self._step + 1:
             excused = step in last.behind
             last.behind.discard(step)
             return excused

@@ -29,7 +29,7 @@ from swarm.server import server as server_module
 from swarm.server import session as session_module
 from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHARE
 from swarm.server.server import Server, ServerOptions
-from swarm.server.session import WINDOW_STEPS
+from swarm.server.session import WINDOW_STEPS, Declined
 from swarm.wire import journal as journal_module
 from swarm.wire.messages import (
     ROWS_MAX,
@@ -50,6 +50,7 @@ from swarm.wire.messages import (
     Rerouted,
     Step,
 )
+from swarm.wire.naming import new_name
 from swarm.wire.tensors import meta_of
 from tests.model.rings import save_family
 
@@ -238,6 +239,32 @@ async def test_a_stranger_can_neither_push_into_a_session_nor_close_nor_open_it_
     assert first.computed == [1]
 
 
+async def test_steps_that_are_refused_in_turns_are_not_free(first: Site, owner: Peer):
+    """Those that were on their way behind a refused one are, once each; two numbers in turns had been for ever."""
+    request = await opened(owner, first)
+    session, now = first.server.handler.sessions[request.session], asyncio.get_running_loop().time()
+    busy = Declined("busy", "what was sent before is not read", 1.0)
+    excused = [session.excuses(number, busy, now) for _ in range(100) for number in (1, 2, 3)]
+    assert excused == [True] * 3 + [False] * 297
+    assert session.excuses(1, busy, now + 1.0)  # it was waited with
+
+
+async def test_whoever_takes_a_sessions_name_gives_way_to_whose_it_is(first: Site, owner: Peer, stranger: Peer):
+    """Hops know the name: one could take it at all servers that might replace it, and then vanish."""
+    name = new_name(owner.peer)
+    squats = await opened(stranger, first, session=name)
+    (await stranger.to(first)).send(*step(squats, 1, activations(1, 4)))
+    await stranger.output()
+    assert isinstance(await owner.ask(first, open_for(first, session=name)), Opened)
+    failed = await stranger.next()
+    assert isinstance(failed, Failed)
+    assert "another peer's" in failed.why
+    assert code(await stranger.ask(first, squats.model_copy(update={"epoch": 9}))) == "not_yours"
+    (await owner.to(first)).send(*step(squats, 1, activations(1, 4)))
+    await owner.output()
+    assert first.server.handler.sessions[name].owner.peer == owner.peer
+
+
 async def test_a_second_channel_of_the_same_identity_does_not_control_the_sessions_of_the_first(
     first: Site, owner: Peer
 ):
@@ -377,10 +404,11 @@ async def test_a_server_that_leaves_while_it_is_measured_is_not_told(first: Site
     assert reported == []
 
 
-async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: Site, owner: Peer):
+def records_that_do_not_hold(first: Site, second: Site) -> dict[str, str]:
+    """Of the hop behind `first`."""
     good = second.record()
     past = time.time() - NEXT_RECORD_LATE_S - 120
-    bad = {
+    return {
         "not base64": "#" + good,
         "a changed byte": good[:-8] + ("A" if good[-8] != "A" else "B") + good[-7:],
         "a changed signature": ("A" if good[0] != "A" else "B") + good[1:],
@@ -394,12 +422,23 @@ async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: 
         "another protocol": second.record(protocol=2),
         "empty": "",
     }
-    for what, record in bad.items():
+
+
+async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: Site, owner: Peer):
+    for what, record in records_that_do_not_hold(first, second).items():
         refused = await owner.ask(first, open_for(first, next_record=record))
         assert code(refused) == "bad_request", what
         assert "next hop" in refused.why, what
     assert first.idle
-    assert isinstance(await owner.ask(first, open_for(first, next_record=good)), Opened)
+    assert isinstance(await owner.ask(first, open_for(first, next_record=second.record())), Opened)
+
+
+async def test_nor_is_it_taken_when_it_comes_by_a_reroute(first: Site, second: Site, owner: Peer):
+    request = await opened(owner, first, next_record=second.record())
+    for what, record in records_that_do_not_hold(first, second).items():
+        refused = await owner.ask(first, Reroute(session=request.session, epoch=1, next_record=record))
+        assert code(refused) == "bad_request", what
+    assert first.server.handler.sessions[request.session].epoch == 0
 
 
 async def test_a_route_may_be_older_than_the_records_that_it_was_planned_with(first: Site, second: Site, owner: Peer):
@@ -955,22 +994,73 @@ async def test_after_a_reroute_the_old_epoch_and_the_old_neighbour_are_out(
 
 # Grants: what the owner allows its hops' neighbours, field by field ---------------------------------------------------
 
-GRANTED = {
+OF_THE_GRANT = {"session", "epoch", "previous", "next_record", "relay", "lifetime_s", "tokens_max"}
+OF_THE_SESSION = {"root", "numeric_class", "start", "stop", "positions_max", "rollback_max", "batch", "positions_soon"}
+OF_THE_PAST = {"after_step", "rebuild", "reset"}
+
+
+def test_every_field_that_opens_or_reroutes_is_one_that_is_tested_here():
+    assert set(Open.model_fields) - {"kind"} == OF_THE_GRANT | OF_THE_SESSION | OF_THE_PAST - {"reset"}
+    assert set(Reroute.model_fields) - {"kind"} == OF_THE_GRANT | OF_THE_PAST - {"rebuild"}
+
+
+UNDER_ANOTHER = {
     "session": ({"session": f"{7:032x}"}, "failed"),
     "epoch, an earlier one": ({"epoch": 4}, "not_yours"),
     "epoch, a later one": ({"epoch": 6}, "not_yours"),
 }
 
 
-@pytest.mark.parametrize("what", GRANTED)
-async def test_a_frame_under_another_grant_is_refused(first: Site, owner: Peer, stranger: Peer, what: str):
-    request = await opened(owner, first, epoch=5, previous=stranger.peer)
-    changes, expected = GRANTED[what]
+@pytest.mark.parametrize("by", [Open, Reroute])
+@pytest.mark.parametrize("what", UNDER_ANOTHER)
+async def test_a_frame_under_another_grant_is_refused(
+    first: Site, owner: Peer, stranger: Peer, what: str, by: type[Message]
+):
+    request = await granted(owner, first, by, previous=stranger.peer)
+    changes, expected = UNDER_ANOTHER[what]
     message, tensors = step(request, 1, activations(1, 2), **changes)
     answer = await stranger.ask(first, message, *tensors)
     assert (answer.kind if isinstance(answer, Failed) else code(answer)) == expected
     assert first.computed == []
     assert first.server.pool.used == 0
+
+
+@pytest.mark.parametrize("by", [Open, Reroute])
+async def test_a_grant_to_another_peer_or_for_less_is_refused_to_this_one(
+    first: Site, owner: Peer, stranger: Peer, by: type[Message]
+):
+    for grant, expected in (
+        ({"previous": first.peer}, "not_yours"),
+        ({"previous": None}, "not_yours"),
+        ({"previous": stranger.peer, "tokens_max": 1}, "grant_over"),
+        ({"previous": stranger.peer, "lifetime_s": 1}, "grant_over"),
+    ):
+        request = await granted(owner, first, by, **grant)
+        if "lifetime_s" in grant:
+            session = first.server.handler.sessions[request.session]
+            assert 0 < session.grant.ends_at - asyncio.get_running_loop().time() <= 1
+            session.grant.ends_at -= 1.01
+        (await stranger.to(first)).send(*step(request, 1, activations(1, 2)))
+        hears = stranger if expected == "not_yours" else owner
+        assert code(await hears.next()) == expected
+    assert first.computed == []
+
+
+async def test_outputs_go_to_the_next_hop_or_through_the_owner_and_not_both(first: Site, second: Site, owner: Peer):
+    request = await opened(owner, first)
+    both = {"next_record": second.record(), "relay": True}
+    assert code(await owner.ask(first, open_for(first, **both))) == "bad_request"
+    assert code(await owner.ask(first, Reroute(session=request.session, epoch=1, **both))) == "bad_request"
+
+
+async def granted(owner: Peer, site: Site, by: type[Message], **grant: object) -> Open:
+    """Let a neighbour in by either message, in epoch 5."""
+    if by is Open:
+        return await opened(owner, site, epoch=5, **grant)
+    request = await opened(owner, site, epoch=4)
+    again = Reroute.model_validate({"session": request.session, "epoch": 5, **grant})
+    assert isinstance(await owner.ask(site, again), Rerouted)
+    return request.model_copy(update={"epoch": 5})
 
 
 async def test_a_grant_for_another_span_or_peer_is_refused(first: Site, second: Site, owner: Peer, stranger: Peer):
