@@ -70,7 +70,8 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
         raise BadConfiguration("--probe", f"at most {PROBES_MAX} models")
     path = arguments.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
-    access = Access.load(arguments.network_key, arguments.allow_peers)
+    own = None if path is None else identity.peer_id  # without a file it reads, and nobody on the list answers it
+    access = Access.load(arguments.network_key, arguments.allow_peers, own)
     with bound(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
         public = access.network_key is None and await is_public(arguments.initial_peers)
