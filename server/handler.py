@@ -296,9 +296,9 @@ class Handler:
         self._connect(session, following, Rerouted(session=session.id, epoch=session.epoch, journal=journal))
 
     def _on_replay(self, channel: Channel, request: Replay) -> None:
-        """Send the next hops the past that they lack."""
+        """Send the next hops the past that they lack: once an epoch, and each epoch is charged."""
         session = self._owned(channel, request)
-        if session is None or request.epoch != session.epoch:
+        if session is None or request.epoch != session.epoch or session.replay is not None:
             return
         journal = session.journal
         if journal is None:

@@ -111,14 +111,23 @@ class Journal:
         Only for the last STEPS_UNFOLDED_MAX // 2 steps: older ones have been put together.
         """
         pieces: list[Past] = []
-        for entry in self._entries:
+        stop: int | None = None  # what the later steps left: the positions before it
+        order: Tensor | None = None  # and of those, these rows
+        # Backwards, since then a gather changes one order, and not that of all pieces before it.
+        for entry in reversed(self._entries):
+            past = entry.past
             if entry.step > step:
+                continue
+            if stop is None or past.start < stop:
+                kept = past if stop is None or past.stop <= stop else past.part(past.start, stop)
+                pieces.append(kept if order is None else kept.gathered(order))
+                stop = past.start
+            if stop == 0:
                 break
-            if entry.rows is None and (not pieces or pieces[-1].stop == entry.past.start):
-                pieces.append(entry.past)
-            else:
-                pieces = _applied(pieces, entry)
-        return tuple(pieces)
+            if entry.rows is not None:
+                rows = torch.tensor(entry.rows)
+                order = rows if order is None else rows[order]
+        return tuple(reversed(pieces))
 
     def _fold(self, count: int) -> None:
         """Put the first `count` steps together."""
@@ -191,15 +200,6 @@ def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:
         last = first + size
         parts = [piece.part(first, last) for piece in pieces if piece.start < last and first < piece.stop]
         yield _joined(parts, beside)
-
-
-def _applied(pieces: Sequence[Past], entry: Entry) -> list[Past]:
-    keep = entry.past.start
-    kept = [piece if piece.stop <= keep else piece.part(piece.start, keep) for piece in pieces if piece.start < keep]
-    if entry.rows is not None:
-        index = torch.tensor(entry.rows)
-        kept = [piece.gathered(index) for piece in kept]
-    return [*kept, entry.past]
 
 
 def _beside(pieces: Sequence[Past]) -> tuple[bool, bool]:

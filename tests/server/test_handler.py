@@ -31,6 +31,7 @@ from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHAR
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
 from swarm.wire import journal as journal_module
+from swarm.wire.journal import Journal
 from swarm.wire.messages import (
     AnyMessage,
     Close,
@@ -1099,11 +1100,37 @@ async def test_no_more_of_a_past_is_sent_than_the_next_hop_has_not_confirmed(
     assert await pieces(rebuilt(request, 4)) == []
     assert await pieces(rebuilt(request, 12)) == [16, 20]
     assert await pieces(rebuilt(request, 30), rebuilt(request, 30)) == [24, 28]
-    channel.send(Replay(session=request.session, epoch=0, step=1, hops=1))
-    assert await pieces() == [0]
     assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=1, relay=True)), Rerouted)
-    for epoch in (0, 1):
+    channel.send(Replay(session=request.session, epoch=1, step=1, hops=1))
+    assert await pieces() == [0]
+    assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=2, relay=True)), Rerouted)
+    for epoch in (1, 2):
         assert await pieces(rebuilt(request, 4).model_copy(update={"epoch": epoch})) == []
+
+
+async def test_a_past_is_replayed_once_an_epoch_however_often_it_is_asked_for(
+    first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    """To find it is work for the event loop, and asking costs nothing; another epoch is charged."""
+    found: list[int] = []
+    past_after = Journal.past_after
+    monkeypatch.setattr(Journal, "past_after", lambda self, step: (found.append(step), past_after(self, step))[1])
+    request = await opened(owner, first, relay=True)
+    channel = await owner.to(first)
+    channel.send(*step(request, 1, activations(1, 4)))
+    assert isinstance(await owner.next(), Step)
+    for epoch in (0, 1):
+        if epoch:
+            assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=1, relay=True)), Rerouted)
+        for confirmed in (False, True):
+            for _ in range(3):
+                channel.send(Replay(session=request.session, epoch=epoch, step=1, hops=1))
+            if not confirmed:
+                assert isinstance(await owner.next(), Rebuild)
+                channel.send(rebuilt(request, 4).model_copy(update={"epoch": epoch}))
+        await owner.settled(first)
+        assert owner.inbox.empty()
+        assert found == [1] * (epoch + 1)
 
 
 async def test_a_confirmation_that_is_no_news_is_chatter(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):
