@@ -8,6 +8,7 @@ piece, as they are sent: a past that is gathered may be many times as large as w
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -99,6 +100,18 @@ class Journal:
         if len(self._entries) > STEPS_UNFOLDED_MAX:
             self._fold(len(self._entries) // 2)
         return self.n_bytes - before
+
+    def n_bytes_with(self, entry: Entry) -> int:
+        """Memory that it will take when this step is noted, too. To be asked before, where there is a limit.
+
+        Putting steps together carries out their gathers: a past may be a thousand times as large then. Here nothing
+        is copied.
+        """
+        if len(self._entries) < STEPS_UNFOLDED_MAX:
+            return self.n_bytes + entry.past.n_bytes
+        count = (len(self._entries) + 1) // 2  # as `add` will have it
+        folded = _joined_bytes(self.past_after(self._entries[count - 1].step))
+        return folded + sum(each.past.n_bytes for each in (*self._entries[count:], entry))
 
     def output_of(self, step: int) -> list[Tensor]:
         """Return what went on with one of the last STEPS_UNFOLDED_MAX // 2 steps."""
@@ -218,6 +231,15 @@ def _joined(pieces: Sequence[Past], beside: tuple[bool, bool]) -> Past:
         mask = torch.cat([_mask(piece) for piece in pieces], dim=1)
     hidden = pieces[0].hidden if len(pieces) == 1 else torch.cat([piece.hidden for piece in pieces], dim=1)
     return Past(pieces[0].start, hidden, positions, mask)
+
+
+def _joined_bytes(pieces: Sequence[Past]) -> int:
+    """Memory that all of them will take as one."""
+    dtype = reduce(torch.promote_types, (piece.hidden.dtype for piece in pieces))
+    positions, mask = _beside(pieces)
+    of_one = pieces[0].hidden.shape[2] * dtype.itemsize
+    of_one += positions * torch.int64.itemsize + mask * torch.uint8.itemsize
+    return pieces[0].rows * (pieces[-1].stop - pieces[0].start) * of_one
 
 
 def _positions(piece: Past) -> Tensor:

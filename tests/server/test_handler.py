@@ -31,7 +31,7 @@ from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHAR
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS
 from swarm.wire import journal as journal_module
-from swarm.wire.journal import Journal
+from swarm.wire.journal import Journal, Past
 from swarm.wire.messages import (
     AnyMessage,
     Close,
@@ -1131,6 +1131,36 @@ async def test_a_past_is_replayed_once_an_epoch_however_often_it_is_asked_for(
         await owner.settled(first)
         assert owner.inbox.empty()
         assert found == [1] * (epoch + 1)
+
+
+async def test_a_journal_that_gathers_make_too_large_is_dropped_before_anything_of_it_is_copied(
+    first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    """Many rows for one step only, at which the steps before are put together: no other step has to pay for them."""
+    unfolded, rows, length = 8, 16, 8
+    handler, joined = first.server.handler, journal_module._joined
+    copied: list[int] = []
+
+    def noted(*what: object) -> Past:
+        whole = joined(*what)
+        copied.append(whole.n_bytes)
+        return whole
+
+    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", unfolded)
+    monkeypatch.setattr(journal_module, "_joined", noted)
+    handler.journals.capacity = rows * length * HIDDEN * 4
+    request = await opened(owner, first, relay=True)
+    (session,) = handler.sessions.values()
+    channel = await owner.to(first)
+    for number in range(1, unfolded + 2):
+        has = rows if number == unfolded // 2 else 1
+        order = {unfolded // 2: (0,) * rows, unfolded // 2 + 1: (0,)}.get(number)
+        hidden = activations(has, 1 if number > 1 else length)
+        channel.send(*step(request, number, hidden, keep=length if number > 1 else 0, rows=order))
+        assert isinstance(await owner.next(), Step)
+        assert (session.journal is None) == (number > unfolded)
+    assert copied == []
+    assert handler.journals.used == 0
 
 
 async def test_a_confirmation_that_is_no_news_is_chatter(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):

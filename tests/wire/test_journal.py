@@ -48,6 +48,28 @@ def log(seed: int) -> tuple[Journal, dict[str, torch.Tensor]]:
     return journal, past
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_journal_knows_before_a_step_how_large_it_will_be_and_is_the_same_when_steps_are_put_together(
+    seed, monkeypatch
+):
+    sizes = []
+    add = Journal.add
+
+    def told(journal, entry):
+        expected = journal.n_bytes_with(entry)
+        add(journal, entry)
+        sizes.append((expected, journal.n_bytes, sum(each.past.n_bytes for each in journal._entries)))
+
+    unfolded, past = log(seed)
+    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", 4)
+    monkeypatch.setattr(Journal, "add", told)
+    folded, _ = log(seed)
+    assert all(expected == n_bytes == held for expected, n_bytes, held in sizes)
+    for journal in (unfolded, folded):
+        hidden = torch.cat([piece.in_order().hidden for piece in journal.past_after(99)], dim=1)
+        assert torch.equal(hidden, past["hidden"])
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 20])
 @pytest.mark.parametrize("seed", range(40))
 def test_messages_tell_the_past_as_it_is(seed, chunk_bytes, monkeypatch):
