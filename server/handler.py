@@ -300,9 +300,9 @@ class Handler:
         self._connect(session, following, Rerouted(session=session.id, epoch=session.epoch, journal=journal))
 
     def _on_replay(self, channel: Channel, request: Replay) -> None:
-        """Send the next hops the past that they lack."""
+        """Send the next hops the past that they lack: once an epoch, and each epoch is charged."""
         session = self._owned(channel, request)
-        if session is None or request.epoch != session.epoch:
+        if session is None or request.epoch != session.epoch or session.replay is not None:
             return
         journal = session.journal
         if journal is None:
@@ -513,12 +513,13 @@ class Handler:
         """Keep an output for replay. What is too much for all journals costs this session its own, and nothing else."""
         if session.journal is None:
             return
-        session.journal.add(entry)
-        try:
-            session.leases.journal.resize(session.journal.n_bytes)
+        try:  # first, since the journal may copy much more than what it is given
+            session.leases.journal.resize(session.journal.n_bytes_with(entry))
         except NoRoom:
             self._drop_journal(session)
             _log.warning("journal dropped: --journal-memory is used up", session=session.id[:8])
+        else:
+            session.journal.add(entry)
 
     def _drop_journal(self, session: HostedSession) -> None:
         session.journal = None

@@ -8,6 +8,7 @@ piece, as they are sent: a past that is gathered may be many times as large as w
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -100,6 +101,18 @@ class Journal:
             self._fold(len(self._entries) // 2)
         return self.n_bytes - before
 
+    def n_bytes_with(self, entry: Entry) -> int:
+        """Memory that it will take when this step is noted, too. To be asked before, where there is a limit.
+
+        Putting steps together carries out their gathers: a past may be a thousand times as large then. Here nothing
+        is copied.
+        """
+        if len(self._entries) < STEPS_UNFOLDED_MAX:
+            return self.n_bytes + entry.past.n_bytes
+        count = (len(self._entries) + 1) // 2  # as `add` will have it
+        folded = _joined_bytes(self.past_after(self._entries[count - 1].step))
+        return folded + sum(each.past.n_bytes for each in (*self._entries[count:], entry))
+
     def output_of(self, step: int) -> list[Tensor]:
         """Return what went on with one of the last STEPS_UNFOLDED_MAX // 2 steps."""
         past = next(entry.past for entry in reversed(self._entries) if entry.step == step)
@@ -111,14 +124,23 @@ class Journal:
         Only for the last STEPS_UNFOLDED_MAX // 2 steps: older ones have been put together.
         """
         pieces: list[Past] = []
-        for entry in self._entries:
+        stop: int | None = None  # what the later steps left: the positions before it
+        order: Tensor | None = None  # and of those, these rows
+        # Backwards, since then a gather changes one order, and not that of all pieces before it.
+        for entry in reversed(self._entries):
+            past = entry.past
             if entry.step > step:
+                continue
+            if stop is None or past.start < stop:
+                kept = past if stop is None or past.stop <= stop else past.part(past.start, stop)
+                pieces.append(kept if order is None else kept.gathered(order))
+                stop = past.start
+            if stop == 0:
                 break
-            if entry.rows is None and (not pieces or pieces[-1].stop == entry.past.start):
-                pieces.append(entry.past)
-            else:
-                pieces = _applied(pieces, entry)
-        return tuple(pieces)
+            if entry.rows is not None:
+                rows = torch.tensor(entry.rows)
+                order = rows if order is None else rows[order]
+        return tuple(reversed(pieces))
 
     def _fold(self, count: int) -> None:
         """Put the first `count` steps together."""
@@ -193,15 +215,6 @@ def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:
         yield _joined(parts, beside)
 
 
-def _applied(pieces: Sequence[Past], entry: Entry) -> list[Past]:
-    keep = entry.past.start
-    kept = [piece if piece.stop <= keep else piece.part(piece.start, keep) for piece in pieces if piece.start < keep]
-    if entry.rows is not None:
-        index = torch.tensor(entry.rows)
-        kept = [piece.gathered(index) for piece in kept]
-    return [*kept, entry.past]
-
-
 def _beside(pieces: Sequence[Past]) -> tuple[bool, bool]:
     """Whether positions and a mask must be told: for all pieces, or for none."""
     return any(piece.positions is not None for piece in pieces), any(piece.mask is not None for piece in pieces)
@@ -218,6 +231,15 @@ def _joined(pieces: Sequence[Past], beside: tuple[bool, bool]) -> Past:
         mask = torch.cat([_mask(piece) for piece in pieces], dim=1)
     hidden = pieces[0].hidden if len(pieces) == 1 else torch.cat([piece.hidden for piece in pieces], dim=1)
     return Past(pieces[0].start, hidden, positions, mask)
+
+
+def _joined_bytes(pieces: Sequence[Past]) -> int:
+    """Memory that all of them will take as one."""
+    dtype = reduce(torch.promote_types, (piece.hidden.dtype for piece in pieces))
+    positions, mask = _beside(pieces)
+    of_one = pieces[0].hidden.shape[2] * dtype.itemsize
+    of_one += positions * torch.int64.itemsize + mask * torch.uint8.itemsize
+    return pieces[0].rows * (pieces[-1].stop - pieces[0].start) * of_one
 
 
 def _positions(piece: Past) -> Tensor:

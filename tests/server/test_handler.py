@@ -31,6 +31,7 @@ from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHAR
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS, Declined
 from swarm.wire import journal as journal_module
+from swarm.wire.journal import Journal, Past
 from swarm.wire.messages import (
     ROWS_MAX,
     AnyMessage,
@@ -1192,11 +1193,67 @@ async def test_no_more_of_a_past_is_sent_than_the_next_hop_has_not_confirmed(
     assert await pieces(rebuilt(request, 4)) == []
     assert await pieces(rebuilt(request, 12)) == [16, 20]
     assert await pieces(rebuilt(request, 30), rebuilt(request, 30)) == [24, 28]
-    channel.send(Replay(session=request.session, epoch=0, step=1, hops=1))
-    assert await pieces() == [0]
     assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=1, relay=True)), Rerouted)
-    for epoch in (0, 1):
+    channel.send(Replay(session=request.session, epoch=1, step=1, hops=1))
+    assert await pieces() == [0]
+    assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=2, relay=True)), Rerouted)
+    for epoch in (1, 2):
         assert await pieces(rebuilt(request, 4).model_copy(update={"epoch": epoch})) == []
+
+
+async def test_a_past_is_replayed_once_an_epoch_however_often_it_is_asked_for(
+    first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    """To find it is work for the event loop, and asking costs nothing; another epoch is charged."""
+    found: list[int] = []
+    past_after = Journal.past_after
+    monkeypatch.setattr(Journal, "past_after", lambda self, step: (found.append(step), past_after(self, step))[1])
+    request = await opened(owner, first, relay=True)
+    channel = await owner.to(first)
+    channel.send(*step(request, 1, activations(1, 4)))
+    assert isinstance(await owner.next(), Step)
+    for epoch in (0, 1):
+        if epoch:
+            assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=1, relay=True)), Rerouted)
+        for confirmed in (False, True):
+            for _ in range(3):
+                channel.send(Replay(session=request.session, epoch=epoch, step=1, hops=1))
+            if not confirmed:
+                assert isinstance(await owner.next(), Rebuild)
+                channel.send(rebuilt(request, 4).model_copy(update={"epoch": epoch}))
+        await owner.settled(first)
+        assert owner.inbox.empty()
+        assert found == [1] * (epoch + 1)
+
+
+async def test_a_journal_that_gathers_make_too_large_is_dropped_before_anything_of_it_is_copied(
+    first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
+):
+    """Many rows for one step only, at which the steps before are put together: no other step has to pay for them."""
+    unfolded, rows, length = 8, 16, 8
+    handler, joined = first.server.handler, journal_module._joined
+    copied: list[int] = []
+
+    def noted(*what: object) -> Past:
+        whole = joined(*what)
+        copied.append(whole.n_bytes)
+        return whole
+
+    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", unfolded)
+    monkeypatch.setattr(journal_module, "_joined", noted)
+    handler.journals.capacity = rows * length * HIDDEN * 4
+    request = await opened(owner, first, relay=True)
+    (session,) = handler.sessions.values()
+    channel = await owner.to(first)
+    for number in range(1, unfolded + 2):
+        has = rows if number == unfolded // 2 else 1
+        order = {unfolded // 2: (0,) * rows, unfolded // 2 + 1: (0,)}.get(number)
+        hidden = activations(has, 1 if number > 1 else length)
+        channel.send(*step(request, number, hidden, keep=length if number > 1 else 0, rows=order))
+        assert isinstance(await owner.next(), Step)
+        assert (session.journal is None) == (number > unfolded)
+    assert copied == []
+    assert handler.journals.used == 0
 
 
 async def test_a_confirmation_that_is_no_news_is_chatter(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):

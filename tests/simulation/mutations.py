@@ -74,16 +74,17 @@ def drop_the_rollback(patch: Patch) -> None:
 
 def drop_the_rollback_in_a_replay(patch: Patch) -> None:
     """A journal keeps what was taken back, and drops what came instead."""
-    applied = journal._applied
+    past_after = journal.Journal.past_after
 
-    def without(pieces: Sequence[Past], entry: Any) -> list[Past]:
-        length = pieces[-1].stop if pieces else 0
-        kept = [] if entry.past.start else applied([], entry)
-        if entry.past.start >= length:
-            return applied(pieces, entry)
-        return kept or list(pieces)
+    def without(self: Any, step: int) -> tuple[Past, ...]:
+        going_on, length = journal.Journal(), 0
+        for entry in self._entries:
+            if entry.past.start in {0, length}:
+                going_on._entries.append(entry)
+                length = entry.past.stop
+        return past_after(going_on, step)
 
-    patch.setattr(journal, "_applied", without)
+    patch.setattr(journal.Journal, "past_after", without)
 
 
 def ignore_a_gather(patch: Patch) -> None:

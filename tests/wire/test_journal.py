@@ -1,9 +1,12 @@
 """A journal's past as messages: the same as if gathers and rollbacks had been carried out when they came."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from swarm.wire import journal as journal_module
 from swarm.wire.journal import Entry, Journal, Past, rebuild_messages
@@ -45,6 +48,28 @@ def log(seed: int) -> tuple[Journal, dict[str, torch.Tensor]]:
     return journal, past
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_journal_knows_before_a_step_how_large_it_will_be_and_is_the_same_when_steps_are_put_together(
+    seed, monkeypatch
+):
+    sizes = []
+    add = Journal.add
+
+    def told(journal, entry):
+        expected = journal.n_bytes_with(entry)
+        add(journal, entry)
+        sizes.append((expected, journal.n_bytes, sum(each.past.n_bytes for each in journal._entries)))
+
+    unfolded, past = log(seed)
+    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", 4)
+    monkeypatch.setattr(Journal, "add", told)
+    folded, _ = log(seed)
+    assert all(expected == n_bytes == held for expected, n_bytes, held in sizes)
+    for journal in (unfolded, folded):
+        hidden = torch.cat([piece.in_order().hidden for piece in journal.past_after(99)], dim=1)
+        assert torch.equal(hidden, past["hidden"])
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 20])
 @pytest.mark.parametrize("seed", range(40))
 def test_messages_tell_the_past_as_it_is(seed, chunk_bytes, monkeypatch):
@@ -78,3 +103,31 @@ def test_a_past_of_many_rows_takes_no_more_memory_than_what_is_kept_of_it():
     assert hidden.shape[0] == 1000
     assert hidden.nbytes <= CHUNK_BYTES
     assert torch.equal(hidden[500], prompt[0, : hidden.shape[1]])
+
+
+class Counting(TorchFunctionMode):
+    """Counts what torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_past_that_was_gathered_at_every_step_is_found_in_one_walk():
+    """Not in one for each step: whoever asks for it has a server's event loop do that."""
+    calls = []
+    for steps in (64, 128, 256):
+        journal = Journal()
+        for step in range(1, steps + 1):
+            hidden = torch.full((2, 1, WIDTH), float(step))
+            hidden[1] *= -1
+            journal.add(Entry(step, (1, 0) if step > 1 else None, Past(step - 1, hidden, None, None)))
+        with Counting() as counting:
+            pieces = journal.past_after(steps)
+        calls.append(counting.calls)
+        assert [piece.in_order().hidden[0, 0, 0] for piece in pieces[-3:]] == [steps - 2, 1 - steps, steps]
+    assert calls[2] - calls[1] == 2 * (calls[1] - calls[0])
