@@ -4,7 +4,7 @@ import asyncio
 import random
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import psutil
@@ -19,7 +19,7 @@ from swarm.net.buffers import LARGE_BYTES, PIECE_BYTES, READ_BYTES, SMALL_BYTES,
 from swarm.net.channel import STEP_BYTES, Channel
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Bucket
-from swarm.net.tcp import Listener, Turns, dial
+from swarm.net.tcp import Listener, Turns, dial, gives_way
 from swarm.wire.messages import Close, Ping, Pong
 from swarm.wire.tensors import meta_of
 from tests.net.test_channel import SESSION, Pair, step
@@ -505,3 +505,48 @@ async def test_connections_are_accepted_at_a_rate_and_none_is_forgotten(listener
     for sock in sockets:
         sock.close()
     await until(lambda: not listener._shaking)
+
+
+async def test_one_source_with_many_identities_keeps_nobody_out(listener, monkeypatch):
+    """It lets each channel say something every minute, and opens sessions with as many of its peers as it likes."""
+    listener._channels_max = 8
+    reach = address(listener), remote(listener._me)
+    greedy = [somebody() for _ in range(8)]
+    held = [await dial(*reach, me, lambda *_: None) for me in greedy]
+    await until(lambda: len(listener._proven) == 8)
+    await listener.start(lambda *_: None, lambda: {me.identity.peer_id for me in greedy[1:]})
+    monkeypatch.setattr(tcp, "_source", lambda host: "another")
+    for gone in (1, 2):  # the one that is not in use, and then one that is
+        honest = await dial(*reach, somebody(), lambda *_: None)
+        await until(lambda gone=gone: sum(channel.closed for channel in held) == gone)
+        assert held[0].closed
+        await honest.ping()
+    assert len(listener._channels) == 8
+    for channel in held:
+        channel.close()
+    await until(lambda: len(listener._channels) == 2)
+
+
+@dataclass(eq=False)
+class Present:
+    """An accepted channel, as far as giving way goes."""
+
+    peer: str
+    heard_at: float
+
+
+def test_of_too_many_channels_the_most_silent_one_of_the_largest_source_gives_way():
+    few, some, many = (
+        [Present(f"{name}{i}", float(i)) for i in range(n)] for name, n in zip("abc", (2, 3, 4), strict=True)
+    )
+    channels = {channel: name for name, crowd in zip("abc", (few, some, many), strict=True) for channel in crowd}
+    assert gives_way(channels, ()) is many[0]
+    assert gives_way(channels, {"c0"}) is some[0]
+    assert gives_way(channels, {"c0", "c1"}) is some[0]
+    assert gives_way(channels, {channel.peer for channel in (*some, *many)}) is few[0]
+    everybody = {channel.peer for channel in channels}
+    assert gives_way(channels, everybody) is None
+    most = {**channels, **{Present("c", 10.0 + i): "c" for i in range(3)}}
+    assert gives_way(most, {"c0"}) is many[1]
+    assert gives_way(most, everybody | {"c"}) is many[0]
+    assert gives_way({}, ()) is None
