@@ -396,7 +396,7 @@ class Channel:
             return 0
         theirs = data[len(MAGIC)]
         if theirs != PROTOCOL_VERSION:
-            if self._remote is None:
+            if self._remote is None and self._me.psk is None:  # whoever has no network key hears nothing of this side
                 self._carrier.write(PREFACE)  # so that the other side can say who must upgrade
             raise ProtocolMismatch(self.peer, theirs, PROTOCOL_VERSION)
         size = len(PREFACE) + (MESSAGE_2_BYTES if self._remote is not None else MESSAGE_1_BYTES)
