@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict
 
 from swarm.config import DATA_DIR, NETWORK_PATTERN, load_settings
 from swarm.errors import BadConfiguration, SwarmError, UsageError
-from swarm.events import configure_events
+from swarm.events import configure_events, printable
 from swarm.identity import Identity, IdentityLock
 
 ENVIRONMENT_PREFIX = "SWARM"
@@ -141,7 +141,7 @@ def ending_at_once(code: int = 0) -> Iterator[None]:
 
 
 def _end(text: str, code: int) -> NoReturn:
-    print("error: " + " ".join(text.split()), file=sys.stderr)
+    print("error: " + printable(" ".join(text.split())), file=sys.stderr)
     _leave(code)
 
 

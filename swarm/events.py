@@ -1,10 +1,22 @@
 """What happens, as structured events: for people on a terminal, else as JSON lines. Never prompts, never tensors."""
 
 import contextlib
+import io
 import logging
 import sys
+from typing import TextIO
 
 import structlog
+from structlog.typing import EventDict, ExcInfo, WrappedLogger
+
+UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"  # stands for what would move a cursor, ring or rename a terminal's window
+
+
+def printable(text: str) -> str:
+    """Return what a terminal may be given: one line of text, as long as before, whoever wrote it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else UNPRINTABLE for c in text)
 
 
 def configure_events(level: str) -> None:
@@ -14,13 +26,29 @@ def configure_events(level: str) -> None:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([_printable_values] if terminal else []),  # JSON escapes them
             structlog.processors.StackInfoRenderer(),
             *([] if terminal else [structlog.processors.format_exc_info]),
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
+            structlog.dev.ConsoleRenderer(exception_formatter=_traceback)
+            if terminal
+            else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=lambda *_: _Lines(sys.stderr),  # as it is then: notebooks replace it
     )
+
+
+def _printable_values(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
+    """Peers' words are in some events: see to it that they stay words."""
+    del logger, name
+    return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def _traceback(out: TextIO, exc_info: ExcInfo) -> None:
+    """Print a traceback without variables: they are prompts and tensors."""
+    plain = io.StringIO()
+    structlog.dev.plain_traceback(plain, exc_info)
+    out.write("\n".join(printable(line) for line in plain.getvalue().split("\n")))
 
 
 class _Lines(structlog.PrintLogger):

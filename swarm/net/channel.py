@@ -34,7 +34,7 @@ from swarm.errors import (
 from swarm.identity import Identity, peer_id_of, verify
 from swarm.net.buffers import SMALL_BYTES, Backlog, Buffers, Unread
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
-from swarm.net.rate import Bucket
+from swarm.net.rate import Bucket, Line
 from swarm.version import __version__
 from swarm.wire.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
 from swarm.wire.tensors import TENSOR_BYTES_MAX, bytes_of
@@ -55,7 +55,7 @@ CHATTER_BYTES = 64 * 1024  # more of them cost like so many messages
 BYTES_PER_S, BYTES_BURST = 64.0 * 1024, 256.0 * 1024  # of one peer, that are free
 STEP_BYTES = 64 * 1024  # of a decode step that was taken, which are free as well
 ALL_BYTES_PER_S, ALL_BYTES_BURST = 128.0 * 2**20, 1.0 * 2**20  # the others, of all peers together
-PAUSE_S_MAX = 5.0
+PAUSE_S_MAX = 5.0  # then what is free has come back, or it is seen how long it takes now
 SIGN_S = 0.3  # whoever is read no faster than it may hears from this side so often: what it asks has to wait
 SIGNS_BURST = 8.0  # of one peer that a slow path lets arrive together
 ALL_SIGNS_PER_S, ALL_SIGNS_BURST = 1000.0, 64.0  # to all peers together; each takes 15 microseconds of computing
@@ -117,8 +117,8 @@ class Self:
     access: Access = EVERYBODY
     clock: Callable[[], float] = time.perf_counter  # seconds, for round trips: uvloop's own time has steps of 1 ms
     buffers: Buffers = field(default_factory=Buffers)
-    chatter: Bucket = field(default_factory=lambda: Bucket(ALL_CHATTER_PER_S, ALL_CHATTER_BURST))
-    inflow: Bucket = field(default_factory=lambda: Bucket(ALL_BYTES_PER_S, ALL_BYTES_BURST))
+    chatter: Line = field(default_factory=lambda: Line(ALL_CHATTER_PER_S, ALL_CHATTER_BURST))
+    inflow: Line = field(default_factory=lambda: Line(ALL_BYTES_PER_S, ALL_BYTES_BURST))
     signs: Bucket = field(default_factory=lambda: Bucket(ALL_SIGNS_PER_S, ALL_SIGNS_BURST))
     allowances: "WeakValueDictionary[str, Allowance]" = field(default_factory=WeakValueDictionary)  # of proven peers
     public: bool = False  # the swarm is: loopback and private addresses are not dialled
@@ -167,6 +167,7 @@ class Channel:
         self._backlog = Backlog(carrier.unsent_bytes)
         self._paused: asyncio.TimerHandle | None = None
         self._paced_until = 0.0
+        self._owed: dict[Line, tuple[Bucket, float]] = {}  # how much it waits for, and what of its peer's own may pay
         self._signer: asyncio.TimerHandle | None = None
         self._allowance = Allowance()
         self._pong: asyncio.Future[None] = self._loop.create_future()
@@ -238,7 +239,7 @@ class Channel:
         self._carrier.close()
 
     def pause(self, for_s: float) -> None:
-        """Read nothing more for a while, at most PAUSE_S_MAX: whoever asks too much gets on no faster than it may."""
+        """Read nothing more for a while, at most PAUSE_S_MAX, and until what it owes is paid."""
         if self.closed or self._paused is not None:
             return
         for_s = min(for_s, PAUSE_S_MAX)
@@ -248,12 +249,30 @@ class Channel:
             self._paced_until = self._loop.time() + for_s
             self._sign_soon()
 
+    def paid(self, line: Line) -> None:
+        """What it has used is paid for, by what all share: called by the line."""
+        self._owed.pop(line, None)
+        if not self._owed and self._paused is not None and self._loop.time() >= self._paced_until:
+            self._paused.cancel()
+            self._resume()
+
     @property
     def is_paused(self) -> bool:
         """Whether nothing is read now."""
         return self._paused is not None
 
     def _resume(self) -> None:
+        """Read on, unless neither what is free by now nor its turn has paid for all that it has used."""
+        now, wait_s = self._loop.time(), 0.0
+        for line, (free, amount) in list(self._owed.items()):
+            if missing_s := free.take(now, amount):
+                wait_s = max(wait_s, missing_s)
+            else:
+                del self._owed[line]
+                line.leave(self)
+        if self._owed:
+            self._paused = self._loop.call_later(min(wait_s, PAUSE_S_MAX), self._resume)
+            return
         self._paused = None
         if not self.closed:
             self._carrier.resume_reading()
@@ -270,7 +289,7 @@ class Channel:
         # What a peer does not read must not grow, and what none of them has asked for must stay cheap.
         if self._carrier.unsent_bytes() == 0 and self._me.signs.take(now) == 0:
             self.send(Pong(nonce=UNASKED))
-        if now < self._paced_until:
+        if now < self._paced_until or self._owed:
             self._sign_soon()
 
     def note_chatter(self, tensors: "Tensors" = ()) -> None:
@@ -289,9 +308,20 @@ class Channel:
         """
         self._allowance.inflow.give(min(n_bytes, STEP_BYTES))
 
-    def _charge(self, free: Bucket, shared: Bucket, amount: float, now: float) -> None:
-        if free.take(now, amount) > 0 and (wait_s := shared.owe(now, amount)) > 0:
-            self.pause(wait_s)
+    def _charge(self, free: Bucket, shared: Line, amount: float, now: float) -> None:
+        """Take what was used from what its peer has free, or from what all share; else read nothing until one has it.
+
+        So it waits for its turn, but no longer than if there were nobody but its peer's own channels.
+        """
+        wait_s = free.take(now, amount)
+        if wait_s == 0 or self.closed or shared.pay(self, amount, now):
+            return
+        _, before = self._owed.get(shared, (free, 0.0))
+        self._owed[shared] = (free, before + amount)
+        if self._paused is None:
+            self._carrier.pause_reading()
+            self._paused = self._loop.call_later(min(wait_s, PAUSE_S_MAX), self._resume)
+        self._sign_soon()
 
     # What it holds, for `Buffers`
 
@@ -366,7 +396,7 @@ class Channel:
             return 0
         theirs = data[len(MAGIC)]
         if theirs != PROTOCOL_VERSION:
-            if self._remote is None:
+            if self._remote is None and self._me.psk is None:  # whoever has no network key hears nothing of this side
                 self._carrier.write(PREFACE)  # so that the other side can say who must upgrade
             raise ProtocolMismatch(self.peer, theirs, PROTOCOL_VERSION)
         size = len(PREFACE) + (MESSAGE_2_BYTES if self._remote is not None else MESSAGE_1_BYTES)
@@ -509,6 +539,9 @@ class Channel:
         for timer in (self._unfinished, self._paused, self._signer):
             if timer is not None:
                 timer.cancel()
+        for line in self._owed:
+            line.leave(self)
+        self._owed.clear()
         if not self.ready.done():
             hint = "" if self._remote is None else f"; {_ENDED_EARLY}"
             self.ready.set_exception(HandshakeFailed(self.peer, f"the connection ended: {why}{hint}"))

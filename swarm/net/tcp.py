@@ -4,8 +4,8 @@ import asyncio
 import resource
 import socket
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from ipaddress import ip_network
 from typing import cast
 
@@ -108,7 +108,7 @@ class Listener:
         self._me = me
         self._socket = bound(host, port)
         self._listens = False
-        self._channels: set[Channel] = set()
+        self._channels: dict[Channel, str] = {}  # and where each comes from
         self._arriving: set[asyncio.Task[None]] = set()
         self._shaking: dict[Channel, None] = {}  # the oldest first
         self._proven: defaultdict[str, set[Channel]] = defaultdict(set)  # channels of each peer
@@ -181,32 +181,45 @@ class Listener:
 
     def _let_in(self, sock: socket.socket, host: str) -> None:
         turn_s = self._turns.wait_s(host, asyncio.get_running_loop().time())
-        full = len(self._channels) >= self._channels_max or len(self._arriving) >= HANDSHAKES_MAX
-        if self._paused or full or turn_s is None:
+        busy = len(self._arriving) >= HANDSHAKES_MAX
+        if self._paused or busy or turn_s is None or not self._make_room():
             sock.close()
             return
-        task = asyncio.create_task(self._receive(sock, turn_s))
+        task = asyncio.create_task(self._receive(sock, _source(host), turn_s))
         self._arriving.add(task)
         task.add_done_callback(self._arriving.discard)
 
-    async def _receive(self, sock: socket.socket, turn_s: float) -> None:
+    def _make_room(self) -> bool:
+        """Whether one more may come. Where there are too many already, one of them ends for it."""
+        if len(self._channels) + len(self._arriving) < self._channels_max:
+            return True
+        channel = gives_way(self._channels, self._in_use() if self._in_use is not None else ())
+        if channel is None:
+            return False
+        self._channels.pop(channel)  # now: whoever comes next must find another one
+        channel.cut_off("there are too many channels, and most of them come from where this one does")
+        return True
+
+    async def _receive(self, sock: socket.socket, source: str, turn_s: float) -> None:
         """Begin the handshake when it is its turn."""
         try:
             await asyncio.sleep(turn_s)
             sock.setblocking(False)
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: _TcpCarrier(self._channel), sock)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _TcpCarrier(lambda carrier: self._channel(carrier, source)), sock
+            )
         except OSError:  # it has gone meanwhile
             sock.close()
         except asyncio.CancelledError:
             sock.close()
             raise
 
-    def _channel(self, carrier: _TcpCarrier) -> Channel:
+    def _channel(self, carrier: _TcpCarrier, source: str) -> Channel:
         channel = Channel(carrier, self._me, self._on_message)
         if len(self._shaking) >= HANDSHAKES_MAX:
             next(iter(self._shaking)).cut_off("too many connections that prove nothing")
         self._shaking[channel] = None
-        self._channels.add(channel)
+        self._channels[channel] = source
         deadline = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._expire, channel)
 
         def shaken(_: asyncio.Future[None]) -> None:
@@ -216,7 +229,7 @@ class Listener:
                 self._admit(channel)
 
         channel.ready.add_done_callback(shaken)
-        channel.ended.add_done_callback(lambda _: self._channels.discard(channel))
+        channel.ended.add_done_callback(lambda _: self._channels.pop(channel, None))
         return channel
 
     def _admit(self, channel: Channel) -> None:
@@ -262,6 +275,22 @@ class Listener:
     def _expire(channel: Channel) -> None:
         if not channel.ready.done():
             channel.close()
+
+
+def gives_way(channels: Mapping[Channel, str], in_use: Collection[str]) -> Channel | None:
+    """Return which one of too many channels ends for a new one; None if all are in use, and no source has most of them.
+
+    channels: with the source of each. Identities are free, so who has taken too much is told by where it comes from:
+    the source with the most channels that are not in use loses the one that is silent for longest. A source that has
+    more than half of all comes first, and loses one even if they are all in use: nobody keeps everybody else out.
+    """
+    counts = Counter(channels.values())
+    crowd = {channel: source for channel, source in channels.items() if counts[source] > len(channels) // 2}
+    idle = {channel: source for channel, source in (crowd or channels).items() if channel.peer not in in_use} or crowd
+    counts = Counter(idle.values())
+    most = max(counts.values(), default=0)
+    silent = (channel for channel, source in idle.items() if counts[source] == most)
+    return min(silent, key=lambda channel: channel.heard_at, default=None)
 
 
 class Turns:

@@ -11,10 +11,11 @@ A message is a JSON header and, for two kinds, tensors behind it. `encode` and `
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from swarm.blocks import BLOCKS_MAX
 from swarm.errors import InvalidMessage
+from swarm.events import printable
 from swarm.wire.tensors import TensorMeta, decode_tensors, encode_tensor
 
 if TYPE_CHECKING:
@@ -36,8 +37,13 @@ Lifetime = Annotated[int, Field(ge=1, le=LIFETIME_S_MAX)]
 TokenBudget = Annotated[int, Field(ge=0, le=1 << 48)]
 StepNumber = Annotated[int, Field(ge=0, le=STEPS_MAX)]
 Milliseconds = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
-Text = Annotated[str, Field(max_length=TEXT_MAX)]
 
+
+def _printable(text: object) -> object:
+    return printable(text) if isinstance(text, str) else text
+
+
+Text = Annotated[str, Field(max_length=TEXT_MAX), BeforeValidator(_printable)]  # people read it on their terminals
 
 RefusalCode = Literal[
     "no_room",  # in memory: come back after retry_after_ms
@@ -351,7 +357,7 @@ def decode(frame: memoryview) -> "tuple[AnyMessage, tuple[Tensor | None, ...]]":
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise InvalidMessage("message", f"{place}: {first['msg']}"[:TEXT_MAX]) from None
+        raise InvalidMessage("message", printable(f"{place}: {first['msg']}")[:TEXT_MAX]) from None
     if isinstance(message, (Step, Rebuild)):
         return message, decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
     if isinstance(message, Output):

@@ -219,6 +219,14 @@ async def test_another_protocol_says_who_must_upgrade(monkeypatch):
     assert "this side must upgrade" in str(pair.a.ready.exception())
 
 
+async def test_a_private_swarm_does_not_tell_strangers_of_any_protocol_that_it_is_one():
+    for access, answers in ((EVERYBODY, [channel_module.PREFACE]), (Access(NetworkKey(b"k" * 32)), [])):
+        pair = Pair(b_access=access)
+        pair.b.receive(channel_module.MAGIC + bytes([channel_module.PROTOCOL_VERSION + 1]))
+        assert isinstance(pair.b.ready.exception(), ProtocolMismatch)
+        assert pair.to_a.held == answers
+
+
 async def test_what_is_not_our_protocol_ends_at_the_first_byte():
     pair = Pair()
     pair.b.receive(b"GET / HTTP/1.1\r\n")

@@ -4,7 +4,7 @@ import asyncio
 import random
 import socket
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import psutil
@@ -18,8 +18,8 @@ from swarm.net import tcp
 from swarm.net.buffers import LARGE_BYTES, PIECE_BYTES, READ_BYTES, SMALL_BYTES, Backlog, Buffers, Unread
 from swarm.net.channel import STEP_BYTES, Channel
 from swarm.net.noise import ChannelKey
-from swarm.net.rate import Bucket
-from swarm.net.tcp import Listener, Turns, dial
+from swarm.net.rate import Bucket, Line
+from swarm.net.tcp import Listener, Turns, dial, gives_way
 from swarm.wire.messages import Close, Ping, Pong
 from swarm.wire.tensors import meta_of
 from tests.net.test_channel import SESSION, Pair, step
@@ -47,6 +47,34 @@ def test_what_is_owed_adds_up_and_comes_back():
     assert [bucket.owe(0.0, 5.0) for _ in range(3)] == [0.5, 1.0, 1.5]
     assert not bucket.is_full(1.5)
     assert bucket.is_full(2.1)
+
+
+@dataclass(eq=False)
+class Patient:
+    """Stands in line, and notes when it was paid for."""
+
+    name: str
+    at: list[tuple[str, float]]
+
+    def paid(self, line):
+        self.at.append((self.name, round(asyncio.get_running_loop().time(), 1)))
+
+
+@pytest.mark.virtual_clock
+async def test_a_line_lets_each_pay_in_its_turn_and_owes_nothing_for_those_who_have_left():
+    loop, line, at = asyncio.get_running_loop(), Line(10.0, 10.0), []
+    began = loop.time()
+    first, second, leaves, last = (Patient(name, at) for name in ("first", "second", "leaves", "last"))
+    assert line.pay(first, 20.0, began)  # so much is there at first, and lent
+    assert not any(line.pay(payer, 10.0, began) for payer in (second, leaves, first))
+    assert not line.pay(leaves, 1000.0, began)
+    await asyncio.sleep(1.5)
+    line.leave(leaves)
+    assert not line.pay(last, 10.0, loop.time())
+    assert line.wait_s(loop.time()) < 1.0
+    await asyncio.sleep(10.0)
+    assert at == [("second", round(began + 1, 1)), ("first", round(began + 2, 1)), ("last", round(began + 3, 1))]
+    assert line.pay(last, 1.0, loop.time())
 
 
 class Held:
@@ -254,6 +282,57 @@ async def test_bytes_that_come_too_fast_are_read_at_the_rate_that_all_share():
         pair.b.receive(bytes(1 << 20))
     assert pair.to_b.paused
     assert not pair.b.closed
+
+
+async def read_of(pairs, for_s):
+    """Bytes that each b reads of a frame without end, in virtual time, when each a sends what it can."""
+    loop, read = asyncio.get_running_loop(), [0] * len(pairs)
+    ends = loop.time() + for_s
+    while loop.time() < ends:
+        for i, pair in enumerate(pairs):
+            if not pair.to_b.paused:
+                pair.b.receive(bytes(READ_BYTES))
+                read[i] += READ_BYTES
+        await asyncio.sleep(0.01)
+    return read
+
+
+def crowd(inflow, size, free_per_s):
+    """So many peers, whose channels share this, in the middle of a large frame."""
+    pairs = [Pair().shake() for _ in range(size)]
+    for pair in pairs:
+        pair.b._me = replace(pair.b._me, inflow=inflow)
+        pair.b._allowance.inflow.change(free_per_s)
+        pair.b.receive((32 << 20).to_bytes(4, "big"))
+    return pairs
+
+
+@pytest.mark.virtual_clock
+async def test_a_crowd_is_read_in_turn_and_no_faster_than_all_of_them_may_and_owes_nothing_when_it_has_gone():
+    loop, per_s = asyncio.get_running_loop(), 4 * READ_BYTES
+    inflow = Line(per_s, per_s)
+    *hostile, honest = pairs = crowd(inflow, 64, 1.0)
+    read = await read_of(pairs, 24.0)
+    first = len(pairs) * 2 * READ_BYTES  # what each has free, and the one read that tells that it has no more
+    assert first + 20 * per_s <= sum(read) <= first + 24 * per_s + per_s
+    assert max(read) - min(read) <= 2 * READ_BYTES
+    for pair in hostile:
+        pair.b.cut_off("it has gone")
+    assert inflow.wait_s(loop.time()) <= READ_BYTES / per_s
+    (alone,) = await read_of([honest], 4.0)
+    assert alone >= 3 * per_s
+
+
+@pytest.mark.virtual_clock
+async def test_whoever_waits_behind_a_crowd_is_read_as_fast_as_is_free_for_it_and_hears_that_this_side_is_alive():
+    hostile = crowd(Line(1.0, 1.0), 8, 1.0)
+    (honest,) = crowd(hostile[0].b._me.inflow, 1, channel_module.BYTES_PER_S)
+    heard = asyncio.create_task(signs(honest, 20.0))
+    read = await read_of([*hostile, honest], 20.0)
+    assert max(read[:-1]) <= 3 * READ_BYTES
+    assert read[-1] >= 0.7 * channel_module.BYTES_PER_S * 20
+    at = await heard
+    assert max(after - before for before, after in pairwise(at)) < 0.5
 
 
 # Signs of life
@@ -505,3 +584,48 @@ async def test_connections_are_accepted_at_a_rate_and_none_is_forgotten(listener
     for sock in sockets:
         sock.close()
     await until(lambda: not listener._shaking)
+
+
+async def test_one_source_with_many_identities_keeps_nobody_out(listener, monkeypatch):
+    """It lets each channel say something every minute, and opens sessions with as many of its peers as it likes."""
+    listener._channels_max = 8
+    reach = address(listener), remote(listener._me)
+    greedy = [somebody() for _ in range(8)]
+    held = [await dial(*reach, me, lambda *_: None) for me in greedy]
+    await until(lambda: len(listener._proven) == 8)
+    await listener.start(lambda *_: None, lambda: {me.identity.peer_id for me in greedy[1:]})
+    monkeypatch.setattr(tcp, "_source", lambda host: "another")
+    for gone in (1, 2):  # the one that is not in use, and then one that is
+        honest = await dial(*reach, somebody(), lambda *_: None)
+        await until(lambda gone=gone: sum(channel.closed for channel in held) == gone)
+        assert held[0].closed
+        await honest.ping()
+    assert len(listener._channels) == 8
+    for channel in held:
+        channel.close()
+    await until(lambda: len(listener._channels) == 2)
+
+
+@dataclass(eq=False)
+class Present:
+    """An accepted channel, as far as giving way goes."""
+
+    peer: str
+    heard_at: float
+
+
+def test_of_too_many_channels_the_most_silent_one_of_the_largest_source_gives_way():
+    few, some, many = (
+        [Present(f"{name}{i}", float(i)) for i in range(n)] for name, n in zip("abc", (2, 3, 4), strict=True)
+    )
+    channels = {channel: name for name, crowd in zip("abc", (few, some, many), strict=True) for channel in crowd}
+    assert gives_way(channels, ()) is many[0]
+    assert gives_way(channels, {"c0"}) is some[0]
+    assert gives_way(channels, {"c0", "c1"}) is some[0]
+    assert gives_way(channels, {channel.peer for channel in (*some, *many)}) is few[0]
+    everybody = {channel.peer for channel in channels}
+    assert gives_way(channels, everybody) is None
+    most = {**channels, **{Present("c", 10.0 + i): "c" for i in range(3)}}
+    assert gives_way(most, {"c0"}) is many[1]
+    assert gives_way(most, everybody | {"c"}) is many[0]
+    assert gives_way({}, ()) is None
