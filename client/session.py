@@ -36,6 +36,7 @@ DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is 
 IDLE_S = 600.0  # without a step: then hops may end a session, and none is to blame for it
 ROOM_S = 1.0  # who has no room is asked once more after so long, or sooner, and then left
 ROOM_HELD_S = 5.0  # who waits for room holds its own for so long, or up to twice as long: others may wait for that
+LATE_S = 1.0  # before a step's deadline: a hop that says earlier that it is too late is not believed
 POSITIONS_TO_COME = 128  # of each row, beyond a step: what hops are to have room for
 ASK_S = 0.5  # who is full is not asked again sooner: those whose turn it is do not open more than servers let them
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
@@ -196,6 +197,7 @@ class Session:
         """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too.
 
         What a hop calls impossible another one is asked, too, before it is believed; and all of them, whether it fits.
+        How late it is the client knows itself.
         """
         began = self._loop.time()
         asked_again = renewed = False
@@ -210,7 +212,8 @@ class Session:
                     self.live.stands = False  # the same route once more: that grants anew
                 elif refused.retry_after_s is None:
                     unable.add(self.live.process_of(refused.peer))
-                    believed = refused.code == "too_late" or (refused.code != "no_room" and len(unable) > 1)
+                    late = refused.code == "too_late" and self._loop.time() > self._deadline - LATE_S
+                    believed = late or (refused.code != "no_room" and len(unable) > 1)
                     if believed or not await self._move_away(unable):
                         raise
                 elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):

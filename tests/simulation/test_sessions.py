@@ -352,7 +352,7 @@ def test_a_hop_that_replays_a_past_without_numbers_is_left() -> None:
     played(scenario)
 
 
-@pytest.mark.parametrize("code", ["bad_request", "draining"])
+@pytest.mark.parametrize("code", ["bad_request", "draining", "too_late"])
 def test_what_one_hop_calls_impossible_another_one_does(code: Any) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
@@ -387,6 +387,24 @@ def test_what_two_hops_call_impossible_is_believed() -> None:
         with pytest.raises(Refused, match="bad_request"):
             await going.say()
         assert len(set(asked)) == len(asked) == 2
+
+    played(scenario)
+
+
+def test_that_a_step_is_too_late_is_believed_when_its_time_is_about_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        host, (hosted,) = going.hosts[1], going.hosts[1].handler.sessions.values()
+
+        def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
+            declined = Declined("too_late", "the step's time is over")
+            after_s = PLAN.step_timeout_s - client_session.LATE_S / 2
+            going.loop.call_later(after_s, host.handler._refuse, hosted.owner, step, step.step, declined)
+
+        host.handler._on_step = decline
+        monkeypatch.setattr(going.session._watcher, "_judge", lambda *_: None)  # it would not wait for so long
+        with pytest.raises(Refused, match="too_late"):
+            await going.say()
 
     played(scenario)
 
