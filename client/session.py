@@ -459,8 +459,8 @@ class Session:
         if isinstance(message, wire.Step) and flight is None:
             return  # it has been answered
         due = flight.message.hidden.shape if flight is not None else None
-        formed = hidden is not None and hidden.dim() == 3 and hidden.dtype.is_floating_point
-        if hidden is None or not formed or due not in {None, tuple(hidden.shape)} or not is_finite(hidden):
+        formed = hidden is not None and hidden.dim() == 3 and _is_sound(hidden)
+        if hidden is None or not formed or due not in {None, tuple(hidden.shape)}:
             self._stop_for(source.broken("its activations are of the wrong shape or type, infinite or no numbers"))
             return
         present = [tensor for tensor in tensors if tensor is not None]
@@ -486,13 +486,14 @@ class Session:
         sent = flight.message
         shape = (sent.hidden.shape[0], sent.want, sent.hidden.shape[2])
         got = None if hidden is None else tuple(hidden.shape)
-        if got == (shape if sent.want else None) and (hidden is None or hidden.dtype.is_floating_point):
+        if got == (shape if sent.want else None) and (hidden is None or _is_sound(hidden)):
             self._answered = message.step
             self._reconnected.clear()
             self.live.regained = 0
             self._in_flight.answer(flight, hidden)
             return
-        self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
+        wrong = f"{got} where {shape} is due" if got != shape else "what is of the wrong type, infinite or no numbers"
+        self._stop_for(self.live.legs[-1].broken(f"it answered {wrong}"))
 
     def _on_failed(self, index: int, message: wire.Failed) -> None:
         leg = self.live.legs[index]
@@ -571,3 +572,8 @@ class _Mending:
     waits: int = 0
     has_turn: bool = False
     cut_off_at: float = 0.0  # the last time that the client was so: till then nobody could take over, whoever it was
+
+
+def _is_sound(hidden: Tensor) -> bool:
+    """Whether activations are numbers to go on with, whatever their shape."""
+    return hidden.dtype.is_floating_point and is_finite(hidden)

@@ -307,6 +307,24 @@ def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoil
     played(scenario)
 
 
+@pytest.mark.parametrize("spoilt", [without_numbers, whole_numbers])
+def test_a_last_hop_whose_output_is_nothing_to_go_on_with_is_left(spoilt: Callable[..., Any]) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, (*others, process) = going.hosts[-1], [hop.process for hop in going.session.route]
+        tell = liar.handler._tell
+
+        def spoil(channel: Any, message: Any, tensors: Any = ()) -> None:
+            tell(channel, *(spoilt(message, tensors) if isinstance(message, wire.Output) else (message, tensors)))
+
+        liar.handler._tell = spoil
+        assert await going.say(2) < 5
+        assert going.failures() == [process]
+        assert [hop.process for hop in going.session.route[:-1]] == others
+
+    played(scenario)
+
+
 @pytest.mark.parametrize("relays", [False, True])
 @pytest.mark.parametrize("lies", [False, True])
 def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, lies: bool) -> None:
