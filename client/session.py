@@ -37,6 +37,7 @@ IDLE_S = 600.0  # without a step: then hops may end a session, and none is to bl
 ROOM_S = 1.0  # who has no room is asked once more after so long, or sooner, and then left
 ROOM_HELD_S = 5.0  # who waits for room holds its own for so long, or up to twice as long: others may wait for that
 LATE_S = 1.0  # before a step's deadline: a hop that says earlier that it is too late is not believed
+HELD_SHARE = 0.5  # of a step's time: whoever has kept it for so long when it is over has failed
 POSITIONS_TO_COME = 128  # of each row, beyond a step: what hops are to have room for
 ASK_S = 0.5  # who is full is not asked again sooner: those whose turn it is do not open more than servers let them
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
@@ -159,6 +160,8 @@ class Session:
                 outputs = await self._run(chunks, tokens)
         except TimeoutError:
             error = StepTimeout(*self.live.awaited(self._answered + 1), self._plan.step_timeout_s)
+            if self._deadline == deadline:  # else it has waited for another one to end
+                self._blame_holder()
             self._end(error)
             raise error from None
         except SwarmError as failed:
@@ -390,6 +393,13 @@ class Session:
         else:
             self._avoidance.failed(process)
         return {process}
+
+    def _blame_holder(self) -> None:
+        """A step's time is over: the next route is to do without the hop that has had it, whatever that hop says."""
+        holder = self._watcher.holder(HELD_SHARE * self._plan.step_timeout_s)
+        if holder is not None:
+            _log.info("step not computed in time", session=self.id[:8], hop=holder)
+            self._avoidance.failed(holder)
 
     # Leaving hops that are in good order
 
