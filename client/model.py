@@ -275,6 +275,11 @@ class DistributedModel(PreTrainedModel):
         call.positions = kwargs.get("position_ids")
         return args, kwargs
 
+    @property
+    def _has_wide_residual(self) -> bool:
+        """Whether the family's blocks hand on fp32 whatever they compute in, as Mamba's do; its own ends expect it."""
+        return bool(getattr(self.config.get_text_config(decoder=True), "residual_in_fp32", False))
+
     @torch.no_grad()
     def _run_blocks(self, hidden: Tensor) -> Tensor:
         """Stand for all blocks: hidden states [batch, tokens, hidden_size] go once around the route."""
@@ -300,6 +305,8 @@ class DistributedModel(PreTrainedModel):
                 output = session.step(hidden, keep=0, rows=None, **arguments)
             finally:
                 session.close()
+        if not self._has_wide_residual:
+            output = output.to(self.backend.dtype)  # the ends of most families fail on any other
         missing = tokens - output.shape[1]
         if missing:
             output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these

@@ -36,6 +36,8 @@ DECLINED_S = 10.0  # who refuses without saying for how long, or is leaving, is 
 IDLE_S = 600.0  # without a step: then hops may end a session, and none is to blame for it
 ROOM_S = 1.0  # who has no room is asked once more after so long, or sooner, and then left
 ROOM_HELD_S = 5.0  # who waits for room holds its own for so long, or up to twice as long: others may wait for that
+LATE_S = 1.0  # before a step's deadline: a hop that says earlier that it is too late is not believed
+HELD_SHARE = 0.5  # of a step's time: whoever has kept it for so long when it is over has failed
 POSITIONS_TO_COME = 128  # of each row, beyond a step: what hops are to have room for
 ASK_S = 0.5  # who is full is not asked again sooner: those whose turn it is do not open more than servers let them
 WAIT_FIRST_S = 0.05  # before they, or the directory, are asked again; then twice as long, up to:
@@ -158,6 +160,8 @@ class Session:
                 outputs = await self._run(chunks, tokens)
         except TimeoutError:
             error = StepTimeout(*self.live.awaited(self._answered + 1), self._plan.step_timeout_s)
+            if self._deadline == deadline:  # else it has waited for another one to end
+                self._blame_holder()
             self._end(error)
             raise error from None
         except SwarmError as failed:
@@ -196,6 +200,7 @@ class Session:
         """Wait for one answer, whatever it takes: who has no room is asked once more and then left, who fails too.
 
         What a hop calls impossible another one is asked, too, before it is believed; and all of them, whether it fits.
+        How late it is the client knows itself.
         """
         began = self._loop.time()
         asked_again = renewed = False
@@ -210,7 +215,8 @@ class Session:
                     self.live.stands = False  # the same route once more: that grants anew
                 elif refused.retry_after_s is None:
                     unable.add(self.live.process_of(refused.peer))
-                    believed = refused.code == "too_late" or (refused.code != "no_room" and len(unable) > 1)
+                    late = refused.code == "too_late" and self._loop.time() > self._deadline - LATE_S
+                    believed = late or (refused.code != "no_room" and len(unable) > 1)
                     if believed or not await self._move_away(unable):
                         raise
                 elif not asked_again or not await self._move_away({self.live.process_of(refused.peer)}):
@@ -388,6 +394,13 @@ class Session:
             self._avoidance.failed(process)
         return {process}
 
+    def _blame_holder(self) -> None:
+        """A step's time is over: the next route is to do without the hop that has had it, whatever that hop says."""
+        holder = self._watcher.holder(HELD_SHARE * self._plan.step_timeout_s)
+        if holder is not None:
+            _log.info("step not computed in time", session=self.id[:8], hop=holder)
+            self._avoidance.failed(holder)
+
     # Leaving hops that are in good order
 
     async def _move_away(self, processes: set[str]) -> bool:
@@ -456,8 +469,8 @@ class Session:
         if isinstance(message, wire.Step) and flight is None:
             return  # it has been answered
         due = flight.message.hidden.shape if flight is not None else None
-        formed = hidden is not None and hidden.dim() == 3 and hidden.dtype.is_floating_point
-        if hidden is None or not formed or due not in {None, tuple(hidden.shape)} or not is_finite(hidden):
+        formed = hidden is not None and hidden.dim() == 3 and _is_sound(hidden)
+        if hidden is None or not formed or due not in {None, tuple(hidden.shape)}:
             self._stop_for(source.broken("its activations are of the wrong shape or type, infinite or no numbers"))
             return
         present = [tensor for tensor in tensors if tensor is not None]
@@ -483,13 +496,14 @@ class Session:
         sent = flight.message
         shape = (sent.hidden.shape[0], sent.want, sent.hidden.shape[2])
         got = None if hidden is None else tuple(hidden.shape)
-        if got == (shape if sent.want else None) and (hidden is None or hidden.dtype.is_floating_point):
+        if got == (shape if sent.want else None) and (hidden is None or _is_sound(hidden)):
             self._answered = message.step
             self._reconnected.clear()
             self.live.regained = 0
             self._in_flight.answer(flight, hidden)
             return
-        self._stop_for(self.live.legs[-1].broken(f"it answered {got} where {shape} is due"))
+        wrong = f"{got} where {shape} is due" if got != shape else "what is of the wrong type, infinite or no numbers"
+        self._stop_for(self.live.legs[-1].broken(f"it answered {wrong}"))
 
     def _on_failed(self, index: int, message: wire.Failed) -> None:
         leg = self.live.legs[index]
@@ -568,3 +582,8 @@ class _Mending:
     waits: int = 0
     has_turn: bool = False
     cut_off_at: float = 0.0  # the last time that the client was so: till then nobody could take over, whoever it was
+
+
+def _is_sound(hidden: Tensor) -> bool:
+    """Whether activations are numbers to go on with, whatever their shape."""
+    return hidden.dtype.is_floating_point and is_finite(hidden)

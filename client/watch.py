@@ -7,6 +7,7 @@ it, what it waits for is lost.
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,11 +114,13 @@ class Watcher:
         self._report = report
         self._resend = resend
         self._loop = asyncio.get_running_loop()
+        self._held_s: defaultdict[str, float] = defaultdict(float)  # by process: for how long others waited for it
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While this lasts too long, ask the hops how they are."""
         watcher: asyncio.Task[None] | None = None
+        self._held_s.clear()
 
         def lose_patience() -> None:
             nonlocal watcher
@@ -132,15 +135,24 @@ class Watcher:
             if watcher is not None:
                 watcher.cancel()
 
+    def holder(self, at_least_s: float) -> str | None:
+        """Return the process that has held for so long what was watched last: all waited for it, and it had the work.
+
+        Whoever lacks room, or what it is to compute, has none; and nothing counts while a hop does not answer.
+        """
+        held = [process for process, held_s in self._held_s.items() if held_s >= at_least_s]
+        return max(held, key=self._held_s.__getitem__, default=None)
+
     async def _ask_hops(self) -> None:
         """Ask every hop again and again; one that does not answer has failed, however open its connection is."""
-        watch = Watch()
+        watch, judged_at = Watch(), self._loop.time()
         while True:
             epoch = self._live.epoch
             answers = await asyncio.gather(*(self._ask(leg) for leg in self._live.legs))
             said = [answer for answer in answers if answer is not None]
+            before, judged_at = judged_at, self._loop.time()
             if len(said) == len(self._live.legs) and epoch == self._live.epoch:
-                self._judge(watch, said)
+                self._judge(watch, said, judged_at - before)
             await asyncio.sleep(max(PAUSE_S, self.steps.wait_s))
 
     @property
@@ -175,8 +187,8 @@ class Watcher:
             pass  # its end is told by `on_ended`
         return None
 
-    def _judge(self, watch: Watch, hops: list[Progress]) -> None:
-        """Find out what a step, or the past on its way to new hops, waits for."""
+    def _judge(self, watch: Watch, hops: list[Progress], round_s: float) -> None:
+        """Find out what a step, or the past on its way to new hops, waits for. round_s: since they were last asked."""
         waiting = self._unanswered()
         if self._live.rebuilding is not None:
             lacking, due = self._live.rebuilding
@@ -187,6 +199,9 @@ class Watcher:
             done = [hop.applied >= due for hop in hops]
         else:
             return
+        first = done.index(False) if False in done else None
+        if first is not None and hops[first].under_way:
+            self._held_s[self._live.legs[first].hop.process] += round_s
         match watch.judge(hops, done, due, self._loop.time(), sum(leg.refusals for leg in self._live.legs)):
             case Stuck(_, again=True):
                 if self._live.rebuilding is None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarm.server.handler import Handler
 from tests.families import make
 from tests.support.inprocess import inprocess
 
@@ -29,3 +30,20 @@ def test_logits_stay_within_the_bound(tmp_path, name):
             local = full(token, **{argument: local[argument]})
             differences.append(remote.logits - local.logits)
     assert max(float(difference.abs().max()) for difference in differences) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "mamba2"])
+def test_an_output_of_another_type_is_what_the_familys_own_ends_can_take(tmp_path, name, monkeypatch):
+    """Mamba's blocks do answer in float32; the ends of others would fail on it."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(make(name)).save_pretrained(tmp_path)
+    full = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(2))
+    forwarded = Handler._forwarded
+
+    def widely(session, step, beside, output, took_s):
+        return forwarded(session, step, beside, output.to(torch.float32), took_s)
+
+    monkeypatch.setattr(Handler, "_forwarded", staticmethod(widely))
+    with inprocess(tmp_path, "0:6", dtype=torch.bfloat16) as swarm, swarm.client() as model, torch.no_grad():
+        assert (model(ids).logits - full(ids).logits).abs().max() <= BOUND

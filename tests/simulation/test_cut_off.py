@@ -11,7 +11,7 @@ from swarm.blocks import Blocks
 from swarm.client.session import HOLDERS_S
 from swarm.errors import HopFailed, NoRoute, StepTimeout
 from tests.simulation.test_lists import PLAN
-from tests.simulation.test_sessions import Going, played
+from tests.simulation.test_sessions import Crowded, Going, played
 from tests.simulation.world import N_BLOCKS, Host
 
 IMPATIENT = replace(PLAN, wait_for_blocks_s=0.0)
@@ -91,6 +91,22 @@ def test_an_outage_that_is_longer_than_a_step_may_take_ends_it_then() -> None:
         with pytest.raises(StepTimeout):
             await going.say()
         assert going.loop.time() - began == pytest.approx(PLAN.step_timeout_s)
+        assert going.failures() == []
+
+    played(scenario, plan=IMPATIENT)
+
+
+def test_an_outage_is_not_held_against_who_has_the_step_when_its_time_is_over() -> None:
+    async def scenario(going: Going) -> None:
+        make_sole_holders(going)
+        await going.say()
+        crowded = Crowded(going.hosts)
+        others = asyncio.create_task(crowded.serve_others())
+        drop_network(going, 80.0)
+        with pytest.raises(StepTimeout):
+            await going.say()
+        others.cancel()
+        assert going.failures() == []
 
     played(scenario, plan=IMPATIENT)
 

@@ -17,7 +17,7 @@ from swarm.client import session as client_session
 from swarm.client.live import SessionPlan
 from swarm.client.session import Session
 from swarm.client.watch import OVERDUE_S
-from swarm.errors import Refused, SessionClosed
+from swarm.errors import Refused, SessionClosed, StepTimeout
 from swarm.server import handler
 from swarm.server.session import Declined
 from swarm.wire import messages as wire
@@ -307,6 +307,24 @@ def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoil
     played(scenario)
 
 
+@pytest.mark.parametrize("spoilt", [without_numbers, whole_numbers])
+def test_a_last_hop_whose_output_is_nothing_to_go_on_with_is_left(spoilt: Callable[..., Any]) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        liar, (*others, process) = going.hosts[-1], [hop.process for hop in going.session.route]
+        tell = liar.handler._tell
+
+        def spoil(channel: Any, message: Any, tensors: Any = ()) -> None:
+            tell(channel, *(spoilt(message, tensors) if isinstance(message, wire.Output) else (message, tensors)))
+
+        liar.handler._tell = spoil
+        assert await going.say(2) < 5
+        assert going.failures() == [process]
+        assert [hop.process for hop in going.session.route[:-1]] == others
+
+    played(scenario)
+
+
 @pytest.mark.parametrize("relays", [False, True])
 @pytest.mark.parametrize("lies", [False, True])
 def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, lies: bool) -> None:
@@ -352,7 +370,7 @@ def test_a_hop_that_replays_a_past_without_numbers_is_left() -> None:
     played(scenario)
 
 
-@pytest.mark.parametrize("code", ["bad_request", "draining"])
+@pytest.mark.parametrize("code", ["bad_request", "draining", "too_late"])
 def test_what_one_hop_calls_impossible_another_one_does(code: Any) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
@@ -387,6 +405,58 @@ def test_what_two_hops_call_impossible_is_believed() -> None:
         with pytest.raises(Refused, match="bad_request"):
             await going.say()
         assert len(set(asked)) == len(asked) == 2
+
+    played(scenario)
+
+
+def test_that_a_step_is_too_late_is_believed_when_its_time_is_about_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        host, (hosted,) = going.hosts[1], going.hosts[1].handler.sessions.values()
+
+        def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
+            declined = Declined("too_late", "the step's time is over")
+            after_s = PLAN.step_timeout_s - client_session.LATE_S / 2
+            going.loop.call_later(after_s, host.handler._refuse, hosted.owner, step, step.step, declined)
+
+        host.handler._on_step = decline
+        monkeypatch.setattr(going.session._watcher, "_judge", lambda *_: None)  # it would not wait for so long
+        with pytest.raises(Refused, match="too_late"):
+            await going.say()
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("rebuilds", [False, True])
+def test_a_hop_that_always_has_work_but_computes_nothing_is_left_out_of_the_next_route(rebuilds: bool) -> None:
+    """What it says is what a busy hop says; more and more comes to it, and it has computed more each time."""
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        session, first = going.session, going.session.route[0]
+        starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
+        (spare,) = [host for host in starts if host.identity.peer_id in going.village.listed - {first.peer_id}]
+        liar = spare if rebuilds else going.hosts[0]
+        tell, times = liar.handler._tell, iter(range(1, 10_000))
+
+        def lie(channel: Any, message: Any, tensors: Any = ()) -> None:
+            if isinstance(message, wire.Progress):
+                more = next(times)
+                message = message.model_copy(update={"under_way": 1, "length": more, "jobs_done": more})
+            tell(channel, message, tensors)
+
+        liar.handler._tell = lie
+        liar.handler._on_step = liar.handler._on_rebuild = lambda *_: None
+        if rebuilds:
+            going.village.kill(first.peer_id)  # the one that takes over is the liar
+        with pytest.raises(StepTimeout) as late:
+            await going.say()
+        assert late.value.peer == liar.identity.peer_id
+        process = session.live.process_of(late.value.peer)
+        assert going.failures() == ([first.process, process] if rebuilds else [process])
+        again = await going.village.router.open(Blocks(0, N_BLOCKS), PLAN)
+        assert process not in {hop.process for hop in again.route}
+        await again.close()
 
     played(scenario)
 
