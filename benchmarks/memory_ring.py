@@ -23,7 +23,7 @@ from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
-from swarm.net.rate import Bucket
+from swarm.net.rate import Line
 from swarm.server.executor import Executor
 from swarm.server.handler import Handler, Hosting
 from swarm.server.pool import Pool
@@ -77,7 +77,7 @@ class _Ring:
 
 
 async def _open(hidden_size: int) -> _Ring:
-    no_limit = Bucket(1e15, 1e15)
+    no_limit = Line(1e15, 1e15)
     server, client = (Self(Identity.generate(), ChannelKey(), NETWORK, inflow=no_limit) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
     handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)
