@@ -63,7 +63,7 @@ class _Ring:
         self.session = session
         self._served = served
 
-    async def opened(self, _: int) -> Session:
+    async def opened(self, *_: int) -> Session:
         """As `Router.open`."""
         return self.session
 
@@ -172,6 +172,9 @@ class _NoDialer:
         del remote, addresses
         return self._channel
 
+    def doubt(self, channel: Channel) -> None:
+        del channel
+
     def has(self, remote: Remote) -> bool:
         del remote
         return True
@@ -187,6 +190,8 @@ class _Echo:
     dtype = torch.float32
     device = torch.device("cpu")
     numeric_class = "float32"
+    traits = SimpleNamespace(positions_max=None)
+    packs = False
 
     def __init__(self, hidden_size: int) -> None:
         self.hidden_size = hidden_size
