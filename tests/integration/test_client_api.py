@@ -20,7 +20,7 @@ from tests.support.swarms import World, eventually, prompt
 
 SAME = {"pad_token_id": 0, "eos_token_id": None}
 FREED_WITHIN_S = 1.0
-EXACT = 1e-5  # float32; 0.0 where measured
+EXACT = 5e-5  # float32, of numbers up to 30: a prompt that comes while somebody else decodes is computed in pieces
 
 
 @pytest.fixture(scope="module")
