@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from swarm.demo.local import LocalProcess, LocalSwarm, Place
+from swarm.errors import SwarmError
+from swarm.identity import Identity
 from swarm.monitor.probe import PROMPT_TOKENS, probe_once
 from tests.monitor import needs_light
+from tests.support import warm
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, NETWORK, environment, eventually, join
 
 pytestmark = needs_light
@@ -107,6 +110,43 @@ def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
     with page(tmp_path, swarm) as running:  # started again: the history is still there
         history = get(running.ready["url"] + f"/api/v1/history?root={found['root']}&window=30d")
         assert history["points"]
+
+
+def test_a_private_swarms_page_is_for_members(tmp_path):
+    """Network key and list together, as everybody in the swarm has them; probes come from the page's own identity."""
+    members = {name: Identity.generate() for name in ("bootstrap", "server-0", "health")}
+    key, peers = tmp_path / "network.key", tmp_path / "peers"
+    key.touch(mode=0o600)
+    key.write_text("5a" * 32)
+    peers.write_text("\n".join(member.peer_id for member in members.values()))
+    members["health"].save(tmp_path / "health")
+    env = environment(tmp_path) | {"SWARM_NETWORK_KEY": str(key), "SWARM_ALLOW_PEERS": str(peers)}
+    own = ("--network-key", str(key), "--allow-peers", str(peers), "--identity", str(tmp_path / "health"))
+    probes = ("--probe", str(DEMO_CHECKPOINT), "--probe-every", "1")
+    with LocalSwarm(DEMO_CHECKPOINT, ["0:12"], env=env, identities=members, launch=warm.launch) as swarm:
+        with page(tmp_path, swarm, *own, *probes) as running:
+
+            def model() -> Any:
+                models = get(running.ready["url"] + "/api/v1/state")["models"]
+                return models[0] if models and models[0]["probes"] and models[0]["servers_online"] else None
+
+            found = eventually(model, 90, 0.5)
+            assert found["missing_blocks"] == []
+            assert found["probes"][0]["success_rate"] == 1.0
+        stranger = tmp_path / "outside"
+        stranger.mkdir()
+        with page(stranger, swarm) as running:
+            assert get(running.ready["url"] + "/api/v1/state")["models"] == []
+
+
+def test_a_page_that_is_not_on_its_own_list_does_not_start(tmp_path):
+    (tmp_path / "peers").write_text(Identity.generate().peer_id)
+    Identity.generate().save(tmp_path / "identity")
+    own = ("--allow-peers", str(tmp_path / "peers"), "--identity", str(tmp_path / "identity"))
+    arguments = ("--initial-peers", "x", "--database", str(tmp_path / "h.sqlite"), *own)
+    process = LocalProcess("health", "swarm.monitor.cli", arguments, Place(tmp_path), environment(tmp_path))
+    with pytest.raises(SwarmError, match=r"ended with code 2: .*own id is not on the list; add 12D3KooW"):
+        process.wait_ready()
 
 
 @pytest.mark.parametrize(
