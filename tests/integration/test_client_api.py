@@ -204,6 +204,11 @@ def test_a_prompt_longer_than_the_model_allows_is_refused_with_the_limit(client:
     assert (refused.value.positions, refused.value.limit, refused.value.limited_by) == (300, 256, "the model")
 
 
+def test_a_batch_of_more_rows_than_a_session_can_have_is_refused_with_the_limit(client: PreTrainedModel):
+    with pytest.raises(UsageError, match=r"a batch of 257 is more than a session can have \(256\); split it"):
+        client(prompt(257, 1))
+
+
 def test_a_chat_longer_than_its_session_is_refused_and_loses_nothing(llama: World, client: PreTrainedModel):
     with client.inference_session(max_length=20):
         first = client.generate(prompt(1, 10), max_new_tokens=3, **SAME)

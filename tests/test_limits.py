@@ -1,0 +1,81 @@
+"""The table of limits in SECURITY.md has the numbers that the code has."""
+
+from pathlib import Path
+
+from swarm.dht import records, search, storage
+from swarm.net import buffers, channel, tcp
+from swarm.server import accounts, batch, handler, server, session
+from swarm.wire import messages, tensors
+
+SECURITY = Path(__file__).parent.parent / "SECURITY.md"
+KIB, MIB = 1 << 10, 1 << 20
+LIMITS = {
+    "a frame |": (
+        f"{tensors.TENSOR_BYTES_MAX // MIB} MiB",
+        f"{channel.HELLO_BYTES_MAX // KIB} KiB before",
+        f"{channel.FRAME_TIMEOUT_S:.0f} seconds",
+    ),
+    "frames of one channel": (f"{channel.TURN_FRAMES},",),
+    "messages that move no session": (
+        f"{channel.CHATTER_PER_S:.0f} a second and peer",
+        f"{channel.ALL_CHATTER_PER_S:.0f} a second of all",
+    ),
+    "bytes read": (
+        f"{channel.BYTES_PER_S / KIB:.0f} KiB a second",
+        f"{channel.STEP_BYTES / KIB:.0f} KiB of every decode step",
+        f"{server.INFLOW_LEAST / MIB:.0f} MiB a second at least",
+        f"({channel.ALL_BYTES_PER_S / MIB:.0f} before",
+    ),
+    "signs of life": (f"{channel.SIGN_S} seconds", f"{channel.ALL_SIGNS_PER_S:,.0f} a second"),
+    "bytes held": (f"{buffers.HELD_BYTES_MAX // MIB} MiB",),
+    "a peer that takes nothing": (f"after {tcp.SWEEP_S:.0f} to {2 * tcp.SWEEP_S:.0f} seconds",),
+    "unproven": (
+        f"{tcp.HANDSHAKES_MAX},",
+        f"{tcp.HANDSHAKE_TIMEOUT_S:.0f} seconds",
+        f"the {tcp.TURN_WAIT_S:.0f} that they may wait",
+    ),
+    "handshakes |": (
+        f"{tcp.HANDSHAKES_PER_S:.0f} a second from one source ({tcp.HANDSHAKES_BURST:.0f} at once)",
+        f"{tcp.ALL_HANDSHAKES_PER_S:.0f} from all",
+        f"{tcp.ACCEPTS_PER_S:.0f} a second",
+    ),
+    "channels |": (
+        f"{tcp.CHANNELS_MAX:,},",
+        f"{tcp.CHANNELS_PER_PROCESS_MAX} for one process",
+        f"{tcp.CHANNELS_PER_PEER_MAX} for one peer",
+        f"{tcp.IDLE_S / 60:.0f} minutes",
+    ),
+    "a message's header": (f"{messages.HEADER_BYTES_MAX // KIB} KiB",),
+    "sessions |": (f"{handler.SESSIONS_MAX:,};",),
+    "openings and reroutes": (
+        f"{accounts.OPENINGS_PER_S:.0f} a second and peer ({accounts.OPENINGS_BURST:.0f} at once)",
+        f"{accounts.ALL_OPENINGS_PER_S:.0f} of all",
+    ),
+    "steps, bytes of activations": (
+        f"{accounts.STEPS_PER_S:,.0f} and",
+        f"{accounts.BYTES_PER_S / MIB:.0f} MiB a second",
+    ),
+    "outputs that their owner has not read": (
+        f"{handler.UNREAD_BYTES_MAX // MIB} MiB; {handler.NEXT_UNSENT_MAX // MIB} MiB",
+    ),
+    "steps of one session": (f"{session.WINDOW_STEPS}; {messages.ROWS_MAX}",),
+    "steps that can run with no others": (f"{batch.UNNOTICED_S * 1000:.0f} ms",),
+    "a step |": (f"{session.STEP_BYTES_MAX // MIB} MiB",),
+    "a grant |": (f"{messages.LIFETIME_S_MAX // 3600} hours",),
+    "a session without steps": (f"{handler.SESSION_IDLE_S / 60:.0f} minutes",),
+    "activations that wait": (f"{handler.INPUT_BYTES_MAX // MIB} MiB",),
+    "pasts that are being rebuilt": (f"of {handler.INPUT_BYTES_MAX // MIB} MiB",),
+    "outputs kept in case": (f"{handler.OUTPUT_BYTES_MAX // MIB} MiB",),
+    "a record, records": (
+        f"{records.RECORD_BYTES_MAX:,} bytes, {storage.SUBKEYS_MAX}, {storage.BYTES_MAX // MIB} MiB",
+    ),
+    "nodes asked": (f"{search.ASKED_MAX}, {search.CALLS_MAX}",),
+}
+
+
+def test_the_limits_that_are_written_down_are_those_of_the_code() -> None:
+    table = SECURITY.read_text().split("\n## Limits\n")[1].split("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    for starts, says in LIMITS.items():
+        (line,) = (line for line in lines if line.startswith(f"| {starts}"))
+        assert [text for text in says if text not in line] == [], line
