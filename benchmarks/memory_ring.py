@@ -25,7 +25,8 @@ from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Line
 from swarm.server.executor import Executor
-from swarm.server.handler import Handler, Hosting
+from swarm.server.handler import Handler
+from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
 from swarm.wire.naming import new_name
 

@@ -23,7 +23,8 @@ import torch
 
 from swarm.model.packed import Segment
 from swarm.server.batch import Company, Loan, Pace, Ready, Slice, form_batch
-from swarm.server.session import HostedSession, SessionWork
+from swarm.server.session import HostedSession
+from swarm.server.work import SessionWork
 
 Result = TypeVar("Result")
 Done = Callable[[Result | Exception], None]

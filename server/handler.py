@@ -4,24 +4,21 @@ Everything here runs in the event loop and never blocks: dialling is a task, com
 """
 
 import asyncio
-from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 from torch import Tensor
 
-from swarm.blocks import Blocks
-from swarm.dht.records import Announcement, open_announcement
-from swarm.errors import BadBlocks, ChannelClosed, InvalidMessage, NetworkError, RecordError
+from swarm.dht.records import Announcement
+from swarm.errors import ChannelClosed, InvalidMessage, NetworkError
 from swarm.model.allocator import return_free_memory
-from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer
 from swarm.server.accounts import Accounts
 from swarm.server.executor import Executor
-from swarm.server.pool import NoRoom, Pool, Prices
+from swarm.server.hosting import Hosting
+from swarm.server.pool import Pool
 from swarm.server.session import (
     RETRY_AFTER_S,
     WINDOW_STEPS,
@@ -30,8 +27,8 @@ from swarm.server.session import (
     HostedSession,
     Leases,
     Sent,
-    SessionWork,
 )
+from swarm.server.work import SessionWork, rebuild_work, step_work
 from swarm.wire.journal import Entry, Past, Unconfirmed, rebuild_messages
 from swarm.wire.messages import (
     TEXT_MAX,
@@ -44,7 +41,6 @@ from swarm.wire.messages import (
     Message,
     Open,
     Opened,
-    Output,
     Progress,
     Rebuild,
     Rebuilt,
@@ -61,7 +57,6 @@ SESSIONS_MAX = 1024
 SESSIONS_SHARE = 16  # a peer may have one for so many that are free: 60 where nobody else has any
 SESSION_IDLE_S = 900.0  # a session that does nothing for so long gives its memory back
 SWEEP_S = 15.0
-NEXT_RECORD_LATE_S = 24 * 3600.0  # a route that stands outlives the records that it was planned with
 REPLAY_POLL_S = 0.01
 UNREAD_BYTES_MAX = 1 << 20  # of outputs; whoever reads none gets no more
 REPLAY_UNSENT_MAX = 8 << 20
@@ -70,17 +65,6 @@ INPUT_BYTES_MAX = 96 << 20  # of activations that wait to be computed, of all se
 OUTPUT_BYTES_MAX = 64 << 20  # of outputs that are kept in case their steps come again
 
 _log = structlog.get_logger("swarm.server")
-
-
-@dataclass(frozen=True, slots=True)
-class Hosting:
-    """What this server serves."""
-
-    root: str
-    network: str
-    span: Span
-    prices: Prices = field(default_factory=Prices)
-    journal_bytes_max: int = 1 << 30  # of host memory, for all sessions together
 
 
 class Handler:
@@ -176,7 +160,7 @@ class Handler:
     def _on_open(self, channel: Channel, request: Open) -> None:
         try:
             session = self._admit(channel, request)
-            following = self._following(request, request.stop)
+            following = self._hosting.following(request, request.stop, self._wall_clock())
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
@@ -201,18 +185,10 @@ class Handler:
         if standing is None and has >= (most := (SESSIONS_MAX - len(self.sessions)) // SESSIONS_SHARE):
             raise Declined("no_room", f"at most {most} sessions a peer, as many as there are now", RETRY_AFTER_S)
         self.accounts.charge_opening(channel.peer)
-        hosting = self._hosting
-        if request.root != hosting.root:
-            raise Declined("not_served", f"this server has the model {hosting.root[:16]}...")
-        if request.numeric_class != hosting.span.numeric_class:
-            raise Declined("not_served", f"this server computes in {hosting.span.numeric_class}")
-        try:
-            part = hosting.span.part(Blocks(request.start, request.stop))
-        except BadBlocks as error:
-            raise Declined("not_served", str(error)) from None
+        part = self._hosting.part(request)
         self._expect_room(channel.peer, request)
         pools = (self._pool, self.inputs, self.outputs, self.journals)
-        leases = Leases(hosting.prices, *(pool.lease(channel.peer) for pool in pools))
+        leases = Leases(self._hosting.prices, *(pool.lease(channel.peer) for pool in pools))
         return HostedSession(request, channel, part, leases, self._loop.time())
 
     def _expect_room(self, peer: str, request: Open) -> None:
@@ -229,24 +205,6 @@ class Handler:
         needed = self._hosting.prices.tokens(request.batch, request.positions_soon, request.rollback_max)
         if needed > free and (mine or free < self._pool.most):  # who has it all to itself may try
             raise Declined("no_room", f"{needed} more tokens are likely not to fit, {max(0, free)} do", RETRY_AFTER_S)
-
-    def _following(self, request: Open | Reroute, stop: int) -> Announcement | None:
-        """Read the record of the next hop, which must begin where this one stops. Raises Declined."""
-        if request.next_record is None:
-            return None
-        if request.relay:
-            raise Declined("bad_request", "outputs go to the next hop or to the client, not to both")
-        try:
-            data = b64decode(request.next_record, validate=True)
-            record = open_announcement(
-                data, now=self._wall_clock(), network=self._hosting.network, late_s=NEXT_RECORD_LATE_S
-            )
-        except (RecordError, ValueError) as error:
-            raise Declined("bad_request", f"the next hop's record: {error}") from None
-        served = (record.root, record.numeric_class) == (self._hosting.root, self._hosting.span.numeric_class)
-        if not served or stop not in record.span:
-            raise Declined("bad_request", f"the next hop does not serve block {stop} of this model and numeric class")
-        return record
 
     def _connect(self, session: HostedSession, following: Announcement | None, then: Message) -> None:
         """Connect to the next hop if there is one; then tell the owner."""
@@ -289,12 +247,12 @@ class Handler:
             if request.epoch <= session.epoch:
                 raise Declined("not_yours", f"epoch {request.epoch} is not after {session.epoch}")
             self.accounts.charge_opening(channel.peer)
-            following = self._following(request, session.span.blocks.stop)
+            following = self._hosting.following(request, session.span.blocks.stop, self._wall_clock())
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
         if request.reset or (request.next_record is None and not request.relay):
-            self._drop_journal(session)
+            session.drop_journal()
         session.reroute(request, self._loop.time())
         journal = session.journal is not None and not request.reset
         self._connect(session, following, Rerouted(session=session.id, epoch=session.epoch, journal=journal))
@@ -367,7 +325,7 @@ class Handler:
             self._refuse(session.owner, piece, None, declined)
             session.payer(channel).note_chatter(tensors)
             return
-        work = session.rebuild_work(piece, hidden, positions, mask)
+        work = rebuild_work(session, piece, hidden, positions, mask)
         self._executor.submit(work, partial(self._on_rebuilt, work, piece, _copied(positions, mask)))
 
     def _on_rebuilt(
@@ -379,7 +337,7 @@ class Handler:
     ) -> None:
         session = work.session
         self.jobs_done += 1
-        session.let_go(work)
+        session.let_go(work.input_bytes)
         if work.is_gone or result is None:
             return
         session.computed_piece()
@@ -475,7 +433,7 @@ class Handler:
         if hidden.shape[1] == 1:
             channel.note_decode(hidden.nbytes)
         self.steps_under_way += 1
-        work = session.work(step, hidden, positions, mask)
+        work = step_work(session, step, hidden, positions, mask)
         self._executor.submit(work, partial(self._on_computed, work, step, _copied(positions, mask), arrived_at))
 
     def _on_computed(
@@ -489,7 +447,7 @@ class Handler:
         session = work.session
         self.jobs_done += 1
         self.steps_under_way -= 1
-        session.let_go(work)
+        session.let_go(work.input_bytes)
         if work.is_gone or result is None:
             return
         session.computed_step()
@@ -504,26 +462,16 @@ class Handler:
             self._refuse(session.owner, step, step.step, Declined("bad_request", why))
             self._end(session)
             return
-        sent = self._forwarded(session, step, beside, result, self._loop.time() - arrived_at)
+        sent = session.outcome(step, beside, result, self._loop.time() - arrived_at)
         self._note(session, Entry(step.step, step.rows, Past(step.keep, result, *beside)))
         session.keep_sent(sent)
         self._pass_on(session, sent)
 
-    def _note(self, session: HostedSession, entry: Entry) -> None:
+    @staticmethod
+    def _note(session: HostedSession, entry: Entry) -> None:
         """Keep an output for replay. What is too much for all journals costs this session its own, and nothing else."""
-        if session.journal is None:
-            return
-        try:  # first, since the journal may copy much more than what it is given
-            session.leases.journal.resize(session.journal.n_bytes_with(entry))
-        except NoRoom:
-            self._drop_journal(session)
+        if not session.note(entry):
             _log.warning("journal dropped: --journal-memory is used up", session=session.id[:8])
-        else:
-            session.journal.add(entry)
-
-    def _drop_journal(self, session: HostedSession) -> None:
-        session.journal = None
-        session.leases.journal.release()
 
     def _pass_on(self, session: HostedSession, sent: Sent) -> None:
         """Send a step's output to whom it goes now, which a repair may have changed since it was computed."""
@@ -539,19 +487,6 @@ class Handler:
         """Send to the next hop. What it does not get it will be sent again: the owner sees to that."""
         if session.next is not None:
             self._tell(session.next, message, tensors)
-
-    @staticmethod
-    def _forwarded(
-        session: HostedSession, step: Step, beside: tuple[Tensor | None, Tensor | None], output: Tensor, took_s: float
-    ) -> Sent:
-        """What goes on: the same step with new activations, or at the route's end what the client wants of them."""
-        if not session.has_next:
-            meta = meta_of(output) if step.want else None
-            message: Step | Output = Output(session=step.session, epoch=step.epoch, step=step.step, hidden=meta)
-            return Sent(step.step, message, [output] if step.want else [])
-        left_ms = max(0, step.budget_ms - int(took_s * 1000))
-        message = step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output)})
-        return Sent(step.step, message, [output, *(tensor for tensor in beside if tensor is not None)])
 
     # Ends
 

@@ -18,7 +18,8 @@ from swarm.net.dialer import Dialer
 from swarm.net.tcp import Listener
 from swarm.server.announcer import State
 from swarm.server.executor import ComputeThread
-from swarm.server.handler import Handler, Hosting
+from swarm.server.handler import Handler
+from swarm.server.hosting import Hosting
 from swarm.server.measure import Throughput, device_name, measure_throughput
 from swarm.server.pool import Pool, Prices
 from swarm.server.roundtrips import RoundTrips

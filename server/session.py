@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
-from swarm.server.batch import SINGLE_ROWS_MAX, Ready
 from swarm.server.pool import Lease, NoRoom, Pool, Prices
-from swarm.wire.journal import REPLAY_BYTES_MAX, Journal, Unconfirmed
+from swarm.wire.journal import REPLAY_BYTES_MAX, Entry, Journal, Unconfirmed
 from swarm.wire.messages import POSITIONS_MAX, ROWS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
-from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite
+from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite, meta_of
 
 RETRY_AFTER_S = 1.0  # for whom there is no room
 AGAIN_S = 0.25  # a refused step that comes again sooner was not waited with
@@ -194,10 +192,10 @@ class HostedSession:
     def close(self) -> None:
         """End it, and give back what it holds: all but what the compute thread still has."""
         self.closed = True
-        self.replay = self.journal = None
+        self.replay = None
         self.leave_window()
         self.leases.outputs.release()
-        self.leases.journal.release()
+        self.drop_journal()
         self._settle()
 
     def reroute(self, request: Reroute, now: float) -> None:
@@ -218,6 +216,37 @@ class HostedSession:
             self._rebuild_from = 0
         if self.journal is None and self.has_next and self._length == 0:
             self.journal = Journal()  # there is nothing yet that it would lack
+
+    def note(self, entry: Entry) -> bool:
+        """Keep an output for replay; False, and no journal any more, where there is no room for it."""
+        if self.journal is None:
+            return True
+        try:  # first, since the journal may copy much more than what it is given
+            self.leases.journal.resize(self.journal.n_bytes_with(entry))
+        except NoRoom:
+            self.drop_journal()
+            return False
+        self.journal.add(entry)
+        return True
+
+    def drop_journal(self) -> None:
+        """Keep no outputs for replay from now on, and none of those before."""
+        self.journal = None
+        self.leases.journal.release()
+
+    def outcome(self, step: Step, beside: Sequence[Tensor | None], output: Tensor, took_s: float) -> Sent:
+        """What goes on: the same step with new activations, or at the route's end what the client wants of them.
+
+        beside: position ids and mask.
+        """
+        if not self.has_next:
+            last = Output(
+                session=self.id, epoch=step.epoch, step=step.step, hidden=meta_of(output) if step.want else None
+            )
+            return Sent(step.step, last, [output] if step.want else [])
+        left_ms = max(0, step.budget_ms - int(took_s * 1000))
+        message = step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output)})
+        return Sent(step.step, message, [output, *(tensor for tensor in beside if tensor is not None)])
 
     def keep_sent(self, sent: Sent) -> None:
         """Note what was sent, and forget the oldest where there is no room for all."""
@@ -352,14 +381,6 @@ class HostedSession:
             raise Declined("bad_activations", "activations that are infinite or no numbers")
         return rows, tokens
 
-    def computed_step(self) -> None:
-        """Note that a step which still counts has come back from the compute thread."""
-        self._steps_under_way -= 1
-
-    def computed_piece(self) -> None:
-        """The same of a piece of the past."""
-        self._pieces_under_way -= 1
-
     def _check_positions(self, positions: Tensor) -> None:
         """Out of range they could index beyond a table, or rescale a rotary embedding that all sessions share."""
         limit = self.span.traits.positions_max or POSITIONS_MAX
@@ -374,11 +395,23 @@ class HostedSession:
         elif self._rows and step.keep and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
 
-    def let_go(self, work: "SessionWork") -> None:
-        """Note that work has come back from the compute thread, whatever became of it."""
+    def hand_over(self) -> None:
+        """Note that the compute thread gets work of it."""
+        self._works += 1
+
+    def let_go(self, input_bytes: int) -> None:
+        """Note that work with so much input has come back from there, whatever became of it."""
         self._works -= 1
-        self.leases.inputs.resize(self.leases.inputs.amount - work.input_bytes)
+        self.leases.inputs.resize(self.leases.inputs.amount - input_bytes)
         self._settle()
+
+    def computed_step(self) -> None:
+        """Note that a step which still counts has come back from the compute thread."""
+        self._steps_under_way -= 1
+
+    def computed_piece(self) -> None:
+        """The same of a piece of the past."""
+        self._pieces_under_way -= 1
 
     def _settle(self) -> None:
         """Hold no more cache than the past takes, once nothing under way may change that."""
@@ -389,18 +422,6 @@ class HostedSession:
             self.leases.cache.release()
         elif self._rebuild_from is None:
             self.leases.cache.resize(self.leases.prices.tokens(self._rows, self._length, self._rollback_max))
-
-    def work(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> "SessionWork":
-        """What an accepted step is for the compute thread."""
-        self._works += 1
-        return SessionWork(self, step.keep, step.rows, step.want, hidden, positions, mask)
-
-    def rebuild_work(
-        self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
-    ) -> "SessionWork":
-        """What an accepted piece of the past is for the compute thread."""
-        self._works += 1
-        return SessionWork(self, piece.start, None, None, hidden, positions, mask)
 
     # In the compute thread
 
@@ -415,137 +436,3 @@ class HostedSession:
         if self._past is None:
             self._past = SpanPast(self.span.new_cache(self._rollback_max))
         return self._past
-
-
-class SessionWork:
-    """One step of a session, or one piece of its past, on its way through the compute thread: alone, packed, in pieces.
-
-    Called as a whole it runs alone, and returns the output on the host: all positions, or for the owner the wanted
-    ones; None once it is gone.
-    """
-
-    __slots__ = (
-        "_began",
-        "_generation",
-        "_hidden",
-        "_keep",
-        "_mask",
-        "_outputs",
-        "_positions",
-        "_rows",
-        "_want",
-        "done",
-        "session",
-    )
-
-    def __init__(
-        self,
-        session: HostedSession,
-        keep: int,
-        rows: Sequence[int] | None,
-        want: int | None,
-        hidden: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
-    ) -> None:
-        """want: trailing positions that the owner gets; None keeps all, whoever gets them."""
-        self.session = session
-        self.done = 0  # positions that were computed
-        self._generation = session.generation
-        self._keep = keep
-        self._rows = rows
-        self._want = want
-        self._hidden = hidden
-        self._positions = positions
-        self._mask = mask
-        self._began = False
-        self._outputs: list[Tensor] = []
-
-    def __call__(self) -> Tensor | None:
-        """Run what is left of it, alone."""
-        self.run(self.tokens - self.done)
-        return self.result()
-
-    @property
-    def rows(self) -> int:
-        """Its batch."""
-        return self._hidden.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """Positions of each row."""
-        return self._hidden.shape[1]
-
-    @property
-    def is_single(self) -> bool:
-        """Whether it is a single step of few rows."""
-        return self.tokens == 1 and self.rows <= SINGLE_ROWS_MAX
-
-    @property
-    def input_bytes(self) -> int:
-        """Memory that its activations take."""
-        return bytes_of(self._hidden, self._positions, self._mask)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nobody wants it any more: the session is closed, or its past was forgotten."""
-        return self.session.closed or self.session.generation != self._generation
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to compute."""
-        return self.is_gone or self.done == self.tokens
-
-    @property
-    def ready(self) -> Ready:
-        """How the planner sees what is left."""
-        session = self.session
-        packs = session.span.packs and self._mask is None and not session.is_masked
-        group = (session.span.blocks, self._hidden.dtype)
-        return Ready(session.owner.peer, group, self.rows, self.tokens - self.done, packs)
-
-    def segment(self, tokens: int) -> Segment | None:
-        """The next positions, to run in a packed step, whose output goes to `take`; None if it is gone."""
-        if self.is_gone:
-            return None
-        past = self._begin()
-        assert past.mask is None
-        part = slice(self.done, self.done + tokens)
-        device = self.session.span.device
-        positions = self._positions[:, part].to(device) if self._positions is not None else None
-        return Segment(self._hidden[:, part].to(device), past.cache, positions)
-
-    def run(self, tokens: int) -> None:
-        """Compute the next positions alone."""
-        if self.is_gone:
-            return
-        past, span = self._begin(), self.session.span
-        hidden, positions, mask = self._hidden, self._positions, self._mask
-        if tokens < self.tokens:
-            part = slice(self.done, self.done + tokens)
-            hidden = hidden[:, part]
-            positions = positions[:, part] if positions is not None else None
-            mask = mask[:, part] if mask is not None else None
-        self.take(past.forward(span, hidden, positions, mask))
-
-    def take(self, output: Tensor) -> None:
-        """Keep the output of the next positions."""
-        self.done += output.shape[1]
-        self._outputs.append(output)
-
-    def result(self) -> Tensor | None:
-        """What is delivered when all is computed."""
-        if self.is_gone or not self._outputs:
-            return None
-        output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
-        if self._want is not None and self._want < self.tokens and not self.session.has_next:
-            output = output[:, output.shape[1] - self._want :].clone()  # not to hold the rest
-        return output.to("cpu")
-
-    def _begin(self) -> SpanPast:
-        """Bring the session's past to where this work starts."""
-        past = self.session.past
-        if not self._began:
-            past.rewind(self._keep, self._rows)
-            self._began = True
-        return past

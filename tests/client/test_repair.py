@@ -190,7 +190,7 @@ def test_a_dropped_journal_only_means_that_more_is_computed_again(checkpoint, fu
 
             async def drop():
                 for session in middle.handler.sessions.values():
-                    middle.handler._drop_journal(session)
+                    session.drop_journal()
 
             swarm.loop.run(drop())
             crash(swarm, last)

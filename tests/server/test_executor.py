@@ -10,7 +10,7 @@ import torch
 from swarm.server import executor as executor_module
 from swarm.server.batch import Company, Pace, Ready, Slice
 from swarm.server.executor import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
-from swarm.server.session import SessionWork
+from swarm.server.work import SessionWork
 
 
 async def test_a_sessions_results_come_in_order_however_they_were_batched():

@@ -27,7 +27,8 @@ from swarm.net.tcp import Listener, dial
 from swarm.server import handler as handler_module
 from swarm.server import server as server_module
 from swarm.server import session as session_module
-from swarm.server.handler import NEXT_RECORD_LATE_S, SESSIONS_MAX, SESSIONS_SHARE
+from swarm.server.handler import SESSIONS_MAX, SESSIONS_SHARE
+from swarm.server.hosting import NEXT_RECORD_LATE_S
 from swarm.server.server import Server, ServerOptions
 from swarm.server.session import WINDOW_STEPS, Declined
 from swarm.wire import journal as journal_module

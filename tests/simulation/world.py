@@ -22,7 +22,8 @@ from swarm.errors import ClockSkew, RecordError
 from swarm.identity import Identity
 from swarm.net.dialer import Dialer
 from swarm.server.announcer import Announcer, State
-from swarm.server.handler import Handler, Hosting
+from swarm.server.handler import Handler
+from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan

@@ -1,0 +1,163 @@
+"""What the compute thread gets of a session: a step, or a piece of its past."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.model.packed import Segment
+from swarm.model.past import SpanPast
+from swarm.server.batch import SINGLE_ROWS_MAX, Ready
+from swarm.server.session import HostedSession
+from swarm.wire.messages import Rebuild, Step
+from swarm.wire.tensors import bytes_of
+
+
+def step_work(
+    session: HostedSession, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
+) -> "SessionWork":
+    """What an accepted step is for the compute thread."""
+    session.hand_over()
+    return SessionWork(session, step.keep, step.rows, step.want, hidden, positions, mask)
+
+
+def rebuild_work(
+    session: HostedSession, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
+) -> "SessionWork":
+    """What an accepted piece of the past is for the compute thread."""
+    session.hand_over()
+    return SessionWork(session, piece.start, None, None, hidden, positions, mask)
+
+
+class SessionWork:
+    """One of them on its way through the compute thread: alone, packed with others', in pieces.
+
+    Called as a whole it runs alone, and returns the output on the host: all positions, or for the owner the wanted
+    ones; None once it is gone.
+    """
+
+    __slots__ = (
+        "_began",
+        "_generation",
+        "_hidden",
+        "_keep",
+        "_mask",
+        "_outputs",
+        "_positions",
+        "_rows",
+        "_want",
+        "done",
+        "session",
+    )
+
+    def __init__(
+        self,
+        session: HostedSession,
+        keep: int,
+        rows: Sequence[int] | None,
+        want: int | None,
+        hidden: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+    ) -> None:
+        """want: trailing positions that the owner gets; None keeps all, whoever gets them."""
+        self.session = session
+        self.done = 0  # positions that were computed
+        self._generation = session.generation
+        self._keep = keep
+        self._rows = rows
+        self._want = want
+        self._hidden = hidden
+        self._positions = positions
+        self._mask = mask
+        self._began = False
+        self._outputs: list[Tensor] = []
+
+    def __call__(self) -> Tensor | None:
+        """Run what is left of it, alone."""
+        self.run(self.tokens - self.done)
+        return self.result()
+
+    @property
+    def rows(self) -> int:
+        """Its batch."""
+        return self._hidden.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Positions of each row."""
+        return self._hidden.shape[1]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a single step of few rows."""
+        return self.tokens == 1 and self.rows <= SINGLE_ROWS_MAX
+
+    @property
+    def input_bytes(self) -> int:
+        """Memory that its activations take."""
+        return bytes_of(self._hidden, self._positions, self._mask)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody wants it any more: the session is closed, or its past was forgotten."""
+        return self.session.closed or self.session.generation != self._generation
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to compute."""
+        return self.is_gone or self.done == self.tokens
+
+    @property
+    def ready(self) -> Ready:
+        """How the planner sees what is left."""
+        session = self.session
+        packs = session.span.packs and self._mask is None and not session.is_masked
+        group = (session.span.blocks, self._hidden.dtype)
+        return Ready(session.owner.peer, group, self.rows, self.tokens - self.done, packs)
+
+    def segment(self, tokens: int) -> Segment | None:
+        """The next positions, to run in a packed step, whose output goes to `take`; None if it is gone."""
+        if self.is_gone:
+            return None
+        past = self._begin()
+        assert past.mask is None
+        part = slice(self.done, self.done + tokens)
+        device = self.session.span.device
+        positions = self._positions[:, part].to(device) if self._positions is not None else None
+        return Segment(self._hidden[:, part].to(device), past.cache, positions)
+
+    def run(self, tokens: int) -> None:
+        """Compute the next positions alone."""
+        if self.is_gone:
+            return
+        past, span = self._begin(), self.session.span
+        hidden, positions, mask = self._hidden, self._positions, self._mask
+        if tokens < self.tokens:
+            part = slice(self.done, self.done + tokens)
+            hidden = hidden[:, part]
+            positions = positions[:, part] if positions is not None else None
+            mask = mask[:, part] if mask is not None else None
+        self.take(past.forward(span, hidden, positions, mask))
+
+    def take(self, output: Tensor) -> None:
+        """Keep the output of the next positions."""
+        self.done += output.shape[1]
+        self._outputs.append(output)
+
+    def result(self) -> Tensor | None:
+        """What is delivered when all is computed."""
+        if self.is_gone or not self._outputs:
+            return None
+        output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
+        if self._want is not None and self._want < self.tokens and not self.session.has_next:
+            output = output[:, output.shape[1] - self._want :].clone()  # not to hold the rest
+        return output.to("cpu")
+
+    def _begin(self) -> SpanPast:
+        """Bring the session's past to where this work starts."""
+        past = self.session.past
+        if not self._began:
+            past.rewind(self._keep, self._rows)
+            self._began = True
+        return past
