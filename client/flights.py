@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swarm.client.live import fail
+from swarm.client.leg import fail
 from swarm.wire.messages import Step
 
 WINDOW_MAX = 64  # what a hop can ask for

@@ -11,7 +11,7 @@ import contextlib
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from swarm.blocks import Blocks
 from swarm.client.avoidance import Avoidance, Edge
+from swarm.client.leg import Leg, Reply
 from swarm.client.route import Hop
 from swarm.client.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute, SessionClosed
@@ -34,18 +35,8 @@ REBUILD_TIMEOUT_S = 120.0  # for each window of the past
 REGAINED_MAX = 3  # times, with no answer in between: hops that all fall silent again then are themselves to blame
 
 Result = TypeVar("Result")
-Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Pong
 Plan = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
 """`await plan(blocks, avoid, numeric_class)`: hops for blocks, without these peers or processes. Raises NoRoute."""
-
-
-class EdgeDown(Exception):
-    """Two hops cannot talk to each other; that is nobody's fault. blocked: to connect again would be of no use."""
-
-    def __init__(self, edge: Edge, why: str, *, blocked: bool) -> None:
-        super().__init__(why)
-        self.edge = edge
-        self.blocked = blocked
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,51 +50,6 @@ class SessionPlan:
     wait_for_blocks_s: float
     batch: int = 1  # rows, at first
     positions_soon: int = 0  # of each row, which every hop is to have room for
-
-
-@dataclass(slots=True)
-class Leg:
-    """One hop with its connection, and what it is expected to say."""
-
-    hop: Hop
-    channel: Channel | None = None
-    opened: bool = False
-    whole: bool = False  # it has all of the session's past
-    failed: bool = False  # it is about to be replaced
-    window: int = 1
-    waiting: dict[type[Reply], "asyncio.Future[Reply]"] = field(default_factory=dict)
-    asked: "asyncio.Future[wire.Progress] | None" = None
-    applied: int = 0  # the last step that it has said to have sent on
-    refusals: int = 0  # of steps, which is a sign of life
-    carried: int = 0  # the last step that the client has handed on to it
-    unconfirmed: Unconfirmed = field(default_factory=Unconfirmed)  # of the past that the client has sent, or handed on
-
-    def expect(self, kind: type[Reply]) -> "asyncio.Future[Reply]":
-        """Return what will be done when the hop says so."""
-        self.waiting[kind] = asyncio.get_running_loop().create_future()
-        return self.waiting[kind]
-
-    def hear(self, reply: Reply) -> None:
-        """The hop has said something."""
-        waiting = self.waiting.pop(type(reply), None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
-    def tell(self, progress: wire.Progress) -> None:
-        """The hop has said how far it is."""
-        self.applied = progress.applied
-        if self.asked is not None and not self.asked.done():
-            self.asked.set_result(progress)
-
-    def fail(self, error: Exception) -> None:
-        """What was asked of the hop will not be answered, or is declined."""
-        for waiting in self.waiting.values():
-            fail(waiting, error)
-        self.waiting.clear()
-
-    def broken(self, why: str) -> HopFailed:
-        """Name this hop as the one that failed."""
-        return HopFailed(self.hop.peer_id, str(self.hop.blocks), why)
 
 
 class LiveRoute:
@@ -550,10 +496,3 @@ async def _all_or_errors(awaitables: Iterable[Awaitable[Result]]) -> list[Result
     if failed := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
         raise ExceptionGroup("hops that are not there", failed)
     return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
-
-
-def fail(future: "asyncio.Future[Result]", error: Exception) -> None:
-    """Fail a future that perhaps nobody waits for."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()

@@ -11,7 +11,8 @@ from torch import Tensor, cat
 from swarm.client.avoidance import Avoidance, Edge
 from swarm.client.chunks import Chunk, cut
 from swarm.client.flights import Flight, Flights
-from swarm.client.live import EdgeDown, LiveRoute, Plan, Reply, SessionPlan, fail
+from swarm.client.leg import EdgeDown, Reply, fail
+from swarm.client.live import LiveRoute, Plan, SessionPlan
 from swarm.client.route import Hop
 from swarm.client.watch import Watcher
 from swarm.errors import (

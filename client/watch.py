@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from swarm.client.live import EdgeDown, Leg, LiveRoute, runs
+from swarm.client.leg import EdgeDown, Leg
+from swarm.client.live import LiveRoute, runs
 from swarm.client.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, Refused
 from swarm.wire.messages import Inquiry, Progress

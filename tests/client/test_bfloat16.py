@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm.server.handler import Handler
+from swarm.server.session import HostedSession
 from tests.families import make
 from tests.support.inprocess import inprocess
 
@@ -39,11 +39,11 @@ def test_an_output_of_another_type_is_what_the_familys_own_ends_can_take(tmp_pat
     AutoModelForCausalLM.from_config(make(name)).save_pretrained(tmp_path)
     full = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(2))
-    forwarded = Handler._forwarded
+    outcome = HostedSession.outcome
 
     def widely(session, step, beside, output, took_s):
-        return forwarded(session, step, beside, output.to(torch.float32), took_s)
+        return outcome(session, step, beside, output.to(torch.float32), took_s)
 
-    monkeypatch.setattr(Handler, "_forwarded", staticmethod(widely))
+    monkeypatch.setattr(HostedSession, "outcome", widely)
     with inprocess(tmp_path, "0:6", dtype=torch.bfloat16) as swarm, swarm.client() as model, torch.no_grad():
         assert (model(ids).logits - full(ids).logits).abs().max() <= BOUND

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.live import Leg, LiveRoute, SessionPlan
+from swarm.client.leg import Leg
+from swarm.client.live import LiveRoute, SessionPlan
 from swarm.client.route import plan_route
 from swarm.errors import NoRoute
 from tests.client.test_route import server
