@@ -98,6 +98,11 @@ def form_batch(ready: Sequence[Ready], prefill_tokens: int) -> tuple[Slice, ...]
             continue
         chosen.append(Slice(index, tokens))
         left -= tokens * ready[index].rows
+    for at in range(n_decodes, len(chosen)):  # what others could not use of their shares
+        piece, work = chosen[at], ready[chosen[at].index]
+        more = min(work.tokens - piece.tokens, max(0, left) // work.rows)
+        chosen[at] = Slice(piece.index, piece.tokens + more)
+        left -= more * work.rows
     return tuple(chosen)
 
 
@@ -177,10 +182,9 @@ class Loan:
         self._tokens -= paid
         return tokens - paid
 
-    def lend(self, tokens: int, budget: int) -> int:
-        """Note what ran on a budget. Returns how many iterations' prefill that was, rounded up."""
+    def lend(self, tokens: int, budget: int) -> None:
+        """Note what ran on a budget."""
         self._tokens = min(LENT_MAX, self._tokens + max(0, tokens - budget))
-        return max(1, -(-tokens // max(1, budget)))
 
 
 def _stretch_s(decode_s: float) -> float:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -107,6 +107,7 @@ class _Item:
 
 _JOB = Ready(peer="", group=None, rows=1, tokens=1, packs=False, cuts=False)
 _Batch = Sequence[tuple[_Item, Slice]]
+_NO_PARTS: Mapping[str, float] = {}
 
 
 class ComputeThread:
@@ -169,7 +170,7 @@ class _Waiting:
         self._items: dict[object, deque[_Item]] = {}  # by session, the next one first
         self._single: dict[object, None] = {}  # sessions that wait for a single step, and what is no session's work
         self._long: dict[str, dict[object, None]] = {}  # the others, by peer, in the order in which they came
-        self._served: dict[tuple[str, bool], int] = {}  # peers' single steps, or prefill: their last iteration
+        self._served: dict[tuple[str, bool], float] = {}  # peers' single steps, or prefill: their last iteration
         self._n_iterations = 0
 
     def __bool__(self) -> bool:
@@ -197,15 +198,21 @@ class _Waiting:
         keys = [*self._single, *(key for sessions in self._long.values() for key in islice(sessions, of_each))]
         return sorted((self._items[key][0] for key in keys), key=self._turn)
 
-    def ran(self, items: Iterable[_Item], turns: int = 1) -> list[_Item]:
+    @property
+    def n_prefilling(self) -> int:
+        """How many peers wait for prefill."""
+        return len(self._long)
+
+    def ran(self, items: Iterable[_Item], parts: Mapping[str, float] = _NO_PARTS) -> list[_Item]:
         """Note that these heads had their part of an iteration. Returns those that are over, which wait no more.
 
-        turns: how many iterations' prefill this one had; whose it was waits so much longer for the next.
+        parts: how many times its part of an iteration's prefill each peer had, which waits so much longer for the next.
         """
         self._n_iterations += 1
         over = []
         for item in items:
-            self._served[item.peer, item.is_single] = self._n_iterations + (0 if item.is_single else turns - 1)
+            more = 0.0 if item.is_single else max(0.0, parts.get(item.peer, 0.0) - 1.0)
+            self._served[item.peer, item.is_single] = self._n_iterations + more
             if not item.is_over:
                 continue  # it keeps its place
             over.append(item)
@@ -234,7 +241,7 @@ class _Waiting:
         if not self._long[peer]:
             del self._long[peer]
 
-    def _turn(self, item: _Item) -> int:
+    def _turn(self, item: _Item) -> float:
         served = self._served.get((item.peer, item.is_single), 0)
         return max(item.since, served) if item.is_single else served  # many that run alone are not all before others'
 
@@ -292,9 +299,15 @@ class _Iterations:
             _run_together(batch)
         now = time.perf_counter()
         self._learn(batch, ready, now, now - began)
-        prefilled = sum(each.tokens * ready[each.index].rows for item, each in batch if not item.is_single)
-        turns = self._loan.lend(prefilled, budget) if decoding else 1
-        ran = self._waiting.ran((item for item, _ in batch), turns)
+        prefilled: defaultdict[str, int] = defaultdict(int)
+        for item, each in batch:
+            if not item.is_single:
+                prefilled[item.peer] += each.tokens * ready[each.index].rows
+        if decoding:
+            self._loan.lend(sum(prefilled.values()), budget)
+        of_each = max(1, tokens) / max(1, self._waiting.n_prefilling)
+        parts = {peer: amount / of_each for peer, amount in prefilled.items()}
+        ran = self._waiting.ran((item for item, _ in batch), parts)
         over += ran
         single = [item for item in ran if item.is_single]
         absent = [key for item in single if (key := _key(item)) not in self._waiting and key is not item]
@@ -319,7 +332,7 @@ class _Iterations:
         """Whether a session that waits for nothing now will soon want its next single step."""
         since = time.perf_counter() - RECENT_S
         return any(
-            at > since and not session.closed and session.id not in self._waiting
+            at > since and not session.closed and _name(session) not in self._waiting
             for session, at in self._decoded_at.items()
         )
 
@@ -337,7 +350,12 @@ class _Iterations:
 
 
 def _key(item: _Item) -> object:
-    return item.job.session.id if isinstance(item.job, SessionWork) else item
+    return _name(item.job.session) if isinstance(item.job, SessionWork) else item
+
+
+def _name(session: HostedSession) -> object:
+    """What its work waits under: not behind that of somebody else who had taken its id."""
+    return session.owner.peer, session.id
 
 
 def _run_together(batch: _Batch) -> None:

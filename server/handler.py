@@ -29,7 +29,7 @@ from swarm.server.session import (
     Sent,
 )
 from swarm.server.work import SessionWork, rebuild_work, step_work
-from swarm.wire.journal import Entry, Past, Unconfirmed, rebuild_messages
+from swarm.wire.journal import Entry, Past
 from swarm.wire.messages import (
     TEXT_MAX,
     AnyMessage,
@@ -251,8 +251,6 @@ class Handler:
         except Declined as declined:
             self._refuse(channel, request, None, declined)
             return
-        if request.reset or (request.next_record is None and not request.relay):
-            session.drop_journal()
         session.reroute(request, self._loop.time())
         journal = session.journal is not None and not request.reset
         self._connect(session, following, Rerouted(session=session.id, epoch=session.epoch, journal=journal))
@@ -262,13 +260,12 @@ class Handler:
         session = self._owned(channel, request)
         if session is None or request.epoch != session.epoch or session.replay is not None:
             return
-        journal = session.journal
-        if journal is None:
-            self._refuse(channel, request, None, Declined("bad_request", "there is no journal of this session"))
+        try:
+            pieces = session.start_replay(request)
+        except Declined as declined:
+            self._refuse(channel, request, None, declined)
             return
-        session.unconfirmed = Unconfirmed()
-        session.replay = rebuild_messages(session.id, request.epoch, journal.past_after(request.step), request.hops)
-        self._replay_on(session, session.replay)
+        self._replay_on(session, pieces)
 
     def _replay_on(self, session: HostedSession, pieces: Iterator[tuple[Rebuild, list[Tensor]]]) -> None:
         """Send as much of the past as the window has room for; the next confirmation brings the rest.

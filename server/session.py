@@ -15,8 +15,8 @@ from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.server.pool import Lease, NoRoom, Pool, Prices
-from swarm.wire.journal import REPLAY_BYTES_MAX, Entry, Journal, Unconfirmed
-from swarm.wire.messages import POSITIONS_MAX, ROWS_MAX, Open, Output, Rebuild, RefusalCode, Reroute, Step
+from swarm.wire.journal import REPLAY_BYTES_MAX, Entry, Journal, Unconfirmed, rebuild_messages
+from swarm.wire.messages import POSITIONS_MAX, ROWS_MAX, Open, Output, Rebuild, RefusalCode, Replay, Reroute, Step
 from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite, meta_of
 
 RETRY_AFTER_S = 1.0  # for whom there is no room
@@ -118,6 +118,7 @@ class HostedSession:
         self.journal: Journal | None = Journal() if self.has_next else None
         self.leases = leases
         self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
+        self._replay_bytes = 0  # that this keeps, whatever becomes of the journal
         self.unconfirmed = Unconfirmed()  # by the next hop: of the journal, or of a past that goes on from here
         self.window: Lease | None = None  # room for what may come at once of a past that is being rebuilt
         self._rebuilt_bytes = 0  # since somebody last looked whether the window is used
@@ -192,7 +193,7 @@ class HostedSession:
     def close(self) -> None:
         """End it, and give back what it holds: all but what the compute thread still has."""
         self.closed = True
-        self.replay = None
+        self._end_replay()
         self.leave_window()
         self.leases.outputs.release()
         self.drop_journal()
@@ -203,8 +204,11 @@ class HostedSession:
         self.epoch = request.epoch
         self.used_at = now
         self.grant = Grant.of(request, now)
+        self._end_replay()
         self.replay, self.unconfirmed = None, Unconfirmed()
         self.leave_window()
+        if request.reset or (request.next_record is None and not request.relay):
+            self.drop_journal()
         self.previous = request.previous or self.owner.peer
         self.has_next = request.next_record is not None or request.relay
         if request.reset:
@@ -222,7 +226,7 @@ class HostedSession:
         if self.journal is None:
             return True
         try:  # first, since the journal may copy much more than what it is given
-            self.leases.journal.resize(self.journal.n_bytes_with(entry))
+            self.leases.journal.resize(max(self.journal.n_bytes_with(entry), self._replay_bytes))
         except NoRoom:
             self.drop_journal()
             return False
@@ -232,7 +236,21 @@ class HostedSession:
     def drop_journal(self) -> None:
         """Keep no outputs for replay from now on, and none of those before."""
         self.journal = None
-        self.leases.journal.release()
+        self.leases.journal.resize(self._replay_bytes)
+
+    def start_replay(self, request: Replay) -> Iterator[tuple[Rebuild, list[Tensor]]]:
+        """Return the past that the next hops lack, in the pieces in which it is to be sent. Raises Declined."""
+        if self.journal is None:
+            raise Declined("bad_request", "there is no journal of this session")
+        self._replay_bytes = self.journal.n_bytes
+        self.unconfirmed = Unconfirmed()
+        self.replay = rebuild_messages(self.id, request.epoch, self.journal.past_after(request.step), request.hops)
+        return self.replay
+
+    def _end_replay(self) -> None:
+        """Send no more of it in this epoch."""
+        if self.replay is not None:
+            self.replay, self._replay_bytes = iter(()), 0
 
     def outcome(self, step: Step, beside: Sequence[Tensor | None], output: Tensor, took_s: float) -> Sent:
         """What goes on: the same step with new activations, or at the route's end what the client wants of them.
@@ -296,6 +314,7 @@ class HostedSession:
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
         self._hold(rows, tokens, length, bytes_of(hidden, positions, mask))
+        self._end_replay()  # who goes on lacks nothing of it
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
 

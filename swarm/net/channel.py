@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 MAGIC = b"swarm"
 PREFACE = MAGIC + bytes([PROTOCOL_VERSION])
 FRAME_BYTES_MAX = TENSOR_BYTES_MAX + 64 * 1024 + 16  # one message: header, tensors and tag
-FRAME_TIMEOUT_S = 30.0  # from its first byte to its last; a claimed length that never comes ends the channel
+FRAME_TIMEOUT_S = 30.0  # of reading, from its first byte to its last; a length that never comes ends the channel
+LATE_POLL_S = 1.0  # then it is looked at again whether that is over, where this side did not read for some of it
 TAG_BYTES = 16
 HELLO_BYTES_MAX = 1024  # what a peer may send before it is proven
 TURN_FRAMES = 16  # of one channel, a large one counts as many; then it is others' turn
@@ -166,6 +167,7 @@ class Channel:
         self._unfinished_since = self.heard_at
         self._backlog = Backlog(carrier.unsent_bytes)
         self._paused: asyncio.TimerHandle | None = None
+        self._paused_at, self._paused_s = 0.0, 0.0  # when it last was, and for how long in all before
         self._paced_until = 0.0
         self._owed: dict[Line, tuple[Bucket, float]] = {}  # how much it waits for, and what of its peer's own may pay
         self._signer: asyncio.TimerHandle | None = None
@@ -243,11 +245,15 @@ class Channel:
         if self.closed or self._paused is not None:
             return
         for_s = min(for_s, PAUSE_S_MAX)
-        self._carrier.pause_reading()
-        self._paused = self._loop.call_later(for_s, self._resume)
+        self._stop_reading(for_s)
         if for_s > 0:  # else it is but others' turn
-            self._paced_until = self._loop.time() + for_s
+            self._paced_until = self._paused_at + for_s
             self._sign_soon()
+
+    def _stop_reading(self, for_s: float) -> None:
+        self._carrier.pause_reading()
+        self._paused_at = self._loop.time()
+        self._paused = self._loop.call_later(min(for_s, PAUSE_S_MAX), self._resume)
 
     def paid(self, line: Line) -> None:
         """What it has used is paid for, by what all share: called by the line."""
@@ -269,11 +275,12 @@ class Channel:
                 wait_s = max(wait_s, missing_s)
             else:
                 del self._owed[line]
-                line.leave(self)
+                line.leave(self, free)
         if self._owed:
             self._paused = self._loop.call_later(min(wait_s, PAUSE_S_MAX), self._resume)
             return
         self._paused = None
+        self._paused_s += now - self._paused_at
         if not self.closed:
             self._carrier.resume_reading()
             self._take(b"")
@@ -314,13 +321,14 @@ class Channel:
         So it waits for its turn, but no longer than if there were nobody but its peer's own channels.
         """
         wait_s = free.take(now, amount)
-        if wait_s == 0 or self.closed or shared.pay(self, amount, now):
+        if wait_s == 0 or self.closed:
             return
-        _, before = self._owed.get(shared, (free, 0.0))
+        free, before = self._owed.get(shared, (free, 0.0))
+        if shared.pay(self, free, amount, now):
+            return
         self._owed[shared] = (free, before + amount)
         if self._paused is None:
-            self._carrier.pause_reading()
-            self._paused = self._loop.call_later(min(wait_s, PAUSE_S_MAX), self._resume)
+            self._stop_reading(wait_s)
         self._sign_soon()
 
     # What it holds, for `Buffers`
@@ -507,14 +515,30 @@ class Channel:
         return self._allowance.signs.take(self._loop.time()) == 0
 
     def _await_rest(self) -> None:
-        """A frame has begun, or the one before it is complete: what is unread must be complete in time."""
+        """A frame has begun, or the one before it is complete: what is unread must be complete in time.
+
+        The time counts in which this side reads: while it does not, nothing can come.
+        """
         if self._unfinished is not None:
             self._unfinished.cancel()
             self._unfinished = None
         if self._unread:
             self._unfinished_since = self._loop.time()
-            late = FrameRejected(self.peer, f"its rest did not come within {FRAME_TIMEOUT_S:.0f} s")
-            self._unfinished = self._loop.call_later(FRAME_TIMEOUT_S, self._fail, late)
+            self._unfinished = self._loop.call_later(FRAME_TIMEOUT_S, self._refuse_if_late, self._not_read_s)
+
+    @property
+    def _not_read_s(self) -> float:
+        """For how long this side has read nothing, in all."""
+        return self._paused_s + (0.0 if self._paused is None else self._loop.time() - self._paused_at)
+
+    def _refuse_if_late(self, not_read_s: float) -> None:
+        """End it, if the rest of a frame has had its time. not_read_s: until the frame began."""
+        waited_s = self._loop.time() - self._unfinished_since - (self._not_read_s - not_read_s)
+        if self._paused is None and waited_s >= FRAME_TIMEOUT_S - LATE_POLL_S:
+            self._fail(FrameRejected(self.peer, f"its rest did not come within {FRAME_TIMEOUT_S:.0f} s"))
+        else:
+            wait_s = max(LATE_POLL_S, FRAME_TIMEOUT_S - waited_s)
+            self._unfinished = self._loop.call_later(wait_s, self._refuse_if_late, not_read_s)
 
     # The end
 
@@ -539,8 +563,8 @@ class Channel:
         for timer in (self._unfinished, self._paused, self._signer):
             if timer is not None:
                 timer.cancel()
-        for line in self._owed:
-            line.leave(self)
+        for line, (free, _) in self._owed.items():
+            line.leave(self, free)
         self._owed.clear()
         if not self.ready.done():
             hint = "" if self._remote is None else f"; {_ENDED_EARLY}"

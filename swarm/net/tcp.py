@@ -278,15 +278,18 @@ class Listener:
 
 
 def gives_way(channels: Mapping[Channel, str], in_use: Collection[str]) -> Channel | None:
-    """Return which one of too many channels ends for a new one; None if all are in use, and no source has most of them.
+    """Return which one of too many channels ends for a new one; None if all are in use, and no source has so many.
 
     channels: with the source of each. Identities are free, so who has taken too much is told by where it comes from:
     the source with the most channels that are not in use loses the one that is silent for longest. A source that has
-    more than half of all comes first, and loses one even if they are all in use: nobody keeps everybody else out.
+    more than half of all comes first, and loses one even if they are all in use; so does the largest one with more than
+    CHANNELS_PER_PEER_MAX where there is nothing else: nobody keeps everybody else out.
     """
     counts = Counter(channels.values())
     crowd = {channel: source for channel, source in channels.items() if counts[source] > len(channels) // 2}
-    idle = {channel: source for channel, source in (crowd or channels).items() if channel.peer not in in_use} or crowd
+    large = {channel: source for channel, source in channels.items() if counts[source] > CHANNELS_PER_PEER_MAX}
+    idle = {channel: source for channel, source in (crowd or channels).items() if channel.peer not in in_use}
+    idle = idle or crowd or large
     counts = Counter(idle.values())
     most = max(counts.values(), default=0)
     silent = (channel for channel, source in idle.items() if counts[source] == most)

@@ -274,6 +274,28 @@ async def test_a_frame_that_never_ends_ends_the_channel(monkeypatch):
         assert "did not come" in await pair.b.ended
 
 
+@pytest.mark.virtual_clock
+async def test_the_time_of_a_frame_counts_only_while_it_is_read():
+    """Else whoever waits in a long line is taken for somebody who does not send the rest."""
+    pair = Pair().shake()
+    message, hidden = step()
+    pair.a.send(message, [hidden])
+    frame = pair.to_b.held.pop()
+    pair.b.receive(frame[:40])
+    for _ in range(20):
+        pair.b.pause(4.0)
+        await asyncio.sleep(5.0)
+    assert not pair.b.closed  # 20 seconds of a hundred were for reading
+    pair.b.receive(frame[40:])
+    assert len(pair.at_b) == 1
+    pair.a.send(message, [hidden])
+    pair.b.receive(pair.to_b.held.pop()[:40])
+    for _ in range(8):
+        pair.b.pause(4.0)
+        await asyncio.sleep(9.0)
+    assert "did not come" in pair.b.ended.result()
+
+
 async def test_sending_on_a_closed_channel_says_so():
     pair = Pair().shake()
     pair.a.close()

@@ -1,6 +1,7 @@
 """What the compute thread delivers, and in which order."""
 
 import asyncio
+from collections import Counter
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -99,7 +100,7 @@ def test_who_decodes_is_waited_for_and_who_has_got_but_a_prompt_is_not(monkeypat
     while not jobs.empty() or iterations._waiting:
         iterations.wait()
         iterations.run()
-    assert delivered == [["decodes"]]
+    assert delivered == [[("decodes", "decodes")]]
 
 
 def test_what_nobody_wants_any_more_costs_no_iteration(monkeypatch: pytest.MonkeyPatch):
@@ -302,6 +303,57 @@ def test_prefill_is_planned_by_the_steps_that_it_runs_beside(monkeypatch: pytest
         iterations.run()
     assert planned == [(3, True), (0, True)]  # who has decoded is expected back
     assert learned == [(3, 8), (0, 8)]
+
+
+def test_a_session_does_not_wait_behind_what_somebody_else_left_under_its_name() -> None:
+    """Whoever had taken its name gives way; what was queued for it would be seen only behind all else of that peer."""
+    waiting = _Waiting()
+    for number in range(2 * PREFILLS_SEEN):
+        waiting.add(prefill("evil", f"e{number}"))
+    left, mine = prefill("evil", "name"), prefill("owner", "name", tokens=1)
+    left.job.gone = True  # type: ignore[attr-defined]
+    waiting.add(left)
+    waiting.add(mine)
+    assert mine in waiting.heads()
+
+
+@pytest.mark.parametrize("wide", [1, 3])
+@pytest.mark.parametrize("budget", [4, 64, 300])
+def test_peers_get_the_same_of_the_prefill_whatever_number_of_rows_they_have(
+    monkeypatch: pytest.MonkeyPatch, budget: int, wide: int
+) -> None:
+    """A position of many rows takes the turns of many iterations: so others have theirs before its next one."""
+
+    class Packs(Work):
+        @property
+        def ready(self) -> Ready:
+            return Ready(self.session.id, 0, self.rows, self.left)
+
+    def run_all(batch: list[tuple[_Item, Slice]]) -> None:
+        for item, each in batch:
+            assert isinstance(item.job, Packs)
+            had[item.peer] += each.tokens * item.job.rows
+            item.run(each.tokens)
+
+    had: Counter[str] = Counter()
+    monkeypatch.setattr(Pace, "prefill_tokens", lambda *_, **__: budget)
+    monkeypatch.setattr(executor_module, "_run_together", run_all)
+    jobs: SimpleQueue[_Item | None] = SimpleQueue()
+    iterations = _Iterations(jobs)
+    narrow, batches = Packs("narrow", 1 << 30), [Packs(f"wide {number}", 1) for number in range(wide)]
+    jobs.put(_Item(narrow, lambda _: None, 0.0))
+    for work in batches:
+        work.rows, work.left = 256, 0
+    for _ in range(8000 // budget + 1000):
+        jobs.put(_Item(Packs("decodes", 1), lambda _: None, 0.0))
+        for work in batches:
+            if not work.left:
+                work.left = 1  # the next position, at once
+                jobs.put(_Item(work, lambda _: None, 0.0))
+        iterations.wait()
+        iterations.run()
+    assert had["narrow"] >= 0.75 * max(had[work.session.id] for work in batches)
+    assert min(had[work.session.id] for work in batches) >= 0.5 * had["narrow"]
 
 
 def test_a_batch_of_many_rows_goes_on_beside_others_steps_and_takes_no_more_of_the_time(
