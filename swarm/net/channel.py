@@ -275,7 +275,7 @@ class Channel:
                 wait_s = max(wait_s, missing_s)
             else:
                 del self._owed[line]
-                line.leave(self, free)
+                line.leave(self)
         if self._owed:
             self._paused = self._loop.call_later(min(wait_s, PAUSE_S_MAX), self._resume)
             return
@@ -321,11 +321,9 @@ class Channel:
         So it waits for its turn, but no longer than if there were nobody but its peer's own channels.
         """
         wait_s = free.take(now, amount)
-        if wait_s == 0 or self.closed:
+        if wait_s == 0 or self.closed or shared.pay(self, amount, now):
             return
-        free, before = self._owed.get(shared, (free, 0.0))
-        if shared.pay(self, free, amount, now):
-            return
+        _, before = self._owed.get(shared, (free, 0.0))
         self._owed[shared] = (free, before + amount)
         if self._paused is None:
             self._stop_reading(wait_s)
@@ -563,8 +561,8 @@ class Channel:
         for timer in (self._unfinished, self._paused, self._signer):
             if timer is not None:
                 timer.cancel()
-        for line, (free, _) in self._owed.items():
-            line.leave(self, free)
+        for line in self._owed:
+            line.leave(self)
         self._owed.clear()
         if not self.ready.done():
             hint = "" if self._remote is None else f"; {_ENDED_EARLY}"

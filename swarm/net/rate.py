@@ -69,47 +69,39 @@ class Payer(Protocol):
 class Line(Bucket):
     """A bucket that many share, who wait for it in a line when there is nothing in it.
 
-    What they have used is taken when it is their turn: of every owner one after the other, however many channels it
-    has. So nobody is passed by, whoever leaves is owed for no more, and the bucket itself never owes more than the last
-    one took. Lives in the event loop.
+    What they have used is taken when it is their turn, one after the other: so nobody is passed by, whoever leaves is
+    owed for no more, and the bucket itself never owes more than the last one took. Lives in the event loop.
     """
 
     __slots__ = ("_timer", "_waiting")
 
     def __init__(self, per_s: float, burst: float) -> None:
         super().__init__(per_s, burst)
-        self._waiting: dict[object, dict[Payer, float]] = {}  # what each has used, by owner; whose turn it is is first
+        self._waiting: dict[Payer, float] = {}  # what each has used; whoever came first is first
         self._timer: asyncio.TimerHandle | None = None
 
-    def pay(self, payer: Payer, owner: object, amount: float, now: float) -> bool:
+    def pay(self, payer: Payer, amount: float, now: float) -> bool:
         """Take it, if nobody waits and there is something; else stand in line, and be told when it has been taken."""
         if not self._waiting and self.take(now, amount) == 0:
             return True
-        waiting = self._waiting.setdefault(owner, {})
-        waiting[payer] = waiting.get(payer, 0.0) + amount
+        self._waiting[payer] = self._waiting.get(payer, 0.0) + amount
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.wait_s(now), self._next)
         return False
 
-    def leave(self, payer: Payer, owner: object) -> None:
+    def leave(self, payer: Payer) -> None:
         """Wait no more."""
-        waiting = self._waiting.get(owner, {})
-        waiting.pop(payer, None)
-        if not waiting:
-            self._waiting.pop(owner, None)
+        self._waiting.pop(payer, None)
         if not self._waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _next(self) -> None:
         loop = asyncio.get_running_loop()
-        owner, waiting = next(iter(self._waiting.items()))
-        payer, amount = next(iter(waiting.items()))
+        payer, amount = next(iter(self._waiting.items()))
         wait_s = self.take(loop.time(), amount)
         if wait_s == 0:
-            del self._waiting[owner], waiting[payer]
-            if waiting:
-                self._waiting[owner] = waiting  # behind all others
+            del self._waiting[payer]
         self._timer = loop.call_later(wait_s, self._next) if self._waiting else None
         if wait_s == 0:
             payer.paid(self)
