@@ -280,6 +280,7 @@ class Handler:
                 return
             message, tensors = next(pieces, (None, []))
             if message is None:
+                session.end_replay()
                 return
             session.unconfirmed.add(message)
             self._send_on(session, message, tensors)

@@ -118,7 +118,7 @@ class HostedSession:
         self.journal: Journal | None = Journal() if self.has_next else None
         self.leases = leases
         self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
-        self._replay_bytes = 0  # that this keeps, whatever becomes of the journal
+        self._replay_bytes = 0  # that this keeps, whatever becomes of the journal, and what was noted since
         self.unconfirmed = Unconfirmed()  # by the next hop: of the journal, or of a past that goes on from here
         self.window: Lease | None = None  # room for what may come at once of a past that is being rebuilt
         self._rebuilt_bytes = 0  # since somebody last looked whether the window is used
@@ -193,7 +193,7 @@ class HostedSession:
     def close(self) -> None:
         """End it, and give back what it holds: all but what the compute thread still has."""
         self.closed = True
-        self._end_replay()
+        self.end_replay()
         self.leave_window()
         self.leases.outputs.release()
         self.drop_journal()
@@ -204,7 +204,7 @@ class HostedSession:
         self.epoch = request.epoch
         self.used_at = now
         self.grant = Grant.of(request, now)
-        self._end_replay()
+        self.end_replay()
         self.replay, self.unconfirmed = None, Unconfirmed()
         self.leave_window()
         if request.reset or (request.next_record is None and not request.relay):
@@ -225,11 +225,13 @@ class HostedSession:
         """Keep an output for replay; False, and no journal any more, where there is no room for it."""
         if self.journal is None:
             return True
+        replayed = self._replay_bytes + entry.past.n_bytes if self._replay_bytes else 0
         try:  # first, since the journal may copy much more than what it is given
-            self.leases.journal.resize(max(self.journal.n_bytes_with(entry), self._replay_bytes))
+            self.leases.journal.resize(max(self.journal.n_bytes_with(entry), replayed))
         except NoRoom:
             self.drop_journal()
             return False
+        self._replay_bytes = replayed
         self.journal.add(entry)
         return True
 
@@ -247,10 +249,11 @@ class HostedSession:
         self.replay = rebuild_messages(self.id, request.epoch, self.journal.past_after(request.step), request.hops)
         return self.replay
 
-    def _end_replay(self) -> None:
-        """Send no more of it in this epoch."""
+    def end_replay(self) -> None:
+        """Keep nothing more for it; it has begun in this epoch all the same."""
         if self.replay is not None:
             self.replay, self._replay_bytes = iter(()), 0
+            self.leases.journal.resize(0 if self.journal is None else self.journal.n_bytes)
 
     def outcome(self, step: Step, beside: Sequence[Tensor | None], output: Tensor, took_s: float) -> Sent:
         """What goes on: the same step with new activations, or at the route's end what the client wants of them.
@@ -314,7 +317,6 @@ class HostedSession:
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
         self._hold(rows, tokens, length, bytes_of(hidden, positions, mask))
-        self._end_replay()  # who goes on lacks nothing of it
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
 

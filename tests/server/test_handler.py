@@ -1257,34 +1257,32 @@ async def test_a_journal_that_gathers_make_too_large_is_dropped_before_anything_
     assert handler.journals.used == 0
 
 
-async def test_what_an_unfinished_replay_keeps_is_charged_until_the_session_goes_on(
+async def test_what_a_replay_keeps_is_charged_until_it_is_over_and_steps_do_not_end_it(
     first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
 ):
     """Whoever confirms nothing, and goes on from the start, had kept the whole past uncharged."""
     monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", 4)
+    monkeypatch.setattr(journal_module, "CHUNK_BYTES", 10 * HIDDEN * 4)
     request = await opened(owner, first, relay=True)
     channel, journals = await owner.to(first), first.server.handler.journals
     (session,) = first.server.handler.sessions.values()
     channel.send(*step(request, 1, activations(1, 50)))
     await owner.next()
     whole = journals.used
-    channel.send(*step(request, 2, activations(1, 1)))  # computed after the replay has begun
     channel.send(Replay(session=request.session, epoch=0, step=1, hops=1))
-    await owner.next()
-    assert journals.used >= whole
+    assert isinstance(await owner.next(), Rebuild)  # the first piece, alone
+    for number in range(2, 9):  # those that were on their way, in an honest session
+        channel.send(*step(request, number, activations(1, 1)))
+        assert isinstance(await owner.next(), Step)
+        assert journals.used >= whole
     session.drop_journal()
     assert journals.used >= whole
-    assert session.replay is not None
-    pieces = session.replay
-    await until(lambda: session.under_way == 0)
-    channel.send(*step(request, 3, activations(1, 1)))
-    await until(lambda: session.applied == 3)
-    assert session.replay is not pieces  # and nobody holds the past any more
-    session.drop_journal()
-    assert journals.used == 0
-    channel.send(Replay(session=request.session, epoch=0, step=3, hops=1))
+    channel.send(rebuilt(request, 10))
+    assert [(await owner.next()).start for _ in range(4)] == [10, 20, 30, 40]
+    await until(lambda: journals.used == 0)
+    channel.send(Replay(session=request.session, epoch=0, step=8, hops=1))
     await owner.settled(first)
-    assert list(session.replay) == []  # once an epoch, still
+    assert owner.inbox.empty()  # once an epoch, still
 
 
 async def test_a_confirmation_that_is_no_news_is_chatter(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):
