@@ -8,7 +8,7 @@ import torch
 
 from swarm.client import live
 from swarm.model.past import SpanPast
-from swarm.server import handler
+from swarm.server import handler, session
 from swarm.wire import journal
 from swarm.wire.journal import Past, rebuild_messages
 
@@ -120,9 +120,9 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
 
 
 def _replay(patch: Patch, change: Callable[[Past], Past]) -> None:
-    def changed(session: str, epoch: int, pieces: Sequence[Past], hops: int) -> Any:
+    def changed(name: str, epoch: int, pieces: Sequence[Past], hops: int) -> Any:
         whole = [change(journal._joined(pieces, journal._beside(pieces)))] if pieces else []
-        return rebuild_messages(session, epoch, whole, hops)
+        return rebuild_messages(name, epoch, whole, hops)
 
     patch.setattr(live, "rebuild_messages", changed)
-    patch.setattr(handler, "rebuild_messages", changed)
+    patch.setattr(session, "rebuild_messages", changed)
