@@ -89,6 +89,14 @@ class Work(SessionWork):
         return None
 
 
+class Packs(Work):
+    """Some that run together with others'."""
+
+    @property
+    def ready(self) -> Ready:
+        return Ready(self.session.id, 0, self.rows, self.left)
+
+
 def test_who_decodes_is_waited_for_and_who_has_got_but_a_prompt_is_not(monkeypatch: pytest.MonkeyPatch):
     """Else whoever opens sessions, and never comes back, makes others wait after every prompt."""
     delivered: list[list[object]] = []
@@ -286,7 +294,7 @@ def test_prefill_is_planned_by_the_steps_that_it_runs_beside(monkeypatch: pytest
         for item, each in batch:
             item.run(each.tokens)
 
-    class Packs(Work):
+    class PacksRows(Work):
         @property
         def ready(self) -> Ready:
             return Ready(self.session.id, 0, 3 if self.all == 1 else 1, self.left)
@@ -295,7 +303,7 @@ def test_prefill_is_planned_by_the_steps_that_it_runs_beside(monkeypatch: pytest
     monkeypatch.setattr(Pace, "observe", lambda _, decodes, tokens, __: learned.append((decodes, tokens)))
     monkeypatch.setattr(executor_module, "_run_together", run_all)
     jobs: SimpleQueue[_Item | None] = SimpleQueue()
-    for work in (Packs("three rows decode", 1), Packs("prefills", 16)):
+    for work in (PacksRows("three rows decode", 1), PacksRows("prefills", 16)):
         jobs.put(_Item(work, lambda _: None, 0.0))
     iterations = _Iterations(jobs)
     while iterations._waiting or not jobs.empty():
@@ -323,11 +331,6 @@ def test_peers_get_the_same_of_the_prefill_whatever_number_of_rows_they_have(
     monkeypatch: pytest.MonkeyPatch, budget: int, wide: int
 ) -> None:
     """A position of many rows takes the turns of many iterations: so others have theirs before its next one."""
-
-    class Packs(Work):
-        @property
-        def ready(self) -> Ready:
-            return Ready(self.session.id, 0, self.rows, self.left)
 
     def run_all(batch: list[tuple[_Item, Slice]]) -> None:
         for item, each in batch:
@@ -360,11 +363,6 @@ def test_a_batch_of_many_rows_goes_on_beside_others_steps_and_takes_no_more_of_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A position of so many rows is one piece. It had counted as a single step, and all others' waited for all rows."""
-
-    class Packs(Work):
-        @property
-        def ready(self) -> Ready:
-            return Ready(self.session.id, 0, self.rows, self.left)
 
     def run_all(batch: list[tuple[_Item, Slice]]) -> None:
         ran.append([item.job.session.id for item, _ in batch])
