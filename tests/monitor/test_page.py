@@ -136,7 +136,9 @@ def test_a_private_swarms_page_is_for_members(tmp_path):
         stranger = tmp_path / "outside"
         stranger.mkdir()
         with page(stranger, swarm) as running:
-            assert get(running.ready["url"] + "/api/v1/state")["models"] == []
+            state = get(running.ready["url"] + "/api/v1/state")
+            assert state["reading"]["error"] is None, "it did read, and found nothing"
+            assert state["models"] == []
 
 
 def test_a_page_that_is_not_on_its_own_list_does_not_start(tmp_path):
