@@ -294,16 +294,13 @@ def test_prefill_is_planned_by_the_steps_that_it_runs_beside(monkeypatch: pytest
         for item, each in batch:
             item.run(each.tokens)
 
-    class PacksRows(Work):
-        @property
-        def ready(self) -> Ready:
-            return Ready(self.session.id, 0, 3 if self.all == 1 else 1, self.left)
-
+    decoder, prompt = Packs("three rows decode", 1), Packs("prefills", 16)
+    decoder.rows = 3
     monkeypatch.setattr(Pace, "prefill_tokens", plan)
     monkeypatch.setattr(Pace, "observe", lambda _, decodes, tokens, __: learned.append((decodes, tokens)))
     monkeypatch.setattr(executor_module, "_run_together", run_all)
     jobs: SimpleQueue[_Item | None] = SimpleQueue()
-    for work in (PacksRows("three rows decode", 1), PacksRows("prefills", 16)):
+    for work in (decoder, prompt):
         jobs.put(_Item(work, lambda _: None, 0.0))
     iterations = _Iterations(jobs)
     while iterations._waiting or not jobs.empty():
