@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from swarm.client import session
-from swarm.client.model import DistributedModel
-from swarm.client.swarm import Swarm
+from swarm.client.hf.model import DistributedModel
+from swarm.client.hf.swarm import Swarm
+from swarm.client.session import session
 from swarm.errors import SwarmError
 
 MARGIN_MIN = 0.01  # in a prompt's continuation no second-best token comes closer: no order of sums can swap the two

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm.blocks import Blocks
-from swarm.client.route import Hop, Route
-from swarm.client.router import Router
-from swarm.client.swarm import Swarm
+from swarm.client.hf.swarm import Swarm
+from swarm.client.planning.route import Hop, Route
+from swarm.client.planning.router import Router
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -31,8 +31,8 @@ from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, LocalSwarm, Plac
 from swarm.demo.local import launch as launch_sealed
 from swarm.net.channel import Sealer
 from swarm.net.launch import command
-from swarm.wire import messages as wire
-from swarm.wire.tensors import meta_of
+from swarm.protocol import messages as wire
+from swarm.protocol.tensors import meta_of
 
 DEMO = ROOT / "swarm" / "demo" / "checkpoint"
 HOPS = 3

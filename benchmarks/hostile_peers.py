@@ -28,7 +28,7 @@ from swarm.identity import Identity
 from swarm.net.channel import PREFACE, Channel, Remote, Self, Tensors
 from swarm.net.noise import ChannelKey, Handshake, prologue
 from swarm.net.tcp import _TcpCarrier
-from swarm.wire.messages import (
+from swarm.protocol.messages import (
     AnyMessage,
     Close,
     Failed,
@@ -44,7 +44,7 @@ from swarm.wire.messages import (
     Step,
     encode,
 )
-from swarm.wire.tensors import meta_of
+from swarm.protocol.tensors import meta_of
 
 PEERS = 50
 CHANNELS = 4  # of one peer, where more of them hurt more

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
-from swarm.client.live import SessionPlan
-from swarm.client.session import Session
-from swarm.client.swarm import Swarm
+from swarm.client.hf.swarm import Swarm
+from swarm.client.session.live import SessionPlan
+from swarm.client.session.session import Session
 from swarm.demo.local import LocalSwarm
 
 BLOCKS = 12

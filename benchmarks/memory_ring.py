@@ -12,23 +12,23 @@ from common import Samples
 from torch import Tensor
 
 from swarm.blocks import Blocks
-from swarm.client.live import SessionPlan
-from swarm.client.route import Hop
-from swarm.client.runtime import LoopThread
-from swarm.client.session import Session
-from swarm.client.sessions import Sessions
-from swarm.client.swarm import WaitingSession
+from swarm.client.hf.runtime import LoopThread
+from swarm.client.hf.swarm import WaitingSession
+from swarm.client.planning.route import Hop
+from swarm.client.session.live import SessionPlan
+from swarm.client.session.session import Session
+from swarm.client.session.sessions import Sessions
 from swarm.identity import Identity
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Line
+from swarm.protocol.naming import new_name
 from swarm.server.executor import Executor
 from swarm.server.handler import Handler
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
-from swarm.wire.naming import new_name
 
 ROOT_HASH = "0" * 64
 NETWORK = "memory"

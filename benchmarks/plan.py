@@ -18,7 +18,7 @@ from pathlib import Path
 from common import SEED, Samples, interleaved, table, write_json
 
 from swarm.blocks import Blocks
-from swarm.client.route import Optimize, Route, plan_route
+from swarm.client.planning.route import Optimize, Route, plan_route
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import RTTS_MAX, Announcement, Rtt, SignedAnnouncement, Span
 from swarm.identity import Identity

@@ -16,8 +16,8 @@ import torch
 from common import SEED, Samples, table, write_json
 from load import BLOCKS, DTYPES, Bench, bench, save_checkpoint
 
-from swarm.client import chunks
-from swarm.wire.tensors import CHUNK_BYTES
+from swarm.client.session import chunks
+from swarm.protocol.tensors import CHUNK_BYTES
 
 WAYS = ("overlapped", "one by one", "one by one, large")
 

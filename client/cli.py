@@ -74,7 +74,7 @@ def command(
         raise click.UsageError("the prompt is empty")
     configure_logging(log_level)
     with ending_at_once(130):
-        from swarm.client.text import TextOptions, stream_text  # noqa: PLC0415 - torch: it takes seconds, --help none
+        from swarm.client.hf.text import TextOptions, stream_text  # noqa: PLC0415 - torch: it takes seconds, --help none
 
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed, chat=chat)
     stream_text(model, text, options, initial_peers=initial_peers or None, **joining)

@@ -15,22 +15,8 @@ from swarm.errors import ChannelClosed, InvalidMessage, NetworkError
 from swarm.model.allocator import return_free_memory
 from swarm.net.channel import Channel, Remote, Tensors
 from swarm.net.dialer import Dialer
-from swarm.server.accounts import Accounts
-from swarm.server.executor import Executor
-from swarm.server.hosting import Hosting
-from swarm.server.pool import Pool
-from swarm.server.session import (
-    RETRY_AFTER_S,
-    WINDOW_STEPS,
-    Declined,
-    Forgotten,
-    HostedSession,
-    Leases,
-    Sent,
-)
-from swarm.server.work import SessionWork, rebuild_work, step_work
-from swarm.wire.journal import Entry, Past
-from swarm.wire.messages import (
+from swarm.protocol.journal import Entry, Past
+from swarm.protocol.messages import (
     TEXT_MAX,
     AnyMessage,
     Blame,
@@ -50,8 +36,22 @@ from swarm.wire.messages import (
     Rerouted,
     Step,
 )
-from swarm.wire.naming import is_name_of
-from swarm.wire.tensors import is_finite, meta_of
+from swarm.protocol.naming import is_name_of
+from swarm.protocol.tensors import is_finite, meta_of
+from swarm.server.accounts import Accounts
+from swarm.server.executor import Executor
+from swarm.server.hosting import Hosting
+from swarm.server.pool import Pool
+from swarm.server.session import (
+    RETRY_AFTER_S,
+    WINDOW_STEPS,
+    Declined,
+    Forgotten,
+    HostedSession,
+    Leases,
+    Sent,
+)
+from swarm.server.work import SessionWork, rebuild_work, step_work
 
 SESSIONS_MAX = 1024
 SESSIONS_SHARE = 16  # a peer may have one for so many that are free: 60 where nobody else has any

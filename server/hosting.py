@@ -7,9 +7,9 @@ from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, open_announcement
 from swarm.errors import BadBlocks, RecordError
 from swarm.model.span import Span
+from swarm.protocol.messages import Open, Reroute
 from swarm.server.pool import Prices
 from swarm.server.session import Declined
-from swarm.wire.messages import Open, Reroute
 
 NEXT_RECORD_LATE_S = 24 * 3600.0  # a route that stands outlives the records that it was planned with
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from swarm.model.past import SpanPast
 from swarm.model.span import Span
 from swarm.net.channel import Channel
+from swarm.protocol.journal import REPLAY_BYTES_MAX, Entry, Journal, Unconfirmed, rebuild_messages
+from swarm.protocol.messages import POSITIONS_MAX, ROWS_MAX, Open, Output, Rebuild, RefusalCode, Replay, Reroute, Step
+from swarm.protocol.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite, meta_of
 from swarm.server.pool import Lease, NoRoom, Pool, Prices
-from swarm.wire.journal import REPLAY_BYTES_MAX, Entry, Journal, Unconfirmed, rebuild_messages
-from swarm.wire.messages import POSITIONS_MAX, ROWS_MAX, Open, Output, Rebuild, RefusalCode, Replay, Reroute, Step
-from swarm.wire.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite, meta_of
 
 RETRY_AFTER_S = 1.0  # for whom there is no room
 AGAIN_S = 0.25  # a refused step that comes again sooner was not waited with

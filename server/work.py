@@ -7,10 +7,10 @@ from torch import Tensor
 
 from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
+from swarm.protocol.messages import Rebuild, Step
+from swarm.protocol.tensors import bytes_of
 from swarm.server.batch import SINGLE_ROWS_MAX, Ready
 from swarm.server.session import HostedSession
-from swarm.wire.messages import Rebuild, Step
-from swarm.wire.tensors import bytes_of
 
 
 def step_work(

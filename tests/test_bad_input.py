@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm.client.auto import AutoDistributedModel
+from swarm.client.hf.auto import AutoDistributedModel
 from swarm.demo.local import LocalSwarm
 from swarm.errors import BadBlocks, BadConfiguration, NoRoute, PromptTooLong, RootMismatch, Unreachable, UsageError
 from swarm.server.serve import _in_thread

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from swarm.dht import records, search, storage
 from swarm.net import buffers, channel, tcp
+from swarm.protocol import messages, tensors
 from swarm.server import accounts, batch, handler, server, session
-from swarm.wire import messages, tensors
 
 SECURITY = Path(__file__).parent.parent / "SECURITY.md"
 KIB, MIB = 1 << 10, 1 << 20

@@ -14,7 +14,7 @@ from swarm.errors import SwarmError
 from swarm.version import __version__
 
 if TYPE_CHECKING:
-    from swarm.client.model import DistributedModel
+    from swarm.client.hf.model import DistributedModel
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 SPANS = ("0:4", "4:8", "8:12", "4:8")  # two hold the middle: one of them is killed
@@ -47,8 +47,8 @@ def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
 
 def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     """Stream a completion through the swarm, then say how it went."""
-    from swarm.client.auto import AutoDistributedModel  # noqa: PLC0415 - torch: while the servers load theirs
-    from swarm.client.text import TextOptions, continue_prompt, load_tokenizer  # noqa: PLC0415
+    from swarm.client.hf.auto import AutoDistributedModel  # noqa: PLC0415 - torch: while the servers load theirs
+    from swarm.client.hf.text import TextOptions, continue_prompt, load_tokenizer  # noqa: PLC0415
     from swarm.demo.streaming import TimedStreamer, local_model  # noqa: PLC0415
 
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)

@@ -16,7 +16,7 @@ import click
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from swarm.client.auto import AutoDistributedModel
+from swarm.client.hf.auto import AutoDistributedModel
 from swarm.commands import LOG_LEVELS, NETWORK, access_options, configure_logging, run_click, split_peers
 from swarm.errors import SwarmError
 from swarm.model.checkpoint import open_checkpoint

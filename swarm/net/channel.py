@@ -35,9 +35,9 @@ from swarm.identity import Identity, peer_id_of, verify
 from swarm.net.buffers import SMALL_BYTES, Backlog, Buffers, Unread
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
 from swarm.net.rate import Bucket, Line
+from swarm.protocol.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
+from swarm.protocol.tensors import TENSOR_BYTES_MAX, bytes_of
 from swarm.version import __version__
-from swarm.wire.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
-from swarm.wire.tensors import TENSOR_BYTES_MAX, bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # only where a tensor is touched: the monitor shakes hands without torch

@@ -13,7 +13,7 @@ from swarm.errors import AddressInUse, BadConfiguration, Unreachable
 from swarm.net.channel import Channel, OnMessage, Remote, Self, Tensors
 from swarm.net.rate import Bucket
 from swarm.net.reach import literals, makes_sense
-from swarm.wire.messages import AnyMessage
+from swarm.protocol.messages import AnyMessage
 
 HANDSHAKE_TIMEOUT_S = 10.0  # for whoever connects
 DIAL_TIMEOUT_S = 4.0  # connection and handshake together: some three round trips, and one lost packet

@@ -1,6 +1,6 @@
 """Whom a client does without, and for how long."""
 
-from swarm.client.avoidance import AVOID_S, AVOID_S_MAX, ENTRIES_MAX, FORGET_S, RELAY_S, Avoidance
+from swarm.client.session.avoidance import AVOID_S, AVOID_S_MAX, ENTRIES_MAX, FORGET_S, RELAY_S, Avoidance
 
 
 class Clock:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swarm.client.chunks import CHUNK_S, CHUNK_TOKENS_MIN, cut
+from swarm.client.session.chunks import CHUNK_S, CHUNK_TOKENS_MIN, cut
 
 WIDTH = 16
 
@@ -33,12 +33,12 @@ def test_slow_hops_get_parts_that_are_worth_reading_the_weights_for(rows, size):
 
 
 def test_fast_hops_get_no_more_than_a_message_may_have(monkeypatch):
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 100 * WIDTH * 4)
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 100 * WIDTH * 4)
     assert parts(200, tokens_per_s=1e6) == [100, 100]
     assert parts(200) == [100, 100]
 
 
 def test_parts_are_even(monkeypatch):
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 100 * WIDTH * 4)
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 100 * WIDTH * 4)
     assert parts(250) == [84, 84, 82]
     assert parts(101) == [51, 50]

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from swarm.client import AutoDistributedModel
-from swarm.client.explain import Reason
-from swarm.client.route import UNKNOWN_RTT_MS
-from swarm.client.router import Preferences
+from swarm.client.planning.explain import Reason
+from swarm.client.planning.route import UNKNOWN_RTT_MS
+from swarm.client.planning.router import Preferences
 from swarm.errors import BadBlocks, BadConfiguration, NoRoute, UsageError
 from swarm.identity import Identity
 from tests.client.test_repair import ONE, Assassin, settings

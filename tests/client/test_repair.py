@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from swarm.client import session as session_module
+from swarm.client.session import session as session_module
 from swarm.errors import HopFailed, NoRoute
 from swarm.identity import Identity
 from tests.client.test_session import IDS, eventually
@@ -141,7 +141,7 @@ def test_a_padded_batch_survives_with_its_mask_and_positions(checkpoint, full):
 
 
 def test_a_hop_may_die_while_a_long_prefill_is_under_way(checkpoint, full, monkeypatch):
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 2 * 2 * 64 * 4)  # 25 chunks
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 2 * 2 * 64 * 4)  # 25 chunks
     with inprocess(checkpoint, "0:2", "2:4", "4:6", "2:4") as swarm, swarm.client() as model:
         model.generate(ONE, **settings(max_new_tokens=1))
         victim = used_twins(swarm, model)[1]
@@ -355,7 +355,7 @@ def test_leases_are_back_after_a_repaired_generation(checkpoint):
 
 
 def test_a_journal_folds_and_still_tells_the_past():
-    from swarm.wire.journal import STEPS_UNFOLDED_MAX, Entry, Journal, Past
+    from swarm.protocol.journal import STEPS_UNFOLDED_MAX, Entry, Journal, Past
 
     generator = torch.Generator().manual_seed(1)
     journal, expected, step = Journal(), torch.zeros(2, 0, 3), 0

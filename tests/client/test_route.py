@@ -5,8 +5,8 @@ import time
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.explain import ROWS_MAX, Reason
-from swarm.client.route import UNKNOWN_RTT_MS, Hop, Route, plan_route
+from swarm.client.planning.explain import ROWS_MAX, Reason
+from swarm.client.planning.route import UNKNOWN_RTT_MS, Hop, Route, plan_route
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement, SignedAnnouncement, Span
 from swarm.errors import NoRoute

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.blocks import Blocks
-from swarm.client.explain import Reason
-from swarm.client.route import UNKNOWN_RTT_MS, Request, _Pipeline, plan_route
-from swarm.client.stages import HOP_MS, STAGE_FLOOR_MS, STAGE_SLACK, Search
+from swarm.client.planning.explain import Reason
+from swarm.client.planning.route import UNKNOWN_RTT_MS, Request, _Pipeline, plan_route
+from swarm.client.planning.stages import HOP_MS, STAGE_FLOOR_MS, STAGE_SLACK, Search
 from swarm.errors import NoRoute
 from swarm.identity import Identity
 from tests.client.test_route import server

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.avoidance import Avoidance
-from swarm.client.live import SessionPlan
-from swarm.client.router import NOW_S, Router, Wanted
+from swarm.client.planning.router import NOW_S, Router, Wanted
+from swarm.client.session.avoidance import Avoidance
+from swarm.client.session.live import SessionPlan
 from swarm.dht.directory import Survey
 from swarm.errors import NoRoute, RootMismatch, Unreachable
 from tests.client.test_route import server

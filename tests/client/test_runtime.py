@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from swarm.client.runtime import LoopThread
+from swarm.client.hf.runtime import LoopThread
 from swarm.errors import SessionClosed
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from swarm.client import live as live_module
-from swarm.client import session as session_module
-from swarm.client.runtime import LoopThread
+from swarm.client.hf.runtime import LoopThread
+from swarm.client.session import session as session_module
 from swarm.dht.records import Span
 from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout, UsageError
 from swarm.identity import Identity
@@ -34,7 +34,7 @@ def leases(swarm):
 
 
 def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, model, full, monkeypatch):
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 2 * 3 * 64 * 4)  # three positions of two rows
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 2 * 3 * 64 * 4)  # three positions of two rows
     with torch.no_grad():
         expected = full(IDS).logits
         got = model(IDS).logits
@@ -42,7 +42,7 @@ def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, model, full, monk
 
 
 def test_chunks_are_under_way_together_but_never_more_than_the_window(swarm, model, monkeypatch):
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 1)  # one position a chunk
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 1)  # one position a chunk
     most = 0
     transmit = session_module.Session._transmit
 
@@ -58,7 +58,7 @@ def test_chunks_are_under_way_together_but_never_more_than_the_window(swarm, mod
 
 
 def test_a_padded_prefill_in_chunks_continues_token_by_token(model, full, monkeypatch):
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 2 * 7 * 64 * 4)
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 2 * 7 * 64 * 4)
     mask = torch.ones_like(IDS)
     mask[0, :20] = 0
     arguments = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}

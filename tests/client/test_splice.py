@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.leg import Leg
-from swarm.client.live import LiveRoute, SessionPlan
-from swarm.client.route import plan_route
+from swarm.client.planning.route import plan_route
+from swarm.client.session.leg import Leg
+from swarm.client.session.live import LiveRoute, SessionPlan
 from swarm.errors import NoRoute
 from tests.client.test_route import server
 

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from swarm.client import watch as watch_module
-from swarm.client.live import CONNECT_S
+from swarm.client.session import watch as watch_module
+from swarm.client.session.live import CONNECT_S
 from swarm.errors import StepTimeout, Unreachable
 from swarm.model.span import Span
-from swarm.wire import messages as wire
+from swarm.protocol import messages as wire
 from tests.client.test_repair import crash, used_twins
 from tests.client.test_session import IDS, eventually
 from tests.support.inprocess import inprocess
@@ -255,7 +255,7 @@ def test_a_hop_may_die_while_a_step_waits_for_room(going, index):
 
 def test_a_hop_whose_past_came_but_half_gets_it_anew(checkpoint, full, monkeypatch):
     """The source of the past dies while a replacement further on is rebuilding from it."""
-    monkeypatch.setattr("swarm.wire.journal.CHUNK_BYTES", 4 * 64 * 4)  # many pieces
+    monkeypatch.setattr("swarm.protocol.journal.CHUNK_BYTES", 4 * 64 * 4)  # many pieces
     with inprocess(checkpoint, "0:2", "2:4", "4:6", "2:4", "4:6") as swarm, swarm.client() as model:
         going = Going(swarm, model, full)
         going.say(9)
@@ -285,7 +285,7 @@ def test_a_hop_whose_past_came_but_half_gets_it_anew(checkpoint, full, monkeypat
 
 def test_a_step_that_arrives_twice_or_out_of_order_changes_nothing(going, monkeypatch):
     session = going.session()
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 64 * 4)  # one position a chunk
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 64 * 4)  # one position a chunk
     send, held, seen = session.live.send, [], set()
 
     def shuffled(index, message, tensors=()):

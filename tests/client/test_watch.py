@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarm.client.usual import Usual
-from swarm.client.watch import (
+from swarm.client.session.usual import Usual
+from swarm.client.session.watch import (
     ANSWER_S,
     GIVE_UP_ROUNDS,
     OVERDUE_S,
@@ -17,7 +17,7 @@ from swarm.client.watch import (
     Wedged,
     rebuilding_front,
 )
-from swarm.wire.messages import Progress
+from swarm.protocol.messages import Progress
 
 APPLIED, WAITING = 7, 6  # of step 7
 

@@ -60,8 +60,8 @@ from swarm.model.checkpoint import CONFIG_NAME, _read_config
 from swarm.model.manifest import MANIFEST_NAME, Manifest, WeightIndex
 from swarm.net.channel import _HELLO_DOMAIN, PREFACE, Channel, Sealer, Self
 from swarm.net.noise import ChannelKey, Handshake, prologue
-from swarm.wire import messages as wire
-from swarm.wire.tensors import TensorMeta, decode_tensors
+from swarm.protocol import messages as wire
+from swarm.protocol.tensors import TensorMeta, decode_tensors
 from tests.dht.support import NETWORK, ROOT, signed
 
 NOW = 1_800_000_000.0

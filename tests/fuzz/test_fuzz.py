@@ -18,8 +18,8 @@ from swarm.errors import InvalidMessage, UnsupportedArchitecture, UnsupportedChe
 from swarm.identity import peer_id_of, public_key_of
 from swarm.model.checkpoint import _read_config
 from swarm.model.traits import traits_of
-from swarm.wire import messages as wire
-from swarm.wire.tensors import encode_tensor
+from swarm.protocol import messages as wire
+from swarm.protocol.tensors import encode_tensor
 from tests.dht.support import soon
 from tests.fuzz.parsers import PARSERS, Parser, frame_of, tensors_of
 from tests.fuzz.run import MEASURED_OF, MEMORY_MAX, feed, feed_atheris, feed_hypothesis, has_atheris

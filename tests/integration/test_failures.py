@@ -156,7 +156,7 @@ def test_a_step_waits_for_room_and_goes_on_when_there_is_some(small: World):
 def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(
     small: World, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 6 * small.full.config.hidden_size * 4)
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 6 * small.full.config.hidden_size * 4)
     holder, waiting = small.client(), small.client()
     held = holder(prompt(1, POOL_TOKENS - 20)).past_key_values  # 12 of the next ones fit: a page; 18 do not
     release = threading.Timer(1.5, held.close)

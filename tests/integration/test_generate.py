@@ -179,7 +179,7 @@ def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(
 ):
     """The full model takes the same pieces, one after the other: a router's near-ties must fall the same way."""
     tokens, piece, tail = 100, 7, prompt(3, 20, seed=2)
-    monkeypatch.setattr("swarm.client.chunks.CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
+    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
     ids = prompt(3, tokens)  # more pieces than may be under way at once, and longer than any sliding window
     mask = torch.ones(3, tokens + tail.shape[1], dtype=torch.int64)
     padded = mask.clone()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarm.client.swarm import WaitingSession
+from swarm.client.hf.swarm import WaitingSession
 from swarm.errors import StepTimeout
-from swarm.wire.messages import Step, encode
-from swarm.wire.tensors import meta_of
+from swarm.protocol.messages import Step, encode
+from swarm.protocol.tensors import meta_of
 from tests.support.logits import same_logits
 from tests.support.proxy import ByteProxy, Link, holds_port, listening_address_of
 from tests.support.swarms import SPANS, World, eventually, prompt, world

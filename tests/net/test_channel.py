@@ -11,8 +11,8 @@ from swarm.identity import Identity
 from swarm.net import channel as channel_module
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
-from swarm.wire.messages import Close, Output, Step, encode
-from swarm.wire.tensors import meta_of
+from swarm.protocol.messages import Close, Output, Step, encode
+from swarm.protocol.tensors import meta_of
 
 SESSION = "ab" * 16
 

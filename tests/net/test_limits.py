@@ -20,8 +20,8 @@ from swarm.net.channel import STEP_BYTES, Channel
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Bucket, Line
 from swarm.net.tcp import Listener, Turns, dial, gives_way
-from swarm.wire.messages import Close, Ping, Pong
-from swarm.wire.tensors import meta_of
+from swarm.protocol.messages import Close, Ping, Pong
+from swarm.protocol.tensors import meta_of
 from tests.net.test_channel import SESSION, Pair, step
 from tests.net.test_tcp import address, remote, somebody, until
 

@@ -11,7 +11,7 @@ from swarm.net import tcp
 from swarm.net.channel import Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
-from swarm.wire.messages import Close
+from swarm.protocol.messages import Close
 
 
 def somebody():

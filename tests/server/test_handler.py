@@ -24,16 +24,9 @@ from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
-from swarm.server import handler as handler_module
-from swarm.server import server as server_module
-from swarm.server import session as session_module
-from swarm.server.handler import SESSIONS_MAX, SESSIONS_SHARE
-from swarm.server.hosting import NEXT_RECORD_LATE_S
-from swarm.server.server import Server, ServerOptions
-from swarm.server.session import WINDOW_STEPS, Declined
-from swarm.wire import journal as journal_module
-from swarm.wire.journal import Journal, Past
-from swarm.wire.messages import (
+from swarm.protocol import journal as journal_module
+from swarm.protocol.journal import Journal, Past
+from swarm.protocol.messages import (
     ROWS_MAX,
     AnyMessage,
     Close,
@@ -52,8 +45,15 @@ from swarm.wire.messages import (
     Rerouted,
     Step,
 )
-from swarm.wire.naming import new_name
-from swarm.wire.tensors import meta_of
+from swarm.protocol.naming import new_name
+from swarm.protocol.tensors import meta_of
+from swarm.server import handler as handler_module
+from swarm.server import server as server_module
+from swarm.server import session as session_module
+from swarm.server.handler import SESSIONS_MAX, SESSIONS_SHARE
+from swarm.server.hosting import NEXT_RECORD_LATE_S
+from swarm.server.server import Server, ServerOptions
+from swarm.server.session import WINDOW_STEPS, Declined
 from tests.model.rings import save_family
 
 NETWORK = "test"

@@ -8,13 +8,13 @@ import torch
 
 from swarm.errors import ChannelClosed
 from swarm.net import channel as channel_module
+from swarm.protocol.messages import Close, Failed, Refused, Reroute
+from swarm.protocol.tensors import is_finite
 from swarm.server import accounts as accounts_module
 from swarm.server import handler as handler_module
 from swarm.server.accounts import BYTES_BURST, BYTES_PER_S, OPENINGS_BURST, STEPS_BURST, Accounts
 from swarm.server.pool import NoRoom, Pool
 from swarm.server.session import Declined
-from swarm.wire.messages import Close, Failed, Refused, Reroute
-from swarm.wire.tensors import is_finite
 from tests.server.test_handler import (
     FIRST,
     Peer,

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.route import plan_route
+from swarm.client.planning.route import plan_route
 from swarm.dht.records import RECORD_BYTES_MAX, RTTS_MAX, Rtt, SignedAnnouncement, sign_announcement
 from swarm.errors import Unreachable
 from swarm.identity import Identity

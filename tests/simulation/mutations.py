@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.client import live
+from swarm.client.session import live
 from swarm.model.past import SpanPast
+from swarm.protocol import journal
+from swarm.protocol.journal import Past, rebuild_messages
 from swarm.server import handler, session
-from swarm.wire import journal
-from swarm.wire.journal import Past, rebuild_messages
 
 Patch = pytest.MonkeyPatch
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from swarm.errors import ChannelClosed, HandshakeFailed, SwarmError, Unreachable
 from swarm.net.channel import OnMessage, Remote, Self
 from swarm.net.tcp import DIAL_TIMEOUT_S
-from swarm.wire.messages import Message, Ping, Pong, decode, encode
+from swarm.protocol.messages import Message, Ping, Pong, decode, encode
 
 KERNEL_BUFFER_BYTES = 1 << 16
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel

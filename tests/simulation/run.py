@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from swarm.blocks import Blocks
-from swarm.client import chunks
-from swarm.client.live import SessionPlan
-from swarm.client.session import POSITIONS_TO_COME, Session
+from swarm.client.session import chunks
+from swarm.client.session.live import SessionPlan
+from swarm.client.session.session import POSITIONS_TO_COME, Session
 from swarm.errors import SwarmError
-from swarm.wire import journal
+from swarm.protocol import journal
 from tests.simulation.invariants import checked
 from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy

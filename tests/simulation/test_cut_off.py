@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.session import HOLDERS_S
+from swarm.client.session.session import HOLDERS_S
 from swarm.errors import HopFailed, NoRoute, StepTimeout
 from tests.simulation.test_lists import PLAN
 from tests.simulation.test_sessions import Crowded, Going, played

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from swarm.blocks import Blocks
-from swarm.client.live import SessionPlan
-from swarm.client.router import Preferences, Router, Wanted
+from swarm.client.planning.router import Preferences, Router, Wanted
+from swarm.client.session.live import SessionPlan
 from swarm.errors import HopFailed, NoRoute
 from swarm.identity import Identity
 from tests.simulation.loop import VirtualLoop

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client import chunks, live
-from swarm.client.avoidance import Avoidance
-from swarm.client.route import process_of
+from swarm.client.planning.route import process_of
+from swarm.client.session import chunks, live
+from swarm.client.session.avoidance import Avoidance
+from swarm.protocol import journal
 from swarm.server import accounts, handler
 from swarm.server import session as hosted
-from swarm.wire import journal
 from tests.simulation.model import HIDDEN_SIZE
 from tests.simulation.test_lists import PLAN
 from tests.simulation.test_sessions import Going, played

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.live import SessionPlan
-from swarm.client.router import ANY_PEER
-from swarm.client.session import POSITIONS_TO_COME, Session
+from swarm.client.planning.router import ANY_PEER
+from swarm.client.session.live import SessionPlan
+from swarm.client.session.session import POSITIONS_TO_COME, Session
 from swarm.errors import NoRoute, Refused
+from swarm.protocol import messages as wire
 from swarm.server.session import Declined
-from swarm.wire import messages as wire
 from tests.simulation.test_lists import PLAN
 from tests.simulation.test_sessions import Going, played, small_chunks
 from tests.simulation.world import N_BLOCKS

@@ -12,16 +12,16 @@ import structlog
 import torch
 
 from swarm.blocks import Blocks
-from swarm.client import chunks, live
-from swarm.client import session as client_session
-from swarm.client.live import SessionPlan
-from swarm.client.session import Session
-from swarm.client.watch import OVERDUE_S
+from swarm.client.session import chunks, live
+from swarm.client.session import session as client_session
+from swarm.client.session.live import SessionPlan
+from swarm.client.session.session import Session
+from swarm.client.session.watch import OVERDUE_S
 from swarm.errors import Refused, SessionClosed, StepTimeout
+from swarm.protocol import messages as wire
+from swarm.protocol.tensors import meta_of
 from swarm.server import handler
 from swarm.server.session import Declined
-from swarm.wire import messages as wire
-from swarm.wire.tensors import meta_of
 from tests.simulation import network
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from swarm.blocks import Blocks
-from swarm.client.router import Router, Wanted
-from swarm.client.sessions import Sessions
+from swarm.client.planning.router import Router, Wanted
+from swarm.client.session.sessions import Sessions
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.directory import Directory
 from swarm.dht.records import Announcement, Span, check_clock, check_expiry, key_id

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from swarm.blocks import Blocks
-from swarm.client.local import LocalFirst
-from swarm.client.model import DistributedModel, distribute
-from swarm.client.router import ANY_PEER, Preferences
-from swarm.client.runtime import LoopThread
-from swarm.client.swarm import ClientOptions, Swarm
+from swarm.client.hf.local import LocalFirst
+from swarm.client.hf.model import DistributedModel, distribute
+from swarm.client.hf.runtime import LoopThread
+from swarm.client.hf.swarm import ClientOptions, Swarm
+from swarm.client.planning.router import ANY_PEER, Preferences
 from swarm.dht.directory import Directory
 from swarm.dht.store import MemoryStore
 from swarm.identity import Identity

@@ -19,13 +19,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.blocks import Blocks
-from swarm.client.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
-from swarm.client.route import Route
+from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
+from swarm.client.planning.route import Route
 from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.model.traits import Traits
-from swarm.wire.messages import POSITIONS_MAX, ROLLBACK_MAX
+from swarm.protocol.messages import POSITIONS_MAX, ROLLBACK_MAX
 
 POSITIONS_DEFAULT = 1 << 20  # for models that declare no limit
 UNSUPPORTED = ("output_hidden_states", "output_attentions", "output_router_logits")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from swarm.wire import journal as journal_module
-from swarm.wire.journal import Entry, Journal, Past, rebuild_messages
-from swarm.wire.tensors import CHUNK_BYTES
+from swarm.protocol import journal as journal_module
+from swarm.protocol.journal import Entry, Journal, Past, rebuild_messages
+from swarm.protocol.tensors import CHUNK_BYTES
 
 WIDTH = 4
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from swarm.blocks import Blocks
-from swarm.client.cache import RemoteSession
-from swarm.client.model import Backend
-from swarm.client.route import Route
+from swarm.client.hf.cache import RemoteSession
+from swarm.client.hf.model import Backend
+from swarm.client.planning.route import Route
 from swarm.errors import PromptTooLong
 from swarm.model.past import SpanPast
 from swarm.model.span import Span
@@ -75,7 +75,7 @@ class _Session:
         rows: Sequence[int] | None,
         want: int,
     ) -> Tensor:
-        """As `swarm.client.session.Session.step`."""
+        """As `swarm.client.session.session.Session.step`."""
         if keep + hidden.shape[1] > self._positions_max:  # what is behind would refuse it when it is too late here
             raise PromptTooLong(keep + hidden.shape[1], self._positions_max, "the session")
         with self._computing, torch.inference_mode():

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import InvalidMessage
-from swarm.wire.messages import Close, Open, Output, Refused, Step, decode, encode
-from swarm.wire.tensors import TENSOR_BYTES_MAX, TensorMeta, decode_tensors, encode_tensor, meta_of
+from swarm.protocol.messages import Close, Open, Output, Refused, Step, decode, encode
+from swarm.protocol.tensors import TENSOR_BYTES_MAX, TensorMeta, decode_tensors, encode_tensor, meta_of
 
 SESSION = "0123456789abcdef" * 2
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from swarm.client.auto import AutoDistributedModel
+from swarm.client.hf.auto import AutoDistributedModel
 from swarm.errors import UnsupportedCheckpoint
 
 

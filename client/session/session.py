@@ -8,13 +8,13 @@ from typing import TypeGuard
 import structlog
 from torch import Tensor, cat
 
-from swarm.client.avoidance import Avoidance, Edge
-from swarm.client.chunks import Chunk, cut
-from swarm.client.flights import Flight, Flights
-from swarm.client.leg import EdgeDown, Reply, fail
-from swarm.client.live import LiveRoute, Plan, SessionPlan
-from swarm.client.route import Hop
-from swarm.client.watch import Watcher
+from swarm.client.planning.route import Hop
+from swarm.client.session.avoidance import Avoidance, Edge
+from swarm.client.session.chunks import Chunk, cut
+from swarm.client.session.flights import Flight, Flights
+from swarm.client.session.leg import EdgeDown, Reply, fail
+from swarm.client.session.live import LiveRoute, Plan, SessionPlan
+from swarm.client.session.watch import Watcher
 from swarm.errors import (
     HopFailed,
     NoRoute,
@@ -27,9 +27,9 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.net.channel import Channel, Tensors
-from swarm.wire import messages as wire
-from swarm.wire.journal import Entry, Journal, Past
-from swarm.wire.tensors import is_finite, meta_of
+from swarm.protocol import messages as wire
+from swarm.protocol.journal import Entry, Journal, Past
+from swarm.protocol.tensors import is_finite, meta_of
 
 OPEN_TIMEOUT_S = 30.0
 HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are asked again

@@ -1,7 +1,7 @@
 """Names of sessions: whose they are shows."""
 
 from swarm.identity import Identity
-from swarm.wire.naming import is_name_of, new_name
+from swarm.protocol.naming import is_name_of, new_name
 
 
 def test_a_name_is_its_owners_and_nobody_elses() -> None:

@@ -18,15 +18,15 @@ from typing import TypeVar
 from torch import Tensor
 
 from swarm.blocks import Blocks
-from swarm.client.avoidance import Avoidance, Edge
-from swarm.client.leg import Leg, Reply
-from swarm.client.route import Hop
-from swarm.client.usual import Usual
+from swarm.client.planning.route import Hop
+from swarm.client.session.avoidance import Avoidance, Edge
+from swarm.client.session.leg import Leg, Reply
+from swarm.client.session.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute, SessionClosed
 from swarm.net.channel import Channel, Remote
 from swarm.net.dialer import Dialer
-from swarm.wire import messages as wire
-from swarm.wire.journal import REPLAY_BYTES_MAX, Journal, Unconfirmed, rebuild_messages
+from swarm.protocol import messages as wire
+from swarm.protocol.journal import REPLAY_BYTES_MAX, Journal, Unconfirmed, rebuild_messages
 
 CONNECT_S = (0.5, 1.0, 2.5)  # at first, since somebody else may be quicker; the most for who is asked again
 PING_TIMEOUT_S = 5.0

@@ -26,7 +26,7 @@ class RemoteSession(Protocol):
         rows: Sequence[int] | None,
         want: int,
     ) -> Tensor:
-        """As `swarm.client.session.Session.step`."""
+        """As `swarm.client.session.session.Session.step`."""
         ...
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from swarm.wire.messages import Rebuild
-from swarm.wire.tensors import CHUNK_BYTES, bytes_of, meta_of
+from swarm.protocol.messages import Rebuild
+from swarm.protocol.tensors import CHUNK_BYTES, bytes_of, meta_of
 
 STEPS_UNFOLDED_MAX = 256  # then older steps are put together into one
 REPLAY_BYTES_MAX = 8 * CHUNK_BYTES  # of a past, on its way to hops that have not said that they have it: the window

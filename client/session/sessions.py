@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable
 
 from swarm.blocks import Blocks
-from swarm.client.avoidance import Avoidance
-from swarm.client.live import CONNECT_S, LiveRoute, Plan, SessionPlan
-from swarm.client.session import AnyEpoch, FromHop, Session
-from swarm.client.usual import Usual
+from swarm.client.session.avoidance import Avoidance
+from swarm.client.session.live import CONNECT_S, LiveRoute, Plan, SessionPlan
+from swarm.client.session.session import AnyEpoch, FromHop, Session
+from swarm.client.session.usual import Usual
 from swarm.net.channel import Channel, Tensors
 from swarm.net.dialer import Dialer
-from swarm.wire import messages as wire
+from swarm.protocol import messages as wire
 
 TURNS = 4  # new sessions that ask those who are full again, while the others wait in line
 
@@ -19,7 +19,7 @@ class Sessions:
     """The client's open sessions, by their id: where messages from hops go."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        """new_id: names a session, with 32 hex digits (`swarm.wire.naming`)."""
+        """new_id: names a session, with 32 hex digits (`swarm.protocol.naming`)."""
         self._new_id = new_id
         self.avoidance = Avoidance(asyncio.get_running_loop().time, lambda: self.dialer.heard_at)
         self._connects = Usual(CONNECT_S)

@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from swarm.client.avoidance import Edge
-from swarm.client.route import Hop
+from swarm.client.planning.route import Hop
+from swarm.client.session.avoidance import Edge
 from swarm.errors import HopFailed
 from swarm.net.channel import Channel
-from swarm.wire import messages as wire
-from swarm.wire.journal import Unconfirmed
+from swarm.protocol import messages as wire
+from swarm.protocol.journal import Unconfirmed
 
 Result = TypeVar("Result")
 Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Pong

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swarm.wire.tensors import CHUNK_BYTES
+from swarm.protocol.tensors import CHUNK_BYTES
 
 CHUNK_S = 0.05
 CHUNK_TOKENS_MIN = 64

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from swarm.blocks import BLOCKS_MAX
 from swarm.errors import InvalidMessage
 from swarm.events import printable
-from swarm.wire.tensors import TensorMeta, decode_tensors, encode_tensor
+from swarm.protocol.tensors import TensorMeta, decode_tensors, encode_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

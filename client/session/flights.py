@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swarm.client.leg import fail
-from swarm.wire.messages import Step
+from swarm.client.session.leg import fail
+from swarm.protocol.messages import Step
 
 WINDOW_MAX = 64  # what a hop can ask for
 

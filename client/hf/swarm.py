@@ -11,12 +11,12 @@ from torch import Tensor
 
 from swarm.access import EVERYBODY, Access
 from swarm.blocks import Blocks
-from swarm.client.live import SessionPlan
-from swarm.client.route import Route
-from swarm.client.router import ANY_PEER, Preferences, Router, Wanted
-from swarm.client.runtime import LoopThread
-from swarm.client.session import POSITIONS_TO_COME, Session
-from swarm.client.sessions import Sessions
+from swarm.client.hf.runtime import LoopThread
+from swarm.client.planning.route import Route
+from swarm.client.planning.router import ANY_PEER, Preferences, Router, Wanted
+from swarm.client.session.live import SessionPlan
+from swarm.client.session.session import POSITIONS_TO_COME, Session
+from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
@@ -25,8 +25,8 @@ from swarm.net.buffers import Buffers
 from swarm.net.channel import Self
 from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
-from swarm.wire.messages import ROWS_MAX
-from swarm.wire.naming import new_name
+from swarm.protocol.messages import ROWS_MAX
+from swarm.protocol.naming import new_name
 
 HELD_BYTES_MAX = 1 << 30  # of every session a window of steps, or of a past, may wait to be sent
 STEP_TIMEOUT_S = 120.0

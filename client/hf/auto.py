@@ -10,11 +10,11 @@ import torch
 
 from swarm.access import Access
 from swarm.blocks import Blocks
-from swarm.client.explain import Optimize
-from swarm.client.local import LocalFirst
-from swarm.client.model import DistributedModel, distribute
-from swarm.client.router import Preferences
-from swarm.client.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
+from swarm.client.hf.local import LocalFirst
+from swarm.client.hf.model import DistributedModel, distribute
+from swarm.client.hf.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
+from swarm.client.planning.explain import Optimize
+from swarm.client.planning.router import Preferences
 from swarm.config import load_settings
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from swarm.client.leg import EdgeDown, Leg
-from swarm.client.live import LiveRoute, runs
-from swarm.client.usual import Usual
+from swarm.client.session.leg import EdgeDown, Leg
+from swarm.client.session.live import LiveRoute, runs
+from swarm.client.session.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, Refused
-from swarm.wire.messages import Inquiry, Progress
+from swarm.protocol.messages import Inquiry, Progress
 
 PATIENCE_S = (0.15, 0.5, 1.0)  # least, before anything is known, and most
 ANSWER_S = (0.5, 1.0, 2.0)

@@ -8,11 +8,11 @@ from functools import partial
 from typing import get_args
 
 from swarm.blocks import Blocks
-from swarm.client.explain import Optimize
-from swarm.client.live import SessionPlan
-from swarm.client.route import Hop, Request, Route, Trusted, plan_request
-from swarm.client.session import Session
-from swarm.client.sessions import Sessions
+from swarm.client.planning.explain import Optimize
+from swarm.client.planning.route import Hop, Request, Route, Trusted, plan_request
+from swarm.client.session.live import SessionPlan
+from swarm.client.session.session import Session
+from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory, Survey
 from swarm.dht.validator import Entry
 from swarm.errors import BadConfiguration, NetworkError, NoRoute, RootMismatch

@@ -18,8 +18,8 @@ from statistics import median
 import numpy as np
 
 from swarm.blocks import Blocks, missing_blocks
-from swarm.client.explain import Explanation, HopEstimate, Optimize, Reason, Rejected
-from swarm.client.stages import HOP_MS, Floats, Ints, Pace, Part, Search, Stages, quickest_pace, trips_between
+from swarm.client.planning.explain import Explanation, HopEstimate, Optimize, Reason, Rejected
+from swarm.client.planning.stages import HOP_MS, Floats, Ints, Pace, Part, Search, Stages, quickest_pace, trips_between
 from swarm.dht.records import Announcement, SignedAnnouncement
 from swarm.errors import NoRoute
 from swarm.identity import public_key_of

@@ -1,0 +1,1 @@
+"""From announcements to a route. The planner is a pure function; the router feeds it from the directory."""
