@@ -11,6 +11,7 @@ import torch
 from common import Samples
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import WaitingSession
@@ -49,7 +50,7 @@ def measure_software(count: int, warm_up: int, hidden_size: int) -> dict[str, Sa
             keep = 2 * number
             server, client = loop.run(ring.step(hidden, keep))
             began = time.perf_counter()
-            waiting.step(hidden, positions=None, mask=None, keep=keep + 1, rows=None, want=1)
+            waiting.step(Activations(hidden), keep=keep + 1, rows=None, want=1)
             whole = time.perf_counter() - began
             if number >= warm_up:
                 for sample, took_s in zip(samples.values(), (server, client, whole - server), strict=True):
@@ -72,7 +73,7 @@ class _Ring:
         """Run one step. Returns seconds that the server took, and that the client took."""
         self._served.took_s = 0.0
         began = time.perf_counter()
-        await self.session.step(hidden, keep=keep, want=1)
+        await self.session.step(Activations(hidden), keep=keep, want=1)
         whole = time.perf_counter() - began
         return self._served.took_s, whole - self._served.took_s
 

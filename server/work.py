@@ -5,28 +5,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
 from swarm.protocol.messages import Rebuild, Step
-from swarm.protocol.tensors import bytes_of
 from swarm.server.batch import SINGLE_ROWS_MAX, Ready
 from swarm.server.session import HostedSession
 
 
-def step_work(
-    session: HostedSession, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
-) -> "SessionWork":
+def step_work(session: HostedSession, step: Step, activations: Activations) -> "SessionWork":
     """What an accepted step is for the compute thread."""
     session.hand_over()
-    return SessionWork(session, step.keep, step.rows, step.want, hidden, positions, mask)
+    return SessionWork(session, step.keep, step.rows, step.want, activations)
 
 
-def rebuild_work(
-    session: HostedSession, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None
-) -> "SessionWork":
+def rebuild_work(session: HostedSession, piece: Rebuild, activations: Activations) -> "SessionWork":
     """What an accepted piece of the past is for the compute thread."""
     session.hand_over()
-    return SessionWork(session, piece.start, None, None, hidden, positions, mask)
+    return SessionWork(session, piece.start, None, None, activations)
 
 
 class SessionWork:
@@ -37,13 +33,11 @@ class SessionWork:
     """
 
     __slots__ = (
+        "_activations",
         "_began",
         "_generation",
-        "_hidden",
         "_keep",
-        "_mask",
         "_outputs",
-        "_positions",
         "_rows",
         "_want",
         "done",
@@ -56,9 +50,7 @@ class SessionWork:
         keep: int,
         rows: Sequence[int] | None,
         want: int | None,
-        hidden: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
+        activations: Activations,
     ) -> None:
         """want: trailing positions that the owner gets; None keeps all, whoever gets them."""
         self.session = session
@@ -67,9 +59,7 @@ class SessionWork:
         self._keep = keep
         self._rows = rows
         self._want = want
-        self._hidden = hidden
-        self._positions = positions
-        self._mask = mask
+        self._activations = activations
         self._began = False
         self._outputs: list[Tensor] = []
 
@@ -81,12 +71,12 @@ class SessionWork:
     @property
     def rows(self) -> int:
         """Its batch."""
-        return self._hidden.shape[0]
+        return self._activations.rows
 
     @property
     def tokens(self) -> int:
         """Positions of each row."""
-        return self._hidden.shape[1]
+        return self._activations.tokens
 
     @property
     def is_single(self) -> bool:
@@ -96,7 +86,7 @@ class SessionWork:
     @property
     def input_bytes(self) -> int:
         """Memory that its activations take."""
-        return bytes_of(self._hidden, self._positions, self._mask)
+        return self._activations.n_bytes
 
     @property
     def is_gone(self) -> bool:
@@ -112,8 +102,8 @@ class SessionWork:
     def ready(self) -> Ready:
         """How the planner sees what is left."""
         session = self.session
-        packs = session.span.packs and self._mask is None and not session.is_masked
-        group = (session.span.blocks, self._hidden.dtype)
+        packs = session.span.packs and self._activations.mask is None and not session.is_masked
+        group = (session.span.blocks, self._activations.hidden.dtype)
         return Ready(session.owner.peer, group, self.rows, self.tokens - self.done, packs)
 
     def segment(self, tokens: int) -> Segment | None:
@@ -122,23 +112,15 @@ class SessionWork:
             return None
         past = self._begin()
         assert past.mask is None
-        part = slice(self.done, self.done + tokens)
-        device = self.session.span.device
-        positions = self._positions[:, part].to(device) if self._positions is not None else None
-        return Segment(self._hidden[:, part].to(device), past.cache, positions)
+        part = self._activations.part(self.done, self.done + tokens).to(self.session.span.device)
+        return Segment(part.hidden, past.cache, part.positions)
 
     def run(self, tokens: int) -> None:
         """Compute the next positions alone."""
         if self.is_gone:
             return
         past, span = self._begin(), self.session.span
-        hidden, positions, mask = self._hidden, self._positions, self._mask
-        if tokens < self.tokens:
-            part = slice(self.done, self.done + tokens)
-            hidden = hidden[:, part]
-            positions = positions[:, part] if positions is not None else None
-            mask = mask[:, part] if mask is not None else None
-        self.take(past.forward(span, hidden, positions, mask))
+        self.take(past.forward(span, self._activations.part(self.done, self.done + tokens)))
 
     def take(self, output: Tensor) -> None:
         """Keep the output of the next positions."""
