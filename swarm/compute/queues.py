@@ -24,20 +24,17 @@ class Queue(Presence):
     over when the head came. stepped_at: when the session's last decode step ran.
     """
 
-    __slots__ = ("_tenure", "since", "single", "stepped_at", "tasks")
+    __slots__ = ("_tenure", "head", "since", "single", "stepped_at", "tasks")
+
+    head: Task  # while one waits
 
     def __init__(self, tenure: Tenure | None) -> None:
         super().__init__()
         self._tenure = None if tenure is None else weakref.ref(tenure)  # a queue keeps no cache in memory
-        self.tasks: deque[tuple[Task, int]] = deque()  # each with the number of iterations before it
+        self.tasks: deque[tuple[Task, int]] = deque()  # the head first, each with the number of iterations before it
         self.single = False
         self.since = 0
         self.stepped_at = NEVER
-
-    @property
-    def head(self) -> Task:
-        """The task that runs next."""
-        return self.tasks[0][0]
 
     @property
     def is_alive(self) -> bool:
@@ -119,13 +116,13 @@ class Queues:
 
     def _file(self, queue: Queue) -> None:
         """Give a queue with a new head its place."""
-        task, queue.since = queue.tasks[0]
+        queue.head, queue.since = task, _ = queue.tasks[0]
         queue.single = task.tokens == 1 and task.rows <= self._limits.batch.single_rows_max
         (self.single if queue.single else self._long.setdefault(task.owner, {}))[queue] = None
 
     def _pop(self, queue: Queue) -> None:
         """Remove a queue's head."""
-        task, _ = queue.tasks.popleft()
+        task = queue.tasks.popleft()[0]
         if queue.single:
             del self.single[queue]
         else:
@@ -135,6 +132,8 @@ class Queues:
                 del self._long[task.owner]
         if queue.tasks:
             self._file(queue)
+        else:
+            del queue.head  # or the queue would keep its tenure alive
 
     def _turn(self, queue: Queue) -> float:
         served = self._served.get((queue.head.owner, queue.single), 0)

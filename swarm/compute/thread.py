@@ -57,23 +57,31 @@ class ComputeThread:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():  # entered once: entering it for every step costs 15 % of a small one
-            while (batch := self._next()) is not None:
-                began = time.perf_counter()
-                failed = run(batch.parts)
-                now = time.perf_counter()
-                self._deliver(self._scheduler.ran(batch, now, now - began, failed), failed)
+            while self._iterate():
+                pass  # and nothing of a batch is kept while the next one is waited for
+
+    def _iterate(self) -> bool:
+        """Run the next batch and deliver what is finished. Returns False when there will be none."""
+        batch = self._next()
+        if batch is None:
+            return False
+        began = time.perf_counter()
+        failed = run(batch.parts)
+        now = time.perf_counter()
+        self._deliver(self._scheduler.ran(batch, now, now - began, failed), failed)
+        return True
 
     def _next(self) -> Batch | None:
         """Wait for a batch; None when the thread is stopped and nothing is left."""
-        until = 0.0
+        if not self._news.empty():
+            self._take(0.0)
         while True:
-            self._take(until)
             plan = self._scheduler.form(time.perf_counter(), linger=not self._stopping)
             if isinstance(plan, Batch):
                 return plan
             if self._stopping:
                 return None
-            until = plan.until
+            self._take(plan.until)
 
     def _take(self, until: float) -> None:
         """Queue all news. Where there are none, wait for the first, no longer than until then."""
@@ -115,24 +123,20 @@ def deliver(finished: Sequence[tuple[Done, object]]) -> None:
 
 def run(parts: Sequence[Part]) -> dict[Task, Exception]:
     """Run a batch. Returns the errors of the tasks that failed: an error fails one session, not the server."""
-    failed: dict[Task, Exception] = {}
     if len(parts) > 1:
-        _run_packed(parts, failed)
-    else:
-        _run_alone(parts, failed)
-    return failed
-
-
-def _run_alone(parts: Sequence[Part], failed: dict[Task, Exception]) -> None:
+        return _run_packed(parts)
+    failed: dict[Task, Exception] = {}
     for task, tokens, _ in parts:
         try:
             task.run(tokens)
         except Exception as error:  # noqa: BLE001 - whatever a model raises
             failed[task] = error
+    return failed
 
 
-def _run_packed(parts: Sequence[Part], failed: dict[Task, Exception]) -> None:
+def _run_packed(parts: Sequence[Part]) -> dict[Task, Exception]:
     """Run parts as one packed step; where that fails, one by one, so that only the guilty one fails."""
+    failed: dict[Task, Exception] = {}
     running: list[Part] = []
     segments: list[object] = []
     for part in parts:
@@ -145,15 +149,17 @@ def _run_packed(parts: Sequence[Part], failed: dict[Task, Exception]) -> None:
                 running.append(part)
                 segments.append(segment)
     if not running:
-        return
+        return failed
     try:
         outputs = cast(Packable, running[0].task).forward_packed(segments)
     except Exception as error:  # noqa: BLE001 - as above
         _log.warning("a batch failed, its steps run one by one", sessions=len(running), error=type(error).__name__)
-        _run_alone(running, failed)
-        return
+        for part in running:
+            failed |= run([part])
+        return failed
     for part, output in zip(running, outputs, strict=True):
         cast(Packable, part.task).take(output)
+    return failed
 
 
 def _outcome(task: Task, failed: Mapping[Task, Exception]) -> object:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -45,7 +46,7 @@ class Held:
         """Return all results, in their order, but that of the task that held the thread up."""
         self._go.set()
         await asyncio.gather(*self._pending)
-        return dict(self.results[1:])
+        return {name: result for name, result in self.results if name != "held"}
 
 
 @pytest.fixture
@@ -138,6 +139,19 @@ async def test_tasks_that_do_not_count_are_delivered_as_none(held: Held):
     assert results["closed"] is None
     assert results["goes on"] is not None
     assert span.calls == [[1]]
+
+
+async def test_an_idle_thread_holds_no_ended_session(compute: ComputeThread):
+    """Its cache is large."""
+    over = asyncio.get_running_loop().create_future()
+    task = step(Doubling())
+    tenure = weakref.ref(task.tenure)
+    compute.submit(task, lambda _: over.set_result(None))
+    await over
+    del task
+    async with asyncio.timeout(5):
+        while tenure() is not None:
+            await asyncio.sleep(0.001)
 
 
 async def test_stop_finishes_what_is_queued(compute: ComputeThread, held: Held):
