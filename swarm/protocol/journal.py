@@ -14,11 +14,20 @@ import torch
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.limits import limit
 from swarm.protocol.messages import Rebuild
 from swarm.protocol.tensors import CHUNK_BYTES, metas_of
 
-STEPS_UNFOLDED_MAX = 256  # then older steps are put together into one
 REPLAY_BYTES_MAX = 8 * CHUNK_BYTES  # of a past, on its way to hops that have not said that they have it: the window
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLimits:
+    """Bounds on one journal."""
+
+    steps_unfolded_max: int = limit(
+        256, "steps", "then the older half is put together: no past is found after a step of it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +88,24 @@ class Entry:
 class Journal:
     """The outputs of one session on one hop, or the client's embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: JournalLimits | None = None) -> None:
         self.n_bytes = 0
         self._entries: list[Entry] = []
+        self._unfolded_max = (limits or JournalLimits()).steps_unfolded_max
 
     def add(self, entry: Entry) -> int:
         """Note a step; they come in order. Returns by how many bytes the journal has grown."""
         before = self.n_bytes
         self._entries.append(entry)
         self.n_bytes += entry.past.n_bytes
-        if len(self._entries) > STEPS_UNFOLDED_MAX:
+        if len(self._entries) > self._unfolded_max:
             self._fold(len(self._entries) // 2)
         return self.n_bytes - before
+
+    def truncate(self, after_step: int) -> None:
+        """Forget the steps behind this one, of the last `steps_unfolded_max` // 2: they were noted and never sent."""
+        while self._entries and self._entries[-1].step > after_step:
+            self.n_bytes -= self._entries.pop().past.n_bytes
 
     def n_bytes_with(self, entry: Entry) -> int:
         """Memory that it will take when this step is noted, too. To be asked before, where there is a limit.
@@ -98,20 +113,20 @@ class Journal:
         Putting steps together carries out their gathers: a past may be a thousand times as large then. Here nothing
         is copied.
         """
-        if len(self._entries) < STEPS_UNFOLDED_MAX:
+        if len(self._entries) < self._unfolded_max:
             return self.n_bytes + entry.past.n_bytes
         count = (len(self._entries) + 1) // 2  # as `add` will have it
         folded = _joined_bytes(self.past_after(self._entries[count - 1].step))
         return folded + sum(each.past.n_bytes for each in (*self._entries[count:], entry))
 
     def output_of(self, step: int) -> Activations:
-        """Return what went on with one of the last STEPS_UNFOLDED_MAX // 2 steps."""
+        """Return what went on with one of the last `steps_unfolded_max` // 2 steps."""
         return next(entry.past.activations for entry in reversed(self._entries) if entry.step == step)
 
     def past_after(self, step: int) -> tuple[Past, ...]:
         """Return the session's past as it was right after `step`, as pieces in order; none where nothing was.
 
-        Only for the last STEPS_UNFOLDED_MAX // 2 steps: older ones have been put together.
+        Only for the last `steps_unfolded_max` // 2 steps: older ones have been put together.
         """
         pieces: list[Past] = []
         stop: int | None = None  # what the later steps left: the positions before it
@@ -142,10 +157,10 @@ class Journal:
 
 
 def rebuild_messages(
-    session: str, epoch: int, pieces: Sequence[Past], hops: int
+    session: str, epoch: int, pieces: Sequence[Past], hops: int, chunk_bytes: int | None = None
 ) -> Iterator[tuple[Rebuild, Activations]]:
     """Write a past as messages of about CHUNK_BYTES, with their activations, each made when it is asked for."""
-    for part in _chunks(pieces):
+    for part in _chunks(pieces, chunk_bytes or CHUNK_BYTES):
         metas = metas_of(part.activations)
         message = Rebuild(
             session=session,
@@ -194,11 +209,11 @@ class Unconfirmed:
         return last
 
 
-def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:
+def _chunks(pieces: Sequence[Past], chunk_bytes: int) -> Iterator[Past]:
     if not pieces:
         return
     hidden = pieces[0].activations.hidden
-    size = max(1, CHUNK_BYTES // (pieces[0].rows * hidden.shape[2] * hidden.element_size()))
+    size = max(1, chunk_bytes // (pieces[0].rows * hidden.shape[2] * hidden.element_size()))
     beside = _beside(pieces)
     for first in range(pieces[0].start, pieces[-1].stop, size):
         last = first + size
