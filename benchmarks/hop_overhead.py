@@ -26,13 +26,13 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.client.hf.runtime import LoopThread
+from swarm.compute.thread import ComputeThread
 from swarm.demo.local import LocalSwarm
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.net.channel import Sealer
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
-from swarm.server.executor import ComputeThread
 
 PROMPT_TOKENS = 16
 WARM_UP = 20

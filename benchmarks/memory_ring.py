@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +19,7 @@ from swarm.client.planning.route import Hop
 from swarm.client.session.live import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.sessions import Sessions
+from swarm.compute.task import Done, Executor, Task
 from swarm.identity import Identity
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
@@ -26,7 +27,6 @@ from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Line
 from swarm.protocol.naming import new_name
-from swarm.server.executor import Executor
 from swarm.server.handler import Handler
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
@@ -156,8 +156,8 @@ class _Wire:
 class _Inline:
     """Computes at once."""
 
-    def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        done(job())
+    def submit(self, task: Task, done: Done) -> None:
+        done(task.complete())
 
 
 class _NoDialer:

@@ -11,6 +11,7 @@ import structlog
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.compute.task import Executor, Forward, Probe
 from swarm.dht.records import Announcement
 from swarm.errors import ChannelClosed, InvalidMessage, NetworkError
 from swarm.model.allocator import return_free_memory
@@ -40,7 +41,6 @@ from swarm.protocol.messages import (
 from swarm.protocol.naming import is_name_of
 from swarm.protocol.tensors import is_finite, meta_of
 from swarm.server.accounts import Accounts
-from swarm.server.executor import Executor
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
 from swarm.server.session import (
@@ -52,7 +52,6 @@ from swarm.server.session import (
     Leases,
     Sent,
 )
-from swarm.server.work import SessionWork, rebuild_work, step_work
 
 SESSIONS_MAX = 1024
 SESSIONS_SHARE = 16  # a peer may have one for so many that are free: 60 where nobody else has any
@@ -129,7 +128,7 @@ class Handler:
             self.accounts.sweep()
             if self.sessions or self._session_ended_lately:
                 self._session_ended_lately = False
-                self._executor.submit(return_free_memory, lambda _: None)  # the allocator keeps much for itself
+                self._executor.submit(Probe(return_free_memory), lambda _: None)  # the allocator keeps much for itself
 
     def peers_in_use(self) -> set[str]:
         """Those who take part in sessions: they may be silent for long."""
@@ -324,20 +323,20 @@ class Handler:
             self._refuse(session.owner, piece, None, declined)
             session.payer(channel).note_chatter(activations)
             return
-        work = rebuild_work(session, piece, activations)
-        self._executor.submit(work, partial(self._on_rebuilt, work, piece, _beside(activations)))
+        task = session.hand_over(piece, activations)
+        self._executor.submit(task, partial(self._on_rebuilt, session, task, piece, _beside(activations)))
 
     def _on_rebuilt(
         self,
-        work: SessionWork,
+        session: HostedSession,
+        task: Forward,
         piece: Rebuild,
         beside: tuple[Tensor | None, Tensor | None],
         result: Tensor | Exception | None,
     ) -> None:
-        session = work.session
         self.jobs_done += 1
-        session.let_go(work.input_bytes)
-        if work.is_gone or result is None:
+        session.let_go(task.activations.n_bytes)
+        if task.is_gone or result is None:
             return
         session.computed_piece()
         if session.epoch != piece.epoch:
@@ -431,22 +430,22 @@ class Handler:
         if activations.tokens == 1:
             channel.note_decode(activations.hidden.nbytes)
         self.steps_under_way += 1
-        work = step_work(session, step, activations)
-        self._executor.submit(work, partial(self._on_computed, work, step, _beside(activations), arrived_at))
+        task = session.hand_over(step, activations)
+        self._executor.submit(task, partial(self._on_computed, session, task, step, _beside(activations), arrived_at))
 
     def _on_computed(
         self,
-        work: SessionWork,
+        session: HostedSession,
+        task: Forward,
         step: Step,
         beside: tuple[Tensor | None, Tensor | None],
         arrived_at: float,
         result: Tensor | Exception | None,
     ) -> None:
-        session = work.session
         self.jobs_done += 1
         self.steps_under_way -= 1
-        session.let_go(work.input_bytes)
-        if work.is_gone or result is None:
+        session.let_go(task.activations.n_bytes)
+        if task.is_gone or result is None:
             return
         session.computed_step()
         if isinstance(result, Exception):

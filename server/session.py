@@ -1,7 +1,7 @@
 """A session as one hop holds it: who may use it, how far it is, and what it computes.
 
-Two threads share a session. The loop decides and counts (everything but the past); the compute thread owns `SpanPast`,
-the cache and the attention mask, and sees the steps in the order in which the loop accepted them.
+The loop decides and counts. The cache and the attention mask are the compute thread's: a `Tenure` of them is the
+session's, and its tasks run in the order in which the loop accepted their steps.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm.activations import Activations
-from swarm.model.past import SpanPast
+from swarm.compute.task import Forward, Tenure
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.protocol.journal import REPLAY_BYTES_MAX, Entry, Journal, Unconfirmed, rebuild_messages
@@ -126,7 +126,7 @@ class HostedSession:
         self.used_at = now
         self.grant = Grant.of(request, now)
         self.closed = False
-        self.generation = 0  # raised when the past is forgotten: what was accepted before counts no more
+        self.tenure = Tenure(owner.peer, span, request.rollback_max)  # another one when the past is forgotten
         self._sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
         self._promised = leases.prices.tokens(request.batch, request.positions_soon, request.rollback_max)
         self._positions_max = min(request.positions_max, span.traits.positions_max or POSITIONS_MAX)
@@ -139,7 +139,6 @@ class HostedSession:
         self.span = span
         self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
         self._refused = _Refused(0, now, set())
-        self._past: SpanPast | None = None
 
     # In the loop
 
@@ -193,7 +192,7 @@ class HostedSession:
 
     def close(self) -> None:
         """End it, and give back what it holds: all but what the compute thread still has."""
-        self.closed = True
+        self.closed = self.tenure.over = True
         self.end_replay()
         self.leave_window()
         self.leases.outputs.release()
@@ -213,7 +212,8 @@ class HostedSession:
         self.previous = request.previous or self.owner.peer
         self.has_next = request.next_record is not None or request.relay
         if request.reset:
-            self.generation += 1
+            self.tenure.over = True
+            self.tenure = Tenure(self.owner.peer, self.span, self._rollback_max)
             self._sent.clear()
             self.leases.outputs.release()
             self._step, self._length, self._rows = request.after_step, 0, 0
@@ -414,9 +414,13 @@ class HostedSession:
         elif self._rows and step.keep and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
 
-    def hand_over(self) -> None:
-        """Note that the compute thread gets work of it."""
+    def hand_over(self, message: Step | Rebuild, activations: Activations) -> Forward:
+        """Return what an accepted message is for the compute thread, which gets it now."""
         self._works += 1
+        if isinstance(message, Rebuild):
+            return Forward(self.tenure, activations, keep=message.start)
+        want = None if self.has_next else message.want
+        return Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
 
     def let_go(self, input_bytes: int) -> None:
         """Note that work with so much input has come back from there, whatever became of it."""
@@ -437,21 +441,6 @@ class HostedSession:
         if self._works:
             return
         if self.closed:
-            self._past = None
             self.leases.cache.release()
         elif self._rebuild_from is None:
             self.leases.cache.resize(self.leases.prices.tokens(self._rows, self._length, self._rollback_max))
-
-    # In the compute thread
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether some of the past is padding."""
-        return self._past is not None and self._past.mask is not None
-
-    @property
-    def past(self) -> SpanPast:
-        """What the blocks remember; made when something is to be remembered, which takes longer than opening."""
-        if self._past is None:
-            self._past = SpanPast(self.span.new_cache(self._rollback_max))
-        return self._past

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from swarm.server.work import SessionWork
 
 from swarm.activations import Activations
-from swarm.server import executor as executor_module
-from swarm.server.batch import Company, Pace, Ready, Slice
-from swarm.server.executor import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
-from swarm.server.work import SessionWork
+from swarm.compute import thread as executor_module
+from swarm.compute.batch import Company, Pace, Ready, Slice
+from swarm.compute.thread import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
 
 
 async def test_a_sessions_results_come_in_order_however_they_were_batched():
