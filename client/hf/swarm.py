@@ -15,8 +15,8 @@ from swarm.blocks import Blocks
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.planning.route import Route
 from swarm.client.planning.router import ANY_PEER, Preferences, Router, Wanted
-from swarm.client.session.live import SessionPlan
-from swarm.client.session.session import POSITIONS_TO_COME, Session
+from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import Session
 from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
@@ -117,9 +117,8 @@ class Swarm:
 
     async def _live(self, join: Join, joined: "asyncio.Future[None]") -> None:
         async with join() as directory:
-            sessions = Sessions(partial(new_name, self._me.identity.peer_id))
             self._me = replace(self._me, public=directory.public)
-            sessions.dialer = Dialer(self._me, sessions.on_message)
+            sessions = Sessions(partial(new_name, self._me.identity.peer_id), partial(Dialer, self._me))
             self._router = Router(self._wanted, directory, sessions, self._options.preferences)
             keeping = asyncio.create_task(self._router.keep_fresh())
             try:
@@ -130,8 +129,7 @@ class Swarm:
                 await sessions.close()
 
     async def _open(self, blocks: Blocks, plan: SessionPlan, rows: int, tokens: int) -> Session:
-        soon = min(plan.positions_max, tokens + POSITIONS_TO_COME)
-        self._latest = await self._router.open(blocks, replace(plan, batch=rows, positions_soon=soon))
+        self._latest = await self._router.open(blocks, plan.sized(rows, tokens))
         return self._latest
 
     async def _route(self) -> Route:

@@ -10,7 +10,7 @@ from typing import get_args
 from swarm.blocks import Blocks
 from swarm.client.planning.explain import Optimize
 from swarm.client.planning.route import Hop, Request, Route, Trusted, plan_request
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory, Survey

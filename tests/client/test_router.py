@@ -4,11 +4,11 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from swarm.client.session.live import SessionPlan
 
 from swarm.blocks import Blocks
 from swarm.client.planning.router import NOW_S, Router, Wanted
 from swarm.client.session.avoidance import Avoidance
-from swarm.client.session.live import SessionPlan
 from swarm.dht.directory import Survey
 from swarm.errors import NoRoute, RootMismatch, Unreachable
 from tests.client.test_route import server

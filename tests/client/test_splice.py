@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from swarm.client.session.live import LiveRoute, SessionPlan
 
 from swarm.blocks import Blocks
 from swarm.client.planning.route import plan_route
 from swarm.client.session.leg import Leg
-from swarm.client.session.live import LiveRoute, SessionPlan
 from swarm.errors import NoRoute
 from tests.client.test_route import server
 

@@ -1,8 +1,8 @@
 """What is concluded from what hops say."""
 
 import pytest
-
 from swarm.client.session.usual import Usual
+
 from swarm.client.session.watch import (
     ANSWER_S,
     GIVE_UP_ROUNDS,

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from swarm.client.session.live import SessionPlan
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.planning.router import Preferences, Router, Wanted
-from swarm.client.session.live import SessionPlan
 from swarm.errors import HopFailed, NoRoute
 from swarm.identity import Identity
 from tests.simulation.loop import VirtualLoop

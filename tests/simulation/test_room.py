@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from swarm.client.session.live import SessionPlan
 
 from swarm.blocks import Blocks
 from swarm.client.planning.router import ANY_PEER
-from swarm.client.session.live import SessionPlan
 from swarm.client.session.session import POSITIONS_TO_COME, Session
 from swarm.errors import NoRoute, Refused
 from swarm.protocol import messages as wire
