@@ -26,7 +26,7 @@ from swarm.client.session.circuit import Circuit, Rebuilding, Shared
 from swarm.client.session.leg import Leg, LegState, Reply
 from swarm.client.session.limits import ConnectLimits
 from swarm.client.session.plan import Planner
-from swarm.client.session.standing import Layout, Standing
+from swarm.client.session.standing import Standing
 from swarm.errors import ChannelClosed, NetworkError, NoRoute, SessionClosed
 from swarm.net.channel import Remote
 from swarm.protocol import messages as wire
@@ -135,7 +135,9 @@ class Attempt:
         await _all_or_errors(self._dial(legs[index]) for index in sorted(new))
         if gone := next((leg for leg in legs if leg.has_failed), None):
             raise gone.broken("it failed before it was asked")  # its reply would be awaited in vain
-        layout = self._with_relays(self._circuit.layout)
+        edges = range(len(legs) - 1)
+        layout = self._circuit.layout
+        layout = layout.with_relays(frozenset(i for i in edges if self._shared.avoidance.blocked(layout.edge(i))))
         self._circuit.adopt(layout)
         itinerary = layout.itinerary(self._circuit.session, after_step)
         replies = []
@@ -147,21 +149,22 @@ class Attempt:
             else:
                 leg.send(itinerary.reroute(index, reset=index in reset))
         replies += [legs[index].expect(wire.Pong) for index in sorted(new)]
-        pings = [asyncio.ensure_future(self._ping(legs[index])) for index in new]
-        try:
-            asked = [*legs, *(legs[index] for index in sorted(new))]
-            answers = await _answered(replies, asked, self._limits.reply_s, "did not answer")
-        finally:
-            for ping in pings:
-                ping.cancel()
+        answers = await self._replies(replies, new)
         for leg, answer in zip(legs, answers, strict=False):
             leg.state = LegState.OPEN if leg.state is LegState.PLANNED else leg.state
             leg.window = answer.window if isinstance(answer, wire.Opened) else leg.window
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
 
-    def _with_relays(self, layout: Layout) -> Layout:
-        edges = range(len(layout.legs) - 1)
-        return layout.with_relays(frozenset(i for i in edges if self._shared.avoidance.blocked(layout.edge(i))))
+    async def _replies(self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int]) -> list[Reply]:
+        """Wait for the replies of all legs, and then for the pings of the new ones. Raises HopFailed."""
+        legs = self._circuit.layout.legs
+        pings = [asyncio.ensure_future(self._ping(legs[index])) for index in new]
+        try:
+            asked = [*legs, *(legs[index] for index in sorted(new))]
+            return await _answered(replies, asked, self._limits.reply_s, "did not answer")
+        finally:
+            for ping in pings:
+                ping.cancel()
 
     async def _rebuild(
         self, empty: set[int], journals: Collection[int], terms: Terms, past: Sequence[Past], after_step: int

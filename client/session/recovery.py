@@ -72,21 +72,35 @@ Action: TypeAlias = Queue | Attempt | Wait | Fail
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One recovery. Times are the loop's, in seconds.
+class Patience:
+    """How long a session waits. Times are the loop's, in seconds.
 
-    is_new: no step was answered yet. patience_s: how long to wait for a holder that no server announces. held_s: how
-    long the session holds its room while it waits for more. crowded: the client's other new sessions ask full hops.
-    without: processes that failed or declined since the last wait. last: the last fault. busy: a hop that has all of
-    the past, and takes no new neighbours for a moment. nobody: why the last attempt found no route. cut_off: no peer
-    can be reached, so nothing is held against any.
+    deadline: of the step. holders_s: for a holder of blocks that no server announces. room_s: while the session holds
+    its room and waits for more.
     """
 
     began: float
     deadline: float
+    holders_s: float
+    room_s: float
+
+    def gives_back(self, full: Refused, now: float) -> bool:
+        """Whether the session gives its room back while it waits for more: other sessions may wait for that."""
+        return full.code == "no_room" and now - self.began > self.room_s
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One recovery.
+
+    is_new: no step was answered yet. crowded: the client's other new sessions ask full hops. has_turn: to ask them.
+    without: processes that failed or declined since the last wait. last: the last fault. busy: a hop that has all of
+    the past, and takes no new neighbours for a moment. nobody: why the last attempt found no route. cut_off: no peer
+    can be reached, so nothing is held against any; cut_off_at: the last time that it was so.
+    """
+
+    patience: Patience
     is_new: bool
-    patience_s: float
-    held_s: float
     crowded: bool = False
     has_turn: bool = False
     without: frozenset[str] = frozenset()
@@ -145,8 +159,8 @@ def decide(case: Case, now: float, limits: RecoveryLimits) -> Action:
         return _wait_for_room(case, case.last, now, limits)
     # Processes that failed may have lost only a connection, or be about to be started again.
     asked = case.without or case.cut_off_at
-    patience_s = max(case.patience_s, limits.holders_s if asked else 0.0)
-    if now - max(case.began, case.cut_off_at) < patience_s:
+    holders_s = max(case.patience.holders_s, limits.holders_s if asked else 0.0)
+    if now - max(case.patience.began, case.cut_off_at) < holders_s:
         return Wait(min(limits.wait_most_s, limits.wait_first_s * 2.0**case.waits))
     return Fail(_error(case, case.nobody))
 
@@ -157,10 +171,10 @@ def _wait_for_room(case: Case, full: Refused, now: float, limits: RecoveryLimits
     Sessions that wait for more room, and hold some, may wait for each other: so this one gives its own back in time.
     """
     for_s = min(limits.wait_most_s, max(limits.ask_s, full.retry_after_s or 0.0))
-    if now + for_s >= case.deadline:
+    if now + for_s >= case.patience.deadline:
         return Fail(full)
     new_and_refused = case.is_new and case.nobody is not None
-    give_back = new_and_refused or (full.code == "no_room" and now - case.began > case.held_s)
+    give_back = new_and_refused or case.patience.gives_back(full, now)
     return Wait(for_s, give_back=give_back, for_room=True)
 
 
@@ -242,9 +256,7 @@ class RefusedStep:
     unable: processes that called it impossible. alone: no other hop can take over from the last one that refused.
     """
 
-    began: float
-    deadline: float
-    held_s: float
+    patience: Patience
     renewed: bool = False
     waited: bool = False
     unable: frozenset[str] = frozenset()
@@ -282,13 +294,12 @@ def after_refusal(
         return Renew()
     if refused.retry_after_s is None:
         unable = step.unable | {process}
-        is_late = refused.code == "too_late" and now > step.deadline - limits.late_s
+        is_late = refused.code == "too_late" and now > step.patience.deadline - limits.late_s
         is_believed = is_late or (refused.code != "no_room" and len(unable) > 1)
         return Fail(refused) if is_believed or step.alone else MoveAway(unable)
     if step.waited and not step.alone:
         return MoveAway(frozenset({process}))
     for_s = refused.retry_after_s if step.waited else min(limits.room_s, refused.retry_after_s)
-    if now + for_s >= step.deadline:
+    if now + for_s >= step.patience.deadline:
         return Fail(refused)
-    give_back = refused.code == "no_room" and now - step.began > step.held_s
-    return Wait(for_s, give_back=give_back, for_room=True)
+    return Wait(for_s, give_back=step.patience.gives_back(refused, now), for_room=True)

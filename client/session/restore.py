@@ -10,7 +10,7 @@ from swarm.client.session import recovery
 from swarm.client.session.attempt import Attempt, Finder
 from swarm.client.session.circuit import Circuit, Shared
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.recovery import Avoid, Block, Case, Defer, Fail, Fault, Queue, Wait
+from swarm.client.session.recovery import Avoid, Block, Case, Defer, Fail, Fault, Patience, Queue, Wait
 from swarm.client.session.steps import Steps
 from swarm.errors import EdgeDown, HopFailed, NoRoute, Refused, SessionClosed
 
@@ -44,11 +44,8 @@ class Restorer:
     async def _recover(self, deadline: float) -> None:
         is_new = not self._steps.answered
         case = Case(
-            began=self._loop.time(),
-            deadline=deadline,
+            self.patience(deadline),
             is_new=is_new,
-            patience_s=self._plan.wait_for_blocks_s,
-            held_s=self.held_s,
             crowded=is_new and self._shared.turns.locked(),
         )
         self._spent.clear()
@@ -60,7 +57,7 @@ class Restorer:
             turn.give_back()
         self.repairs += 1
         route = [f"{hop.peer_id} {hop.blocks}" for hop in self._circuit.layout.hops]
-        took = {"seconds": self._loop.time() - case.began, **self._spent}
+        took = {"seconds": self._loop.time() - case.patience.began, **self._spent}
         rounded = {phase: round(s, 3) for phase, s in took.items()}
         _log.info("route stands", session=self._circuit.session[:8], route=route, **rounded)
 
@@ -83,10 +80,11 @@ class Restorer:
         if action.for_room:
             self._steps.slow_down()
 
-    @property
-    def held_s(self) -> float:
-        """How long the session holds room while it waits for more: not the same for two that wait for each other."""
-        return self._shared.limits.recovery.held_s * (1 + int(self._circuit.session[:8], 16) / 2**32)
+    def patience(self, deadline: float) -> Patience:
+        """Return how long the session waits from now on, in a step with this deadline."""
+        # Two sessions that wait for each other's room must not both give way at once.
+        room_s = self._shared.limits.recovery.held_s * (1 + int(self._circuit.session[:8], 16) / 2**32)
+        return Patience(self._loop.time(), deadline, self._plan.wait_for_blocks_s, room_s)
 
     async def _round(self, case: Case, turn: "_Turn") -> Case:
         """Take in the faults since the last round, then act until an attempt was made."""
@@ -126,7 +124,7 @@ class Restorer:
                 if full is not None:
                     self._circuit.leave()
                 first_s = self._shared.limits.recovery.wait_first_s
-                await turn.take(full, None if full is None else case.deadline - first_s)
+                await turn.take(full, None if full is None else case.patience.deadline - first_s)
             case Wait():
                 await self.wait(action)
         return case.done(action)

@@ -49,12 +49,10 @@ class Session:
 
     def __init__(self, session_id: str, plan: SessionPlan, blocks: Blocks, planner: Planner, shared: Shared) -> None:
         """blocks: what the route is to cover. planner: finds the hops, and later those that take over from others."""
-        self.id = session_id
         self.length = 0  # positions that every hop has
         self._plan = plan
         self._shared = shared
-        self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()  # done when it is closed
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when it is closed
         self._error: SwarmError | None = None  # what the session has ended with
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
@@ -63,6 +61,11 @@ class Session:
         self._watcher = Watcher(self._circuit, self._steps, shared.limits.watch)
         self._mover = Mover(self._circuit, self._restorer, self._watcher, self._lock, plan.step_timeout_s)
         self.inlet = Inlet(self._circuit, self._steps, self._mover.ask, self._mover.idle_s, shared.limits.recovery)
+
+    @property
+    def id(self) -> str:
+        """Its name on every hop."""
+        return self._circuit.session
 
     @property
     def route(self) -> tuple[Hop, ...]:
@@ -77,7 +80,7 @@ class Session:
     async def open(self) -> None:
         """Find a route and open the session on it. Called once, by `Sessions.open`."""
         limit_s = max(self._shared.limits.connect.open_s, self._plan.step_timeout_s) + self._plan.wait_for_blocks_s
-        deadline = self._loop.time() + self._plan.step_timeout_s
+        deadline = _now() + self._plan.step_timeout_s
         try:
             async with asyncio.timeout(limit_s), self._lock:
                 with self._watcher.watching():
@@ -100,7 +103,7 @@ class Session:
         Raises PromptTooLong, and nothing has changed; or StepTimeout, HopFailed, NoRoute, Refused or SessionClosed, and
         the session has ended.
         """
-        deadline = self._loop.time() + self._plan.step_timeout_s
+        deadline = _now() + self._plan.step_timeout_s
         has_begun = False
         try:
             async with asyncio.timeout_at(deadline), self._lock:
@@ -149,7 +152,7 @@ class Session:
 
     async def _run(self, chunks: Iterator[Chunk], tokens: int, deadline: float) -> list[Tensor]:
         """Send chunks, at most a window of them in flight, and collect the wanted positions of each."""
-        began, repairs = self._loop.time(), self._restorer.repairs
+        began, repairs = _now(), self._restorer.repairs
         outputs: list[Tensor] = []
         waiting: list[Ticket] = []
         with self._watcher.watching():
@@ -165,12 +168,12 @@ class Session:
             finally:
                 self._steps.clear()
         if self._restorer.repairs == repairs and tokens == 1:
-            self._watcher.patience.observe(self._loop.time() - began)
+            self._watcher.patience.observe(_now() - began)
         return outputs
 
     async def _collect(self, ticket: Ticket, deadline: float) -> list[Tensor]:
         """Return one step's output, if any is wanted, and repair the route as needed until it is there."""
-        refused_step = RefusedStep(self._loop.time(), deadline, self._restorer.held_s)
+        refused_step = RefusedStep(self._restorer.patience(deadline))
         while True:
             if not self._circuit.is_standing and ticket.outcome is None:
                 await self._restorer.restore(deadline)  # a fault between two steps has failed neither
@@ -190,7 +193,7 @@ class Session:
         """Do what follows from a refused step, until it may be sent again. Raises the refusal if it may not."""
         process = self._circuit.layout.process_of(refused.peer)
         while True:
-            action = after_refusal(step, refused, process, self._loop.time(), self._shared.limits.recovery)
+            action = after_refusal(step, refused, process, _now(), self._shared.limits.recovery)
             match action:
                 case Fail(error):
                     raise error
@@ -237,3 +240,7 @@ class Session:
         if self._error is None:
             self._error = error
         self._steps.fail(error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

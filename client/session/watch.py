@@ -1,95 +1,26 @@
-"""Is a hop slow, stuck, or gone? Concluded from the hops' answers when a step takes longer than steps did before.
+"""Asks a session's hops how far they are when a step takes longer than steps did before.
 
-The client asks all hops as soon as a step is late, because asking costs next to nothing. A hop that does not answer has
-failed. If all answer, the *front* is the first hop that is not done. A front that computes may take its time as long as
-it finishes jobs, and after a minute another hop is asked, if there is one. If the front has nothing to compute, and no
-byte comes to it, the message that it waits for is lost.
+Asking costs next to nothing. A hop that does not answer has failed, however open its connection is; what the answers
+of all hops mean is decided in `rounds`.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import structlog
 
 from swarm.client.session.circuit import Circuit
 from swarm.client.session.leg import Leg
 from swarm.client.session.limits import WatchLimits
+from swarm.client.session.rounds import Overdue, Rounds, Stuck, Wedged, rebuilding_front
 from swarm.client.session.steps import Steps
 from swarm.client.session.timeout import Timeout
 from swarm.errors import ChannelClosed, EdgeDown, HopFailed, Refused
 from swarm.protocol.messages import Inquiry, Progress
-from swarm.protocol.replay import runs
 
 _log = structlog.get_logger("swarm.session")
-
-
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """Nothing comes to hop `front`, or to the client if it is the number of hops. again: retransmit first."""
-
-    front: int
-    again: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Wedged:
-    """Hop `front` has something to compute, and does not compute it."""
-
-    front: int
-
-
-@dataclass(frozen=True, slots=True)
-class Overdue:
-    """Hop `front` has been busy with others for so long that another hop may be quicker."""
-
-    front: int
-
-
-class Watch:
-    """The rounds of questions in one step, or one repair. Pure: answers and the time go in."""
-
-    def __init__(self, limits: WatchLimits) -> None:
-        self._limits = limits
-        self._before: object = None
-        self._quiet_rounds = 0
-        self._moved_at: float | None = None
-        self._place: object = None
-        self._there_since = 0.0
-
-    def judge(
-        self, hops: Sequence[Progress], done: Sequence[bool], due: int, now: float, refusals: int = 0
-    ) -> Stuck | Wedged | Overdue | None:
-        """Look at one round of answers. done: for each hop, whether it has sent on step, or position, `due`.
-
-        refusals: how many there have been. A step that a hop refuses has arrived there.
-        """
-        front = next((index for index, is_done in enumerate(done) if not is_done), len(hops))
-        computing = front < len(hops) and hops[front].under_way > 0
-        place = (front, due, *((hops[front].length, hops[front].under_way) if computing else ()))
-        if self._place != place:
-            self._place, self._there_since = place, now
-        elif computing and now - self._there_since > self._limits.overdue_s:
-            self._there_since = now
-            return Overdue(front)
-        progress = hops[front].jobs_done if computing else [(hop.applied, hop.length) for hop in hops]
-        state = (front, computing, refusals, progress)
-        moves = state != self._before
-        if not computing and front < len(hops):
-            moves = moves or hops[front].quiet_ms < 1000 * self._limits.quiet_s
-        self._before = state
-        if moves or self._moved_at is None:
-            self._moved_at = now
-            self._quiet_rounds = 0
-            return None
-        if computing:
-            return Wedged(front) if now - self._moved_at > self._limits.wedged_s else None
-        self._quiet_rounds += 1
-        if self._quiet_rounds == self._limits.resend_rounds:
-            return Stuck(front, again=True)
-        return Stuck(front, again=False) if self._quiet_rounds >= self._limits.give_up_rounds else None
 
 
 class Watcher:
@@ -134,14 +65,14 @@ class Watcher:
 
     async def _ask_hops(self) -> None:
         """Ask every hop again and again; one that does not answer has failed, however open its connection is."""
-        watch, judged_at = Watch(self._limits), self._loop.time()
+        rounds, judged_at = Rounds(self._limits), self._loop.time()
         while True:
             epoch = self._circuit.layout.epoch
             answers = await asyncio.gather(*(self._ask(leg) for leg in self._circuit.layout.legs))
             said = [answer for answer in answers if answer is not None]
             before, judged_at = judged_at, self._loop.time()
             if len(said) == len(self._circuit.layout.legs) and epoch == self._circuit.layout.epoch:
-                self._judge(watch, said, judged_at - before)
+                self._judge(rounds, said, judged_at - before)
             await asyncio.sleep(max(self._limits.pause_s, self.patience.wait_s))
 
     @property
@@ -175,7 +106,7 @@ class Watcher:
             pass  # the inlet hears of its end
         return None
 
-    def _judge(self, watch: Watch, hops: list[Progress], round_s: float) -> None:
+    def _judge(self, rounds: Rounds, hops: list[Progress], round_s: float) -> None:
         """Find the hop that a step, or the past on its way to new hops, waits for. round_s: since the last round."""
         waiting, rebuilding = self._steps.unanswered, self._circuit.rebuilding
         legs = self._circuit.layout.legs
@@ -191,7 +122,7 @@ class Watcher:
         first = done.index(False) if False in done else None
         if first is not None and hops[first].under_way:
             self._held_s[legs[first].hop.process] += round_s
-        match watch.judge(hops, done, due, self._loop.time(), sum(leg.refusals for leg in legs)):
+        match rounds.judge(hops, done, due, self._loop.time(), sum(leg.refusals for leg in legs)):
             case Stuck(_, again=True):
                 if rebuilding is None:
                     self._steps.resend()
@@ -216,22 +147,6 @@ class Watcher:
         if legs[front].past if rebuilding else legs[front].relayed >= due:
             return legs[front].broken("messages to it do not arrive")
         return legs[front - 1].broken("nothing comes from it")
-
-
-def rebuilding_front(hops: Sequence[Progress], lacking: Collection[int], due: int) -> int:
-    """Return the hop that a past of `due` positions waits for, on its way to some hops; else the number of hops.
-
-    Hops that get it one from the other wait for the last one, because no more is sent than that one has room for. So it
-    is the last hop that computes; else the last that lacks what the hop before it has; else the first one.
-    """
-    for first, count in runs(lacking):
-        run = range(first, first + count)
-        if all(hops[index].length >= due and not hops[index].under_way for index in run):
-            continue
-        computing = [index for index in run if hops[index].under_way]
-        behind = [index for index in run[1:] if hops[index].length < hops[index - 1].length]
-        return (computing or behind or [first])[-1]
-    return len(hops)
 
 
 def _complain(done: asyncio.Task[None]) -> None:
