@@ -90,7 +90,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One step: the positions that stayed before it (keep = past.start), how rows were gathered, and its own positions."""
+    """One step: the positions that stayed before it (keep = past.start), the gathered rows, and its own positions."""
 
     step: int
     rows: tuple[int, ...] | None
