@@ -176,7 +176,7 @@ class User:
             batch=n_rows,
             positions_soon=length + POSITIONS_TO_COME,
         )
-        session = await _in_time(self._client.router.open(Blocks(0, N_BLOCKS), plan))
+        session = await _in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan))
         try:
             await self._generate(session, prompt)
         finally:
