@@ -137,7 +137,7 @@ class Bench:
             step_timeout_s=600.0,
             wait_for_blocks_s=0.0,
         )
-        opened = [await self.client._router.open(Blocks(0, blocks), plan) for _ in range(count)]
+        opened = [await self.client.membership.open(Blocks(0, blocks), plan) for _ in range(count)]
         return [Flow(session, self.width, self.dtype) for session in opened]
 
     async def close(self, flows: Sequence[Flow]) -> None:

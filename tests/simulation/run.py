@@ -178,7 +178,7 @@ class User:
             batch=n_rows,
             positions_soon=length + LIMITS.chunks.positions_to_come,
         )
-        session = await _in_time(self._client.router.open(Blocks(0, N_BLOCKS), plan))
+        session = await _in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan))
         try:
             await self._generate(session, prompt)
         finally:

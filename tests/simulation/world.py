@@ -13,6 +13,7 @@ from typing import Any
 from swarm.blocks import Blocks
 from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
+from swarm.client.session.membership import Membership
 from swarm.client.session.sessions import Sessions
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.directory import Directory
@@ -401,8 +402,9 @@ class Client:
             return world.wall_clock() + self.skew_s
 
         store = Store(world, self.process, world.gate(clock))
-        directory = Directory(store, identity=None, network=NETWORK, clock=clock)
-        self.router = Router(Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS), directory, self.sessions)
+        self.directory = Directory(store, identity=None, network=NETWORK, clock=clock)
+        wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
+        self.swarm = Membership(Router(wanted, self.directory, self.sessions.avoidance), self.sessions)
 
 
 async def ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
