@@ -131,7 +131,7 @@ class Bench:
     async def open(self, count: int, positions_max: int = 8192, blocks: int = BLOCKS) -> list[Flow]:
         """Open sessions through the whole model."""
         plan = SessionPlan(
-            root=self.client._checkpoint.root,
+            root=self.client._root,
             positions_max=positions_max,
             rollback_max=0,
             step_timeout_s=600.0,

@@ -10,14 +10,12 @@ as the others, whatever is quicker.
 import argparse
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from common import SEED, Samples, table, write_json
-from load import BLOCKS, DTYPES, Bench, bench, save_checkpoint
+from load import BLOCKS, DTYPES, Bench, Flow, bench, save_checkpoint
 
-from swarm.client.session import chunks
-from swarm.protocol.tensors import CHUNK_BYTES
+from swarm.client.session.limits import ChunkLimits
 
 WAYS = ("overlapped", "one by one", "one by one, large")
 
@@ -48,19 +46,26 @@ def main() -> None:
 async def measure(swarm: Bench, length: int, rounds: int) -> tuple[int, Samples, Samples]:
     """Samples of a prompt whose chunks overlap, and of one whose chunks wait for each other."""
     samples = {way: Samples(f"{length}, {way}") for way in WAYS}
-    largest = CHUNK_BYTES // (swarm.width * swarm.dtype.itemsize)
     for _ in range(rounds):
         for way, taken in samples.items():
             (flow,) = await swarm.open(1, positions_max=length)
-            if way != "overlapped":
-                for leg in flow.session.legs:
-                    leg.window = 1
-            tokens_min = largest if way.endswith("large") else chunks.CHUNK_TOKENS_MIN
-            with patch.object(chunks, "CHUNK_TOKENS_MIN", tokens_min):
+            if way == "overlapped":
                 taken.ms.append(await flow.prefill(length))
+            else:
+                taken.ms.append(await one_by_one(flow, length, large=way.endswith("large")))
             await swarm.close([flow])
     overlapped, *waiting = samples.values()
     return length, overlapped, min(waiting, key=lambda those: those.median)
+
+
+async def one_by_one(flow: Flow, length: int, *, large: bool) -> float:
+    """Send a prompt in chunks, each when the one before has come back. Returns milliseconds."""
+    limits = ChunkLimits()
+    size = limits.chunk_bytes // (flow.width * flow.dtype.itemsize)
+    if not large:
+        rate = min(hop.announcement.prefill_tps or 0.0 for hop in flow.session.route)
+        size = min(size, max(limits.chunk_tokens_min, int(limits.chunk_s * rate)))
+    return sum([await flow.prefill(min(size, length - start)) for start in range(0, length, size)])
 
 
 if __name__ == "__main__":
