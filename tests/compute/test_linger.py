@@ -54,8 +54,8 @@ def test_prefill_waits_longer_than_a_step(linger: Linger) -> None:
 def test_one_long_absence_is_no_rule(linger: Linger) -> None:
     """Else prefill begins just before each of the session's next ten steps."""
     near = Presence()
-    come_and_go(linger, near, [0.002] * 17 + [0.5] + [0.002] * 2, took_s=0.02)
-    linger.delivered([near], now=20.0, took_s=0.02)
+    come_and_go(linger, near, [0.002] * 19 + [0.5], took_s=0.05)
+    linger.delivered([near], now=20.0, took_s=0.05)
     assert linger.until([], since=20.0, now=20.0) > 20.0
 
 
