@@ -1,4 +1,4 @@
-"""What a directory needs of the network below it, and a form of it in memory.
+"""The store below a directory: its interface, and a form of it in memory.
 
 `swarm.dht.node.SwarmNode` is the real one. `MemoryStore` behaves like a whole network of such nodes in one object: with
 the same checks and the same bounds, for tests and simulators.
@@ -19,7 +19,7 @@ class RecordStore(Protocol):
 
     @property
     def gate(self) -> RecordGate:
-        """What decides which records hold."""
+        """The gate that accepts records or rejects them."""
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Store entries. Returns, for each, how many other nodes hold it now. Raises NetworkError."""
@@ -27,7 +27,7 @@ class RecordStore(Protocol):
     async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
         """Return the newest living records under each key, as they are stored. Raises NetworkError.
 
-        heard: perhaps told of records as they come, for those who can use some before the last node has answered.
+        heard: may be called with records as they come, before the last node has answered.
         """
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import structlog
 
 from swarm.dht.directory import Directory
-from swarm.dht.records import REFRESH_S, Announcement, SignedAnnouncement
+from swarm.dht.records import RECORD, Announcement, SignedAnnouncement
 from swarm.errors import NetworkError
 
 State = Literal["joining", "online", "draining"]
@@ -45,7 +45,7 @@ class Announcer:
             except NetworkError as error:
                 _log.warning("not announced", why=str(error))
             try:
-                async with asyncio.timeout(REFRESH_S):
+                async with asyncio.timeout(RECORD.refresh_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue

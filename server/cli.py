@@ -20,7 +20,7 @@ from swarm.commands import (
     run_click,
     run_until_stopped,
 )
-from swarm.dht.records import PUBLIC_NAME_MAX, check_address, check_printable
+from swarm.dht.records import RECORD, check_address, check_printable
 from swarm.server.arguments import AUTO, REBALANCE_EVERY_S, ServeArguments
 from swarm.server.lean import leave_out_what_no_server_needs
 from swarm.version import __version__
@@ -67,8 +67,8 @@ class PublicName(click.ParamType[str]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check that a record can carry it."""
         text = str(value)
-        if len(text) > PUBLIC_NAME_MAX:
-            self.fail(f"at most {PUBLIC_NAME_MAX} characters", param, ctx)
+        if len(text) > RECORD.public_name_chars:
+            self.fail(f"at most {RECORD.public_name_chars} characters", param, ctx)
         try:
             return check_printable(text)
         except ValueError as error:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from swarm.dht.records import DEVICE_MAX
+from swarm.dht.records import RECORD
 from swarm.model.growing import PAGE_TOKENS, SLACK_SHARE
 from swarm.model.span import Span
 from swarm.server.pool import Prices
@@ -54,7 +54,7 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     name = torch.cuda.get_device_name(device)
-    return "".join(letter for letter in name if letter.isprintable()).strip()[:DEVICE_MAX].strip()
+    return "".join(letter for letter in name if letter.isprintable()).strip()[: RECORD.device_chars].strip()
 
 
 def cache_prices(span: Span) -> Prices:

@@ -11,7 +11,7 @@ import structlog
 
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
-from swarm.dht.records import RTTS_MAX, Announcement, Rtt, SignedAnnouncement
+from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement
 from swarm.errors import NetworkError
 from swarm.net.channel import Remote
 from swarm.net.dialer import Dialer
@@ -21,7 +21,7 @@ AT_ONCE_MAX = 4  # peers pinged at one time
 PINGS = 3  # of each peer; the quickest counts, since a busy machine only adds
 PEER_TIMEOUT_S = 5.0  # for a connection and all its pings
 SILENT_S = 600.0  # whoever does not answer is left alone for so long
-NEARBY_KEPT = RTTS_MAX * 3 // 4  # of the nearest peers that were measured before; the others are drawn anew
+NEARBY_KEPT = RECORD.rtts_max * 3 // 4  # of the nearest peers that were measured before; the others are drawn anew
 
 _log = structlog.get_logger("swarm.server")
 
@@ -33,7 +33,7 @@ def choose_peers(
     silent: Collection[str],
     random: Random,
 ) -> list[SignedAnnouncement]:
-    """Choose up to RTTS_MAX peers to be measured, as many before this span as after it where there are enough.
+    """Choose up to RECORD.rtts_max peers to be measured, as many before this span as after it where there are enough.
 
     Those first whose span begins where this one ends, or ends where this one begins; then those that hold the next
     block or the one before. Of several, those that were nearest, and some others, so that all have their turn.
@@ -45,7 +45,7 @@ def choose_peers(
         queues = [_near_and_others(side[rank], measured, random) for side in sides]
         for place in range(max(map(len, queues))):
             for queue in queues:
-                if place < len(queue) and len(chosen) < RTTS_MAX:
+                if place < len(queue) and len(chosen) < RECORD.rtts_max:
                     chosen.setdefault(queue[place].announcement.public_key, queue[place])
     return list(chosen.values())
 

@@ -19,6 +19,7 @@
     │   ├── HandshakeFailed      the other side did not prove who it is
     │   ├── ProtocolMismatch     two major versions of the protocol: says who must upgrade
     │   ├── P2PFailed            the libp2p daemon does not run
+    │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, not raised to callers
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
     ├── InvalidMessage           a peer's message that does not validate
@@ -235,6 +236,10 @@ class P2PFailed(NetworkError):
 
     def __str__(self) -> str:
         return f"libp2p does not work here: {self.why}"
+
+
+class TooBusy(NetworkError):
+    """A request beyond the limits of this node; the text goes back to the peer."""
 
 
 @dataclass(eq=False)

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
-from swarm.dht import records, search, storage
+from swarm.dht.records import RECORD
+from swarm.dht.search import SearchLimits
+from swarm.dht.storage import StorageLimits
 from swarm.net import buffers, channel, tcp
 from swarm.protocol import messages, tensors
 from swarm.server import accounts, batch, handler, server, session
 
 SECURITY = Path(__file__).parent.parent / "SECURITY.md"
 KIB, MIB = 1 << 10, 1 << 20
+STORAGE, SEARCH = StorageLimits(), SearchLimits()
 LIMITS = {
     "a frame |": (
         f"{tensors.TENSOR_BYTES_MAX // MIB} MiB",
@@ -66,10 +69,8 @@ LIMITS = {
     "activations that wait": (f"{handler.INPUT_BYTES_MAX // MIB} MiB",),
     "pasts that are being rebuilt": (f"of {handler.INPUT_BYTES_MAX // MIB} MiB",),
     "outputs kept in case": (f"{handler.OUTPUT_BYTES_MAX // MIB} MiB",),
-    "a record, records": (
-        f"{records.RECORD_BYTES_MAX:,} bytes, {storage.SUBKEYS_MAX}, {storage.BYTES_MAX // MIB} MiB",
-    ),
-    "nodes asked": (f"{search.ASKED_MAX}, {search.CALLS_MAX}",),
+    "a record, records": (f"{RECORD.bytes_max:,} bytes, {STORAGE.entries_per_key}, {STORAGE.bytes_max // MIB} MiB",),
+    "nodes asked": (f"{SEARCH.asked_max}, {SEARCH.calls_max}",),
 }
 
 

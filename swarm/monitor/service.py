@@ -17,7 +17,7 @@ import structlog
 
 from swarm.dht.directory import Directory, ModelEntry
 from swarm.dht.light import LightStore
-from swarm.dht.records import SPANS_PER_KEY, Announcement
+from swarm.dht.records import RECORD, Announcement
 from swarm.dht.validator import Clock
 from swarm.errors import ClockSkew, SwarmError, Unreachable, UsageError
 from swarm.monitor.assess import Assessment, KnownModel, Sighting, assess
@@ -309,7 +309,7 @@ def choose(entries: Sequence[ModelEntry], known: dict[str, KnownModel]) -> list[
     ):
         if (entry.root, entry.n_blocks) in {(other.root, other.n_blocks) for other in chosen}:
             continue
-        keys += -(-entry.n_blocks // SPANS_PER_KEY)
+        keys += -(-entry.n_blocks // RECORD.spans_per_key)
         if len(chosen) == MODELS_MAX or keys > KEYS_MAX:
             break
         chosen.append(entry)

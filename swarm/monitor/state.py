@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm.blocks import BLOCKS_MAX
-from swarm.dht.records import PUBLIC_NAME_MAX
+from swarm.dht.records import RECORD
 
 MODELS_MAX = 64
 SERVERS_SHOWN_MAX = 2048  # of one model
@@ -101,7 +101,7 @@ class VersionCount(ApiModel):
 class Contributor(ApiModel):
     """Servers of one public name, over all models: anybody may take any name."""
 
-    name: Annotated[str, Field(max_length=PUBLIC_NAME_MAX, description="empty: those without a name")]
+    name: Annotated[str, Field(max_length=RECORD.public_name_chars, description="empty: those without a name")]
     servers_online: Count
     blocks: Count = Field(description="sum over its servers that answer")
     since: Moment = Field(description="when the first of them was first seen")
@@ -148,7 +148,7 @@ class ServerState(ApiModel):
     """One announced span of one server."""
 
     peer_id: Annotated[str, Field(max_length=64)]
-    name: Annotated[str, Field(max_length=PUBLIC_NAME_MAX)]
+    name: Annotated[str, Field(max_length=RECORD.public_name_chars)]
     version: Annotated[str, Field(max_length=32)]
     blocks: Range
     device: Annotated[str, Field(max_length=64)]

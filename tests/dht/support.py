@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from swarm.dht.member import MemberLimits
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.dht.validator import Clock
@@ -54,13 +55,15 @@ def node(
     identity: Identity | None = None,
     client: bool = False,
     clock: Clock = time.time,
+    member: MemberLimits = MemberLimits(),  # noqa: B008 - frozen
 ) -> AbstractAsyncContextManager[SwarmNode]:
     """A node on loopback with its own p2pd."""
     path = None
     if not client:
         path = folder / name
         (identity or Identity.generate()).save(path)
-    return open_node(NodeConfig(NETWORK, P2PConfig(path, None if client else LOOPBACK), peers), clock=clock)
+    config = NodeConfig(NETWORK, P2PConfig(path, None if client else LOOPBACK), peers, member_limits=member)
+    return open_node(config, clock=clock)
 
 
 def is_running(pid: int) -> bool:
