@@ -86,7 +86,7 @@ def dialling_as(me: Self) -> Dial:
 
 async def serve_dial_back(node: SwarmNode, dial: Dial, limits: DialBackLimits = DialBackLimits()) -> None:
     """Help others on this node from now on."""
-    await node.handle_stream(PROTOCOL, _Helper(node, dial, limits).handle)
+    await node.handle_stream(PROTOCOL, Helper(node, dial, limits).handle)
 
 
 async def ask_dial_back(
@@ -150,10 +150,10 @@ async def ask_helper(node: SwarmNode, helper: str, record: bytes, limits: DialBa
         writer.close()
 
 
-class _Helper:
-    """The answering side."""
+class Helper:
+    """The answering side: dials an asker back."""
 
-    def __init__(self, node: SwarmNode, dial: Dial, limits: DialBackLimits) -> None:
+    def __init__(self, node: SwarmNode, dial: Dial, limits: DialBackLimits = DialBackLimits()) -> None:
         self._node, self._dial, self._limits = node, dial, limits
         self._rates = RateLimit(limits.per_s, limits.burst)
         self._helping = self._streams = 0

@@ -512,7 +512,7 @@ async def _dial_back_asked(data: bytes) -> None:
     async def dial(address: str, *_: bytes) -> None:
         raise Unreachable(address, (address,), 0.0)
 
-    helper = dialback._Helper(SimpleNamespace(gate=_gate()), dial)
+    helper = dialback.Helper(SimpleNamespace(gate=_gate()), dial)
     info = SimpleNamespace(peer_id=STRANGER, addr="/ip4/127.0.0.1/tcp/1")
     await helper.handle(info, _reader(data), _Writer())
 
