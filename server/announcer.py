@@ -31,7 +31,7 @@ class Announcer:
         if self._alone != (published.replicas == 0):
             self._alone = not self._alone
             if self._alone:
-                _log.warning("no other node takes this server's announcement: nobody can find it until one does")
+                _log.warning("no other node takes this server's announcement: no client can find it until one does")
             else:
                 _log.info("announced to others again", replicas=published.replicas)
         return published.signed

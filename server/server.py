@@ -1,4 +1,4 @@
-"""A running server: the span, its sessions and its listener. What it announces is built here; the DHT is elsewhere."""
+"""A running server: the span, its sessions and its listener. It builds its announcement; the DHT is elsewhere."""
 
 import asyncio
 import time
@@ -13,6 +13,7 @@ from swarm.compute.thread import ComputeThread
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement
 from swarm.dht.records import Span as AnnouncedSpan
+from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
 from swarm.net.channel import Self
@@ -26,20 +27,25 @@ from swarm.server.pool import Pool, Prices
 from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
 
-INFLOW_SHARE = 2.0  # activations are read so many times as fast as the span computes them, one session at a time
-INFLOW_LEAST = 4.0 * 2**20  # bytes per second
-ADDRESSES_BESIDE_RTTS = 4  # with more of them round trips might not fit into a record
-
 _log = structlog.get_logger("swarm.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """How fast a server reads, and what its record has room for."""
+
+    inflow_share: float = limit(2.0, "times", "the span's own speed at which activations are read; then senders wait")
+    inflow_least: float = limit(4.0 * 2**20, "bytes/s", "that are read in any case")
+    addresses_beside_rtts: int = limit(4, "addresses", "with more, round trips are left out of the record")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
 
-    cache_tokens, prices: the KV pool's capacity, and what it charges; None a token for each. journal_bytes: host memory
-    for what repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the span was
-    chosen by the server, which may move.
+    cache_tokens, prices: the KV pool's capacity and its charges; None a token for each. journal_bytes: host memory
+    for outputs that repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the server
+    chose the span itself, and may move.
     """
 
     cache_tokens: int
@@ -49,6 +55,7 @@ class ServerOptions:
     journal_bytes: int = 1 << 30
     automatic: bool = False
     prices: Prices | None = None
+    limits: ServerLimits = ServerLimits()
 
 
 class Server:
@@ -88,6 +95,7 @@ class Server:
         """End every session and every channel. moving: the address is kept, for the next span's server."""
         if self._sweeper is not None:
             self._sweeper.cancel()
+            await asyncio.wait((self._sweeper,))
         await self.handler.close()
         if moving:
             self._listener.pause()
@@ -103,7 +111,7 @@ class Server:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def measure(self) -> None:
-        """Measure the span's throughput, in the compute thread and so between other people's steps.
+        """Measure the span's throughput, in the compute thread and so between the steps of sessions.
 
         A span that does not bear it serves all the same, and announces no throughput.
         """
@@ -120,11 +128,14 @@ class Server:
         if self.throughput is not None:
             token_bytes = self.span.hidden_size * self.span.dtype.itemsize
             computed = self.throughput.prefill_tps * token_bytes
-            self.me.inflow.change(max(INFLOW_LEAST, INFLOW_SHARE * computed))
+            limits = self.options.limits
+            self.me.inflow.change(max(limits.inflow_least, limits.inflow_share * computed))
 
     def announcement(self, state: State) -> Announcement:
-        """What is true of this server now. Sequence and times are set when it is signed."""
+        """Return the announcement of this server as it is now. Sequence and times are set when it is signed."""
         measured = self.throughput
+        rtts = self.round_trips.latest
+        fit = len(self.options.announce) <= self.options.limits.addresses_beside_rtts
         bare = claim(
             self._checkpoint, self.me, self.span.blocks, self.span.numeric_class, self.options, self._wall_clock()
         )
@@ -137,7 +148,7 @@ class Server:
                 "load": float(self.handler.steps_under_way),
                 "batches": self.span.packs,
                 "state": state,
-                "rtts": self.round_trips.latest if len(self.options.announce) <= ADDRESSES_BESIDE_RTTS else (),
+                "rtts": rtts if fit else (),
                 "device": device_name(self.span.device),
             }
         )
@@ -146,7 +157,7 @@ class Server:
 def claim(
     checkpoint: Checkpoint, me: Self, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
 ) -> Announcement:
-    """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and nobody calls it.
+    """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and no client calls it.
 
     Sequence and times are set when it is signed.
     """

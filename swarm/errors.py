@@ -29,6 +29,7 @@
     ├── RouteError
     │   └── NoRoute              blocks that nobody serves
     └── SessionError
+        ├── RollbackImpossible   a cache cannot return to an earlier length; servers refuse the step with its text
         ├── StepTimeout          no answer within the step's deadline
         ├── HopFailed            a hop of the route ended or broke
         ├── Refused              a hop declines: no room, draining, not yours
@@ -323,6 +324,10 @@ class NoRoute(RouteError):
 
 class SessionError(SwarmError):
     """A running session cannot go on."""
+
+
+class RollbackImpossible(SessionError):
+    """A cache cannot return to an earlier length: the past is gone, or was never kept."""
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ LIMITS = {
     "bytes read": (
         f"{channel.BYTES_PER_S / KIB:.0f} KiB a second",
         f"{channel.STEP_BYTES / KIB:.0f} KiB of every decode step",
-        f"{server.INFLOW_LEAST / MIB:.0f} MiB a second at least",
+        f"{server.ServerLimits().inflow_least / MIB:.0f} MiB a second at least",
         f"({channel.ALL_BYTES_PER_S / MIB:.0f} before",
     ),
     "signs of life": (f"{channel.SIGN_S} seconds", f"{channel.ALL_SIGNS_PER_S:,.0f} a second"),

@@ -18,10 +18,9 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.identity import Identity
-from swarm.model import span as span_module
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_span
-from swarm.model.span import Span
+from swarm.model.span import Span, SpanLimits
 from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
@@ -53,7 +52,7 @@ from swarm.server import server as server_module
 from swarm.server import session as session_module
 from swarm.server.handler import SESSIONS_MAX, SESSIONS_SHARE
 from swarm.server.hosting import NEXT_RECORD_LATE_S
-from swarm.server.server import Server, ServerOptions
+from swarm.server.server import Server, ServerLimits, ServerOptions
 from swarm.server.session import WINDOW_STEPS, Declined
 from tests.model.rings import save_family
 
@@ -369,9 +368,9 @@ async def test_a_part_of_the_span_is_served(loaded: Loaded, first: Site, owner: 
 async def test_what_strangers_open_is_not_remembered_for_ever(
     loaded: Loaded, first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(span_module, "PARTS_MAX", 2)
+    monkeypatch.setattr(first.server.span.shared, "limits", SpanLimits(parts_max=2))
     requests = [await opened(owner, first, start=a, stop=b) for a, b in ((0, 1), (0, 2), (1, 2), (1, 3), (0, 3))]
-    assert len(first.server.span._parts) <= 3
+    assert len(first.server.span.shared.parts) <= 2
     assert first.server.span.part(FIRST) is first.server.span
     hidden = activations(1, 4)
     (await owner.to(first)).send(*step(requests[0], 1, hidden, want=4))
@@ -392,8 +391,8 @@ async def test_a_span_that_cannot_be_measured_serves_all_the_same(first: Site, m
 async def test_activations_are_read_as_fast_as_the_span_needs_them(first: Site):
     await first.server.measure()
     assert first.server.throughput is not None
-    needed = server_module.INFLOW_SHARE * first.server.throughput.prefill_tps * HIDDEN * 4
-    assert first.server.me.inflow._per_s == max(server_module.INFLOW_LEAST, needed)
+    needed = ServerLimits().inflow_share * first.server.throughput.prefill_tps * HIDDEN * 4
+    assert first.server.me.inflow._per_s == max(ServerLimits().inflow_least, needed)
 
 
 async def test_a_server_that_leaves_while_it_is_measured_is_not_told(first: Site, monkeypatch: pytest.MonkeyPatch):

@@ -11,8 +11,7 @@ from swarm.client.planning.route import plan_route
 from swarm.dht.records import RECORD, Rtt, SignedAnnouncement, sign_announcement
 from swarm.errors import Unreachable
 from swarm.identity import Identity
-from swarm.server import roundtrips
-from swarm.server.roundtrips import RoundTrips, choose_peers
+from swarm.server.roundtrips import RoundTripLimits, RoundTrips, choose_peers
 from tests.dht.support import announcement
 
 ME = Identity(b"m" * 32)
@@ -108,8 +107,7 @@ class FakeChannel:
         return answer
 
 
-async def test_what_was_measured_can_be_announced_and_planned_with(monkeypatch):
-    monkeypatch.setattr(roundtrips, "PEER_TIMEOUT_S", 0.05)
+async def test_what_was_measured_can_be_announced_and_planned_with():
     near, stuck, gone = (peer(12, 16, n) for n in range(3))
     dialer = FakeDialer(
         {
@@ -118,7 +116,7 @@ async def test_what_was_measured_can_be_announced_and_planned_with(monkeypatch):
             gone.announcement.peer_id: None,
         }
     )
-    trips = RoundTrips(dialer, Random(0))
+    trips = RoundTrips(dialer, Random(0), RoundTripLimits(peer_timeout_s=0.05))
     await trips.measure([near, stuck, gone], mine())
     assert trips.latest == (Rtt(near.announcement.public_key[:16], 12.3),)
     assert dialer.held == 0
@@ -137,7 +135,7 @@ async def test_few_peers_are_measured_at_a_time():
     trips = RoundTrips(dialer, Random(0))
     await trips.measure(servers, mine())
     assert len(trips.latest) == RECORD.rtts_max
-    assert dialer.most == roundtrips.AT_ONCE_MAX
+    assert dialer.most == RoundTripLimits().at_once_max
 
 
 def test_a_record_with_all_round_trips_and_four_long_addresses_fits():
