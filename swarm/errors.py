@@ -19,6 +19,7 @@
     │   ├── HandshakeFailed      the other side did not prove who it is
     │   ├── ProtocolMismatch     two major versions of the protocol: says who must upgrade
     │   ├── P2PFailed            the libp2p daemon does not run
+    │   ├── DirectoryTimeout     the DHT was not read in time; shown by the health page, not raised to callers
     │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, not raised to callers
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
@@ -237,6 +238,16 @@ class P2PFailed(NetworkError):
 
     def __str__(self) -> str:
         return f"libp2p does not work here: {self.why}"
+
+
+@dataclass(eq=False)
+class DirectoryTimeout(NetworkError):
+    """A reading of the whole DHT that took too long."""
+
+    after_s: float
+
+    def __str__(self) -> str:
+        return f"the DHT was not read within {self.after_s:.0f} s"
 
 
 class TooBusy(NetworkError):
