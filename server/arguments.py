@@ -70,16 +70,14 @@ class ServeArguments:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "ServeArguments":
         """Sort the command's options into their groups."""
-        groups = {name: _picked(group, options) for name, group in _GROUPS.items()}
-        return cls(**groups, **{name: options[name] for name in _OWN})
-
-
-_GROUPS: dict[str, type[Any]] = {
-    "checkpoint": CheckpointArguments,
-    "span": SpanArguments,
-    "network": NetworkArguments,
-}
-_OWN = {field.name for field in fields(ServeArguments)} - set(_GROUPS)
+        groups: dict[str, type[Any]] = {
+            "checkpoint": CheckpointArguments,
+            "span": SpanArguments,
+            "network": NetworkArguments,
+        }
+        own = {field.name for field in fields(cls)} - set(groups)
+        parts = {name: _picked(group, options) for name, group in groups.items()}
+        return cls(**parts, **{name: options[name] for name in own})
 
 
 def _picked(group: type[Group], options: Mapping[str, Any]) -> Group:

@@ -1,13 +1,13 @@
 """Every error that the swarm raises on purpose.
 
     SwarmError
-    ├── UsageError               what the caller asked for cannot be: commands exit 2
+    ├── UsageError               a wish of the caller that cannot be: commands exit 2
     │   ├── BadBlocks            a block range that is reversed, empty or out of range
     │   ├── ModelNotFound        no such directory or repository
     │   ├── UnsupportedCheckpoint   no safetensors, or files that do not fit together
     │   ├── UnsupportedArchitecture a family that cannot be split safely
     │   ├── PromptTooLong        more positions than the model or the session allows
-    │   ├── AddressInUse         a port that somebody else listens on
+    │   ├── AddressInUse         a port that another process listens on
     │   ├── IdentityInUse        another process holds the same identity file
     │   └── BadConfiguration     a setting, a file or an environment variable
     ├── CheckpointError
@@ -15,9 +15,9 @@
     │   ├── RootMismatch         this checkpoint is not the one that the swarm serves
     │   └── DownloadFailed       the hub, the connection or the disk
     ├── NetworkError
-    │   ├── Unreachable          nobody answered at these addresses
-    │   ├── HandshakeFailed      the other side did not prove who it is
-    │   ├── ProtocolMismatch     two major versions of the protocol: says who must upgrade
+    │   ├── Unreachable          no answer at these addresses
+    │   ├── HandshakeFailed      the other side did not prove its identity
+    │   ├── ProtocolMismatch     two major versions of the protocol: names the side that must upgrade
     │   ├── P2PFailed            the libp2p daemon does not run
     │   ├── DirectoryTimeout     the DHT was not read in time; shown by the health page, not raised to callers
     │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, not raised to callers
@@ -28,7 +28,7 @@
     │   ├── RecordExpired        one that lived, or will live
     │   └── ClockSkew            clocks more than 30 s apart
     ├── RouteError
-    │   └── NoRoute              blocks that nobody serves
+    │   └── NoRoute              blocks that no server has
     └── SessionError
         ├── RollbackImpossible   a cache cannot return to an earlier length; servers refuse the step with its text
         ├── StepTimeout          no answer within the step's deadline
@@ -37,7 +37,9 @@
         ├── EdgeDown             two hops cannot reach each other (repaired; never raised to callers)
         └── SessionClosed        the session has ended
 
-Errors carry facts as attributes and callers branch on the class; the text is for people, and says what to do next.
+Errors carry facts as attributes and callers branch on the class; the text is for people, and says how to go on. All of
+them are raised to callers, unless their line says otherwise. One thing is raised that is no error:
+`swarm.model.span.SpanDone` ends a parent's call behind the last hosted block, and never leaves the span.
 """
 
 from collections.abc import Iterator
@@ -50,7 +52,7 @@ class SwarmError(Exception):
 
 
 class UsageError(SwarmError):
-    """What the caller asked for cannot be; a command prints the text as one line and exits with 2."""
+    """A wish of the caller that cannot be; a command prints the text as one line and exits with 2."""
 
 
 @dataclass(eq=False)
@@ -136,15 +138,15 @@ class IdentityInUse(UsageError):
 class BadConfiguration(UsageError):
     """A setting, a configuration file or an environment variable that cannot be used."""
 
-    what: str
+    setting: str
     why: str
 
     def __str__(self) -> str:
-        return f"bad configuration, {self.what}: {self.why}"
+        return f"bad configuration, {self.setting}: {self.why}"
 
 
 class CheckpointError(SwarmError):
-    """The files of a checkpoint are not what they should be, or cannot be had."""
+    """The files of a checkpoint are damaged or others than expected, or cannot be had."""
 
 
 @dataclass(eq=False)
@@ -195,16 +197,16 @@ class NetworkError(SwarmError):
 
 @dataclass(eq=False)
 class Unreachable(NetworkError):
-    """Nobody answered at the given addresses within the deadline."""
+    """No answer at the given addresses within the deadline."""
 
-    what: str
+    target: str
     addresses: tuple[str, ...]
     after_s: float
     why: str = "no answer"
 
     def __str__(self) -> str:
         places = ", ".join(self.addresses) or "no address"
-        return f"{self.what} cannot be reached at {places} within {self.after_s:.0f} s: {self.why}"
+        return f"{self.target} cannot be reached at {places} within {self.after_s:.0f} s: {self.why}"
 
 
 @dataclass(eq=False)
@@ -227,8 +229,8 @@ class ProtocolMismatch(NetworkError):
     ours: int
 
     def __str__(self) -> str:
-        who = "this side" if self.theirs > self.ours else "the other side"
-        return f"{self.peer} speaks protocol {self.theirs}, this side speaks {self.ours}: {who} must upgrade"
+        older = "this side" if self.theirs > self.ours else "the other side"
+        return f"{self.peer} speaks protocol {self.theirs}, this side speaks {self.ours}: {older} must upgrade"
 
 
 @dataclass(eq=False)
@@ -281,11 +283,11 @@ class FrameRejected(NetworkError):
 class InvalidMessage(SwarmError):
     """A peer's message that does not validate."""
 
-    what: str
+    kind: str
     why: str
 
     def __str__(self) -> str:
-        return f"invalid {self.what}: {self.why}"
+        return f"invalid {self.kind}: {self.why}"
 
 
 @dataclass(eq=False)
@@ -324,11 +326,11 @@ class RouteError(SwarmError):
 
 @dataclass(eq=False)
 class NoRoute(RouteError):
-    """Blocks that nobody serves, or nobody who may be used."""
+    """Blocks that no server has, or no server that may be used."""
 
     model: str
     missing: tuple[int, ...]
-    why: str = "nobody serves them"
+    why: str = "no server has them"
 
     def __str__(self) -> str:
         return f"no route through {self.model!r}: blocks {runs_text(self.missing)}: {self.why}"
@@ -353,7 +355,7 @@ class StepTimeout(SessionError):
     def __str__(self) -> str:
         return (
             f"no answer to a step within {self.after_s:.1f} s, it waits for {self.peer} (blocks {self.span}): "
-            "begin anew, and allow steps more time (step_timeout_s) if it is but slow"
+            "begin anew, and allow steps more time (step_timeout_s) if it is only slow"
         )
 
 
@@ -371,7 +373,7 @@ class HopFailed(SessionError):
 
 @dataclass(eq=False)
 class Refused(SessionError):
-    """A hop declines what was asked; not a failure of the hop."""
+    """A hop declines a request; not a failure of the hop."""
 
     peer: str
     span: str
@@ -412,7 +414,7 @@ class SessionClosed(SessionError):
 
 @contextmanager
 def ungrouped() -> Iterator[None]:
-    """Raise what a TaskGroup within the block raises: the error itself where it is but one."""
+    """Raise the error itself where a TaskGroup within the block raises a group of one."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -175,7 +175,7 @@ async def test_another_model_of_the_name_is_reported_when_no_session_opens():
 async def test_no_route_names_no_other_model_when_the_look_up_fails():
     swarm, directory = membership_of()
     directory.others = None
-    with pytest.raises(NoRoute, match="nobody serves them"):
+    with pytest.raises(NoRoute, match="no server has them"):
         await swarm.open(Blocks(0, 6), PLAN)
 
 
