@@ -56,7 +56,8 @@ def limits(folders: Sequence[str]) -> str:
 def declaring_files(folders: Sequence[str]) -> Iterator[Path]:
     """List the files with a class of limits. Links are left out, since what they lead to is there once already."""
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        files = [ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py")
+        for path in sorted(path for path in files if path.exists()):
             linked = any(each.is_symlink() for each in path.parents)
             if not linked and limit_classes(path):
                 yield path
@@ -155,6 +156,42 @@ CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "server/batch.py": {
         "UNNOTICED_S": ("s", "prefill fills an iteration up to this, or adds a quarter"),
+        "ALONE_S": ("s", "an iteration of prefill alone takes no longer"),
+        "DECODE_TOKENS_MAX": ("tokens", "further decode steps wait for the next iteration"),
+        "SINGLE_ROWS_MAX": ("rows", "a position of more rows is scheduled as prefill"),
+        "PIECE_TOKENS_MIN": ("tokens", "pieces of shared prefill are no smaller"),
+        "LINGER_MAX_S": ("s", "an iteration waits no longer for decode steps"),
+        "YIELD_MAX_S": ("s", "an iteration of prefill alone waits no longer for decode steps"),
+    },
+    "client/session/watch.py": {
+        "WEDGED_S": ("s", "a hop that finishes nothing for any session has failed"),
+        "OVERDUE_S": ("s", "a hop that computes nothing of this session is replaced"),
+    },
+    "client/session/live.py": {
+        "PING_TIMEOUT_S": ("s", "a hop that does not answer a ping has failed"),
+        "REPLY_TIMEOUT_S": ("s", "a hop that does not answer OPEN or REROUTE has failed"),
+        "REBUILD_TIMEOUT_S": ("s", "for each window of a replay; then the hop has failed"),
+        "REGAINED_MAX": ("times", "all hops fall silent together; then the hops are blamed"),
+    },
+    "client/session/session.py": {
+        "HOLDERS_S": ("s", "failed holders of missing blocks are asked again; then NoRoute"),
+        "IDLE_S": ("s", "without a step; then a hop that ended the session is not blamed"),
+        "ROOM_S": ("s", "a full hop is asked once more after this, then replaced"),
+        "ROOM_HELD_S": ("s", "a session that waits for room keeps its own, up to twice"),
+        "POSITIONS_TO_COME": ("positions", "of each row, announced to hops beyond the next step"),
+    },
+    "client/session/sessions.py": {
+        "TURNS": ("sessions", "new sessions that ask full hops; the others queue"),
+    },
+    "client/session/avoidance.py": {
+        "AVOID_S": ("s", "a failed process is avoided; doubled with every failure"),
+        "AVOID_S_MAX": ("s", "the longest that a process is avoided"),
+        "FORGET_S": ("s", "an old failure is forgotten"),
+        "RELAY_S": ("s", "a blocked edge is relayed; doubled with every failure"),
+    },
+    "client/hf/swarm.py": {
+        "STEP_TIMEOUT_S": ("s", "a step fails with `StepTimeout`, repairs included"),
+        "HELD_BYTES_MAX": ("B", "unsent steps and replays of all sessions wait"),
     },
     "dht/records.py": {
         "RECORD_BYTES_MAX": ("B", "a larger record is refused"),
@@ -177,7 +214,7 @@ CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
 def constants(folder: str) -> Iterator[Row]:
     """List the limits in this folder that are module constants."""
     for path, names in CONSTANTS.items():
-        if not path.startswith(f"{folder.rstrip('/')}/") or not (ROOT / path).exists():
+        if not (path == folder or path.startswith(f"{folder}/")) or not (ROOT / path).exists():
             continue
         module = import_module(module_of(ROOT / path))
         for name, (unit, why) in names.items():
