@@ -101,7 +101,7 @@ def test_pages_have_the_commands_that_are_run_here():
 
 
 def test_pip_installs_a_checkout():
-    what = shlex.split(command(README, "pip")) + ["--dry-run", "--no-deps", "--no-build-isolation"]
+    what = [*shlex.split(command(README, "pip")), "--dry-run", "--no-deps", "--no-build-isolation"]
     run = subprocess.run([sys.executable, "-m", *what], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "Would install swarm-inference" in run.stdout, run.stderr
 

@@ -14,14 +14,14 @@ def outside_code(text: str) -> str:
     """Return the page without fenced and indented code, comments, and what links point at."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"(?:^\n(?:^ {4}(?![-*\d]).*\n)+)", "\n", text, flags=re.MULTILINE)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]+`", CODE, text)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
 
 
 def outside_tables_made(text: str) -> str:
     """Return the page without the regions that `make docs` writes."""
-    return re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    return re.sub(r"<!-- table: [^>]*-->\n.*?<!-- end -->", "", text, flags=re.DOTALL)
 
 
 def words(text: str) -> list[str]:
