@@ -22,6 +22,7 @@ from swarm.limits import Row, rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PRODUCT = ("swarm", "client", "server", "dht")
 REGION = re.compile(r"(<!-- table: (\w+) ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 RUN = ("command", "commit", "machine", "date")  # without these a figure is not printed
 
@@ -86,8 +87,8 @@ def declared_in(path: Path) -> list[Any]:
 
 SIZES = {"MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
-# Limits that are module constants, since both ends of the wire must agree on them or no class has them yet.
-# Entries whose constant is gone are left out of the tables and named by `make docs`: take them out here, too.
+# Limits that are module constants, because both ends of the wire must agree on them or no class has them yet. A constant
+# that became a field of a class (NAME as name) is printed from there, and its entry is ignored: take it out here, too.
 CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
     "swarm/protocol/tensors.py": {
         "TENSOR_BYTES_MAX": ("B", "a larger frame ends the channel"),
@@ -154,7 +155,7 @@ CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
         "WINDOW_STEPS": ("steps", "in flight in one session; further ones are refused"),
         "STEP_BYTES_MAX": ("B", "a larger step of more than one position is refused"),
     },
-    "server/batch.py": {
+    "swarm/compute/batch.py": {
         "UNNOTICED_S": ("s", "prefill fills an iteration up to this, or adds a quarter"),
         "ALONE_S": ("s", "an iteration of prefill alone takes no longer"),
         "DECODE_TOKENS_MAX": ("tokens", "further decode steps wait for the next iteration"),
@@ -223,12 +224,14 @@ def constants(folder: str) -> Iterator[Row]:
 
 
 def gone() -> list[str]:
-    """List the entries of `CONSTANTS` that the code does not have."""
+    """List the entries of `CONSTANTS` that the code has neither as a constant nor as a field of a class of limits."""
+    fields = {row.name for path in declaring_files(PRODUCT) for row in rows(*declared_in(path))}
     return [
         f"{path}: {name}"
         for path, names in CONSTANTS.items()
         for name in names
-        if not (ROOT / path).exists() or not hasattr(import_module(module_of(ROOT / path)), name)
+        if name.lower() not in fields
+        and not ((ROOT / path).exists() and hasattr(import_module(module_of(ROOT / path)), name))
     ]
 
 
@@ -317,7 +320,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
     check = parser.parse_args().check
     for entry in gone():
-        print(f"{entry} is gone: take it out of CONSTANTS", file=sys.stderr)
+        print(f"{entry} is gone: where is this limit now? Change or remove its entry in CONSTANTS", file=sys.stderr)
     stale = {page: new for page in pages() if (new := renewed(page.read_text())) != page.read_text()}
     for page, new in stale.items():
         print(f"{page.relative_to(ROOT)} {'is stale: run `make docs`' if check else 'written'}")
