@@ -87,8 +87,8 @@ def declared_in(path: Path) -> list[Any]:
 
 SIZES = {"MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
-# Limits that are module constants, because both ends of the wire must agree on them or no class has them yet. A constant
-# that became a field of a class (NAME as name) is printed from there, and its entry is ignored: take it out here, too.
+# Limits that are module constants: both ends of the wire must agree on them, or no class has them yet. A constant that
+# became a field of a class (NAME as name) is printed from there, and its entry is ignored: take it out here, too.
 CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
     "swarm/protocol/tensors.py": {
         "TENSOR_BYTES_MAX": ("B", "a larger frame ends the channel"),
@@ -298,6 +298,7 @@ def source(run: dict[str, Any]) -> str:
     said = {name: str(run[name]) for name in RUN if name in run}
     assert {*said, *run.get("columns", ())} >= {*RUN}, f"{run['benchmark']} does not say {RUN}"
     if isinstance(machine := run.get("machine"), dict):
+        said["commit"] = run["commit"][:8] + "+" * run["commit"].endswith("+")  # "+": with changes
         said["machine"] = f"{machine['cores']} cores of {machine['processor']}"
     marked = {"command": "`{}`", "commit": "commit `{}`"}
     parts = [marked.get(name, "{}").format(said[name]) for name in RUN if name in said]
