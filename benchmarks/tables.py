@@ -164,36 +164,6 @@ CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
         "LINGER_MAX_S": ("s", "an iteration waits no longer for decode steps"),
         "YIELD_MAX_S": ("s", "an iteration of prefill alone waits no longer for decode steps"),
     },
-    "client/session/watch.py": {
-        "WEDGED_S": ("s", "a hop that finishes nothing for any session has failed"),
-        "OVERDUE_S": ("s", "a hop that computes nothing of this session is replaced"),
-    },
-    "client/session/live.py": {
-        "PING_TIMEOUT_S": ("s", "a hop that does not answer a ping has failed"),
-        "REPLY_TIMEOUT_S": ("s", "a hop that does not answer OPEN or REROUTE has failed"),
-        "REBUILD_TIMEOUT_S": ("s", "for each window of a replay; then the hop has failed"),
-        "REGAINED_MAX": ("times", "all hops fall silent together; then the hops are blamed"),
-    },
-    "client/session/session.py": {
-        "HOLDERS_S": ("s", "failed holders of missing blocks are asked again; then NoRoute"),
-        "IDLE_S": ("s", "without a step; then a hop that ended the session is not blamed"),
-        "ROOM_S": ("s", "a full hop is asked once more after this, then replaced"),
-        "ROOM_HELD_S": ("s", "a session that waits for room keeps its own, up to twice"),
-        "POSITIONS_TO_COME": ("positions", "of each row, announced to hops beyond the next step"),
-    },
-    "client/session/sessions.py": {
-        "TURNS": ("sessions", "new sessions that ask full hops; the others queue"),
-    },
-    "client/session/avoidance.py": {
-        "AVOID_S": ("s", "a failed process is avoided; doubled with every failure"),
-        "AVOID_S_MAX": ("s", "the longest that a process is avoided"),
-        "FORGET_S": ("s", "an old failure is forgotten"),
-        "RELAY_S": ("s", "a blocked edge is relayed; doubled with every failure"),
-    },
-    "client/hf/swarm.py": {
-        "STEP_TIMEOUT_S": ("s", "a step fails with `StepTimeout`, repairs included"),
-        "HELD_BYTES_MAX": ("B", "unsent steps and replays of all sessions wait"),
-    },
     "dht/records.py": {
         "RECORD_BYTES_MAX": ("B", "a larger record is refused"),
         "LIFETIME_S": ("s", "a record that is not refreshed expires"),
@@ -244,6 +214,8 @@ def module_of(path: Path) -> str:
 def shown(row: Row) -> str:
     """Return a limit's value as people read it."""
     value, unit = row.value, row.unit
+    if isinstance(value, tuple):
+        return f"{' / '.join(f'{each:g}' for each in value)} {unit}".strip()
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"{value} {unit}".strip()
     if unit.removesuffix("/s") in {"B", "bytes"}:
