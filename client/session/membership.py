@@ -69,8 +69,11 @@ class Membership:
         self.sessions = sessions
         self._keeping: asyncio.Task[None] | None = None
 
-    async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused."""
+    async def open(self, blocks: Blocks, plan: SessionPlan, limits: SessionLimits | None = None) -> Session:
+        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused.
+
+        limits: this session's own; None for those of all.
+        """
 
         async def planner(
             missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
@@ -79,7 +82,7 @@ class Membership:
             return (await self.router.plan(missing, avoid, numeric_class, fresh, positions_needed=needed)).hops
 
         try:
-            session = await self.sessions.open(plan, blocks, planner)
+            session = await self.sessions.open(plan, blocks, planner, limits)
         except NoRoute as failure:  # diagnosed only now: servers may come while a session waits for them
             raise await self.router.diagnosed(failure) from None
         self.router.remember(session.route)
