@@ -132,9 +132,6 @@ CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
         "IDLE_S": ("s", "a channel without a session ends"),
         "SWEEP_S": ("s", "a peer that reads nothing is cut off at the second check"),
     },
-    "server/server.py": {
-        "INFLOW_LEAST": ("B/s", "the least that all peers in debt share, however slow the span"),
-    },
     "server/accounts.py": {
         "OPENINGS_PER_S": ("/s", "further openings and reroutes of one peer are refused"),
         "OPENINGS_BURST": ("openings", "of one peer at once; then they are refused"),
@@ -163,21 +160,6 @@ CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
         "PIECE_TOKENS_MIN": ("tokens", "pieces of shared prefill are no smaller"),
         "LINGER_MAX_S": ("s", "an iteration waits no longer for decode steps"),
         "YIELD_MAX_S": ("s", "an iteration of prefill alone waits no longer for decode steps"),
-    },
-    "dht/records.py": {
-        "RECORD_BYTES_MAX": ("B", "a larger record is refused"),
-        "LIFETIME_S": ("s", "a record that is not refreshed expires"),
-        "SKEW_MAX_S": ("s", "a clock that differs more is refused by name"),
-        "ADDRESSES_MAX": ("addresses", "a record with more is refused"),
-    },
-    "dht/storage.py": {
-        "SUBKEYS_MAX": ("records", "under one key; a newcomer is refused"),
-        "OWNED_MAX": ("records", "of one owner under one key; further ones are refused"),
-        "BYTES_MAX": ("B", "of all records of a node; newcomers are refused"),
-    },
-    "dht/search.py": {
-        "ASKED_MAX": ("nodes", "answers about one key that count"),
-        "CALLS_MAX": ("calls", "for one key; then the search ends"),
     },
 }
 

@@ -29,7 +29,6 @@ class CallLimits:
     handled_max: int = limit(64, "calls", "of others at one time; more are refused")
     per_s: float = limit(50.0, "1/s", "others' calls, per peer; a stored entry counts like a call")
     burst: float = limit(400.0, "calls", "of one peer at once; more are refused")
-    verify_slice: int = limit(24, "records", "checked without a pause for the event loop: about 2 ms")
 
 
 CALLS = CallLimits()
@@ -59,9 +58,10 @@ def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
         return []
 
 
-async def believe(gate: RecordGate, key: bytes, value: bytes, slice_records: int = CALLS.verify_slice) -> list[Entry]:
-    """Pick the records that hold out of an answer for one key, `slice_records` at a time without a pause."""
+async def believe(gate: RecordGate, key: bytes, value: bytes) -> list[Entry]:
+    """Pick the records that hold out of an answer for one key, some at a time without a pause."""
     believed: list[Entry] = []
+    at_once = gate.limits.verify_slice
     false = 0
     for i, (subkey, packed, expiration) in enumerate(unpack_dictionary(value)):
         try:
@@ -72,7 +72,7 @@ async def believe(gate: RecordGate, key: bytes, value: bytes, slice_records: int
             false += 1
             if false >= 8:  # forged or misplaced records: the rest of the answer is not read
                 break
-        if i % slice_records == slice_records - 1:
+        if i % at_once == at_once - 1:
             await asyncio.sleep(0)
     return believed
 

@@ -101,12 +101,12 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             raise InvalidMessage("store request", "too many entries, or lists of different lengths")
         async with self._admitted(context.remote_id, max(1, n)):
             self._meet(request.peer.node_id, context.remote_id)
-            response = dht_pb2.StoreResponse(peer=self.node_info)
+            response, at_once = dht_pb2.StoreResponse(peer=self.node_info), self.gate.limits.verify_slice
             for i in range(n):
                 in_cache = i < len(request.in_cache) and request.in_cache[i]
                 parts = request.keys[i], request.subkeys[i], request.values[i], request.expiration_time[i]
                 response.store_ok.append(not in_cache and self._store_one(*parts))
-                if i % self.limits.verify_slice == self.limits.verify_slice - 1:
+                if i % at_once == at_once - 1:
                     await asyncio.sleep(0)
             return response
 

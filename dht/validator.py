@@ -35,6 +35,7 @@ class GateLimits:
     """How much a gate remembers and forgives."""
 
     verified_max: int = limit(8192, "digests", "the oldest is verified again; a large model's look-up fits, 1 KiB each")
+    verify_slice: int = limit(24, "records", "checked without a pause for the event loop: about 2 ms")
     expiry_slack_s: float = limit(1.0, "s", "a DHT entry's expiry may differ by this from its record's: float rounding")
 
 
@@ -83,14 +84,14 @@ class RecordGate:
         self.network = network
         self.clock = clock
         self.seal = seal_for(network, access.network_key)
-        self._access, self._limits = access, limits
+        self._access, self.limits = access, limits
         self._verified: OrderedDict[bytes, Facts] = OrderedDict()
 
     def admit(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> Entry:
         """Check one DHT value (hivemind's packed form) against its place. Raises RecordError."""
         data = unpack_value(value)
         facts = self.facts(data)
-        if not math.isfinite(expiration) or abs(expiration - facts.expires) > self._limits.expiry_slack_s:
+        if not math.isfinite(expiration) or abs(expiration - facts.expires) > self.limits.expiry_slack_s:
             raise RecordError("the entry's expiry is not the record's")
         for place in (facts.span, facts.model):
             if place.key == key and packed_text(place.subkey) == subkey:
@@ -125,7 +126,7 @@ class RecordGate:
             model=Place(key_id(model_key(scope, record.model)), subkey(model_subkey(record)), record.expires),
         )
         self._verified[digest] = facts
-        if len(self._verified) > self._limits.verified_max:
+        if len(self._verified) > self.limits.verified_max:
             self._verified.popitem(last=False)
         return facts
 

@@ -9,7 +9,6 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -27,26 +26,14 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from multiaddr import Multiaddr
 
+from swarm.dht.light.limits import HostLimits
 from swarm.dht.light.messages import CallRequest, Frame, varint
 from swarm.errors import BadConfiguration, Unreachable
-from swarm.limits import limit
 
 KAD = TProtocol("/ipfs/kad/1.0.0")
 
 Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.light")
-
-
-@dataclass(frozen=True, slots=True)
-class HostLimits:
-    """How much a light reader asks of py-libp2p."""
-
-    calls_max: int = limit(32, "calls", "at one time; more wait")
-    waiting_max: int = limit(4096, "calls", "that wait for their turn; more raise Unreachable")
-    answer_bytes_max: int = limit(4 << 20, "bytes", "of one call: p2pd's own largest message; a longer one is rejected")
-    addresses_max: int = limit(8, "addresses", "of one peer; the rest is ignored")
-    addresses_live_s: int = limit(600, "s", "that py-libp2p keeps a peer's addresses")
-    start_timeout_s: float = limit(20.0, "s", "a thread that has not started by then raises Unreachable")
 
 
 @asynccontextmanager
@@ -63,7 +50,7 @@ async def open_host() -> "AsyncIterator[LightHost]":
 class LightHost:
     """A libp2p host that dials and never listens. Its methods belong to the loop that started it."""
 
-    def __init__(self, limits: HostLimits = HostLimits()) -> None:
+    def __init__(self, limits: HostLimits = HostLimits()) -> None:  # noqa: B008 - frozen
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._pending: set[asyncio.Future[Any]] = set()

@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
@@ -18,33 +17,19 @@ from google.protobuf.message import DecodeError
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.format import CALLS, believe, peers_named
+from swarm.dht.light.limits import ReaderLimits
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
 from swarm.dht.rates import RateLimit
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.search import Found, Searcher
-from swarm.dht.validator import Clock, Entry, Heard, RecordGate
+from swarm.dht.validator import Clock, Entry, GateLimits, Heard, RecordGate
 from swarm.errors import SwarmError, Unreachable
-from swarm.limits import limit
 
 if TYPE_CHECKING:
     from swarm.dht.light.host import LightHost  # py-libp2p: only where it runs
 
 Value = TypeVar("Value")
 _log = structlog.get_logger("swarm.light")
-
-
-@dataclass(frozen=True, slots=True)
-class ReaderLimits:
-    """How much a light reader asks and remembers."""
-
-    connect_timeout_s: float = limit(7.0, "s", "an initial peer that has not answered by then counts as unreachable")
-    get_timeout_s: float = limit(20.0, "s", "a look-up that takes longer raises Unreachable")
-    places: int = limit(3, "places", "random ones at which a reader measures the distance of nodes")
-    verify_slice: int = limit(8, "records", "checked without a pause, about 2 ms: a web server shares this loop")
-    nodes_max: int = limit(1024, "nodes", "remembered; the one unseen for longest is forgotten")
-    initial_peers_max: int = limit(32, "peers", "the rest of the list is ignored")
-    pace: float = limit(0.9, "share", "of the calls that a node grants to one asker; more wait")
-    pace_s: float = limit(0.1, "s", "a call that waits for its turn tries again this often")
 
 
 @asynccontextmanager
@@ -73,9 +58,10 @@ class LightStore:
         initial_peers: Sequence[str],
         clock: Clock,
         access: Access = EVERYBODY,
-        limits: ReaderLimits = ReaderLimits(),
+        limits: ReaderLimits = ReaderLimits(),  # noqa: B008 - frozen
     ) -> None:
-        self.gate = RecordGate(network, clock, access)
+        # Checked in shorter slices than elsewhere: a web server shares this loop.
+        self.gate = RecordGate(network, clock, access, GateLimits(verify_slice=8))
         self._host, self._clock = host, clock
         self._limits = limits
         self._initial = tuple(initial_peers)[: limits.initial_peers_max]
@@ -150,7 +136,7 @@ class LightStore:
 
     async def _believed(self, key: bytes, value: bytes) -> list[Entry]:
         async with self._verifying:  # many answers at once must not each take a slice of one turn of the loop
-            return await believe(self.gate, key, value, self._limits.verify_slice)
+            return await believe(self.gate, key, value)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
