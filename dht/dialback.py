@@ -10,7 +10,7 @@ a server's addresses nor make it believe that it cannot be reached.
 
 import asyncio
 import ipaddress
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -108,13 +108,9 @@ async def ask_dial_back(
                 break
             patience_s = limits.next_helper_s if helper is not None else None
             done, asked = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                if error is None:
-                    return task.result()
-                if not isinstance(error, (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError)):
-                    raise error
-                reasons.append(str(error) or type(error).__name__)
+            found = _first_answer(done, reasons)
+            if found is not None:
+                return found
     finally:
         for task in asked:
             task.cancel()
@@ -122,6 +118,18 @@ async def ask_dial_back(
             await asyncio.wait(asked)
     why = "; ".join(reasons)[:300] or "none is known"
     raise Unreachable("a node that dials us back", (), limits.answer_timeout_s, why)
+
+
+def _first_answer(done: Iterable[asyncio.Task[DialledBack]], reasons: list[str]) -> DialledBack | None:
+    """Return the result of a task that has one; add the reasons of those that failed."""
+    for task in done:
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if not isinstance(error, (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError)):
+            raise error
+        reasons.append(str(error) or type(error).__name__)
+    return None
 
 
 async def _ask_one(node: SwarmNode, helper: str, signed: SignedAnnouncement, limits: DialBackLimits) -> DialledBack:
@@ -229,12 +237,12 @@ async def resolved(address: str) -> str | None:
 
 
 def is_global(literal: str) -> bool:
-    """Tell whether "1.2.3.4:port" is an address of the internet."""
+    """Whether "1.2.3.4:port" is an address of the internet."""
     return ipaddress.ip_address(literal.rpartition(":")[0].strip("[]")).is_global
 
 
 def _is_private(multiaddr: str) -> bool:
-    """Tell whether a peer's multiaddr is of a private network or this machine; relayed ones are not."""
+    """Whether a peer's multiaddr is of a private network or this machine; relayed ones are not."""
     parts = multiaddr.split("/")
     if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in {"ip4", "ip6"}:
         return False

@@ -29,7 +29,7 @@ from swarm.dht.records import (
 )
 from swarm.dht.sequence import Sequence, SequenceInMemory
 from swarm.dht.store import RecordStore
-from swarm.dht.validator import Clock, Entry, Facts, Heard
+from swarm.dht.validator import Clock, Entry, Facts, OnEntries
 from swarm.errors import RecordError
 from swarm.identity import Identity
 from swarm.limits import limit
@@ -124,12 +124,12 @@ class Directory:
         """Return all living announcements of a model, ordered by span and owner. Raises NetworkError."""
         return (await self.survey(root, n_blocks)).servers
 
-    async def survey(self, root: str, n_blocks: int, heard: Heard | None = None) -> Survey:
+    async def survey(self, root: str, n_blocks: int, on_entries: OnEntries | None = None) -> Survey:
         """Return the living announcements, and the protocols that were left out. Raises NetworkError.
 
-        heard: takes records as they come, before the last node has answered; for `updated`.
+        on_entries: takes records as they come, before the last node has answered; for `updated`.
         """
-        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), heard)
+        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), on_entries)
         servers, others = [], set()
         for i, stored in enumerate(_flat(found.values())):
             if i % self._limits.open_slice == self._limits.open_slice - 1:
@@ -141,10 +141,10 @@ class Directory:
                 _log.debug("record left out", why=error.why)
         return Survey(self._usable(servers, root, n_blocks), tuple(sorted(others)))
 
-    def updated(self, survey: Survey, root: str, n_blocks: int, heard: Iterable[Entry]) -> Survey:
+    def updated(self, survey: Survey, root: str, n_blocks: int, entries: Iterable[Entry]) -> Survey:
         """Merge records of the next survey into the last one. Of a server and a span the newest record counts."""
         newest = {(signed.announcement.public_key, signed.announcement.blocks): signed for signed in survey.servers}
-        for entry in heard:
+        for entry in entries:
             with suppress(RecordError):
                 signed = self._opened(entry.data)
                 place = signed.announcement.public_key, signed.announcement.blocks

@@ -16,7 +16,7 @@ from swarm.dht.protocol import SwarmProtocol
 from swarm.dht.records import check_clock
 from swarm.dht.search import Result, Searcher
 from swarm.dht.storage import RecordStorage
-from swarm.dht.validator import Entry, Heard
+from swarm.dht.validator import Entry, OnEntries
 from swarm.errors import ClockSkew, SwarmError, Unreachable
 from swarm.limits import limit
 from swarm.net.p2p import POLL_S, Daemon, split_multiaddr
@@ -82,17 +82,17 @@ class Member:
                 group.create_task(store_at(peer, wanted))
         return counts
 
-    async def search(self, keys: Sequence[bytes], heard: Heard | None = None) -> dict[bytes, Result]:
+    async def search(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
         """Ask the nodes around each key, and merge their records with those in this node's storage.
 
         Raises Unreachable if no node answers: that is not the same as no node holding a record.
         """
         await self._join_if_alone()
-        found = await self._searched(keys, heard)
+        found = await self._searched(keys, on_entries)
         alone = bool(self.initial_peers) and not any(result.nodes for result in found.values())
         if alone:
             await self._join_if_alone()
-            found = await self._searched(keys, heard)
+            found = await self._searched(keys, on_entries)
             alone = not any(result.nodes for result in found.values())
         for key, result in found.items():
             result.add(self.storage.entries(key))
@@ -115,9 +115,9 @@ class Member:
         if not self.known():
             await self.join(must=False)
 
-    async def _searched(self, keys: Sequence[bytes], heard: Heard | None = None) -> dict[bytes, Result]:
+    async def _searched(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
         known = self.known()
-        found = await self.searcher.search(keys, known, heard=heard or (lambda entries: None))
+        found = await self.searcher.search(keys, known, on_entries=on_entries or (lambda entries: None))
         if known and not any(result.nodes for result in found.values()):
             await asyncio.sleep(2 * POLL_S)
             if self.ended:

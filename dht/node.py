@@ -26,8 +26,9 @@ from swarm.dht.protocol import SwarmProtocol
 from swarm.dht.records import key_id
 from swarm.dht.search import Found, Searcher
 from swarm.dht.storage import RecordStorage
-from swarm.dht.validator import Clock, Entry, Heard, RecordGate
-from swarm.errors import SwarmError, Unreachable, ungrouped
+from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
+from swarm.errors import SwarmError, Unreachable
+from swarm.groups import ungrouped
 from swarm.limits import limit
 from swarm.net.p2p import POLL_S, Daemon, P2PConfig, split_multiaddr, supervise
 
@@ -92,14 +93,16 @@ class SwarmNode:
                 counts += await self._on_member(partial(Member.put, entries=part))
             return tuple(counts)
 
-    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key, as stored. Raises Unreachable."""
         found: dict[str, tuple[bytes, ...]] = {}
         async with self._deadline("looking up records", self._config.limits.get_timeout_s):
             step = self._config.member_limits.search_keys_max
             for first in range(0, len(keys), step):
                 part = {key: key_id(key) for key in keys[first : first + step]}
-                searched = await self._on_member(partial(Member.search, keys=tuple(part.values()), heard=heard))
+                searched = await self._on_member(
+                    partial(Member.search, keys=tuple(part.values()), on_entries=on_entries)
+                )
                 found |= {key: tuple(e.data for e in searched[place].ordered()) for key, place in part.items()}
         return found
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from swarm.dht.format import CALLS
 from swarm.dht.records import RECORD
-from swarm.dht.validator import Entry, Heard
+from swarm.dht.validator import Entry, OnEntries
 from swarm.limits import limit
 
 EVERYWHERE = 1 << 160  # the largest distance between two places: SHA-1 has 160 bits
@@ -116,17 +116,17 @@ class Searcher:
         keys: Iterable[bytes],
         known: Iterable[bytes],
         radius: int | None = None,
-        heard: Heard = lambda entries: None,
+        on_entries: OnEntries = lambda entries: None,
     ) -> dict[bytes, Result]:
         """Search for keys (20 bytes), beginning with the nodes that we know. radius: else the surroundings' own.
 
-        heard: takes each node's records as they come.
+        on_entries: takes each node's records as they come.
         """
         radius = self.surroundings.radius if radius is None else radius
         nodes = sorted(set(known))
         places = {peer: position(peer) for peer in nodes}
         blame: Counter[bytes] = Counter()
-        searches = [_Search(key, radius, self._ask, blame, heard, self._limits) for key in dict.fromkeys(keys)]
+        searches = [_Search(key, radius, self._ask, blame, on_entries, self._limits) for key in dict.fromkeys(keys)]
         for search in searches:
             search.begin(places, self._random.sample(nodes, min(self._limits.doors, len(nodes))))
         async with asyncio.TaskGroup() as group:
@@ -204,14 +204,14 @@ class _Search:
         radius: int,
         ask: Callable[[bytes, bytes], Awaitable[Found | None]],
         blame: Counter[bytes],
-        heard: Heard,
+        on_entries: OnEntries,
         limits: SearchLimits,
     ) -> None:
         self.key = key
         self.result = Result(limits=limits)
         self._limits = limits
         self._place, self._radius = int.from_bytes(key), radius
-        self._ask, self._blame, self._heard = ask, blame, heard
+        self._ask, self._blame, self._on_entries = ask, blame, on_entries
         self._paths = [_Path() for _ in range(limits.paths)]
         self._asked: set[bytes] = set()
         self._answered: list[int] = []  # distances, in order
@@ -276,7 +276,7 @@ class _Search:
         return None
 
     def _is_enough(self, distance: int) -> bool:
-        """Tell whether a node at this distance need not be asked any more."""
+        """Whether a node at this distance need not be asked any more."""
         nearer = bisect_left(self._answered, distance)
         if distance <= self._radius:
             return nearer >= self._limits.asked_max
@@ -293,7 +293,7 @@ class _Search:
         insort(self._answered, position(peer) ^ self._place)
         self.result.nodes.append(peer)
         self.result.add(entries)
-        self._heard(entries)
+        self._on_entries(entries)
         for other in near[: CALLS.named_max]:
             self._offer(path, other, peer)
 

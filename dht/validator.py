@@ -68,7 +68,7 @@ class Entry:
     place: Place
 
 
-Heard = Callable[[Sequence[Entry]], None]
+OnEntries = Callable[[Sequence[Entry]], None]
 """Takes the records that one node holds, as they come."""
 
 

@@ -20,7 +20,8 @@ from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import SignedAnnouncement
 from swarm.dht.sequence import SequenceInFile
-from swarm.errors import NetworkError, RootMismatch, SwarmError, Unreachable, ungrouped
+from swarm.errors import NetworkError, RootMismatch, SwarmError, Unreachable
+from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint

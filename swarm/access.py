@@ -1,7 +1,7 @@
 """Access to a private swarm: for peers that have its key, and for peers on a list.
 
 The *network key* is 32 random bytes that all members share. It is never used itself: each purpose has a key derived
-from it (HKDF-SHA256), so that the handshake's secret tells nothing about the one that seals records.
+from it (HKDF-SHA256), so that the handshake's secret reveals nothing about the one that seals records.
 
 The *list of allowed peers* names identities. It needs no secret, and it can tell members apart.
 """

@@ -216,7 +216,7 @@ def hold_identity(path: Path) -> Iterator[Identity]:
 
 
 def default_identity(command: str) -> Path:
-    """Return where a command keeps its key file unless it is told otherwise."""
+    """Return where a command keeps its key file by default."""
     return DATA_DIR / f"{command}.identity"
 
 

@@ -42,13 +42,17 @@ them are raised to callers, unless their line says otherwise. One thing is raise
 `swarm.model.span.SpanDone` ends a parent's call behind the last hosted block, and never leaves the span.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class SwarmError(Exception):
-    """Base of every error below."""
+    """Base of every error below. says: the text, with the names of facts in it."""
+
+    says: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return self.says.format_map(vars(self)) if self.says else super().__str__()
 
 
 class UsageError(SwarmError):
@@ -72,77 +76,63 @@ class BadBlocks(UsageError):
 class ModelNotFound(UsageError):
     """Neither a local directory with a config.json nor a repository on the hub."""
 
+    says: ClassVar[str] = "no such model {model!r}: {why}"
     model: str
     why: str
-
-    def __str__(self) -> str:
-        return f"no such model {self.model!r}: {self.why}"
 
 
 @dataclass(eq=False)
 class UnsupportedCheckpoint(UsageError):
     """A checkpoint without safetensors, or whose files do not fit together."""
 
+    says: ClassVar[str] = "cannot use the checkpoint {model!r}: {why}"
     model: str
     why: str
-
-    def __str__(self) -> str:
-        return f"cannot use the checkpoint {self.model!r}: {self.why}"
 
 
 @dataclass(eq=False)
 class UnsupportedArchitecture(UsageError):
     """A model family that cannot be split into spans safely."""
 
+    says: ClassVar[str] = "cannot split {model_type!r} models into spans: {why}"
     model_type: str
     why: str
-
-    def __str__(self) -> str:
-        return f"cannot split {self.model_type!r} models into spans: {self.why}"
 
 
 @dataclass(eq=False)
 class PromptTooLong(UsageError):
     """More positions than the model, or the session, allows."""
 
+    says: ClassVar[str] = "{positions} positions are more than {limited_by} allows ({limit}); shorten the prompt"
     positions: int
     limit: int
     limited_by: str
-
-    def __str__(self) -> str:
-        return f"{self.positions} positions are more than {self.limited_by} allows ({self.limit}); shorten the prompt"
 
 
 @dataclass(eq=False)
 class AddressInUse(UsageError):
     """A listening address that cannot be had."""
 
+    says: ClassVar[str] = "cannot listen on {address}: {why}; choose another port, or port 0 for any"
     address: str
     why: str
-
-    def __str__(self) -> str:
-        return f"cannot listen on {self.address}: {self.why}; choose another port, or port 0 for any"
 
 
 @dataclass(eq=False)
 class IdentityInUse(UsageError):
     """Another process serves under the same identity file."""
 
+    says: ClassVar[str] = "another process uses the identity {path}; stop it, or pass --identity with another file"
     path: str
-
-    def __str__(self) -> str:
-        return f"another process uses the identity {self.path}; stop it, or pass --identity with another file"
 
 
 @dataclass(eq=False)
 class BadConfiguration(UsageError):
     """A setting, a configuration file or an environment variable that cannot be used."""
 
+    says: ClassVar[str] = "bad configuration, {setting}: {why}"
     setting: str
     why: str
-
-    def __str__(self) -> str:
-        return f"bad configuration, {self.setting}: {self.why}"
 
 
 class CheckpointError(SwarmError):
@@ -184,11 +174,9 @@ class RootMismatch(CheckpointError):
 class DownloadFailed(CheckpointError):
     """A file could not be downloaded or written."""
 
+    says: ClassVar[str] = "could not download {file}: {why}"
     file: str
     why: str
-
-    def __str__(self) -> str:
-        return f"could not download {self.file}: {self.why}"
 
 
 class NetworkError(SwarmError):
@@ -213,11 +201,9 @@ class Unreachable(NetworkError):
 class HandshakeFailed(NetworkError):
     """The other side did not prove to be the peer that was asked for, or does not speak our handshake."""
 
+    says: ClassVar[str] = "handshake with {peer} failed: {why}"
     peer: str
     why: str
-
-    def __str__(self) -> str:
-        return f"handshake with {self.peer} failed: {self.why}"
 
 
 @dataclass(eq=False)
@@ -237,20 +223,16 @@ class ProtocolMismatch(NetworkError):
 class P2PFailed(NetworkError):
     """The libp2p daemon does not start, or keeps failing."""
 
+    says: ClassVar[str] = "libp2p does not work here: {why}"
     why: str
-
-    def __str__(self) -> str:
-        return f"libp2p does not work here: {self.why}"
 
 
 @dataclass(eq=False)
 class DirectoryTimeout(NetworkError):
     """A reading of the whole DHT that took too long."""
 
+    says: ClassVar[str] = "the DHT was not read within {after_s:.0f} s"
     after_s: float
-
-    def __str__(self) -> str:
-        return f"the DHT was not read within {self.after_s:.0f} s"
 
 
 class TooBusy(NetworkError):
@@ -261,33 +243,27 @@ class TooBusy(NetworkError):
 class ChannelClosed(NetworkError):
     """The connection to a peer ended."""
 
+    says: ClassVar[str] = "the connection to {peer} ended: {why}"
     peer: str
     why: str
-
-    def __str__(self) -> str:
-        return f"the connection to {self.peer} ended: {self.why}"
 
 
 @dataclass(eq=False)
 class FrameRejected(NetworkError):
     """A frame that fails authentication, is out of order, or breaks a limit. The channel ends with it."""
 
+    says: ClassVar[str] = "a frame from {peer} was rejected: {why}"
     peer: str
     why: str
-
-    def __str__(self) -> str:
-        return f"a frame from {self.peer} was rejected: {self.why}"
 
 
 @dataclass(eq=False)
 class InvalidMessage(SwarmError):
     """A peer's message that does not validate."""
 
+    says: ClassVar[str] = "invalid {kind}: {why}"
     kind: str
     why: str
-
-    def __str__(self) -> str:
-        return f"invalid {self.kind}: {self.why}"
 
 
 @dataclass(eq=False)
@@ -363,12 +339,10 @@ class StepTimeout(SessionError):
 class HopFailed(SessionError):
     """A hop of the route ended or broke."""
 
+    says: ClassVar[str] = "hop {peer} (blocks {span}) failed: {why}"
     peer: str
     span: str
     why: str
-
-    def __str__(self) -> str:
-        return f"hop {self.peer} (blocks {self.span}) failed: {self.why}"
 
 
 @dataclass(eq=False)
@@ -405,27 +379,9 @@ class EdgeDown(SessionError):
 class SessionClosed(SessionError):
     """The session has ended and takes no more steps."""
 
+    says: ClassVar[str] = "the session has ended: {why}; {remedy}"
     why: str
     remedy: str = "open a new one"
-
-    def __str__(self) -> str:
-        return f"the session has ended: {self.why}; {self.remedy}"
-
-
-@contextmanager
-def ungrouped() -> Iterator[None]:
-    """Raise the error itself where a TaskGroup within the block raises a group of one."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise _only(group) from None
-
-
-def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    if len(group.exceptions) > 1:
-        return group
-    inner = group.exceptions[0]
-    return _only(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 def runs_text(numbers: tuple[int, ...]) -> str:

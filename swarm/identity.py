@@ -100,7 +100,7 @@ class IdentityLock:
 
 
 def verify(public_key: bytes, domain: bytes, message: bytes, signature: bytes) -> bool:
-    """Tell whether `signature` over `message` for this purpose was made by the key. Never raises."""
+    """Whether `signature` over `message` for this purpose was made by the key. Never raises."""
     if len(public_key) != 32 or len(signature) != SIGNATURE_BYTES:
         return False
     try:

@@ -22,7 +22,7 @@ from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse
 from swarm.dht.rates import RateLimit
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.search import Found, Searcher
-from swarm.dht.validator import Clock, Entry, GateLimits, Heard, RecordGate
+from swarm.dht.validator import Clock, Entry, GateLimits, OnEntries, RecordGate
 from swarm.errors import SwarmError, Unreachable
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class LightStore:
         """Refuse: a reader announces nothing."""
         raise NotImplementedError("a light store only reads")
 
-    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key. Raises Unreachable."""
         if not self._nodes:
             await self.join()
@@ -100,7 +100,9 @@ class LightStore:
                 if not self._explored:
                     await self._searcher.explore(self._nodes, self._limits.places)
                     self._explored = True
-                found = await self._searcher.search(places, self._nodes, heard=heard or (lambda entries: None))
+                found = await self._searcher.search(
+                    places, self._nodes, on_entries=on_entries or (lambda entries: None)
+                )
         except TimeoutError:
             after_s = self._limits.get_timeout_s
             raise Unreachable("the swarm (looking up records)", self._initial, after_s) from None

@@ -37,7 +37,7 @@ def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
     configure_logging(log_level)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order
     began = time.monotonic()
-    # In float32, since in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
+    # In float32, because in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
     with LocalSwarm(
         CHECKPOINT, SPANS, options=("--dtype", "float32"), on_start=lambda name: click.echo(f"starting {name}")
     ) as swarm:

@@ -91,7 +91,7 @@ class SpanCache:
         return [(layer, dict(vars(layer))) for layer in self.layers]
 
     def restore(self, snapshot: list[tuple[Any, dict[str, Any]]]) -> None:
-        """Undo all changes of the layers since."""
+        """Undo all later changes of the layers."""
         for layer, before in snapshot:
             vars(layer).clear()
             vars(layer).update(before)
@@ -158,7 +158,7 @@ class _Inner(DynamicCache):
         return layer.get_mask_sizes(query_length)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Tell whether there is a past; for the whole model all hosted layers have the same one."""
+        """Whether there is a past; for the whole model all hosted layers have the same one."""
         if layer_idx is None and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers):
             return self.seen > 0
         return bool(super().has_previous_state(layer_idx, state_idx))

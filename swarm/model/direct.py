@@ -12,7 +12,7 @@ alone.
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,29 +179,23 @@ class DirectPath:
     def _tabulate(self, first: int, stop: int, batch: int) -> _Stretch | None:
         """Record a stretch of positions at once, and some of them alone. Returns None where they disagree."""
         probes = sorted({first, (first + stop) // 2, stop - 1})
-        singles = []
+        singles, found = [], []
         for position in probes:
             cache, calls = self._recorded(position, position + 1, past=position, batch=batch)
-            singles.append((_Templates(calls, cache), calls))
-        found, _ = singles[0]
-        if found.unknown or not all(_alike(other.templates, found.templates) for other, _ in singles):
+            singles.append(calls)
+            found.append(_Templates(calls, cache))
+        templates, paths = found[0].templates, found[0].paths
+        if found[0].unknown or not all(_alike(other.templates, templates) for other in found):
             return None
         # Rows come from these positions without any past, or there would be masks of their number times its length.
         bulk = self._recorded(first, stop, past=0, batch=batch)[1]
         offsets = [position - first for position in probes]
-        tables = [_table(_at(bulk, path), [_at(calls, path) for _, calls in singles], offsets) for path in found.paths]
+        tables = [_table(_at(bulk, path), [_at(calls, path) for calls in singles], offsets) for path in paths]
         followed = tuple(table for table in tables if table is not None)
         if len(followed) < len(tables):
             return None
-        distinct: list[Any] = []
-        for template in found.templates:
-            if not any(_alike(template, known) for known in distinct):
-                distinct.append(template)
-        template_of = {
-            index: next(number for number, known in enumerate(distinct) if _alike(template, known))
-            for index, template in zip(self._forwards, found.templates, strict=True)
-        }
-        return _Stretch(first, followed, tuple(distinct), template_of)
+        distinct, numbers = _without_repeats(templates)
+        return _Stretch(first, followed, tuple(distinct), dict(zip(self._forwards, numbers, strict=True)))
 
     def _recorded(self, first: int, stop: int, *, past: int, batch: int) -> tuple[SpanCache, Record]:
         """Record a step of some positions, on a cache that only claims to have a past."""
@@ -212,18 +206,23 @@ class DirectPath:
 
 def _table(bulk: Any, singles: list[Tensor], offsets: list[int]) -> _Table | None:  # noqa: ANN401 - a tensor, if all is well
     """Find how a tensor changes over a stretch, given it at some offsets alone. Returns None if no table fits."""
-    first, last = singles[0], singles[-1]
-    candidates = [_Table(first)]
-    differing = [i for i in range(first.dim()) if first.dim() == last.dim() and first.shape[i] != last.shape[i]]
-    if len(differing) == 1:
-        candidates.append(_Table(last, axis=differing[0], length=first.shape[differing[0]]))
-    if isinstance(bulk, Tensor) and bulk.dim() == first.dim():
-        axes = [axis for axis in range(bulk.dim()) if bulk.shape[axis] == offsets[-1] + 1]
-        candidates += [_Table(bulk, rows=tuple(bulk.split(1, axis))) for axis in axes]
-    for table in candidates:
+    for table in _candidates(bulk, singles, offsets[-1] + 1):
         if all(_is_at(table, offset, single) for offset, single in zip(offsets, singles, strict=True)):
             return table
     return None
+
+
+def _candidates(bulk: Any, singles: list[Tensor], positions: int) -> Iterator[_Table]:  # noqa: ANN401 - as in `_table`
+    """Yield a tensor that is always the same, one that grows along an axis, and the rows of the bulk recording."""
+    first, last = singles[0], singles[-1]
+    yield _Table(first)
+    differing = [i for i in range(first.dim()) if first.dim() == last.dim() and first.shape[i] != last.shape[i]]
+    if len(differing) == 1:
+        yield _Table(last, axis=differing[0], length=first.shape[differing[0]])
+    if isinstance(bulk, Tensor) and bulk.dim() == first.dim():
+        for axis in range(bulk.dim()):
+            if bulk.shape[axis] == positions:
+                yield _Table(bulk, rows=tuple(bulk.split(1, axis)))
 
 
 def _is_at(table: _Table, offset: int, single: Tensor) -> bool:
@@ -268,6 +267,18 @@ class _Templates:
         self._seen.append(tensor)
         self.paths.append(path)
         return _Changing(len(self._seen) - 1)
+
+
+def _without_repeats(templates: list[Any]) -> tuple[list[Any], list[int]]:
+    """Return the distinct templates, and for each template its number among them."""
+    distinct: list[Any] = []
+    numbers = []
+    for template in templates:
+        number = next((at for at, known in enumerate(distinct) if _alike(template, known)), len(distinct))
+        if number == len(distinct):
+            distinct.append(template)
+        numbers.append(number)
+    return distinct, numbers
 
 
 def _at(value: Any, path: _Path) -> Any:  # noqa: ANN401 - nested arguments

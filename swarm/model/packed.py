@@ -7,7 +7,7 @@ recipe, from which every session's own mask is made. Both reach the attention fu
 each session to the family's own one. So positions, windows, chunks and sinks are the family's.
 
 Families whose blocks look at keys or masks before they hand them on, or whose states are no keys and values, break on
-these stand-ins or disagree with solo runs: `swarm.model.probe` tries it when a span is loaded.
+these replacements or disagree with solo runs: `swarm.model.probe` tries it when a span is loaded.
 """
 
 import sys

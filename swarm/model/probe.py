@@ -112,10 +112,13 @@ def _joins(parts: list[Any], whole: Any) -> bool:  # noqa: ANN401 - any argument
     if not all(type(part) is type(whole) for part in parts):
         return False
     if isinstance(whole, (tuple, list, dict)):
-        keys = list(whole) if isinstance(whole, dict) else list(range(len(whole)))
-        alike = all(len(part) == len(whole) for part in parts)
-        return alike and all(_joins([part[key] for part in parts], whole[key]) for key in keys)
+        return all(len(part) == len(whole) for part in parts) and _joins_each(parts, whole)
     return all(part == whole for part in parts)
+
+
+def _joins_each(parts: list[Any], whole: Any) -> bool:  # noqa: ANN401 - a tuple, a list or a dictionary
+    keys = list(whole) if isinstance(whole, dict) else list(range(len(whole)))
+    return all(_joins([part[key] for part in parts], whole[key]) for key in keys)
 
 
 def _tile(parts: list[Tensor], whole: Tensor) -> bool:

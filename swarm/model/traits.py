@@ -109,6 +109,10 @@ def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig
     shares = "reuse" in (getattr(decoder_config, "kv_sharing_modes", None) or ())
     if shares or getattr(decoder_config, "num_kv_shared_layers", None):
         raise UnsupportedArchitecture(name, "its later blocks use the keys and values of earlier ones")
+    _refuse_dynamic_scaling(name, decoder_config)
+
+
+def _refuse_dynamic_scaling(name: str, decoder_config: PretrainedConfig) -> None:
     rope = getattr(decoder_config, "rope_parameters", None) or {}
     for scaling in (rope, *rope.values()):
         if isinstance(scaling, dict) and scaling.get("rope_type") == "dynamic":
@@ -151,7 +155,7 @@ class _Witness(Placeholder):
         self.gave: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Return a fresh tensor of the input's shape, so that the next block's input can be told from this one's."""
+        """Return a fresh tensor of the input's shape, so that the next block's input differs from this one's."""
         self.got = hidden_of(args, kwargs)
         self.beside = [*args[1:], *(value for key, value in kwargs.items() if key != "hidden_states")]
         self.gave = torch.empty_like(self.got)

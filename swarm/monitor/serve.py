@@ -16,7 +16,8 @@ import uvicorn
 from swarm.access import Access
 from swarm.commands import Ready, Stop
 from swarm.dht.light import open_light
-from swarm.errors import BadConfiguration, ungrouped
+from swarm.errors import BadConfiguration
+from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.monitor.app import make_app
 from swarm.monitor.contacts import dialling

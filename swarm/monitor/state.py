@@ -181,7 +181,7 @@ class ServerState(ServerClaims):
     online: bool = Field(description="whether it answered a handshake lately")
     answered_s: Seconds | None = Field(description="how long ago it last answered; None: never")
     rtt_ms: Milliseconds | None = Field(description="round trip from the monitor")
-    age_s: Seconds = Field(description="since the monitor first saw this peer")
+    age_s: Seconds = Field(description="for how long the monitor has known this peer")
 
 
 class ModelDetail(ApiModel):
@@ -193,7 +193,7 @@ class ModelDetail(ApiModel):
     servers: Annotated[tuple[ServerState, ...], Field(max_length=API.servers_max)]
     needed_blocks: Range = Field(description="where one more server helps most")
     join_command: Annotated[str, Field(max_length=1024)] = Field(
-        description="hosts the needed blocks, in a POSIX shell; MODEL stands where the name could be no hub id"
+        description="hosts the needed blocks, in a POSIX shell; MODEL takes the place of a name that can be no hub id"
     )
 
 
