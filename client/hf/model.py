@@ -21,15 +21,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
+from swarm.client.hf.hollow import HollowModel, without_gradient
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.model.traits import Traits
 from swarm.protocol.messages import POSITIONS_MAX, ROLLBACK_MAX
-
-POSITIONS_DEFAULT = 1 << 20  # for models that declare no limit
-UNSUPPORTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class Backend(Protocol):
@@ -128,7 +126,7 @@ class RemoteBlockList:
         return RemoteRange(self._model, Blocks.parse(f"{start}:{stop}", len(self)))
 
 
-class DistributedModel(PreTrainedModel):
+class DistributedModel(HollowModel):
     """What a distributed model has beyond its family's class. Mixed in before that class by `distribute`."""
 
     backend: Backend
@@ -172,7 +170,7 @@ class DistributedModel(PreTrainedModel):
         """
         if not 0 <= rollback_max <= ROLLBACK_MAX:
             raise UsageError(f"rollback_max={rollback_max}: 0 to {ROLLBACK_MAX} positions can be taken back at a time")
-        limit = self.backend.traits.positions_max or POSITIONS_DEFAULT
+        limit = self.backend.traits.positions_max or 1 << 20  # where the model declares no limit
         positions_max = min(max_length or limit, limit, POSITIONS_MAX)
         blocks = Blocks(0, self.backend.traits.n_blocks)
         backend, opened = self.backend, []
@@ -241,7 +239,7 @@ class DistributedModel(PreTrainedModel):
         """Look at the arguments of the outermost forward."""
         if len(args) > 1:
             kwargs = {**inspect.signature(type(self).forward).bind_partial(self, *args).arguments, **kwargs}
-        for name in UNSUPPORTED:
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name):
                 raise UsageError(f"{name} is not available: the blocks run on other machines")
         embeds = kwargs.get("inputs_embeds")
@@ -279,9 +277,12 @@ class DistributedModel(PreTrainedModel):
         """Whether the family's blocks hand on fp32 whatever they compute in, as Mamba's do; its own ends expect it."""
         return bool(getattr(self.config.get_text_config(decoder=True), "residual_in_fp32", False))
 
-    @torch.no_grad()
     def _run_blocks(self, hidden: Tensor) -> Tensor:
         """Stand for all blocks: hidden states [batch, tokens, hidden_size] go once around the route."""
+        return without_gradient(hidden, self._around(hidden))
+
+    @torch.no_grad()
+    def _around(self, hidden: Tensor) -> Tensor:
         call, self._calls.current = self._calls.current, None
         batch, tokens, width = hidden.shape
         past = call.cache.length if call.cache is not None else 0
