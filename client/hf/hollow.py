@@ -1,6 +1,6 @@
 """Methods of `transformers` that would do the wrong thing without a word, because the blocks are not here.
 
-They raise UsageError, which names the method and says what to do instead. Everything that concerns embeddings, norm and
+They raise UsageError, which names the method and a way that works. Everything that concerns embeddings, norm and
 head alone works as usual: `to(device)`, `resize_token_embeddings`, `config.save_pretrained`.
 """
 
@@ -15,7 +15,7 @@ from swarm.errors import UsageError
 
 
 class HollowModel(PreTrainedModel):
-    """What a model without blocks refuses. Mixed in before the family's class."""
+    """The refusals of a model without blocks. Mixed in before the family's class."""
 
     def save_pretrained(self, *_: object, **__: object) -> NoReturn:
         """Refuse: the checkpoint would lack the blocks. Raises UsageError."""

@@ -1,8 +1,8 @@
 """A hollow `transformers` model whose blocks are a route through the swarm.
 
-The model is the family's own class with embeddings, final norm and head. What `generate()` and hand-written loops do to
-it is left alone, but for three things: block 0 is a call around the route, the cache is a `RemoteCache`, and on the way
-in the model's own arguments are looked at (2-D attention mask, positions, how many logits are wanted).
+The model is the family's own class with embeddings, final norm and head. `generate()`
+and hand-written loops use it as it is. Three things differ: block 0 is a call around the route, the cache is a
+`RemoteCache`, and hooks read the model's own arguments (2-D attention mask, positions, number of wanted logits).
 """
 
 import inspect
@@ -51,7 +51,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class _Call:
-    """What the running forward was called with."""
+    """The arguments of the running forward."""
 
     mask: Tensor | None = None  # 2-D, of all positions
     want_all: bool = True
@@ -127,7 +127,7 @@ class RemoteBlockList:
 
 
 class DistributedModel(HollowModel):
-    """What a distributed model has beyond its family's class. Mixed in before that class by `distribute`."""
+    """The additions of a distributed model. `distribute` mixes it in before the family's class."""
 
     backend: Backend
     _calls: threading.local
@@ -137,7 +137,7 @@ class DistributedModel(HollowModel):
     def route(self) -> ExplainedRoute:
         """The hops that the model runs through; each has `peer_id`, `blocks` and `latency_ms`.
 
-        `route.explain()` says what each is estimated to cost, and why other servers were not chosen.
+        Printed, it is a table. `route.explain()` adds why other servers were not chosen.
         """
         return self.backend.route()
 
@@ -151,7 +151,7 @@ class DistributedModel(HollowModel):
         """Keep the state on the servers between calls, for a chat.
 
         Within the block, every `generate()` and forward without a cache of its own continues this one: pass the whole
-        conversation, only what is new is computed. max_length: positions that the conversation may reach.
+        conversation, only its new positions are computed. max_length: positions that the conversation may reach.
         rollback_max: positions that may be taken back at a time, where the model has sliding windows; 4096 at most.
         """
         if self._chat is not None:
@@ -197,7 +197,7 @@ class DistributedModel(HollowModel):
     # Where `transformers` calls
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the family's class has it
-        """As in `transformers`. The leases of caches that it made and does not return are freed, come what may."""
+        """As in `transformers`. It frees the leases of caches that it made and does not return."""
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
             kwargs[name] = self._chat
@@ -306,7 +306,7 @@ class DistributedModel(HollowModel):
             output = output.to(self.backend.dtype)  # the ends of most families fail on any other
         missing = tokens - output.shape[1]
         if missing:
-            output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these
+            output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # not looked at
         return output
 
 
