@@ -20,7 +20,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.client.hf.swarm import Swarm
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.demo.local import LocalSwarm
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Wanted
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Join, Membership, joined
-from swarm.client.session.session import POSITIONS_TO_COME, Session
+from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import Session
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
@@ -33,7 +34,8 @@ class ClientOptions:
 
     step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most a day.
     wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: the peers that the
-    client uses, and the aim of its routes. local_blocks: the first ones, which run here.
+    client uses, and the aim of its routes. local_blocks: the first ones, which run here. limits: how long sessions wait
+    and how often they try.
     """
 
     network: str = "public"
@@ -42,6 +44,7 @@ class ClientOptions:
     preferences: Preferences = field(default_factory=Preferences)
     local_blocks: int = 0
     access: Access = EVERYBODY
+    limits: SessionLimits = field(default_factory=SessionLimits)
 
     def __post_init__(self) -> None:
         most_s = 24 * 3600.0  # the most that a message can say
@@ -70,6 +73,7 @@ class Swarm:
             network=options.network,
             access=options.access,
             preferences=options.preferences,
+            limits=options.limits,
         )
         self._loop = LoopThread()
         try:
@@ -102,8 +106,7 @@ class Swarm:
             self._loop.stop()
 
     async def _open(self, blocks: Blocks, plan: SessionPlan, rows: int, tokens: int) -> Session:
-        soon = min(plan.positions_max, tokens + POSITIONS_TO_COME)
-        self._latest = await self.membership.open(blocks, replace(plan, batch=rows, positions_soon=soon))
+        self._latest = await self.membership.open(blocks, plan.sized(rows, tokens))
         return self._latest
 
     async def _route(self) -> ExplainedRoute:

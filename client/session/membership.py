@@ -20,7 +20,8 @@ from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Router, Wanted
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.limits import SessionLimits
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory
@@ -45,6 +46,7 @@ async def joined(
     access: Access = EVERYBODY,
     preferences: Preferences | None = None,
     held_bytes_max: int = 1 << 30,
+    limits: SessionLimits | None = None,
 ) -> "AsyncIterator[Membership]":
     """Join the swarm of a model, and leave it at the end of the block. Raises NetworkError.
 
@@ -53,8 +55,7 @@ async def joined(
     async with join() as directory:
         buffers = Buffers(held_bytes_max)
         me = channel.Self(identity, ChannelKey(), network, access, public=directory.public, buffers=buffers)
-        sessions = Sessions(partial(new_name, identity.peer_id))
-        sessions.dialer = Dialer(me, sessions.on_message)
+        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me), limits)
         router = Router(model, directory, sessions.avoidance, preferences)
         async with Membership(router, sessions) as membership:
             yield membership

@@ -8,8 +8,8 @@ import pytest
 from swarm.blocks import Blocks
 from swarm.client.planning.router import Reading, Router, RouterLimits, Wanted, reading_for
 from swarm.client.session.avoidance import Avoidance
-from swarm.client.session.live import SessionPlan
 from swarm.client.session.membership import Membership
+from swarm.client.session.plan import SessionPlan
 from swarm.dht.directory import Survey
 from swarm.errors import NoRoute, RootMismatch, Unreachable
 from tests.client.test_route import server

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
+from swarm.client.session.live import CONNECT_S
 
 from swarm.activations import Activations
 from swarm.client.session import watch as watch_module
-from swarm.client.session.live import CONNECT_S
 from swarm.errors import StepTimeout, Unreachable
 from swarm.model.span import Span
 from swarm.protocol import messages as wire

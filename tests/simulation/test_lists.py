@@ -12,8 +12,8 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.router import Router, Wanted
-from swarm.client.session.live import SessionPlan
 from swarm.client.session.membership import Membership
+from swarm.client.session.plan import SessionPlan
 from swarm.errors import NoRoute
 from swarm.identity import Identity
 from tests.simulation.loop import VirtualLoop

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.blocks import Blocks
 from swarm.client.planning.preferences import Preferences
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import POSITIONS_TO_COME, Session
 from swarm.errors import NoRoute, Refused
 from swarm.protocol import messages as wire

@@ -15,7 +15,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session import chunks, live
 from swarm.client.session import session as client_session
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.watch import OVERDUE_S
 from swarm.errors import Refused, SessionClosed, StepTimeout

@@ -12,6 +12,7 @@ from typing import Any
 
 from swarm.blocks import Blocks
 from swarm.client.planning.router import Router, Wanted
+from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Membership
 from swarm.client.session.sessions import Sessions
 from swarm.config import PROTOCOL_VERSION
@@ -387,15 +388,15 @@ class World:
 class Client:
     """The client's process: production directory, router, sessions and dialer."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, limits: SessionLimits | None = None) -> None:
         rng = Random(f"client {seed}")
         identity = Identity(rng.randbytes(32))
         me: Any = SimpleNamespace(identity=identity, key=SimpleNamespace(public=rng.randbytes(32)), network=NETWORK)
         self.process = Process("client", me, "client:1")
         world.network.processes[self.process.address] = self.process
         self.skew_s = world.client_skew_s = rng.uniform(-world.weather.skew_s, world.weather.skew_s)
-        self.sessions = Sessions(lambda: rng.randbytes(16).hex())
-        self.sessions.dialer = Dialer(me, self.sessions.on_message, partial(world.network.dial, self.process))
+        dial = partial(world.network.dial, self.process)
+        self.sessions = Sessions(lambda: rng.randbytes(16).hex(), lambda heard: Dialer(me, heard, dial), limits)
 
         def clock() -> float:
             return world.wall_clock() + self.skew_s
