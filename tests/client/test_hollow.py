@@ -8,9 +8,8 @@ from safetensors.torch import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from swarm.errors import UsageError
-from tests.client.test_session import IDS
 
-ONE = IDS[:1, :12]
+ONE = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(5))
 SAME = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
 HALF = torch.zeros(1, dtype=torch.float16)
 
