@@ -2,7 +2,7 @@
 
     async with joined(model, join, identity, network="public") as swarm:
         session = await swarm.open(Blocks(0, 32), plan)
-        output = await session.step(hidden, positions=None, mask=None, want=1)
+        output = await session.step(Activations(hidden), want=1)
 
 `swarm.client.hf.swarm` is the same for threads that block.
 """
