@@ -5,6 +5,7 @@ import uvloop
 from tests.simulation.loop import VirtualLoop
 
 HORIZON_S = 24 * 3600.0
+pytest_plugins = ("tests.support.budget",)
 
 
 def pytest_asyncio_loop_factories(config, item):
