@@ -8,5 +8,6 @@ for _name in (
     "swarm.dht.cli",
     "swarm.server.serve",
     "swarm.server.cli",
+    "swarm.client.cli",
 ):
     import_module(_name)
