@@ -33,7 +33,8 @@ def get(url: str) -> Any:
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
-    with LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, env=environment(tmp_path_factory.mktemp("home"))) as running:
+    env = environment(tmp_path_factory.mktemp("home"))
+    with LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, env=env, launch=warm.launch) as running:
         yield running
 
 
@@ -85,6 +86,7 @@ def test_probes_agree_with_a_clients_own_clock_within_a_tenth(swarm):
         assert statistics.median(theirs[name]) == pytest.approx(statistics.median(values), rel=0.1), name
 
 
+@pytest.mark.slow("the page and its probe are processes that import on their own")
 def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
     with page(tmp_path, swarm, "--probe", str(DEMO_CHECKPOINT), "--probe-every", "1") as running:
         url = running.ready["url"]
@@ -112,6 +114,7 @@ def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
         assert history["points"]
 
 
+@pytest.mark.slow("two pages and a probe are processes that import on their own")
 def test_a_private_swarms_page_is_for_members(tmp_path):
     """Network key and list together, as everybody in the swarm has them; probes come from the page's own identity."""
     members = {name: Identity.generate() for name in ("bootstrap", "server-0", "health")}
