@@ -90,11 +90,12 @@ class Command:
 
 
 def start(folder: Path, module: str, *arguments: str, env: Mapping[str, str] = EMPTY, given: bytes = b"") -> Command:
-    """Run a command's module. env: variables beside this process's own. given: its standard input."""
+    """Run a command's module. env: variables beside this process's own, less its settings. given: standard input."""
     log = folder / f"{module}-{secrets.token_hex(4)}.log"
     log.touch()
     (given_file := log.with_suffix(".given")).write_bytes(given)
-    args = (module, arguments, {**os.environ, **env}, str(log), "", str(given_file))
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
+    args = (module, arguments, own | dict(env), str(log), "", str(given_file))
     process = _context.Process(target=_run, args=args)
     process.start()
     return Command(Warm(process), log)
