@@ -8,6 +8,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from swarm.net.channel import Channel, Remote, Self
 from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
 from swarm.protocol import journal as journal_module
-from swarm.protocol.journal import Journal, Past
+from swarm.protocol.journal import Journal, JournalLimits, Past
 from swarm.protocol.messages import (
     ROWS_MAX,
     AnyMessage,
@@ -1241,7 +1242,7 @@ async def test_a_journal_that_gathers_make_too_large_is_dropped_before_anything_
         copied.append(whole.n_bytes)
         return whole
 
-    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", unfolded)
+    monkeypatch.setattr(journal_module, "JournalLimits", partial(JournalLimits, unfolded))
     monkeypatch.setattr(journal_module, "_joined", noted)
     handler.journals.capacity = rows * length * HIDDEN * 4
     request = await opened(owner, first, relay=True)
@@ -1262,7 +1263,7 @@ async def test_what_a_replay_keeps_is_charged_until_it_is_over_and_steps_do_not_
     first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
 ):
     """Whoever confirms nothing, and goes on from the start, had kept the whole past uncharged."""
-    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", 4)
+    monkeypatch.setattr(journal_module, "JournalLimits", partial(JournalLimits, 4))
     monkeypatch.setattr(journal_module, "CHUNK_BYTES", 10 * HIDDEN * 4)
     request = await opened(owner, first, relay=True)
     channel, journals = await owner.to(first), first.server.handler.journals
