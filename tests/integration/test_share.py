@@ -115,6 +115,7 @@ def test_a_server_downloads_only_the_files_with_its_tensors(larger: Larger, star
     assert expected < set(larger.weight_map.values())
 
 
+@pytest.mark.slow("a client in a process that knows no hub but this one")
 def test_a_client_downloads_only_the_files_with_its_part_and_generates(
     larger: Larger, started: Started, home: Path, tmp_path: Path
 ):
