@@ -336,7 +336,7 @@ class Handler:
     ) -> None:
         self.jobs_done += 1
         session.let_go(task.activations.n_bytes)
-        if task.is_gone or result is None:
+        if task.tenure.over or result is None:
             return
         session.computed_piece()
         if session.epoch != piece.epoch:
@@ -445,7 +445,7 @@ class Handler:
         self.jobs_done += 1
         self.steps_under_way -= 1
         session.let_go(task.activations.n_bytes)
-        if task.is_gone or result is None:
+        if task.tenure.over or result is None:
             return
         session.computed_step()
         if isinstance(result, Exception):
