@@ -26,6 +26,7 @@ from load import save_checkpoint
 from plain_channel import Plain, plain_channels
 from transformers import AutoConfig
 
+from swarm.activations import Activations
 from swarm.client import AutoDistributedModel
 from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, LocalSwarm, Place
 from swarm.demo.local import launch as launch_sealed
@@ -105,7 +106,7 @@ def measure_frames(checkpoint: Path, count: int) -> dict[str, Samples]:
     """Time what a step's frame takes to be written and read."""
     hidden = torch.randn(1, 1, AutoConfig.from_pretrained(checkpoint).hidden_size)
     step = wire.Step(session="0" * 32, epoch=1, step=1, keep=0, want=1, budget_ms=1000, hidden=meta_of(hidden))
-    parts = wire.encode(step, [hidden])
+    parts = wire.encode(step, Activations(hidden))
 
     def there_and_back(kind: type[Sealer]) -> Callable[[], object]:
         writer, reader = kind(b"k" * 32), kind(b"k" * 32)

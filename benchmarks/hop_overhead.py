@@ -22,16 +22,17 @@ from memory_ring import measure_software
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.client.hf.runtime import LoopThread
+from swarm.compute.thread import ComputeThread
 from swarm.demo.local import LocalSwarm
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.net.channel import Sealer
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
-from swarm.server.executor import ComputeThread
 
 PROMPT_TOKENS = 16
 WARM_UP = 20
@@ -130,7 +131,7 @@ def measure_parts(folder: Path, local: PreTrainedModel, count: int) -> dict[str,
     message = wire.Step(
         session="0" * 32, epoch=0, step=1000, keep=1000, budget_ms=100_000, want=1, hidden=meta_of(hidden)
     )
-    plaintext = b"".join(wire.encode(message, [hidden]))
+    plaintext = b"".join(wire.encode(message, Activations(hidden)))
     there, back = Sealer(bytes(32)), Sealer(bytes(32))
     compute = loop.run(_compute_thread())
 
@@ -143,7 +144,7 @@ def measure_parts(folder: Path, local: PreTrainedModel, count: int) -> dict[str,
 
     works: dict[str, Callable[[], object]] = {
         "step: message made": lambda: message.model_copy(update={"budget_ms": 1, "hidden": meta_of(hidden)}),
-        "step: encoded": lambda: wire.encode(message, [hidden]),
+        "step: encoded": lambda: wire.encode(message, Activations(hidden)),
         "step: decoded": lambda: wire.decode(memoryview(bytearray(plaintext))),
         "frame: sealed and opened": seal_and_open,
         "server: into the compute thread and back": lambda: loop.run(_through(compute)),

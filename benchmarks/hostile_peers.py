@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 import torch
 import uvloop
-from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.errors import NetworkError
 from swarm.identity import Identity
-from swarm.net.channel import PREFACE, Channel, Remote, Self, Tensors
+from swarm.net.channel import PREFACE, Channel, Remote, Self
 from swarm.net.noise import ChannelKey, Handshake, prologue
 from swarm.net.tcp import _TcpCarrier
 from swarm.protocol.messages import (
@@ -108,8 +108,8 @@ class Attacker:
             self.open_channels.append(carrier.channel)
             return carrier.channel
 
-    def _heard(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
-        del channel, tensors
+    def _heard(self, channel: Channel, message: AnyMessage, activations: Activations | None) -> None:
+        del channel, activations
         self.did["refusals" if isinstance(message, Refused | Failed) else "answers"] += 1
         if isinstance(message, Opened | Output) or self.inbox.qsize() < 100:
             self.inbox.put_nowait(message)
@@ -138,19 +138,19 @@ class Attacker:
             if getattr(message, "session", None) == request.session:
                 return request if isinstance(message, Opened) else None
 
-    def step(self, session: str, number: int, tokens: int, keep: int, want: int) -> tuple[Step, list[Tensor]]:
+    def step(self, session: str, number: int, tokens: int, keep: int, want: int) -> tuple[Step, Activations]:
         """A step that is in order."""
         hidden = torch.randn(1, tokens, self.target.width)
         message = Step(
             session=session, epoch=0, step=number, keep=keep, budget_ms=60_000, want=want, hidden=meta_of(hidden)
         )
-        return message, [hidden]
+        return message, Activations(hidden)
 
-    async def push(self, channel: Channel, message: Message, tensors: list[Tensor] | None = None) -> None:
+    async def push(self, channel: Channel, message: Message, activations: Activations | None = None) -> None:
         """Send as fast as the server takes it."""
         while channel.unsent_bytes > UNSENT_MAX:  # noqa: ASYNC110 - nothing tells when it is less
             await asyncio.sleep(0.002)
-        channel.send(message, tensors or [])
+        channel.send(message, activations)
         self.did["messages"] += 1
         await asyncio.sleep(0)  # it is the others' turn
 
@@ -185,8 +185,8 @@ async def hoard(peer: Attacker) -> None:
 
 async def malform(peer: Attacker) -> None:
     """Send what is no message, one after another, on ever new channels."""
-    step, (hidden,) = peer.step("ab" * 16, 1, 16, 0, 1)
-    header = encode(step, [hidden])[0]
+    step, sent = peer.step("ab" * 16, 1, 16, 0, 1)
+    header = encode(step, sent)[0]
     nan = torch.full((1, 16, peer.target.width), float("nan"))
     bad: list[Callable[[Channel], list[bytes]]] = [
         lambda _: [secrets.token_bytes(200)],
@@ -196,7 +196,7 @@ async def malform(peer: Attacker) -> None:
         lambda c: [bytes(c._sealer.seal([header, b"too short"]))],  # type: ignore[union-attr]
         lambda c: [bytes(c._sealer.seal([header.replace(b"float32", b"object8"), bytes(8)]))],  # type: ignore[union-attr]
         lambda c: [bytes(c._sealer.seal([b"\x7f\xff" + b"[" * 32767]))],  # type: ignore[union-attr]
-        lambda c: [bytes(c._sealer.seal(encode(step, [nan]))) for _ in range(50)],  # type: ignore[union-attr]
+        lambda c: [bytes(c._sealer.seal(encode(step, Activations(nan)))) for _ in range(50)],  # type: ignore[union-attr]
     ]
     for make in itertools.cycle(bad):
         channel = await peer.connect()
@@ -244,15 +244,15 @@ async def replay(peer: Attacker) -> None:
             channel.close()
             await asyncio.sleep(0.5)
             continue
-        message, tensors = peer.step(request.session, 1, 64, 0, 64)
+        message, sent = peer.step(request.session, 1, 64, 0, 64)
         assert channel._sealer is not None
-        frame = bytes(channel._sealer.seal(encode(message, tensors)))
+        frame = bytes(channel._sealer.seal(encode(message, sent)))
         recorded = [frame] * 4
         channel._carrier.write(frame)
         for _ in range(500):
             if channel.closed:
                 break
-            await peer.push(channel, message, tensors)
+            await peer.push(channel, message, sent)
         channel.close()
 
 
@@ -260,25 +260,25 @@ async def push_into_others(peer: Attacker) -> None:
     """Send steps, pasts, reroutes and ends for an honest client's session, and ask after it, without a pause."""
     small, big = (peer.step(peer.victim, 1, tokens, 0, 1) for tokens in (1, 1024))
     hidden = torch.randn(1, 8, peer.target.width)
-    messages: list[tuple[Message, list[Tensor]]] = [
+    messages: list[tuple[Message, Activations | None]] = [
         small,
-        (Rebuild(session=peer.victim, epoch=0, start=0, total=8, hops=1, hidden=meta_of(hidden)), [hidden]),
-        (Reroute(session=peer.victim, epoch=9), []),
-        (Inquiry(session=peer.victim, epoch=0), []),
-        (Failed(session=peer.victim, epoch=0, step=1, blame="self", why="a lie"), []),
-        (Close(session=peer.victim), []),
-        (Ping(nonce=1), []),
-        (peer.open_message(session=peer.victim), []),
+        (Rebuild(session=peer.victim, epoch=0, start=0, total=8, hops=1, hidden=meta_of(hidden)), Activations(hidden)),
+        (Reroute(session=peer.victim, epoch=9), None),
+        (Inquiry(session=peer.victim, epoch=0), None),
+        (Failed(session=peer.victim, epoch=0, step=1, blame="self", why="a lie"), None),
+        (Close(session=peer.victim), None),
+        (Ping(nonce=1), None),
+        (peer.open_message(session=peer.victim), None),
         big,
     ]
 
     async def one() -> None:
         while True:
             channel = await peer.connect()
-            for message, tensors in itertools.cycle(messages):
+            for message, sent in itertools.cycle(messages):
                 if channel.closed:
                     break
-                await peer.push(channel, message, tensors)
+                await peer.push(channel, message, sent)
 
     await asyncio.gather(*(one() for _ in range(CHANNELS)))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.client.hf.swarm import Swarm
@@ -98,7 +99,7 @@ class Flow:
         """Run a prompt. Returns ms until its last position is there."""
         hidden = torch.randn(1, tokens, self.width).to(self.dtype)
         began = time.perf_counter()
-        await self.session.step(hidden, want=1)
+        await self.session.step(Activations(hidden), want=1)
         return 1000 * (time.perf_counter() - began)
 
     async def decode(self, steps: int) -> None:
@@ -106,7 +107,7 @@ class Flow:
         hidden = torch.randn(1, 1, self.width).to(self.dtype)
         for _ in range(steps):
             began = time.perf_counter()
-            await self.session.step(hidden)
+            await self.session.step(Activations(hidden))
             self.ms.append(1000 * (time.perf_counter() - began))
 
     async def decode_until(self, stop: asyncio.Event) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,6 +11,7 @@ import torch
 from common import Samples
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import WaitingSession
@@ -18,6 +19,7 @@ from swarm.client.planning.route import Hop
 from swarm.client.session.live import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.sessions import Sessions
+from swarm.compute.task import Done, Executor, Task
 from swarm.identity import Identity
 from swarm.model.span import Span
 from swarm.net.channel import Channel, Remote, Self
@@ -25,7 +27,6 @@ from swarm.net.dialer import Dialer
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Line
 from swarm.protocol.naming import new_name
-from swarm.server.executor import Executor
 from swarm.server.handler import Handler
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
@@ -49,7 +50,7 @@ def measure_software(count: int, warm_up: int, hidden_size: int) -> dict[str, Sa
             keep = 2 * number
             server, client = loop.run(ring.step(hidden, keep))
             began = time.perf_counter()
-            waiting.step(hidden, positions=None, mask=None, keep=keep + 1, rows=None, want=1)
+            waiting.step(Activations(hidden), keep=keep + 1, rows=None, want=1)
             whole = time.perf_counter() - began
             if number >= warm_up:
                 for sample, took_s in zip(samples.values(), (server, client, whole - server), strict=True):
@@ -72,7 +73,7 @@ class _Ring:
         """Run one step. Returns seconds that the server took, and that the client took."""
         self._served.took_s = 0.0
         began = time.perf_counter()
-        await self.session.step(hidden, keep=keep, want=1)
+        await self.session.step(Activations(hidden), keep=keep, want=1)
         whole = time.perf_counter() - began
         return self._served.took_s, whole - self._served.took_s
 
@@ -155,8 +156,8 @@ class _Wire:
 class _Inline:
     """Computes at once."""
 
-    def submit(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        done(job())
+    def submit(self, task: Task, done: Done) -> None:
+        done(task.complete())
 
 
 class _NoDialer:

@@ -4,16 +4,18 @@ Everything here runs in the event loop and never blocks: dialling is a task, com
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import structlog
 from torch import Tensor
 
+from swarm.activations import Activations
+from swarm.compute.task import Executor, Forward, Probe
 from swarm.dht.records import Announcement
 from swarm.errors import ChannelClosed, InvalidMessage, NetworkError
 from swarm.model.allocator import return_free_memory
-from swarm.net.channel import Channel, Remote, Tensors
+from swarm.net.channel import Channel, Remote
 from swarm.net.dialer import Dialer
 from swarm.protocol.journal import Entry, Past
 from swarm.protocol.messages import (
@@ -39,7 +41,6 @@ from swarm.protocol.messages import (
 from swarm.protocol.naming import is_name_of
 from swarm.protocol.tensors import is_finite, meta_of
 from swarm.server.accounts import Accounts
-from swarm.server.executor import Executor
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
 from swarm.server.session import (
@@ -51,7 +52,6 @@ from swarm.server.session import (
     Leases,
     Sent,
 )
-from swarm.server.work import SessionWork, rebuild_work, step_work
 
 SESSIONS_MAX = 1024
 SESSIONS_SHARE = 16  # a peer may have one for so many that are free: 60 where nobody else has any
@@ -91,13 +91,14 @@ class Handler:
         self._session_ended_lately = False
         self._openings: set[asyncio.Task[None]] = set()
 
-    def on_message(self, channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
+    def on_message(self, channel: Channel, message: AnyMessage, activations: Activations | None) -> None:
         """Take one message from any channel. Raises InvalidMessage for what no peer sends to a server."""
         if not isinstance(message, Step | Rebuild | Rebuilt):  # those are charged to the session's owner, or news
             channel.note_chatter()
         match message:
             case Step():
-                self._on_step(channel, message, tensors)
+                assert activations is not None
+                self._on_step(channel, message, activations)
             case Open():
                 self._on_open(channel, message)
             case Reroute():
@@ -105,7 +106,8 @@ class Handler:
             case Replay():
                 self._on_replay(channel, message)
             case Rebuild():
-                self._on_rebuild(channel, message, tensors)
+                assert activations is not None
+                self._on_rebuild(channel, message, activations)
             case Inquiry():
                 self._on_inquiry(channel, message)
             case Close():
@@ -126,7 +128,7 @@ class Handler:
             self.accounts.sweep()
             if self.sessions or self._session_ended_lately:
                 self._session_ended_lately = False
-                self._executor.submit(return_free_memory, lambda _: None)  # the allocator keeps much for itself
+                self._executor.submit(Probe(return_free_memory), lambda _: None)  # the allocator keeps much for itself
 
     def peers_in_use(self) -> set[str]:
         """Those who take part in sessions: they may be silent for long."""
@@ -267,7 +269,7 @@ class Handler:
             return
         self._replay_on(session, pieces)
 
-    def _replay_on(self, session: HostedSession, pieces: Iterator[tuple[Rebuild, list[Tensor]]]) -> None:
+    def _replay_on(self, session: HostedSession, pieces: Iterator[tuple[Rebuild, Activations]]) -> None:
         """Send as much of the past as the window has room for; the next confirmation brings the rest.
 
         Many sessions may replay to one hop: of them all together it gets as much as it reads soon.
@@ -278,12 +280,12 @@ class Handler:
             if session.next.unsent_bytes > REPLAY_UNSENT_MAX:
                 self._loop.call_later(REPLAY_POLL_S, self._replay_on, session, pieces)
                 return
-            message, tensors = next(pieces, (None, []))
+            message, activations = next(pieces, (None, None))
             if message is None:
                 session.end_replay()
                 return
             session.unconfirmed.add(message)
-            self._send_on(session, message, tensors)
+            self._send_on(session, message, activations)
 
     def _on_confirmed(self, session: HostedSession, stop: int) -> None:
         """The hops behind this one have more of the past: send the rest, or tell whoever sends it here."""
@@ -303,40 +305,38 @@ class Handler:
         else:
             self._tell(channel, message)
 
-    def _on_rebuild(self, channel: Channel, piece: Rebuild, tensors: Tensors) -> None:
+    def _on_rebuild(self, channel: Channel, piece: Rebuild, activations: Activations) -> None:
         session = self.sessions.get(piece.session)
         if session is None or channel.peer != session.previous or piece.epoch != session.epoch:
-            channel.note_chatter(tensors)
+            channel.note_chatter(activations)
             return
         session.used_at = self._loop.time()
         session.source = channel
         if session.has_rebuilt(piece):
-            session.payer(channel).note_chatter(tensors)
+            session.payer(channel).note_chatter(activations)
             return
-        hidden, positions, mask = tensors
-        assert hidden is not None
         try:
             session.grant.check(session.used_at)
-            self.accounts.lend_activations(session.owner.peer, hidden.nbytes)
-            session.accept_rebuild(piece, hidden, positions, mask, self.windows)
+            self.accounts.lend_activations(session.owner.peer, activations.hidden.nbytes)
+            session.accept_rebuild(piece, activations, self.windows)
         except Declined as declined:
             self._refuse(session.owner, piece, None, declined)
-            session.payer(channel).note_chatter(tensors)
+            session.payer(channel).note_chatter(activations)
             return
-        work = rebuild_work(session, piece, hidden, positions, mask)
-        self._executor.submit(work, partial(self._on_rebuilt, work, piece, _copied(positions, mask)))
+        task = session.hand_over(piece, activations)
+        self._executor.submit(task, partial(self._on_rebuilt, session, task, piece, _beside(activations)))
 
     def _on_rebuilt(
         self,
-        work: SessionWork,
+        session: HostedSession,
+        task: Forward,
         piece: Rebuild,
         beside: tuple[Tensor | None, Tensor | None],
         result: Tensor | Exception | None,
     ) -> None:
-        session = work.session
         self.jobs_done += 1
-        session.let_go(work.input_bytes)
-        if work.is_gone or result is None:
+        session.let_go(task.activations.n_bytes)
+        if task.is_gone or result is None:
             return
         session.computed_piece()
         if session.epoch != piece.epoch:
@@ -344,11 +344,12 @@ class Handler:
         if isinstance(result, Exception):
             self._fail(session, None, "self", f"{type(result).__name__} while rebuilding")
             return
-        self._note(session, Entry(session.step, None, Past(piece.start, result, *beside)))
+        output = Activations(result, *beside)
+        self._note(session, Entry(session.step, None, Past(piece.start, output)))
         if piece.hops > 1:
             onward = piece.model_copy(update={"hops": piece.hops - 1, "hidden": meta_of(result)})
             session.unconfirmed.add(onward)
-            self._send_on(session, onward, [result, *(tensor for tensor in beside if tensor is not None)])
+            self._send_on(session, onward, output)
         stop = piece.start + result.shape[1]
         if stop == piece.total:
             session.leave_window()
@@ -386,24 +387,22 @@ class Handler:
 
     # Steps
 
-    def _on_step(self, channel: Channel, step: Step, tensors: Tensors) -> None:
+    def _on_step(self, channel: Channel, step: Step, activations: Activations) -> None:
         session = self.sessions.get(step.session)
         if session is None:
             self._tell(
                 channel,
                 Failed(session=step.session, epoch=step.epoch, step=step.step, blame="self", why="no such session"),
             )
-            channel.note_chatter(tensors)
+            channel.note_chatter(activations)
             return
         if channel.peer != session.previous or step.epoch != session.epoch:
             why = "its activations come from another peer" if step.epoch == session.epoch else "of another epoch"
             self._refuse(channel, step, step.step, Declined("not_yours", why))
-            channel.note_chatter(tensors)
+            channel.note_chatter(activations)
             return
         arrived_at = session.used_at = self._loop.time()
         session.source = channel
-        hidden, positions, mask = tensors
-        assert hidden is not None
         try:
             sent = session.repeated(step.step)
             if session.owner.unsent_bytes > UNREAD_BYTES_MAX or (
@@ -412,41 +411,41 @@ class Handler:
                 raise Declined("busy", "what was sent before is not read", RETRY_AFTER_S)
             if sent is not None:
                 self._pass_on(session, sent)
-                session.payer(channel).note_chatter(tensors)
+                session.payer(channel).note_chatter(activations)
                 return
             session.grant.check(arrived_at)
             if step.budget_ms == 0:
                 raise Declined("too_late", "the step's time is over")
-            self.accounts.charge_activations(session.owner.peer, hidden.nbytes)
-            session.accept(step, hidden, positions, mask)
+            self.accounts.charge_activations(session.owner.peer, activations.hidden.nbytes)
+            session.accept(step, activations)
         except Forgotten as forgotten:
             self._fail(session, step.step, "self", str(forgotten))
-            session.payer(channel).note_chatter(tensors)
+            session.payer(channel).note_chatter(activations)
             return
         except Declined as declined:
             self._refuse(session.owner, step, step.step, declined)
             if not session.excuses(step.step, declined, arrived_at):
-                session.payer(channel).note_chatter(tensors)
+                session.payer(channel).note_chatter(activations)
             return
-        if hidden.shape[1] == 1:
-            channel.note_decode(hidden.nbytes)
+        if activations.tokens == 1:
+            channel.note_decode(activations.hidden.nbytes)
         self.steps_under_way += 1
-        work = step_work(session, step, hidden, positions, mask)
-        self._executor.submit(work, partial(self._on_computed, work, step, _copied(positions, mask), arrived_at))
+        task = session.hand_over(step, activations)
+        self._executor.submit(task, partial(self._on_computed, session, task, step, _beside(activations), arrived_at))
 
     def _on_computed(
         self,
-        work: SessionWork,
+        session: HostedSession,
+        task: Forward,
         step: Step,
         beside: tuple[Tensor | None, Tensor | None],
         arrived_at: float,
         result: Tensor | Exception | None,
     ) -> None:
-        session = work.session
         self.jobs_done += 1
         self.steps_under_way -= 1
-        session.let_go(work.input_bytes)
-        if work.is_gone or result is None:
+        session.let_go(task.activations.n_bytes)
+        if task.is_gone or result is None:
             return
         session.computed_step()
         if isinstance(result, Exception):
@@ -460,8 +459,9 @@ class Handler:
             self._refuse(session.owner, step, step.step, Declined("bad_request", why))
             self._end(session)
             return
-        sent = session.outcome(step, beside, result, self._loop.time() - arrived_at)
-        self._note(session, Entry(step.step, step.rows, Past(step.keep, result, *beside)))
+        output = Activations(result, *beside)
+        sent = session.outcome(step, output, self._loop.time() - arrived_at)
+        self._note(session, Entry(step.step, step.rows, Past(step.keep, output)))
         session.keep_sent(sent)
         self._pass_on(session, sent)
 
@@ -477,14 +477,14 @@ class Handler:
         if message.epoch != session.epoch:
             message = message.model_copy(update={"epoch": session.epoch})
         if session.has_next:
-            self._send_on(session, message, sent.tensors)
+            self._send_on(session, message, sent.activations)
         else:
-            self._tell(session.owner, message, sent.tensors)
+            self._tell(session.owner, message, sent.activations)
 
-    def _send_on(self, session: HostedSession, message: Message, tensors: Sequence[Tensor]) -> None:
+    def _send_on(self, session: HostedSession, message: Message, activations: Activations | None) -> None:
         """Send to the next hop. What it does not get it will be sent again: the owner sees to that."""
         if session.next is not None:
-            self._tell(session.next, message, tensors)
+            self._tell(session.next, message, activations)
 
     # Ends
 
@@ -563,14 +563,15 @@ class Handler:
         )
 
     @staticmethod
-    def _tell(channel: Channel, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+    def _tell(channel: Channel, message: Message, activations: Activations | None = None) -> None:
         """Send, unless the channel has just ended: then its own callback does what is to be done."""
         try:
-            channel.send(message, tensors)
+            channel.send(message, activations)
         except ChannelClosed as error:
             _log.debug("not sent", kind=message.__class__.__name__, why=error.why)
 
 
-def _copied(positions: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _beside(activations: Activations) -> tuple[Tensor | None, Tensor | None]:
     """Copy what is kept beside an output: it is small, and would keep the frame that it came in."""
+    positions, mask = activations.positions, activations.mask
     return None if positions is None else positions.clone(), None if mask is None else mask.clone()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import structlog
 
 from swarm.blocks import Blocks
+from swarm.compute.task import Probe
+from swarm.compute.thread import ComputeThread
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement
 from swarm.dht.records import Span as AnnouncedSpan
@@ -17,7 +19,6 @@ from swarm.net.channel import Self
 from swarm.net.dialer import Dialer
 from swarm.net.tcp import Listener
 from swarm.server.announcer import State
-from swarm.server.executor import ComputeThread
 from swarm.server.handler import Handler
 from swarm.server.hosting import Hosting
 from swarm.server.measure import Throughput, device_name, measure_throughput
@@ -114,7 +115,7 @@ class Server:
             if not done.done():  # else the server is leaving
                 done.set_result(result if isinstance(result, Throughput) else None)
 
-        self._executor.submit(lambda: measure_throughput(self.span), finish)
+        self._executor.submit(Probe(lambda: measure_throughput(self.span)), finish)
         self.throughput = await done
         if self.throughput is not None:
             token_bytes = self.span.hidden_size * self.span.dtype.itemsize

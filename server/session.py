@@ -1,22 +1,23 @@
 """A session as one hop holds it: who may use it, how far it is, and what it computes.
 
-Two threads share a session. The loop decides and counts (everything but the past); the compute thread owns `SpanPast`,
-the cache and the attention mask, and sees the steps in the order in which the loop accepted them.
+The loop decides and counts. The cache and the attention mask are the compute thread's: a `Tenure` of them is the
+session's, and its tasks run in the order in which the loop accepted their steps.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from swarm.model.past import SpanPast
+from swarm.activations import Activations
+from swarm.compute.task import Forward, Tenure
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.protocol.journal import REPLAY_BYTES_MAX, Entry, Journal, Unconfirmed, rebuild_messages
 from swarm.protocol.messages import POSITIONS_MAX, ROWS_MAX, Open, Output, Rebuild, RefusalCode, Replay, Reroute, Step
-from swarm.protocol.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, bytes_of, is_finite, meta_of
+from swarm.protocol.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, is_finite, meta_of
 from swarm.server.pool import Lease, NoRoom, Pool, Prices
 
 RETRY_AFTER_S = 1.0  # for whom there is no room
@@ -45,13 +46,13 @@ class Sent:
 
     step: int
     message: Step | Output
-    tensors: Sequence[Tensor]
-    in_journal: bool = False  # the tensors are there, and not here
+    activations: Activations | None
+    in_journal: bool = False  # the activations are there, and not here
 
     @property
     def n_bytes(self) -> int:
         """Memory that the tensors take."""
-        return bytes_of(*self.tensors)
+        return 0 if self.activations is None else self.activations.n_bytes
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class HostedSession:
         self.source: Channel | None = None  # where activations last came from
         self.journal: Journal | None = Journal() if self.has_next else None
         self.leases = leases
-        self.replay: Iterator[tuple[Rebuild, list[Tensor]]] | None = None  # what is still to be sent of it
+        self.replay: Iterator[tuple[Rebuild, Activations]] | None = None  # what is still to be sent of it
         self._replay_bytes = 0  # that this keeps, whatever becomes of the journal, and what was noted since
         self.unconfirmed = Unconfirmed()  # by the next hop: of the journal, or of a past that goes on from here
         self.window: Lease | None = None  # room for what may come at once of a past that is being rebuilt
@@ -125,7 +126,7 @@ class HostedSession:
         self.used_at = now
         self.grant = Grant.of(request, now)
         self.closed = False
-        self.generation = 0  # raised when the past is forgotten: what was accepted before counts no more
+        self.tenure = Tenure(owner.peer, span, request.rollback_max)  # another one when the past is forgotten
         self._sent: deque[Sent] = deque(maxlen=WINDOW_STEPS)
         self._promised = leases.prices.tokens(request.batch, request.positions_soon, request.rollback_max)
         self._positions_max = min(request.positions_max, span.traits.positions_max or POSITIONS_MAX)
@@ -138,7 +139,6 @@ class HostedSession:
         self.span = span
         self._rebuild_from: int | None = 0 if request.rebuild else None  # the next position to be rebuilt
         self._refused = _Refused(0, now, set())
-        self._past: SpanPast | None = None
 
     # In the loop
 
@@ -192,7 +192,7 @@ class HostedSession:
 
     def close(self) -> None:
         """End it, and give back what it holds: all but what the compute thread still has."""
-        self.closed = True
+        self.closed = self.tenure.over = True
         self.end_replay()
         self.leave_window()
         self.leases.outputs.release()
@@ -212,7 +212,8 @@ class HostedSession:
         self.previous = request.previous or self.owner.peer
         self.has_next = request.next_record is not None or request.relay
         if request.reset:
-            self.generation += 1
+            self.tenure.over = True
+            self.tenure = Tenure(self.owner.peer, self.span, self._rollback_max)
             self._sent.clear()
             self.leases.outputs.release()
             self._step, self._length, self._rows = request.after_step, 0, 0
@@ -240,7 +241,7 @@ class HostedSession:
         self.journal = None
         self.leases.journal.resize(self._replay_bytes)
 
-    def start_replay(self, request: Replay) -> Iterator[tuple[Rebuild, list[Tensor]]]:
+    def start_replay(self, request: Replay) -> Iterator[tuple[Rebuild, Activations]]:
         """Return the past that the next hops lack, in the pieces in which it is to be sent. Raises Declined."""
         if self.journal is None:
             raise Declined("bad_request", "there is no journal of this session")
@@ -255,23 +256,21 @@ class HostedSession:
             self.replay, self._replay_bytes = iter(()), 0
             self.leases.journal.resize(0 if self.journal is None else self.journal.n_bytes)
 
-    def outcome(self, step: Step, beside: Sequence[Tensor | None], output: Tensor, took_s: float) -> Sent:
-        """What goes on: the same step with new activations, or at the route's end what the client wants of them.
-
-        beside: position ids and mask.
-        """
+    def outcome(self, step: Step, output: Activations, took_s: float) -> Sent:
+        """What goes on: the same step with new activations, or at the route's end what the client wants of them."""
         if not self.has_next:
+            hidden = output.hidden
             last = Output(
-                session=self.id, epoch=step.epoch, step=step.step, hidden=meta_of(output) if step.want else None
+                session=self.id, epoch=step.epoch, step=step.step, hidden=meta_of(hidden) if step.want else None
             )
-            return Sent(step.step, last, [output] if step.want else [])
+            return Sent(step.step, last, Activations(hidden) if step.want else None)
         left_ms = max(0, step.budget_ms - int(took_s * 1000))
-        message = step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output)})
-        return Sent(step.step, message, [output, *(tensor for tensor in beside if tensor is not None)])
+        message = step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output.hidden)})
+        return Sent(step.step, message, output)
 
     def keep_sent(self, sent: Sent) -> None:
         """Note what was sent, and forget the oldest where there is no room for all."""
-        self._sent.append(sent if self.journal is None else replace(sent, tensors=(), in_journal=True))
+        self._sent.append(sent if self.journal is None else replace(sent, activations=None, in_journal=True))
         while True:
             try:
                 self.leases.outputs.resize(sum(each.n_bytes for each in self._sent))
@@ -291,14 +290,14 @@ class HostedSession:
             if sent.step == number and not sent.in_journal:
                 return sent
             if sent.step == number and self.journal is not None:
-                return replace(sent, tensors=self.journal.output_of(number), in_journal=False)
+                return replace(sent, activations=self.journal.output_of(number), in_journal=False)
         if number > self.applied:
             raise Declined("out_of_order", f"step {number} is still being computed")
         if number > self._step - WINDOW_STEPS:
             raise Forgotten(f"the output of step {number} was too much to keep")
         raise Declined("out_of_order", f"step {number} is long past; the next is {self._step + 1}")
 
-    def accept(self, step: Step, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> None:
+    def accept(self, step: Step, activations: Activations) -> None:
         """Check a new step against the session and charge its memory. Raises Declined, and then nothing has changed."""
         if self._rebuild_from is not None:
             raise Declined("out_of_order", "the past is being rebuilt")
@@ -306,7 +305,7 @@ class HostedSession:
             raise Declined("out_of_order", f"step {step.step} came, {self._step + 1} is the next")
         if self._steps_under_way >= WINDOW_STEPS:
             raise Declined("bad_request", f"more than {WINDOW_STEPS} steps under way")
-        rows, tokens = self._check_tensors(hidden, positions, mask)
+        rows, tokens = self._check_tensors(activations)
         self._check_rows(step, rows)
         taken_back = self._length - step.keep
         if taken_back < 0 or (step.keep and taken_back > (self._rollback_max or self._length)):
@@ -316,7 +315,7 @@ class HostedSession:
             raise Declined("bad_request", f"{length} positions, the session was opened for {self._positions_max}")
         if step.want > tokens:
             raise Declined("bad_request", f"{step.want} positions wanted of {tokens}")
-        self._hold(rows, tokens, length, bytes_of(hidden, positions, mask))
+        self._hold(rows, tokens, length, activations.n_bytes)
         self._step, self._rows, self._length = step.step, rows, length
         self._steps_under_way += 1
 
@@ -324,19 +323,17 @@ class HostedSession:
         """Whether a piece of the past has been accepted before: it came twice."""
         return piece.start < (self._length if self._rebuild_from is None else self._rebuild_from)
 
-    def accept_rebuild(
-        self, piece: Rebuild, hidden: Tensor, positions: Tensor | None, mask: Tensor | None, windows: Pool
-    ) -> None:
+    def accept_rebuild(self, piece: Rebuild, activations: Activations, windows: Pool) -> None:
         """Check a piece of the past and charge its memory. windows: what all pasts share. Raises Declined."""
-        rows, tokens = self._check_tensors(hidden, positions, mask)
+        rows, tokens = self._check_tensors(activations)
         if piece.start != self._rebuild_from or not piece.start + tokens <= piece.total <= self._positions_max:
             raise Declined("bad_request", f"positions from {piece.start}, {self._rebuild_from} is the next to rebuild")
         if piece.start and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
         if piece.start == 0:
-            self._take_window(windows, min(REPLAY_BYTES_MAX, hidden.nbytes * piece.total // tokens))
-        self._rebuilt_bytes += hidden.nbytes
-        self._hold(rows, tokens, piece.start + tokens, bytes_of(hidden, positions, mask))
+            self._take_window(windows, min(REPLAY_BYTES_MAX, activations.hidden.nbytes * piece.total // tokens))
+        self._rebuilt_bytes += activations.hidden.nbytes
+        self._hold(rows, tokens, piece.start + tokens, activations.n_bytes)
         self._rows, self._length = rows, piece.start + tokens
         self._rebuild_from = piece.start + tokens if piece.start + tokens < piece.total else None
         self._pieces_under_way += 1
@@ -378,8 +375,9 @@ class HostedSession:
         inputs.resize(inputs.amount + n_bytes)
         self.grant.tokens = left
 
-    def _check_tensors(self, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> tuple[int, int]:
+    def _check_tensors(self, activations: Activations) -> tuple[int, int]:
         """Return rows and tokens of activations and what comes with them. Raises Declined."""
+        hidden, positions, mask = activations.hidden, activations.positions, activations.mask
         # Some families add up residuals in fp32 between bf16 blocks, so any floating dtype may come.
         if hidden.dim() != 3 or hidden.shape[2] != self.span.hidden_size or not hidden.dtype.is_floating_point:
             raise Declined("bad_activations", f"activations of shape {list(hidden.shape)} and {hidden.dtype}")
@@ -416,9 +414,13 @@ class HostedSession:
         elif self._rows and step.keep and rows != self._rows:
             raise Declined("bad_request", f"{rows} rows, the session has {self._rows}")
 
-    def hand_over(self) -> None:
-        """Note that the compute thread gets work of it."""
+    def hand_over(self, message: Step | Rebuild, activations: Activations) -> Forward:
+        """Return what an accepted message is for the compute thread, which gets it now."""
         self._works += 1
+        if isinstance(message, Rebuild):
+            return Forward(self.tenure, activations, keep=message.start)
+        want = None if self.has_next else message.want
+        return Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
 
     def let_go(self, input_bytes: int) -> None:
         """Note that work with so much input has come back from there, whatever became of it."""
@@ -439,21 +441,6 @@ class HostedSession:
         if self._works:
             return
         if self.closed:
-            self._past = None
             self.leases.cache.release()
         elif self._rebuild_from is None:
             self.leases.cache.resize(self.leases.prices.tokens(self._rows, self._length, self._rollback_max))
-
-    # In the compute thread
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether some of the past is padding."""
-        return self._past is not None and self._past.mask is not None
-
-    @property
-    def past(self) -> SpanPast:
-        """What the blocks remember; made when something is to be remembered, which takes longer than opening."""
-        if self._past is None:
-            self._past = SpanPast(self.span.new_cache(self._rollback_max))
-        return self._past

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from swarm.compute import batch
 from swarm.dht import records, search, storage
 from swarm.net import buffers, channel, tcp
 from swarm.protocol import messages, tensors
-from swarm.server import accounts, batch, handler, server, session
+from swarm.server import accounts, handler, server, session
 
 SECURITY = Path(__file__).parent.parent / "SECURITY.md"
 KIB, MIB = 1 << 10, 1 << 20

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from swarm.activations import Activations
 from swarm.errors import SessionClosed, SwarmError, UsageError
 from swarm.model.traits import Traits
 
@@ -18,10 +19,8 @@ class RemoteSession(Protocol):
 
     def step(
         self,
-        hidden: Tensor,
+        activations: Activations,
         *,
-        positions: Tensor | None,
-        mask: Tensor | None,
         keep: int,
         rows: Sequence[int] | None,
         want: int,
@@ -53,8 +52,8 @@ class RemoteCache(Cache):
         """Positions that the servers hold, once what was taken back is."""
         return self._layer.length
 
-    def step(self, hidden: Tensor, *, positions: Tensor | None, mask: Tensor | None, want: int) -> Tensor:
-        """Run new positions through the blocks. Shapes as in `Session.step`; mask: uint8, the new columns alone.
+    def step(self, activations: Activations, *, want: int) -> Tensor:
+        """Run new positions through the blocks. Shapes as in `Session.step`.
 
         What cuts a step off, such as Ctrl-C, ends the session: how far its blocks have come is not known then.
         """
@@ -64,10 +63,10 @@ class RemoteCache(Cache):
             self._session = self._open_session(self._rollback_max)
         rows = self._rows if self.length else None
         try:
-            output = self._session.step(hidden, positions=positions, mask=mask, keep=self.length, rows=rows, want=want)
+            output = self._session.step(activations, keep=self.length, rows=rows, want=want)
             self._rows = None
-            self._n_rows = hidden.shape[0]
-            self._layer.length += hidden.shape[1]
+            self._n_rows = activations.rows
+            self._layer.length += activations.tokens
         except SwarmError:
             raise  # it has ended by itself, or nothing has changed
         except BaseException:

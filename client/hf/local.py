@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.cache import RemoteSession
 from swarm.client.hf.model import Backend
@@ -67,23 +68,21 @@ class _Session:
 
     def step(
         self,
-        hidden: Tensor,
+        activations: Activations,
         *,
-        positions: Tensor | None,
-        mask: Tensor | None,
         keep: int,
         rows: Sequence[int] | None,
         want: int,
     ) -> Tensor:
         """As `swarm.client.session.session.Session.step`."""
-        if keep + hidden.shape[1] > self._positions_max:  # what is behind would refuse it when it is too late here
-            raise PromptTooLong(keep + hidden.shape[1], self._positions_max, "the session")
+        if keep + activations.tokens > self._positions_max:  # what is behind would refuse it when it is too late here
+            raise PromptTooLong(keep + activations.tokens, self._positions_max, "the session")
         with self._computing, torch.inference_mode():
             self._past.rewind(keep, rows)
-            output = self._past.forward(self._span, hidden, positions, mask)
+            output = self._past.forward(self._span, activations)
         if self._behind is None:
             return output[:, output.shape[1] - want :].clone()  # an ordinary tensor, for whatever the caller does next
-        return self._behind.step(output, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
+        return self._behind.step(activations.with_hidden(output), keep=keep, rows=rows, want=want)
 
     def close(self) -> None:
         """Free the leases. Closing twice is fine."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
 from swarm.client.planning.route import Route
@@ -100,9 +101,7 @@ class RemoteRange:
         session = backend.open_session(self.blocks, positions_max=hidden.shape[1], rollback_max=0)
         try:
             return session.step(
-                hidden.to(backend.dtype),
-                positions=position_ids,
-                mask=_padding(attention_mask, hidden.shape[1]),
+                Activations(hidden.to(backend.dtype), position_ids, _padding(attention_mask, hidden.shape[1])),
                 keep=0,
                 rows=None,
                 want=hidden.shape[1],
@@ -289,20 +288,17 @@ class DistributedModel(PreTrainedModel):
         limit = self.backend.traits.positions_max
         if limit is not None and past + tokens > limit:
             raise PromptTooLong(past + tokens, limit, "the model")
-        arguments: dict[str, Any] = {
-            "positions": _unusual(call.positions, past, batch, tokens),
-            "mask": _padding(call.mask, tokens),
-            "want": tokens if call.want_all else min(call.want, tokens),
-        }
+        activations = Activations(hidden, _unusual(call.positions, past, batch, tokens), _padding(call.mask, tokens))
+        want = tokens if call.want_all else min(call.want, tokens)
         output: Tensor
         if call.cache is not None:
-            output = call.cache.step(hidden, **arguments)
+            output = call.cache.step(activations, want=want)
         else:
             session = self.backend.open_session(
                 Blocks(0, self.backend.traits.n_blocks), positions_max=tokens, rollback_max=0
             )
             try:
-                output = session.step(hidden, keep=0, rows=None, **arguments)
+                output = session.step(activations, keep=0, rows=None, want=want)
             finally:
                 session.close()
         if not self._has_wide_residual:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm.access import EVERYBODY, Access
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.planning.route import Route
@@ -158,26 +159,21 @@ class WaitingSession:
 
     def step(
         self,
-        hidden: Tensor,
+        activations: Activations,
         *,
-        positions: Tensor | None,
-        mask: Tensor | None,
         keep: int,
         rows: Sequence[int] | None,
         want: int,
     ) -> Tensor:
         """As `Session.step`, from and to any device; the first one raises also what opening raises."""
-        if hidden.shape[0] > ROWS_MAX:
-            raise UsageError(f"a batch of {hidden.shape[0]} is more than a session can have ({ROWS_MAX}); split it")
-        device = hidden.device
-        # Copies: a journal keeps them, and the caller may write to its own again.
-        hidden = hidden.to("cpu", copy=True)
-        positions = None if positions is None else positions.to("cpu", copy=True)
-        mask = None if mask is None else mask.to("cpu", copy=True)
+        if activations.rows > ROWS_MAX:
+            raise UsageError(f"a batch of {activations.rows} is more than a session can have ({ROWS_MAX}); split it")
+        device = activations.hidden.device
+        ours = activations.copied()  # a journal keeps them, and the caller may write to its own again
 
         async def step() -> Tensor:
-            session = self._session or await self._open(hidden.shape[0], hidden.shape[1])
-            return await session.step(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want)
+            session = self._session or await self._open(ours.rows, ours.tokens)
+            return await session.step(ours, keep=keep, rows=rows, want=want)
 
         return self._loop.run(step()).to(device)
 

@@ -1,11 +1,12 @@
 """A session's steps under way: sent in order, kept whole until they are answered, sent again where that may help."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.client.session.leg import fail
 from swarm.protocol.messages import Step
 
@@ -17,7 +18,7 @@ class Flight:
     """A step on its way."""
 
     message: Step
-    tensors: Sequence[Tensor]
+    activations: Activations
     answer: asyncio.Future[Tensor | None]
     sent: bool = False  # since it was last to be sent again
 
@@ -45,9 +46,9 @@ class Flights:
         """The steps that are waited for."""
         return [step for step, flight in self._flights.items() if not flight.answer.done()]
 
-    def begin(self, message: Step, tensors: Sequence[Tensor]) -> Flight:
+    def begin(self, message: Step, activations: Activations) -> Flight:
         """Send a step, as soon as there is room for it."""
-        flight = Flight(message, tensors, asyncio.get_running_loop().create_future())
+        flight = Flight(message, activations, asyncio.get_running_loop().create_future())
         self._flights[message.step] = flight
         self._send_some()
         return flight

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import TypeVar
 
-from torch import Tensor
-
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.planning.route import Hop
 from swarm.client.session.avoidance import Avoidance, Edge
@@ -85,7 +84,7 @@ class LiveRoute:
         self.session = session
         self._numeric_class: str | None = None  # of the whole session, once it stands
         self._relayed: frozenset[int] = frozenset()
-        self._past: Iterator[tuple[wire.Rebuild, list[Tensor]]] = iter(())  # what is still to be sent to the first hop
+        self._past: Iterator[tuple[wire.Rebuild, Activations]] = iter(())  # what is still to be sent to the first hop
         self._late: set[str] = set()  # processes that did not connect in time
         self._closed = False
         self.spent: defaultdict[str, float] = defaultdict(float)  # seconds of repairs, by phase
@@ -262,20 +261,20 @@ class LiveRoute:
         behind = (leg for leg in self.legs if leg.applied < step)
         return next(chain(broken, behind), self.legs[-1])
 
-    def send(self, index: int, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
+    def send(self, index: int, message: wire.Message, activations: Activations | None = None) -> None:
         """Send to one hop. Raises HopFailed."""
         leg = self.legs[index]
         try:
             if leg.channel is None:
                 raise leg.broken("not connected")
-            leg.channel.send(message, tensors)
+            leg.channel.send(message, activations)
         except ChannelClosed as closed:
             raise leg.broken(closed.why) from None
 
-    def hand_past(self, index: int, piece: wire.Rebuild, tensors: Sequence[Tensor]) -> None:
+    def hand_past(self, index: int, piece: wire.Rebuild, activations: Activations) -> None:
         """Send a piece of the past to one hop, or hand it on. Raises HopFailed."""
         self.legs[index].unconfirmed.add(piece)
-        self.send(index, piece, tensors)
+        self.send(index, piece, activations)
 
     def hear(self, index: int, reply: Reply) -> None:
         """A hop has said something. Where it has more of the past, whoever sends it may go on. Raises HopFailed."""

@@ -8,6 +8,7 @@ from typing import TypeGuard
 import structlog
 from torch import Tensor, cat
 
+from swarm.activations import Activations
 from swarm.client.planning.route import Hop
 from swarm.client.session.avoidance import Avoidance, Edge
 from swarm.client.session.chunks import Chunk, cut
@@ -26,10 +27,10 @@ from swarm.errors import (
     StepTimeout,
     SwarmError,
 )
-from swarm.net.channel import Channel, Tensors
+from swarm.net.channel import Channel
 from swarm.protocol import messages as wire
 from swarm.protocol.journal import Entry, Journal, Past
-from swarm.protocol.tensors import is_finite, meta_of
+from swarm.protocol.tensors import is_finite, metas_of
 
 OPEN_TIMEOUT_S = 30.0
 HOLDERS_S = 15.0  # how long those who announce missing blocks, but failed, are asked again
@@ -127,19 +128,15 @@ class Session:
 
     async def step(
         self,
-        hidden: Tensor,
+        activations: Activations,
         *,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
         keep: int | None = None,
         rows: Sequence[int] | None = None,
         want: int | None = None,
     ) -> Tensor:
         """Send activations once around the route.
 
-        hidden: [batch, tokens, hidden_size]. Returns the last `want` positions of the same shape; all if None.
-        positions: int64 [batch or 1, tokens]; None counts on from `keep`.
-        mask: uint8 [batch, tokens], the new columns of the attention mask; None for no padding among them.
+        Returns hidden states of the last `want` positions, [rows, want, hidden_size]; of all if None.
         keep: positions that stay, at most `length`; None for all. rows: the batch is gathered by them first.
         Raises PromptTooLong, and nothing has changed; or StepTimeout, HopFailed, NoRoute, Refused or SessionClosed, and
         the session has ended.
@@ -149,15 +146,15 @@ class Session:
             async with asyncio.timeout_at(deadline), self._lock:
                 self._raise_if_ended()
                 keep = self.length if keep is None else keep
-                tokens = hidden.shape[1]
+                tokens = activations.tokens
                 want = tokens if want is None else min(want, tokens)
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
                 self._deadline = deadline
-                self.live.batch = hidden.shape[0]
+                self.live.batch = activations.rows
                 self.live.positions_soon = min(keep + tokens + POSITIONS_TO_COME, self._plan.positions_max)
                 rate = self.live.prefill_tps
-                chunks = cut(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want, tokens_per_s=rate)
+                chunks = cut(activations, keep=keep, rows=rows, want=want, tokens_per_s=rate)
                 outputs = await self._run(chunks, tokens)
         except TimeoutError:
             error = StepTimeout(*self.live.awaited(self._answered + 1), self._plan.step_timeout_s)
@@ -234,6 +231,7 @@ class Session:
 
     def _send(self, chunk: Chunk) -> Flight:
         self._step += 1
+        metas = metas_of(chunk.activations)
         message = wire.Step(
             session=self.id,
             epoch=self.live.epoch,
@@ -242,14 +240,12 @@ class Session:
             rows=chunk.rows,
             budget_ms=max(1, int(1000 * (self._deadline - self._loop.time()))),
             want=chunk.want,
-            hidden=meta_of(chunk.hidden),
-            positions=meta_of(chunk.positions) if chunk.positions is not None else None,
-            mask=meta_of(chunk.mask) if chunk.mask is not None else None,
+            hidden=metas.hidden,
+            positions=metas.positions,
+            mask=metas.mask,
         )
-        past = Past(chunk.keep, chunk.hidden, chunk.positions, chunk.mask)
-        self._journal.add(Entry(self._step, chunk.rows, past))
-        tensors = [tensor for tensor in (chunk.hidden, chunk.positions, chunk.mask) if tensor is not None]
-        return self._in_flight.begin(message, tensors)
+        self._journal.add(Entry(self._step, chunk.rows, Past(chunk.keep, chunk.activations)))
+        return self._in_flight.begin(message, chunk.activations)
 
     def _resend_all(self) -> None:
         """Send again what has not been answered, in order."""
@@ -257,7 +253,7 @@ class Session:
 
     def _transmit(self, flight: Flight) -> None:
         try:
-            self.live.send(0, flight.message, flight.tensors)
+            self.live.send(0, flight.message, flight.activations)
         except HopFailed as failed:
             self._stop_for(failed)
             fail(flight.answer, failed)  # also when that is known already
@@ -438,7 +434,7 @@ class Session:
 
     # What hops say
 
-    def on_message(self, channel: Channel, message: FromHop, tensors: Tensors) -> None:
+    def on_message(self, channel: Channel, message: FromHop, activations: Activations | None) -> None:
         """Take one message of this session. Only the hops of the route are listened to, each for its own part."""
         index = self.live.leg_of(channel)
         if index is None:
@@ -447,10 +443,11 @@ class Session:
         match message:
             case wire.Output():
                 if index == len(self.live.legs) - 1:
-                    self._on_output(message, tensors[0])
+                    self._on_output(message, activations)
             case wire.Step() | wire.Rebuild():
                 if self.live.is_relayed(index):
-                    self._hand_on(index + 1, message, tensors)
+                    assert activations is not None
+                    self._hand_on(index + 1, message, activations)
             case wire.Refused():
                 self._on_refused(index, message)
             case wire.Progress():
@@ -463,23 +460,22 @@ class Session:
             case _:
                 self._on_reply(index, message)
 
-    def _hand_on(self, index: int, message: wire.Step | wire.Rebuild, tensors: Tensors) -> None:
+    def _hand_on(self, index: int, message: wire.Step | wire.Rebuild, activations: Activations) -> None:
         """Carry what a hop cannot send to the next one itself; what the next one would refuse is its own fault."""
-        hidden, source, target = tensors[0], self.live.legs[index - 1], self.live.legs[index]
+        hidden, source, target = activations.hidden, self.live.legs[index - 1], self.live.legs[index]
         flight = self._in_flight.get(message.step) if isinstance(message, wire.Step) else None
         if isinstance(message, wire.Step) and flight is None:
             return  # it has been answered
         due = flight.message.hidden.shape if flight is not None else None
-        formed = hidden is not None and hidden.dim() == 3 and _is_sound(hidden)
-        if hidden is None or not formed or due not in {None, tuple(hidden.shape)}:
+        formed = hidden.dim() == 3 and _is_sound(hidden)
+        if not formed or due not in {None, tuple(hidden.shape)}:
             self._stop_for(source.broken("its activations are of the wrong shape or type, infinite or no numbers"))
             return
-        present = [tensor for tensor in tensors if tensor is not None]
         try:
             if isinstance(message, wire.Rebuild):
-                self.live.hand_past(index, message, present)
+                self.live.hand_past(index, message, activations)
             else:
-                self.live.send(index, message, present)
+                self.live.send(index, message, activations)
                 target.carried = message.step
         except HopFailed as failed:
             self._stop_for(failed)
@@ -490,12 +486,13 @@ class Session:
         except HopFailed as failed:
             self._stop_for(failed)
 
-    def _on_output(self, message: wire.Output, hidden: Tensor | None) -> None:
+    def _on_output(self, message: wire.Output, activations: Activations | None) -> None:
         flight = self._in_flight.get(message.step)
         if flight is None or flight.answer.done() or message.step != self._answered + 1:
             return  # what comes before those it follows would be left out of a repair; it will be sent again
         sent = flight.message
         shape = (sent.hidden.shape[0], sent.want, sent.hidden.shape[2])
+        hidden = None if activations is None else activations.hidden
         got = None if hidden is None else tuple(hidden.shape)
         if got == (shape if sent.want else None) and (hidden is None or _is_sound(hidden)):
             self._answered = message.step

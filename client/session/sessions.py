@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session.avoidance import Avoidance
 from swarm.client.session.live import CONNECT_S, LiveRoute, Plan, SessionPlan
 from swarm.client.session.session import AnyEpoch, FromHop, Session
 from swarm.client.session.usual import Usual
-from swarm.net.channel import Channel, Tensors
+from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
 from swarm.protocol import messages as wire
 
@@ -33,12 +34,12 @@ class Sessions:
         """Whether there is a session."""
         return bool(self._by_id)
 
-    def on_message(self, channel: Channel, message: wire.AnyMessage, tensors: Tensors) -> None:
+    def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> None:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):
             session = self._by_id.get(message.session)
             if session is not None and (message.epoch == session.live.epoch or isinstance(message, AnyEpoch)):
-                session.on_message(channel, message, tensors)
+                session.on_message(channel, message, activations)
 
     async def open(self, plan: SessionPlan, blocks: Blocks, planner: Plan) -> Session:
         """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.model.cache import SpanCache
 from swarm.model.span import Span
 
@@ -27,19 +28,14 @@ class SpanPast:
             self.cache.gather(index)
             self.mask = self.mask[index] if self.mask is not None else None
 
-    def forward(self, span: Span, hidden: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Run new positions through the span, on its device.
-
-        hidden: [rows, tokens, hidden_size]; positions: int64 [rows or 1, tokens], or None to count on; mask: uint8
-        [rows, tokens], the new columns of the attention mask, or None for no padding among them. Returns the shape of
-        `hidden`.
-        """
+    def forward(self, span: Span, new: Activations) -> Tensor:
+        """Run new positions through the span, on its device. Returns hidden states of the same shape."""
         device = span.device
-        full_mask = self._extend_mask(mask, hidden.shape[0], hidden.shape[1])
+        full_mask = self._extend_mask(new.mask, new.rows, new.tokens)
         return span.forward(
-            hidden.to(device),
+            new.hidden.to(device),
             cache=self.cache,
-            positions=positions.to(device) if positions is not None else None,
+            positions=new.positions.to(device) if new.positions is not None else None,
             mask=full_mask.to(device) if full_mask is not None else None,
         )
 

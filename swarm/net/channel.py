@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import structlog
@@ -21,6 +21,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from swarm.access import EVERYBODY, Access
+from swarm.activations import Activations
 from swarm.config import PROTOCOL_VERSION
 from swarm.errors import (
     ChannelClosed,
@@ -36,11 +37,8 @@ from swarm.net.buffers import SMALL_BYTES, Backlog, Buffers, Unread
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelKey, Handshake, prologue
 from swarm.net.rate import Bucket, Line
 from swarm.protocol.messages import AnyMessage, Hello, Message, Ping, Pong, decode, encode
-from swarm.protocol.tensors import TENSOR_BYTES_MAX, bytes_of
+from swarm.protocol.tensors import TENSOR_BYTES_MAX
 from swarm.version import __version__
-
-if TYPE_CHECKING:
-    from torch import Tensor  # only where a tensor is touched: the monitor shakes hands without torch
 
 MAGIC = b"swarm"
 PREFACE = MAGIC + bytes([PROTOCOL_VERSION])
@@ -94,8 +92,7 @@ class Carrier(Protocol):
         ...
 
 
-Tensors: TypeAlias = "tuple[Tensor | None, ...]"
-OnMessage = Callable[["Channel", AnyMessage, "Tensors"], None]
+OnMessage = Callable[["Channel", AnyMessage, Activations | None], None]
 """Takes a channel's messages, one by one, in the loop. Must not block."""
 
 
@@ -191,11 +188,11 @@ class Channel:
 
     # Sending
 
-    def send(self, message: Message, tensors: "Sequence[Tensor]" = ()) -> None:
+    def send(self, message: Message, activations: Activations | None = None) -> None:
         """Seal and queue one message. Raises ChannelClosed when the channel has ended."""
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
-        self._write(encode(message, tensors))
+        self._write(encode(message, activations))
         if self._carrier.unsent_bytes() > SMALL_BYTES:
             self._me.buffers.note(self)
 
@@ -299,13 +296,13 @@ class Channel:
         if now < self._paced_until or self._owed:
             self._sign_soon()
 
-    def note_chatter(self, tensors: "Tensors" = ()) -> None:
+    def note_chatter(self, activations: Activations | None = None) -> None:
         """Count a message that moves no session forward, and what came with it.
 
         Each peer has some free. For those beyond that all channels share what this side has time for, and the one
         that sent this is not read until it is paid for.
         """
-        n_bytes = bytes_of(*tensors)
+        n_bytes = 0 if activations is None else activations.n_bytes
         self._charge(self._allowance.chatter, self._me.chatter, 1 + n_bytes / CHATTER_BYTES, self._loop.time())
 
     def note_decode(self, n_bytes: int) -> None:
@@ -480,14 +477,14 @@ class Channel:
                 plaintext = self._opener.open(length, ciphertext)
             except InvalidTag:
                 raise FrameRejected(self.peer, "it fails authentication") from None
-            message, tensors = decode(memoryview(plaintext))
-            self._dispatch(message, tensors)
+            message, activations = decode(memoryview(plaintext))
+            self._dispatch(message, activations)
             turn += 1 + size / CHATTER_BYTES
             if turn >= TURN_FRAMES:
                 self.pause(0.0)
         return taken
 
-    def _dispatch(self, message: AnyMessage, tensors: "Tensors") -> None:
+    def _dispatch(self, message: AnyMessage, activations: Activations | None) -> None:
         if not self.ready.done():
             self._meet(message)
         elif isinstance(message, Hello):
@@ -501,7 +498,7 @@ class Channel:
             elif not self._is_sign(message):
                 self.note_chatter()
         else:
-            self._on_message(self, message, tensors)
+            self._on_message(self, message, activations)
 
     def _is_sign(self, pong: Pong) -> bool:
         """Whether it is a sign of life that is free: from whom this side has dialled, as often as one may give them.

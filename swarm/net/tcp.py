@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from ipaddress import ip_network
 from typing import cast
 
+from swarm.activations import Activations
 from swarm.errors import AddressInUse, BadConfiguration, Unreachable
-from swarm.net.channel import Channel, OnMessage, Remote, Self, Tensors
+from swarm.net.channel import Channel, OnMessage, Remote, Self
 from swarm.net.rate import Bucket
 from swarm.net.reach import literals, makes_sense
 from swarm.protocol.messages import AnyMessage
@@ -325,9 +326,9 @@ def _source(host: str) -> str:
     return str(ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
 
-def _unheard(channel: Channel, message: AnyMessage, tensors: Tensors) -> None:
+def _unheard(channel: Channel, message: AnyMessage, activations: Activations | None) -> None:
     """Take a message while nobody listens."""
-    del message, tensors
+    del message, activations
     channel.close()
 
 

@@ -13,8 +13,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.protocol.messages import Rebuild
-from swarm.protocol.tensors import CHUNK_BYTES, bytes_of, meta_of
+from swarm.protocol.tensors import CHUNK_BYTES, metas_of
 
 STEPS_UNFOLDED_MAX = 256  # then older steps are put together into one
 REPLAY_BYTES_MAX = 8 * CHUNK_BYTES  # of a past, on its way to hops that have not said that they have it: the window
@@ -24,27 +25,17 @@ REPLAY_BYTES_MAX = 8 * CHUNK_BYTES  # of a past, on its way to hops that have no
 class Past:
     """Some positions of a session, from `start` on, as the next hop needs them.
 
-    hidden: [rows, tokens, hidden_size]. positions: int64 [1 or rows, tokens]; None where they are start, start + 1, ...
-    mask: uint8 [rows, tokens], columns of the 2-D attention mask; None where there is no padding. order: which of these
-    rows the session has now, not carried out yet; None for all of them as they are.
+    order: which of these rows the session has now, not carried out yet; None for all of them as they are.
     """
 
     start: int
-    hidden: Tensor
-    positions: Tensor | None
-    mask: Tensor | None
+    activations: Activations
     order: Tensor | None = None
 
     def part(self, first: int, last: int) -> "Past":
         """Return positions [first, last) of the session, as far as they are in this past."""
         a, b = max(0, first - self.start), last - self.start
-        return Past(
-            self.start + a,
-            self.hidden[:, a:b],
-            None if self.positions is None else self.positions[:, a:b],
-            None if self.mask is None else self.mask[:, a:b],
-            self.order,
-        )
+        return Past(self.start + a, self.activations.part(a, b), self.order)
 
     def gathered(self, rows: Tensor) -> "Past":
         """Return the past whose row i is our row rows[i]."""
@@ -54,26 +45,26 @@ class Past:
         """Return the same with its rows where the session has them."""
         if self.order is None:
             return self
-        positions = self.positions
+        hidden, positions, mask = self.activations.hidden, self.activations.positions, self.activations.mask
         if positions is not None and positions.shape[0] > 1:
             positions = positions[self.order]
-        mask = None if self.mask is None else self.mask[self.order]
-        return Past(self.start, self.hidden[self.order], positions, mask)
+        mask = None if mask is None else mask[self.order]
+        return Past(self.start, Activations(hidden[self.order], positions, mask))
 
     @property
     def rows(self) -> int:
         """How many the session has."""
-        return self.hidden.shape[0] if self.order is None else len(self.order)
+        return self.activations.rows if self.order is None else len(self.order)
 
     @property
     def stop(self) -> int:
         """The position behind the last one."""
-        return self.start + self.hidden.shape[1]
+        return self.start + self.activations.tokens
 
     @property
     def n_bytes(self) -> int:
         """Memory that the tensors take as they are."""
-        return bytes_of(self.hidden, self.positions, self.mask)
+        return self.activations.n_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +104,9 @@ class Journal:
         folded = _joined_bytes(self.past_after(self._entries[count - 1].step))
         return folded + sum(each.past.n_bytes for each in (*self._entries[count:], entry))
 
-    def output_of(self, step: int) -> list[Tensor]:
+    def output_of(self, step: int) -> Activations:
         """Return what went on with one of the last STEPS_UNFOLDED_MAX // 2 steps."""
-        past = next(entry.past for entry in reversed(self._entries) if entry.step == step)
-        return [tensor for tensor in (past.hidden, past.positions, past.mask) if tensor is not None]
+        return next(entry.past.activations for entry in reversed(self._entries) if entry.step == step)
 
     def past_after(self, step: int) -> tuple[Past, ...]:
         """Return the session's past as it was right after `step`, as pieces in order; none where nothing was.
@@ -153,20 +143,21 @@ class Journal:
 
 def rebuild_messages(
     session: str, epoch: int, pieces: Sequence[Past], hops: int
-) -> Iterator[tuple[Rebuild, list[Tensor]]]:
-    """Write a past as messages of about CHUNK_BYTES, with their tensors, each made when it is asked for."""
+) -> Iterator[tuple[Rebuild, Activations]]:
+    """Write a past as messages of about CHUNK_BYTES, with their activations, each made when it is asked for."""
     for part in _chunks(pieces):
+        metas = metas_of(part.activations)
         message = Rebuild(
             session=session,
             epoch=epoch,
             start=part.start,
             total=pieces[-1].stop,
             hops=hops,
-            hidden=meta_of(part.hidden),
-            positions=None if part.positions is None else meta_of(part.positions),
-            mask=None if part.mask is None else meta_of(part.mask),
+            hidden=metas.hidden,
+            positions=metas.positions,
+            mask=metas.mask,
         )
-        yield message, [t for t in (part.hidden, part.positions, part.mask) if t is not None]
+        yield message, part.activations
 
 
 class Unconfirmed:
@@ -206,8 +197,8 @@ class Unconfirmed:
 def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:
     if not pieces:
         return
-    width = pieces[0].hidden.shape[2]
-    size = max(1, CHUNK_BYTES // (pieces[0].rows * width * pieces[0].hidden.element_size()))
+    hidden = pieces[0].activations.hidden
+    size = max(1, CHUNK_BYTES // (pieces[0].rows * hidden.shape[2] * hidden.element_size()))
     beside = _beside(pieces)
     for first in range(pieces[0].start, pieces[-1].stop, size):
         last = first + size
@@ -217,7 +208,8 @@ def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:
 
 def _beside(pieces: Sequence[Past]) -> tuple[bool, bool]:
     """Whether positions and a mask must be told: for all pieces, or for none."""
-    return any(piece.positions is not None for piece in pieces), any(piece.mask is not None for piece in pieces)
+    every = [piece.activations for piece in pieces]
+    return any(each.positions is not None for each in every), any(each.mask is not None for each in every)
 
 
 def _joined(pieces: Sequence[Past], beside: tuple[bool, bool]) -> Past:
@@ -229,22 +221,25 @@ def _joined(pieces: Sequence[Past], beside: tuple[bool, bool]) -> Past:
         positions = torch.cat([_positions(piece).expand(rows, -1) for piece in pieces], dim=1)
     if beside[1]:
         mask = torch.cat([_mask(piece) for piece in pieces], dim=1)
-    hidden = pieces[0].hidden if len(pieces) == 1 else torch.cat([piece.hidden for piece in pieces], dim=1)
-    return Past(pieces[0].start, hidden, positions, mask)
+    hidden = [piece.activations.hidden for piece in pieces]
+    joined = hidden[0] if len(pieces) == 1 else torch.cat(hidden, dim=1)
+    return Past(pieces[0].start, Activations(joined, positions, mask))
 
 
 def _joined_bytes(pieces: Sequence[Past]) -> int:
     """Memory that all of them will take as one."""
-    dtype = reduce(torch.promote_types, (piece.hidden.dtype for piece in pieces))
+    dtype = reduce(torch.promote_types, (piece.activations.hidden.dtype for piece in pieces))
     positions, mask = _beside(pieces)
-    of_one = pieces[0].hidden.shape[2] * dtype.itemsize
+    of_one = pieces[0].activations.hidden.shape[2] * dtype.itemsize
     of_one += positions * torch.int64.itemsize + mask * torch.uint8.itemsize
     return pieces[0].rows * (pieces[-1].stop - pieces[0].start) * of_one
 
 
 def _positions(piece: Past) -> Tensor:
-    return piece.positions if piece.positions is not None else torch.arange(piece.start, piece.stop)[None]
+    positions = piece.activations.positions
+    return positions if positions is not None else torch.arange(piece.start, piece.stop)[None]
 
 
 def _mask(piece: Past) -> Tensor:
-    return piece.mask if piece.mask is not None else torch.ones(piece.hidden.shape[:2], dtype=torch.uint8)
+    mask, hidden = piece.activations.mask, piece.activations.hidden
+    return mask if mask is not None else torch.ones(hidden.shape[:2], dtype=torch.uint8)

@@ -8,18 +8,15 @@ A message is a JSON header and, for two kinds, tensors behind it. `encode` and `
     back along it          Rebuilt (to whoever sends the past)
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from swarm.activations import Activations
 from swarm.blocks import BLOCKS_MAX
 from swarm.errors import InvalidMessage
 from swarm.events import printable
 from swarm.protocol.tensors import TensorMeta, decode_tensors, encode_tensor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 HEADER_BYTES_MAX = 32 * 1024
 ALIGNMENT = 16  # the tensors start at a multiple of it, so that they can be used where they lie
@@ -330,20 +327,21 @@ AnyMessage = Annotated[
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 
 
-def encode(message: Message, tensors: "Sequence[Tensor]" = ()) -> list[bytes | memoryview]:
+def encode(message: Message, activations: Activations | None = None) -> list[bytes | memoryview]:
     """Return the parts of a frame's plaintext: the header's length and text, then the tensors' bytes.
 
-    tensors: those that the message's TensorMeta fields describe, in the order of the fields.
+    activations: those that the message's TensorMeta fields describe.
     """
     header = message.model_dump_json(exclude_none=True).encode()
     padding = -(2 + len(header)) % ALIGNMENT
     length = len(header) + padding
     assert length <= HEADER_BYTES_MAX
-    return [length.to_bytes(2, "big") + header + b" " * padding, *map(encode_tensor, tensors)]
+    tensors = () if activations is None else map(encode_tensor, activations.tensors)
+    return [length.to_bytes(2, "big") + header + b" " * padding, *tensors]
 
 
-def decode(frame: memoryview) -> "tuple[AnyMessage, tuple[Tensor | None, ...]]":
-    """Read one frame's plaintext. Returns the message and a tensor (or None) for each of its TensorMeta fields.
+def decode(frame: memoryview) -> tuple[AnyMessage, Activations | None]:
+    """Read one frame's plaintext. Returns the message and the activations that it describes, if any.
 
     The tensors share the frame's memory. Raises InvalidMessage.
     """
@@ -359,9 +357,13 @@ def decode(frame: memoryview) -> "tuple[AnyMessage, tuple[Tensor | None, ...]]":
         place = ".".join(str(part) for part in first["loc"])
         raise InvalidMessage("message", printable(f"{place}: {first['msg']}")[:TEXT_MAX]) from None
     if isinstance(message, (Step, Rebuild)):
-        return message, decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
-    if isinstance(message, Output):
-        return message, decode_tensors((message.hidden,), frame[start:])
+        hidden, positions, mask = decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
+        assert hidden is not None
+        return message, Activations(hidden, positions, mask)
+    if isinstance(message, Output) and message.hidden is not None:
+        (hidden,) = decode_tensors((message.hidden,), frame[start:])
+        assert hidden is not None
+        return message, Activations(hidden)
     if start != len(frame):
         raise InvalidMessage(message.kind, "bytes behind the header")
-    return message, ()
+    return message, None

@@ -5,10 +5,11 @@ torch is imported where a tensor is touched, and not before: whoever only shakes
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from swarm.activations import Activations
 from swarm.errors import InvalidMessage
 
 if TYPE_CHECKING:
@@ -37,14 +38,27 @@ class TensorMeta(BaseModel):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def bytes_of(*tensors: "Tensor | None") -> int:
-    """Memory that they take together."""
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
 def meta_of(tensor: "Tensor") -> TensorMeta:
     """Describe a tensor for the wire. It must be of a dtype in ITEM_BYTES, not empty and of rank 1 to RANK_MAX."""
     return TensorMeta(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))  # type: ignore[arg-type]
+
+
+class Metas(NamedTuple):
+    """What describes activations: the fields that messages with activations share."""
+
+    hidden: TensorMeta
+    positions: TensorMeta | None
+    mask: TensorMeta | None
+
+
+def metas_of(activations: Activations) -> Metas:
+    """Describe activations for the wire."""
+    positions, mask = activations.positions, activations.mask
+    return Metas(
+        meta_of(activations.hidden),
+        None if positions is None else meta_of(positions),
+        None if mask is None else meta_of(mask),
+    )
 
 
 def encode_tensor(tensor: "Tensor") -> memoryview:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.client.session.chunks import CHUNK_S, CHUNK_TOKENS_MIN, cut
 
 WIDTH = 16
@@ -10,7 +11,7 @@ WIDTH = 16
 
 def parts(tokens, rows=1, **options):
     hidden = torch.arange(rows * tokens, dtype=torch.float32).reshape(rows, tokens, 1).expand(-1, -1, WIDTH)
-    chunks = list(cut(hidden, positions=None, mask=None, keep=3, rows=None, want=1, **options))
+    chunks = list(cut(Activations(hidden), keep=3, rows=None, want=1, **options))
     assert torch.equal(torch.cat([chunk.hidden for chunk in chunks], dim=1), hidden)
     starts = [chunk.keep for chunk in chunks]
     assert starts == [3 + sum(chunk.hidden.shape[1] for chunk in chunks[:i]) for i in range(len(chunks))]

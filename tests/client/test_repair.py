@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.client.session import session as session_module
 from swarm.errors import HopFailed, NoRoute
 from swarm.identity import Identity
@@ -366,7 +367,7 @@ def test_a_journal_folds_and_still_tells_the_past():
         if step % 11 == 0:
             rows = tuple(torch.randint(0, 2, (2,), generator=generator).tolist())
         hidden = torch.randn(2, 1 + step % 2, 3, generator=generator)
-        journal.add(Entry(step, rows, Past(keep, hidden, None, None)))
+        journal.add(Entry(step, rows, Past(keep, Activations(hidden))))
         kept = expected[:, :keep]
         expected = torch.cat([kept[list(rows)] if rows else kept, hidden], dim=1)
         before_last = copy.copy(expected)

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from swarm.client import live as live_module
 from swarm.client.hf.runtime import LoopThread
+from swarm.client.session import live as live_module
 from swarm.client.session import session as session_module
 from swarm.dht.records import Span
 from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout, UsageError

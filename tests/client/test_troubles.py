@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.client.session import watch as watch_module
 from swarm.client.session.live import CONNECT_S
 from swarm.errors import StepTimeout, Unreachable
@@ -288,13 +289,13 @@ def test_a_step_that_arrives_twice_or_out_of_order_changes_nothing(going, monkey
     monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 64 * 4)  # one position a chunk
     send, held, seen = session.live.send, [], set()
 
-    def shuffled(index, message, tensors=()):
+    def shuffled(index, message, sent=None):
         if isinstance(message, wire.Step) and message.step % 3 == 0 and message.step not in seen:
             seen.add(message.step)
-            held.append((index, message, tensors))
+            held.append((index, message, sent))
             return
-        send(index, message, tensors)
-        send(index, message, tensors)
+        send(index, message, sent)
+        send(index, message, sent)
         for late in held:
             send(*late)
         held.clear()
@@ -313,8 +314,8 @@ def test_two_threads_in_one_session_take_turns(going):
     outputs = {}
 
     def work(name):
-        arguments = {"positions": None, "mask": None, "keep": keep, "rows": None, "want": 3}
-        outputs[name] = [session.step(hidden, **arguments) for _ in range(20)]
+        arguments = {"keep": keep, "rows": None, "want": 3}
+        outputs[name] = [session.step(Activations(hidden), **arguments) for _ in range(20)]
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
     for thread in threads:

@@ -28,6 +28,7 @@ from hivemind.proto import dht_pb2
 from pydantic import TypeAdapter
 
 from swarm.access import Access, NetworkKey
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.dht import dialback, protocol
 from swarm.dht.format import BUCKET_SIZE, FOUND_MAX, NAMED_MAX, believe, pack_dictionary, unpack_dictionary
@@ -113,15 +114,21 @@ def _run(job: Awaitable[Any]) -> Any:
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def tensors_of(message: wire.Message) -> list[torch.Tensor]:
-    """Tensors as the message describes them, of bytes that count up."""
-    metas = [meta for name in ("hidden", "positions", "mask") if (meta := getattr(message, name, None)) is not None]
-    flat = [torch.arange(meta.n_bytes).to(torch.uint8).view(getattr(torch, meta.dtype)) for meta in metas]
-    return [tensor.view(meta.shape) for tensor, meta in zip(flat, metas, strict=True)]
+def activations_of(message: wire.Message) -> Activations | None:
+    """Activations as the message describes them, of bytes that count up."""
+
+    def counted(name: str) -> torch.Tensor | None:
+        meta = getattr(message, name, None)
+        if meta is None:
+            return None
+        return torch.arange(meta.n_bytes).to(torch.uint8).view(getattr(torch, meta.dtype)).view(meta.shape)
+
+    hidden = counted("hidden")
+    return None if hidden is None else Activations(hidden, counted("positions"), counted("mask"))
 
 
 def frame_of(message: wire.Message) -> bytes:
-    return b"".join(wire.encode(message, tensors_of(message)))
+    return b"".join(wire.encode(message, activations_of(message)))
 
 
 def _messages() -> tuple[wire.Message, ...]:

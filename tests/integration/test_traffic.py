@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from swarm.activations import Activations
 from swarm.client.hf.swarm import WaitingSession
 from swarm.errors import StepTimeout
 from swarm.protocol.messages import Step, encode
@@ -142,9 +143,9 @@ def test_a_recording_holds_no_activations_and_no_text(
     seen: list[Tensor] = []
     step = WaitingSession.step
 
-    def observed(self: WaitingSession, hidden: Tensor, **arguments: object) -> Tensor:
-        output = step(self, hidden, **arguments)
-        seen.extend((hidden, output))
+    def observed(self: WaitingSession, sent: Activations, **arguments: object) -> Tensor:
+        output = step(self, sent, **arguments)
+        seen.extend((sent.hidden, output))
         return output
 
     monkeypatch.setattr(WaitingSession, "step", observed)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swarm.access import EVERYBODY, Access, NetworkKey
+from swarm.activations import Activations
 from swarm.errors import ChannelClosed, HandshakeFailed, ProtocolMismatch
 from swarm.identity import Identity
 from swarm.net import channel as channel_module
@@ -95,18 +96,18 @@ async def test_both_sides_learn_who_the_other_is():
 async def test_a_message_arrives_as_it_was_sent():
     pair = Pair().shake()
     message, hidden = step()
-    pair.a.send(message, [hidden])
+    pair.a.send(message, Activations(hidden))
     pair.to_b.deliver()
-    ((received, tensors),) = pair.at_b
+    ((received, got),) = pair.at_b
     assert received == message
-    assert torch.equal(tensors[0], hidden)
+    assert torch.equal(got.hidden, hidden)
 
 
 async def test_messages_arrive_in_any_pieces():
     pair = Pair().shake()
     for number in range(3):
         message, hidden = step(number)
-        pair.a.send(message, [hidden])
+        pair.a.send(message, Activations(hidden))
     stream = b"".join(pair.to_b.held)
     for i in range(0, len(stream), 7):
         pair.b.receive(stream[i : i + 7])
@@ -117,7 +118,7 @@ async def test_a_flipped_bit_anywhere_is_rejected():
     for position in range(4 + 16 + 300):
         pair = Pair().shake()
         message, hidden = step()
-        pair.a.send(message, [hidden])
+        pair.a.send(message, Activations(hidden))
         frame = bytearray(pair.to_b.held.pop())
         if position >= len(frame):
             break
@@ -132,7 +133,7 @@ async def test_a_frame_out_of_its_place_is_rejected(attack):
     pair = Pair().shake()
     for number in (1, 2):
         message, hidden = step(number)
-        pair.a.send(message, [hidden])
+        pair.a.send(message, Activations(hidden))
     first, second = pair.to_b.held
     pair.to_b.held = []
     victim = pair.b
@@ -154,7 +155,7 @@ async def test_a_frame_out_of_its_place_is_rejected(attack):
 async def test_a_frame_of_another_channel_between_the_same_peers_is_rejected():
     one, two = Pair().shake(), Pair().shake()
     message, hidden = step()
-    one.a.send(message, [hidden])
+    one.a.send(message, Activations(hidden))
     two.b.receive(one.to_b.held[0])
     assert two.b.closed
     assert two.at_b == []
@@ -247,11 +248,11 @@ async def test_a_peer_that_does_not_read_is_cut_off_and_what_waited_for_it_is_go
     message, hidden = step()
     big = torch.zeros(1, 1 << 16, 4)  # 1 MiB
     for _ in range(3):
-        pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), [big])
+        pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), Activations(big))
         assert not pair.a.closed
-    pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), [big])
+    pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), Activations(big))
     with pytest.raises(ChannelClosed, match="hold too much"):
-        pair.a.send(message, [hidden])
+        pair.a.send(message, Activations(hidden))
     assert pair.to_b.held == []
 
 
@@ -259,14 +260,14 @@ async def test_a_frame_that_never_ends_ends_the_channel(monkeypatch):
     monkeypatch.setattr(channel_module, "FRAME_TIMEOUT_S", 0.1)
     pair = Pair().shake()
     message, hidden = step()
-    pair.a.send(message, [hidden])
+    pair.a.send(message, Activations(hidden))
     frame = pair.to_b.held.pop()
     pair.b.receive(frame[:40])
     await asyncio.sleep(0.05)
     pair.b.receive(frame[40:])
     await asyncio.sleep(0.1)
     assert not pair.b.closed  # it came in time, and nothing is unfinished
-    pair.a.send(message, [hidden])
+    pair.a.send(message, Activations(hidden))
     pair.b.receive(pair.to_b.held.pop()[:-1])
     await asyncio.sleep(0.05)
     pair.b.receive(b"")  # a byte now and then, or none, makes no difference
@@ -279,7 +280,7 @@ async def test_the_time_of_a_frame_counts_only_while_it_is_read():
     """Else whoever waits in a long line is taken for somebody who does not send the rest."""
     pair = Pair().shake()
     message, hidden = step()
-    pair.a.send(message, [hidden])
+    pair.a.send(message, Activations(hidden))
     frame = pair.to_b.held.pop()
     pair.b.receive(frame[:40])
     for _ in range(20):
@@ -288,7 +289,7 @@ async def test_the_time_of_a_frame_counts_only_while_it_is_read():
     assert not pair.b.closed  # 20 seconds of a hundred were for reading
     pair.b.receive(frame[40:])
     assert len(pair.at_b) == 1
-    pair.a.send(message, [hidden])
+    pair.a.send(message, Activations(hidden))
     pair.b.receive(pair.to_b.held.pop()[:40])
     for _ in range(8):
         pair.b.pause(4.0)
@@ -343,7 +344,7 @@ async def test_a_ping_that_nobody_waits_for_any_more_measures_nothing():
 
 async def test_bytes_behind_a_message_without_tensors_are_rejected():
     pair = Pair().shake()
-    pair.a.send(Output(session=SESSION, epoch=0, step=1), [torch.ones(4)])
+    pair.a.send(Output(session=SESSION, epoch=0, step=1), Activations(torch.ones(4)))
     pair.to_b.deliver()
     assert pair.b.closed
     assert pair.at_b == []
@@ -357,7 +358,7 @@ OURS, THEIRS = Access(NetworkKey(b"o" * 32)), Access(NetworkKey(b"t" * 32))
 async def test_members_of_a_private_swarm_talk():
     pair = Pair(a_access=OURS, b_access=OURS).shake()
     message, hidden = step()
-    pair.a.send(message, [hidden])
+    pair.a.send(message, Activations(hidden))
     pair.to_b.deliver()
     assert [received for received, _ in pair.at_b] == [message]
 
@@ -380,7 +381,7 @@ async def test_a_peer_that_is_not_on_the_list_is_refused_and_nothing_of_it_is_pr
         pair.to_a.deliver()
         assert pair.to_a.held == []  # the server does not say who it is before it knows who comes
         message, hidden = step()
-        pair.a.send(message, [hidden])
+        pair.a.send(message, Activations(hidden))
         pair.to_b.deliver()  # a Hello and a step at once
         pair.to_a.deliver()
         assert pair.a.proven == admitted

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.errors import ChannelClosed
 from swarm.identity import Identity
 from swarm.net import channel as channel_module
@@ -130,7 +131,7 @@ async def test_a_closing_channel_counts_until_its_carrier_has_ended():
     pair.to_a.sender = None  # the carrier takes its time
     buffers, big = pair.b._me.buffers, torch.zeros(1, 1 << 16, 16)  # 4 MiB
     message = step()[0].model_copy(update={"hidden": meta_of(big)})
-    pair.b.send(message, [big])
+    pair.b.send(message, Activations(big))
     pair.b.close()
     assert buffers._total > 4 << 20
     buffers._held_bytes_max = 5 << 20
@@ -144,7 +145,7 @@ async def test_a_paused_channel_goes_on_where_it_was_with_frames_that_were_read_
     pair = Pair().shake()
     for number in range(5):
         message, hidden = step(number)
-        pair.a.send(message, [hidden])
+        pair.a.send(message, Activations(hidden))
     stream = b"".join(pair.to_b.held)
     pair.to_b.held = []
     pair.b.pause(0.05)
@@ -169,7 +170,7 @@ async def test_many_frames_at_once_leave_others_their_turn():
     pair = Pair().shake()
     for number in range(3 * channel_module.TURN_FRAMES):
         message, hidden = step(number)
-        pair.a.send(message, [hidden])
+        pair.a.send(message, Activations(hidden))
     pair.to_b.deliver()
     assert len(pair.at_b) == channel_module.TURN_FRAMES
     await until(lambda: len(pair.at_b) == 3 * channel_module.TURN_FRAMES)
@@ -179,7 +180,7 @@ async def test_a_large_frame_is_a_turn_of_its_own():
     pair = Pair().shake()
     big = torch.zeros(1, 1 << 8, 1 << 10)  # 1 MiB
     for number in range(3):
-        pair.a.send(step(number)[0].model_copy(update={"hidden": meta_of(big)}), [big])
+        pair.a.send(step(number)[0].model_copy(update={"hidden": meta_of(big)}), Activations(big))
     pair.to_b.deliver()
     assert len(pair.at_b) == 1
     await until(lambda: len(pair.at_b) == 3)
@@ -191,13 +192,13 @@ async def test_a_long_frame_is_read_whatever_pieces_it_comes_in(size):
     big = torch.arange(1 << 18, dtype=torch.float32).reshape(1, -1, 64)
     if size == 1:
         big = big[:, :8].contiguous()
-    pair.a.send(step(1)[0].model_copy(update={"hidden": meta_of(big)}), [big])
+    pair.a.send(step(1)[0].model_copy(update={"hidden": meta_of(big)}), Activations(big))
     stream = b"".join(pair.to_b.held)
     for start in range(0, len(stream), size):
         assert pair.at_b == []
         pair.b.receive(stream[start : start + size])
     await until(lambda: len(pair.at_b) == 1)
-    assert torch.equal(pair.at_b[0][1][0], big)
+    assert torch.equal(pair.at_b[0][1].hidden, big)
     assert len(pair.b._unread) == 0
 
 
@@ -565,7 +566,7 @@ async def test_whoever_takes_nothing_of_what_waits_for_it_is_cut_off(monkeypatch
     await until(lambda: served)
     reads_nothing._carrier.pause_reading()
     big = torch.zeros(1, 1 << 16, 64)  # 16 MiB: more than the kernel takes
-    served[0].send(step()[0].model_copy(update={"hidden": meta_of(big)}), [big])
+    served[0].send(step()[0].model_copy(update={"hidden": meta_of(big)}), Activations(big))
     await until(lambda: served[0].closed)
     assert "does not read" in served[0].ended.result()
     with pytest.raises(ChannelClosed):

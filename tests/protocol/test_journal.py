@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from swarm.activations import Activations
 from swarm.protocol import journal as journal_module
 from swarm.protocol.journal import Entry, Journal, Past, rebuild_messages
 from swarm.protocol.tensors import CHUNK_BYTES
@@ -37,7 +38,7 @@ def log(seed: int) -> tuple[Journal, dict[str, torch.Tensor]]:
         mask = (
             torch.randint(0, 2, (rows, tokens), generator=generator, dtype=torch.uint8) if rng.random() < 0.5 else None
         )
-        journal.add(Entry(step, order, Past(keep, hidden, positions, mask)))
+        journal.add(Entry(step, order, Past(keep, Activations(hidden, positions, mask))))
         new = {
             "hidden": hidden,
             "positions": torch.arange(keep, keep + tokens).expand(rows, -1) if positions is None else positions,
@@ -66,7 +67,7 @@ def test_a_journal_knows_before_a_step_how_large_it_will_be_and_is_the_same_when
     folded, _ = log(seed)
     assert all(expected == n_bytes == held for expected, n_bytes, held in sizes)
     for journal in (unfolded, folded):
-        hidden = torch.cat([piece.in_order().hidden for piece in journal.past_after(99)], dim=1)
+        hidden = torch.cat([piece.in_order().activations.hidden for piece in journal.past_after(99)], dim=1)
         assert torch.equal(hidden, past["hidden"])
 
 
@@ -77,11 +78,11 @@ def test_messages_tell_the_past_as_it_is(seed, chunk_bytes, monkeypatch):
     journal, expected = log(seed)
     told = {name: [] for name in expected}
     start = 0
-    for message, tensors in rebuild_messages("ab" * 16, 1, journal.past_after(99), 1):
+    for message, sent in rebuild_messages("ab" * 16, 1, journal.past_after(99), 1):
         assert (message.start, message.total) == (start, expected["hidden"].shape[1])
         rows, tokens, _ = message.hidden.shape
         assert rows * tokens * WIDTH * 4 <= max(chunk_bytes, rows * WIDTH * 4)
-        rest = iter(tensors)
+        rest = iter(sent.tensors)
         told["hidden"].append(next(rest))
         positions = next(rest) if message.positions else torch.arange(start, start + tokens)[None]
         told["positions"].append(positions.expand(rows, -1))
@@ -94,12 +95,12 @@ def test_messages_tell_the_past_as_it_is(seed, chunk_bytes, monkeypatch):
 def test_a_past_of_many_rows_takes_no_more_memory_than_what_is_kept_of_it():
     """One row became a thousand: as a whole that would be a thousand times as much."""
     journal, prompt = Journal(), torch.randn(1, 4096, 64)
-    journal.add(Entry(1, None, Past(0, prompt, None, None)))
-    journal.add(Entry(2, (0,) * 1000, Past(4096, torch.randn(1000, 1, 64), None, None)))
+    journal.add(Entry(1, None, Past(0, Activations(prompt))))
+    journal.add(Entry(2, (0,) * 1000, Past(4096, Activations(torch.randn(1000, 1, 64)))))
     pieces = journal.past_after(2)
     assert sum(piece.n_bytes for piece in pieces) == journal.n_bytes
     messages = rebuild_messages("ab" * 16, 1, pieces, 1)
-    _, (hidden,) = next(messages)
+    hidden = next(messages)[1].hidden
     assert hidden.shape[0] == 1000
     assert hidden.nbytes <= CHUNK_BYTES
     assert torch.equal(hidden[500], prompt[0, : hidden.shape[1]])
@@ -125,9 +126,9 @@ def test_a_past_that_was_gathered_at_every_step_is_found_in_one_walk():
         for step in range(1, steps + 1):
             hidden = torch.full((2, 1, WIDTH), float(step))
             hidden[1] *= -1
-            journal.add(Entry(step, (1, 0) if step > 1 else None, Past(step - 1, hidden, None, None)))
+            journal.add(Entry(step, (1, 0) if step > 1 else None, Past(step - 1, Activations(hidden))))
         with Counting() as counting:
             pieces = journal.past_after(steps)
         calls.append(counting.calls)
-        assert [piece.in_order().hidden[0, 0, 0] for piece in pieces[-3:]] == [steps - 2, 1 - steps, steps]
+        assert [piece.in_order().activations.hidden[0, 0, 0] for piece in pieces[-3:]] == [steps - 2, 1 - steps, steps]
     assert calls[2] - calls[1] == 2 * (calls[1] - calls[0])

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.activations import Activations
 from swarm.errors import InvalidMessage
 from swarm.protocol.messages import Close, Open, Output, Refused, Step, decode, encode
 from swarm.protocol.tensors import TENSOR_BYTES_MAX, TensorMeta, decode_tensors, encode_tensor, meta_of
@@ -34,17 +35,17 @@ def test_a_step_comes_out_as_it_went_in(dtype):
     positions = torch.arange(3)[None]
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]], dtype=torch.uint8)
     message = step(hidden, rows=(1, 0), positions=meta_of(positions), mask=meta_of(mask))
-    decoded, tensors = decode(frame(encode(message, [hidden, positions, mask])))
+    decoded, got = decode(frame(encode(message, Activations(hidden, positions, mask))))
     assert decoded == message
-    for sent, got in zip((hidden, positions, mask), tensors, strict=True):
-        assert torch.equal(sent, got)
-        assert sent.dtype == got.dtype
+    for sent, received in zip((hidden, positions, mask), got.tensors, strict=True):
+        assert torch.equal(sent, received)
+        assert sent.dtype == received.dtype
 
 
 def test_tensors_lie_aligned_and_are_not_copied():
     hidden = torch.randn(1, 4, 16)
-    plaintext = frame(encode(step(hidden), [hidden]))
-    _, (got, _, _) = decode(plaintext)
+    plaintext = frame(encode(step(hidden), Activations(hidden)))
+    got = decode(plaintext)[1].hidden
     assert got.data_ptr() % 16 == torch.frombuffer(plaintext, dtype=torch.uint8).data_ptr() % 16
     plaintext[-1] ^= 0xFF
     assert not torch.equal(hidden, got)
@@ -59,7 +60,7 @@ def test_a_strided_tensor_is_sent_as_what_it_shows():
 
 def test_an_output_may_carry_nothing():
     message = Output(session=SESSION, epoch=0, step=3)
-    assert decode(frame(encode(message))) == (message, (None,))
+    assert decode(frame(encode(message))) == (message, None)
 
 
 def test_an_unknown_optional_field_is_ignored():
@@ -102,7 +103,7 @@ def test_a_shape_that_claims_more_than_there_is_allocates_nothing():
 @pytest.mark.parametrize("change", [-1, 1, 16])
 def test_bytes_that_do_not_match_the_shape_are_invalid(change):
     hidden = torch.randn(1, 2, 8)
-    plaintext = b"".join(encode(step(hidden), [hidden]))
+    plaintext = b"".join(encode(step(hidden), Activations(hidden)))
     plaintext = plaintext[:change] if change < 0 else plaintext + bytes(change)
     with pytest.raises(InvalidMessage):
         decode(memoryview(bytearray(plaintext)))
@@ -153,4 +154,4 @@ def test_arbitrary_headers_are_a_message_or_invalid(header, payload):
 
 def test_refusals_carry_when_to_come_back():
     message = Refused(session=SESSION, epoch=0, step=4, code="no_room", why="full", retry_after_ms=250)
-    assert decode(frame(encode(message))) == (message, ())
+    assert decode(frame(encode(message))) == (message, None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swarm import config as settings
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.identity import Identity
@@ -166,12 +167,12 @@ class Peer:
             self.channels[site.peer] = await dial(site.server.data_address, remote, self.me, self._received)
         return self.channels[site.peer]
 
-    def _received(self, channel: Channel, message: AnyMessage, tensors: tuple[Tensor | None, ...]) -> None:
-        self.inbox.put_nowait((message, tensors))
+    def _received(self, channel: Channel, message: AnyMessage, got: Activations | None) -> None:
+        self.inbox.put_nowait((message, got))
 
-    async def ask(self, site: Site, message: Message, *tensors: Tensor) -> AnyMessage:
+    async def ask(self, site: Site, message: Message, sent: Activations | None = None) -> AnyMessage:
         """Send a message and return the next that comes, from whomever."""
-        (await self.to(site)).send(message, tensors)
+        (await self.to(site)).send(message, sent)
         return await self.next()
 
     async def next(self) -> AnyMessage:
@@ -181,10 +182,10 @@ class Peer:
     async def output(self) -> Tensor:
         """Return the activations of the next message, which must be an output."""
         async with asyncio.timeout(WITHIN_S):
-            message, tensors = await self.inbox.get()
+            message, got = await self.inbox.get()
         assert isinstance(message, Output), message
-        assert tensors[0] is not None
-        return tensors[0].clone()
+        assert got is not None
+        return got.hidden.clone()
 
     async def settled(self, site: Site) -> None:
         """Wait until the server has taken everything that was sent to it."""
@@ -229,7 +230,7 @@ async def test_a_stranger_can_neither_push_into_a_session_nor_close_nor_open_it_
 ):
     request = await opened(owner, first)
     hidden = activations(1, 4)
-    refused = await stranger.ask(first, *flat(step(request, 1, hidden)))
+    refused = await stranger.ask(first, *step(request, 1, hidden))
     assert code(refused) == "not_yours"
     (await stranger.to(first)).send(Close(session=request.session))
     await stranger.settled(first)
@@ -285,7 +286,7 @@ async def test_activations_count_from_the_named_previous_peer_only(
     request = await opened(owner, second, previous=previous.peer, start=3, stop=6)
     hidden = activations(1, 3)
     for other in (owner, stranger):
-        assert code(await other.ask(second, *flat(step(request, 1, hidden)))) == "not_yours"
+        assert code(await other.ask(second, *step(request, 1, hidden))) == "not_yours"
     assert second.computed == []
     (await previous.to(second)).send(*step(request, 1, hidden, want=3))
     assert torch.equal(await owner.output(), span_output(loaded, SECOND, hidden))  # the owner gets what comes out
@@ -300,7 +301,7 @@ async def test_a_step_of_another_epoch_is_rejected(first: Site, owner: Peer):
     request = await opened(owner, first, epoch=5)
     for epoch in (4, 6):
         stale = request.model_copy(update={"epoch": epoch})
-        refused = await owner.ask(first, *flat(step(stale, 1, activations(1, 2))))
+        refused = await owner.ask(first, *step(stale, 1, activations(1, 2)))
         assert code(refused) == "not_yours"
         assert "epoch" in refused.why
     assert first.computed == []
@@ -309,7 +310,7 @@ async def test_a_step_of_another_epoch_is_rejected(first: Site, owner: Peer):
 
 
 async def test_a_step_for_no_session_says_so(first: Site, stranger: Peer):
-    answer = await stranger.ask(first, *flat(step(open_for(first), 1, activations(1, 2))))
+    answer = await stranger.ask(first, *step(open_for(first), 1, activations(1, 2)))
     assert isinstance(answer, Failed)
     assert answer.why == "no such session"
 
@@ -558,7 +559,7 @@ async def test_a_malformed_step_is_refused_and_the_session_is_intact(
 
     changes, tensors = BAD_STEPS[what]
     bad = step(request, 2, **({"hidden": after} | tensors), **({"keep": 6, "want": 1} | changes))
-    refused = await owner.ask(first, *flat(bad))
+    refused = await owner.ask(first, *bad)
     assert code(refused) == CODES.get(what, "bad_request")
     assert first.server.pool.used == used
 
@@ -571,9 +572,9 @@ async def test_a_malformed_step_is_refused_and_the_session_is_intact(
 async def test_a_step_of_too_many_bytes_is_refused_and_one_token_of_many_rows_is_not(first: Site, owner: Peer):
     request = await opened(owner, first)
     message, hidden = step(request, 1, activations(1024, 17))
-    assert code(await owner.ask(first, message, *hidden)) == "bad_request"
+    assert code(await owner.ask(first, message, hidden)) == "bad_request"
     message, hidden = step(request, 1, activations(ROWS_MAX + 1, 1))
-    assert code(await owner.ask(first, message, *hidden)) == "bad_request"
+    assert code(await owner.ask(first, message, hidden)) == "bad_request"
     message, hidden = step(request, 1, activations(100, 1))
     (await owner.to(first)).send(message, hidden)
     assert (await owner.output()).shape[0] == 100
@@ -613,7 +614,7 @@ async def test_a_step_that_is_long_past_is_refused(first: Site, owner: Peer):
     for number in range(1, WINDOW_STEPS + 2):
         (await owner.to(first)).send(*step(request, number, activations(1, 1), keep=number - 1))
         await owner.output()
-    refused = await owner.ask(first, *flat(step(request, 1, activations(1, 1))))
+    refused = await owner.ask(first, *step(request, 1, activations(1, 1)))
     assert code(refused) == "out_of_order"
 
 
@@ -649,7 +650,7 @@ async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back
     await stranger.output()
     room = first.server.pool.free(owner.peer)
     request = await opened(owner, first, positions_max=POOL_TOKENS)
-    refused = await owner.ask(first, *flat(step(request, 1, activations(1, room + 1))))
+    refused = await owner.ask(first, *step(request, 1, activations(1, room + 1)))
     assert code(refused) == "no_room"
     assert refused.retry_after_ms > 0
     assert first.server.pool.used == 2
@@ -660,7 +661,7 @@ async def test_a_full_pool_refuses_the_step_unapplied_and_says_when_to_come_back
 async def test_a_step_that_will_never_fit_is_not_asked_to_come_back(first: Site, owner: Peer):
     room = first.server.pool.most
     request = await opened(owner, first, positions_max=POOL_TOKENS)
-    refused = await owner.ask(first, *flat(step(request, 1, activations(1, room + 1))))
+    refused = await owner.ask(first, *step(request, 1, activations(1, room + 1)))
     assert (code(refused), refused.retry_after_ms) == ("no_room", None)
 
 
@@ -715,12 +716,12 @@ async def test_what_waits_for_room_is_charged_to_nobody_unless_it_is_sent_again_
     for _ in range(WINDOW_STEPS):
         assert code(await owner.next()) in {"no_room", "out_of_order"}
     assert charged == []
-    assert code(await owner.ask(first, *flat(step(request, 2, activations(1, 1), keep=tokens)))) == "out_of_order"
+    assert code(await owner.ask(first, *step(request, 2, activations(1, 1), keep=tokens))) == "out_of_order"
     assert len(charged) == 1  # once is enough
-    assert code(await owner.ask(first, *flat(first_step))) == "no_room"
+    assert code(await owner.ask(first, *first_step)) == "no_room"
     assert len(charged) == 2  # it was asked to wait
     session._refused = replace(session._refused, again_at=0.0)
-    assert code(await owner.ask(first, *flat(first_step))) == "no_room"
+    assert code(await owner.ask(first, *first_step)) == "no_room"
     assert len(charged) == 2
 
 
@@ -734,7 +735,7 @@ async def test_a_step_refused_further_on_is_sent_again_and_computed_once_by_each
         request = await opened_ring(owner, first, second)
         hidden = activations(1, 5)
         message = step(request, 1, hidden, want=5)
-        assert code(await owner.ask(first, *flat(message))) == "no_room"
+        assert code(await owner.ask(first, *message)) == "no_room"
         (await stranger.to(second)).send(Close(session=holder.session))
         await stranger.settled(second)
         (await owner.to(first)).send(*message)
@@ -764,7 +765,7 @@ async def test_steps_that_a_reset_made_pointless_fill_no_window(loaded: Loaded, 
     again = Reroute(session=request.session, epoch=1, reset=True, after_step=3)
     assert isinstance(await owner.ask(first, again), Rerouted)
     past = activations(1, 6)
-    channel.send(rebuild(request, 0, 6, past).model_copy(update={"epoch": 1}), [past])
+    channel.send(rebuild(request, 0, 6, past).model_copy(update={"epoch": 1}), Activations(past))
     for number in range(4, 4 + WINDOW_STEPS):
         message, hidden = step(request, number, activations(1, 1), keep=2 + number)
         channel.send(message.model_copy(update={"epoch": 1}), hidden)
@@ -834,7 +835,7 @@ async def test_whoever_does_not_read_gets_no_step_again(first: Site, owner: Peer
     (await owner.to(first)).send(*message)
     await owner.output()
     monkeypatch.setattr(handler_module, "UNREAD_BYTES_MAX", -1)
-    assert code(await owner.ask(first, *flat(message))) == "busy"
+    assert code(await owner.ask(first, *message)) == "busy"
 
 
 async def test_a_next_hop_that_does_not_read_gets_no_more(
@@ -846,7 +847,7 @@ async def test_a_next_hop_that_does_not_read_gets_no_more(
     await owner.output()
     monkeypatch.setattr(handler_module, "NEXT_UNSENT_MAX", -1)
     for each in (message, step(request, 2, activations(1, 1), keep=4)):
-        assert code(await owner.ask(first, *flat(each))) == "busy"
+        assert code(await owner.ask(first, *each)) == "busy"
 
 
 async def test_who_sends_for_an_owner_that_is_not_read_already_pays_himself(first: Site, owner: Peer, stranger: Peer):
@@ -866,7 +867,7 @@ async def test_positions_that_nobody_names_end_where_the_model_does(loaded: Load
     assert limit is not None
     async with serving(loaded, FIRST, pool_tokens=4 * limit) as site:
         request = await opened(owner, site, positions_max=2 * limit)
-        refused = await owner.ask(site, *flat(step(request, 1, activations(1, limit + 1), want=1)))
+        refused = await owner.ask(site, *step(request, 1, activations(1, limit + 1), want=1))
         assert code(refused) == "bad_request"
         assert f"{limit + 1} positions" in refused.why
 
@@ -882,11 +883,11 @@ async def test_what_comes_beside_activations_is_kept_without_their_frame(
     positions = frame[:4][None]
     message = step(request, 1, hidden)[0] if kind == "step" else rebuild(request, 0, 4, hidden)
     message = message.model_copy(update={"positions": meta_of(positions)})
-    first.server.handler.on_message(session.owner, message, (hidden, positions, None))
+    first.server.handler.on_message(session.owner, message, Activations(hidden, positions))
     await until(lambda: session.journal.n_bytes > 0)
     (past,) = session.journal.past_after(1)
-    assert torch.equal(past.positions, positions)
-    assert past.positions.untyped_storage().nbytes() == positions.nbytes
+    assert torch.equal(past.activations.positions, positions)
+    assert past.activations.positions.untyped_storage().nbytes() == positions.nbytes
 
 
 async def test_an_owner_who_relays_is_no_channel_that_was_dialled(
@@ -987,8 +988,8 @@ async def test_after_a_reroute_the_old_epoch_and_the_old_neighbour_are_out(
     await owner.output()
     assert isinstance(await owner.ask(first, Reroute(session=request.session, epoch=1)), Rerouted)
     late, hidden = step(request, 2, activations(1, 1), keep=3)
-    assert code(await stranger.ask(first, late, *hidden)) == "not_yours"
-    assert code(await stranger.ask(first, late.model_copy(update={"epoch": 1}), *hidden)) == "not_yours"
+    assert code(await stranger.ask(first, late, hidden)) == "not_yours"
+    assert code(await stranger.ask(first, late.model_copy(update={"epoch": 1}), hidden)) == "not_yours"
     (await owner.to(first)).send(late.model_copy(update={"epoch": 1}), hidden)
     expected = span_output(loaded, FIRST, torch.cat([activations(1, 3), activations(1, 1)], dim=1))[:, -1:]
     assert (await owner.output() - expected).abs().max() < TOLERANCE
@@ -1021,7 +1022,7 @@ async def test_a_frame_under_another_grant_is_refused(
     request = await granted(owner, first, by, previous=stranger.peer)
     changes, expected = UNDER_ANOTHER[what]
     message, tensors = step(request, 1, activations(1, 2), **changes)
-    answer = await stranger.ask(first, message, *tensors)
+    answer = await stranger.ask(first, message, tensors)
     assert (answer.kind if isinstance(answer, Failed) else code(answer)) == expected
     assert first.computed == []
     assert first.server.pool.used == 0
@@ -1075,7 +1076,7 @@ async def test_a_grant_for_another_span_or_peer_is_refused(first: Site, second: 
     assert isinstance(refused, Failed)
     assert "another peer" in refused.why
     assert second.computed == []
-    assert code(await owner.ask(second, *flat(step(request, 1, activations(1, 2))))) == "not_yours"
+    assert code(await owner.ask(second, *step(request, 1, activations(1, 2)))) == "not_yours"
     assert second.computed == []
 
 
@@ -1115,18 +1116,18 @@ async def test_a_grant_ends_with_its_tokens_and_those_of_all_rows_count(first: S
     request = await opened(owner, first, tokens_max=10)
     (await owner.to(first)).send(*step(request, 1, activations(3, 3)))
     await owner.output()
-    assert code(await owner.ask(first, *flat(step(request, 2, activations(3, 1), keep=3)))) == "grant_over"
+    assert code(await owner.ask(first, *step(request, 2, activations(3, 1), keep=3))) == "grant_over"
     assert first.server.handler.sessions[request.session].grant.tokens == 1
     (await owner.to(first)).send(*step(request, 2, activations(1, 1), keep=3, rows=(0,)))
     await owner.output()
-    assert code(await owner.ask(first, *flat(step(request, 3, activations(1, 1), keep=4)))) == "grant_over"
+    assert code(await owner.ask(first, *step(request, 3, activations(1, 1), keep=4))) == "grant_over"
     assert len(first.computed) == 2
 
 
 async def test_a_past_that_is_rebuilt_is_part_of_the_grant(first: Site, owner: Peer):
     request = await opened(owner, first, after_step=1, rebuild=True, tokens_max=3)
     piece = activations(1, 4)
-    assert code(await owner.ask(first, rebuild(request, 0, 4, piece), piece)) == "grant_over"
+    assert code(await owner.ask(first, rebuild(request, 0, 4, piece), Activations(piece))) == "grant_over"
     assert first.server.pool.used == 0
 
 
@@ -1136,12 +1137,12 @@ async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Si
     request = await opened(owner, first, after_step=7, rebuild=True)
     channel = await owner.to(first)
     early, token = step(request, 8, activations(1, 1), keep=6)
-    assert code(await owner.ask(first, early, *token)) == "out_of_order"  # it has no past yet
+    assert code(await owner.ask(first, early, token)) == "out_of_order"  # it has no past yet
     past = activations(1, 6)
     for start in (0, 4):
         piece = past[:, start : start + 4]
         for _ in range(times):
-            channel.send(rebuild(request, start, 6, piece), [piece])
+            channel.send(rebuild(request, start, 6, piece), Activations(piece))
     assert [await owner.next() for _ in range(2)] == [rebuilt(request, 4), rebuilt(request, 6)]
     channel.send(early, token)
     expected = span_output(loaded, FIRST, torch.cat([past, activations(1, 1)], dim=1))[:, -1:]
@@ -1152,7 +1153,7 @@ async def test_a_rebuilt_hop_is_where_the_dead_one_was(loaded: Loaded, first: Si
 async def test_a_malformed_piece_of_the_past_is_refused(first: Site, owner: Peer, start: int, total: int, rows: int):
     request = await opened(owner, first, after_step=1, rebuild=True)
     piece = activations(rows, 3)
-    assert code(await owner.ask(first, rebuild(request, start, total, piece), piece)) == "bad_request"
+    assert code(await owner.ask(first, rebuild(request, start, total, piece), Activations(piece))) == "bad_request"
 
 
 async def test_a_past_that_nobody_asked_for_is_refused_and_a_strangers_is_not_looked_at(
@@ -1160,8 +1161,8 @@ async def test_a_past_that_nobody_asked_for_is_refused_and_a_strangers_is_not_lo
 ):
     request = await opened(owner, first)
     piece = activations(1, 3)
-    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), piece)) == "bad_request"
-    (await stranger.to(first)).send(rebuild(request, 0, 3, piece), [piece])
+    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), Activations(piece))) == "bad_request"
+    (await stranger.to(first)).send(rebuild(request, 0, 3, piece), Activations(piece))
     await stranger.settled(first)
     assert stranger.inbox.empty()
     assert first.server.pool.used == 0
@@ -1304,7 +1305,7 @@ async def test_a_hop_confirms_a_past_that_goes_on_when_those_behind_it_do(first:
     channel, past = await stranger.to(first), activations(1, 8)
     for start in (0, 4):
         piece = past[:, start : start + 4]
-        channel.send(rebuild(request, start, 8, piece).model_copy(update={"hops": 2}), [piece])
+        channel.send(rebuild(request, start, 8, piece).model_copy(update={"hops": 2}), Activations(piece))
     assert [(await owner.next()).kind for _ in range(3)] == ["rebuild", "rebuild", "rebuilt"]
     (await owner.to(first)).send(rebuilt(request, 4))
     assert await stranger.next() == rebuilt(request, 4)
@@ -1321,11 +1322,11 @@ async def test_a_past_is_begun_where_there_is_room_for_a_window_of_it(first: Sit
     requests = [await opened(owner, first, after_step=1, rebuild=True) for _ in range(2)]
     channel, past = await owner.to(first), activations(1, 6)
     begin, end = past[:, :4], past[:, 4:]
-    assert await owner.ask(first, rebuild(requests[0], 0, 6, begin), begin) == rebuilt(requests[0], 4)
-    assert code(await owner.ask(first, rebuild(requests[1], 0, 6, begin), begin)) == "busy"
-    assert await owner.ask(first, rebuild(requests[0], 4, 6, end), end) == rebuilt(requests[0], 6)
+    assert await owner.ask(first, rebuild(requests[0], 0, 6, begin), Activations(begin)) == rebuilt(requests[0], 4)
+    assert code(await owner.ask(first, rebuild(requests[1], 0, 6, begin), Activations(begin))) == "busy"
+    assert await owner.ask(first, rebuild(requests[0], 4, 6, end), Activations(end)) == rebuilt(requests[0], 6)
     assert windows.used == 0
-    assert await owner.ask(first, rebuild(requests[1], 0, 6, begin), begin) == rebuilt(requests[1], 4)
+    assert await owner.ask(first, rebuild(requests[1], 0, 6, begin), Activations(begin)) == rebuilt(requests[1], 4)
     again = Reroute(session=requests[1].session, epoch=1, reset=True, after_step=1)
     assert isinstance(await owner.ask(first, again), Rerouted)
     assert windows.used == 0
@@ -1340,13 +1341,15 @@ async def test_room_for_a_past_is_kept_by_whoever_sends_it(first: Site, owner: P
     request = await opened(owner, first, after_step=1, rebuild=True)
     windows, (session,) = first.server.handler.windows, first.server.handler.sessions.values()
     past = activations(1, 8)
-    assert await owner.ask(first, rebuild(request, 0, 8, past[:, :4]), past[:, :4]) == rebuilt(request, 4)
+    assert await owner.ask(first, rebuild(request, 0, 8, past[:, :4]), Activations(past[:, :4])) == rebuilt(request, 4)
     session.keep_window_if_used()
     assert windows.used == past.nbytes
-    assert await owner.ask(first, rebuild(request, 4, 8, past[:, 4:5]), past[:, 4:5]) == rebuilt(request, 5)
+    assert await owner.ask(first, rebuild(request, 4, 8, past[:, 4:5]), Activations(past[:, 4:5])) == rebuilt(
+        request, 5
+    )
     session.keep_window_if_used()
     assert windows.used == 0
-    assert await owner.ask(first, rebuild(request, 5, 8, past[:, 5:]), past[:, 5:]) == rebuilt(request, 8)
+    assert await owner.ask(first, rebuild(request, 5, 8, past[:, 5:]), Activations(past[:, 5:])) == rebuilt(request, 8)
 
 
 def rebuilt(request: Open, stop: int) -> Rebuilt:
@@ -1398,7 +1401,7 @@ def step(
     keep: int = 0,
     want: int = 1,
     **changes: object,
-) -> tuple[Step, list[Tensor]]:
+) -> tuple[Step, Activations]:
     message = Step(
         session=request.session,
         epoch=request.epoch,
@@ -1410,7 +1413,7 @@ def step(
         positions=None if positions is None else meta_of(positions),
         mask=None if mask is None else meta_of(mask),
     )
-    return message.model_copy(update=changes), [tensor for tensor in (hidden, positions, mask) if tensor is not None]
+    return message.model_copy(update=changes), Activations(hidden, positions, mask)
 
 
 def held_up(site: Site) -> asyncio.Event:
@@ -1420,10 +1423,6 @@ def held_up(site: Site) -> asyncio.Event:
         lambda: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(), lambda _: None
     )
     return release
-
-
-def flat(message: tuple[Step, list[Tensor]]) -> tuple[Step | Tensor, ...]:
-    return message[0], *message[1]
 
 
 def code(answer: AnyMessage) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.errors import ChannelClosed
 from swarm.net import channel as channel_module
 from swarm.protocol.messages import Close, Failed, Refused, Reroute
@@ -21,7 +22,6 @@ from tests.server.test_handler import (
     activations,
     code,
     first,
-    flat,
     held_up,
     loaded,
     open_for,
@@ -171,7 +171,7 @@ async def test_an_owner_that_takes_too_much_is_refused_a_step_which_it_may_send_
     account = first.server.handler.accounts._of(owner.peer)
     account.bytes.take(asyncio.get_running_loop().time(), 530 * 2**20)
     message = step(request, 1, activations(1, 2))
-    refused = await owner.ask(first, *flat(message))
+    refused = await owner.ask(first, *message)
     assert code(refused) == "busy"
     assert 0 < refused.retry_after_ms < 1000
     await asyncio.sleep(refused.retry_after_ms / 1000)
@@ -253,7 +253,7 @@ async def test_activations_that_are_not_finite_are_refused_unapplied(loaded, fir
     hidden = activations(1, 3)
     spoilt = hidden.clone()
     spoilt[0, 1, 7] = bad
-    refused = await owner.ask(first, *flat(step(request, 1, spoilt)))
+    refused = await owner.ask(first, *step(request, 1, spoilt))
     assert code(refused) == "bad_activations"
     assert first.server.pool.used == 0
     (await owner.to(first)).send(*step(request, 1, hidden, want=3))
@@ -263,14 +263,14 @@ async def test_activations_that_are_not_finite_are_refused_unapplied(loaded, fir
 async def test_a_past_that_is_not_finite_is_refused(first, owner):
     request = await opened(owner, first, after_step=1, rebuild=True)
     piece = torch.full((1, 3, 64), float("nan"))
-    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), piece)) == "bad_activations"
+    assert code(await owner.ask(first, rebuild(request, 0, 3, piece), Activations(piece))) == "bad_activations"
 
 
 async def test_where_our_own_blocks_overflow_the_session_ends_and_the_next_hop_never_sees_it(first, second, owner):
     request = await opened_ring(owner, first, second)
     submit = first.server._executor.submit
     first.server._executor.submit = lambda job, done: submit(lambda: job() * float("inf"), done)  # the blocks overflow
-    refused = await owner.ask(first, *flat(step(request, 1, activations(1, 3))))
+    refused = await owner.ask(first, *step(request, 1, activations(1, 3)))
     assert isinstance(refused, Refused), refused
     assert refused.code == "bad_request"
     assert "blocks 0:3" in refused.why
@@ -292,7 +292,7 @@ async def test_who_does_not_read_gets_no_more_outputs(first, owner):
     (mine,) = (channel for channel in first.server._listener._channels if channel.peer == owner.peer)
     assert session.owner is mine
     mine._carrier.unsent_bytes = lambda: handler_module.UNREAD_BYTES_MAX + 1
-    refused = await owner.ask(first, *flat(step(request, 1, activations(1, 2))))
+    refused = await owner.ask(first, *step(request, 1, activations(1, 2)))
     assert code(refused) == "busy"
     assert "not read" in refused.why
     assert first.computed == []

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.client.session import live
 from swarm.model.past import SpanPast
 from swarm.protocol import journal
@@ -34,11 +35,12 @@ def replay_one_position_twice(patch: Patch) -> None:
         def twice(whole: Any, one: Any) -> Any:
             return None if whole is None else torch.cat([one, whole], dim=1)
 
+        whole, one = past.activations, first.activations
         return Past(
             past.start,
-            twice(past.hidden, first.hidden),
-            twice(past.positions, first.positions),
-            twice(past.mask, first.mask),
+            Activations(
+                twice(whole.hidden, one.hidden), twice(whole.positions, one.positions), twice(whole.mask, one.mask)
+            ),
         )
 
     _replay(patch, doubled)

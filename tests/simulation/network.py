@@ -7,14 +7,13 @@ is left out is the sealing and the sockets.
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
 
-from torch import Tensor
-
+from swarm.activations import Activations
 from swarm.errors import ChannelClosed, HandshakeFailed, SwarmError, Unreachable
 from swarm.net.channel import OnMessage, Remote, Self
 from swarm.net.tcp import DIAL_TIMEOUT_S
@@ -271,13 +270,13 @@ class VirtualChannel:
         """Whether it has ended."""
         return self.ended.done()
 
-    def send(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+    def send(self, message: Message, activations: Activations | None = None) -> None:
         """As `Channel.send`."""
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
         if self.process.dead:
             return
-        data = b"".join(encode(message, tensors))
+        data = b"".join(encode(message, activations))
         self._written += len(data)
         self._network.transmit(self, data)
 
@@ -312,7 +311,7 @@ class VirtualChannel:
         self._network.trace.note("message", self._name, data=data)
         self.heard_at = self._network.loop.time()
         try:
-            message, tensors = decode(memoryview(bytearray(data)))
+            message, activations = decode(memoryview(bytearray(data)))
             if isinstance(message, Ping):
                 self.send(Pong(nonce=message.nonce))
             elif isinstance(message, Pong):
@@ -320,7 +319,7 @@ class VirtualChannel:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
             else:
-                self._on_message(self, message, tensors)  # type: ignore[arg-type]
+                self._on_message(self, message, activations)  # type: ignore[arg-type]
         except SwarmError as error:
             self.hang_up(str(error))
 
@@ -329,7 +328,7 @@ class VirtualChannel:
         """As `Channel.is_paused`."""
         return False
 
-    def note_chatter(self, tensors: object = ()) -> None:
+    def note_chatter(self, activations: object = None) -> None:
         """As `Channel.note_chatter`: here everybody has time for it."""
 
     def note_decode(self, n_bytes: int) -> None:

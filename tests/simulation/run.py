@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session import chunks
 from swarm.client.session.live import SessionPlan
@@ -221,7 +222,7 @@ class User:
         if mask is not None:
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         want = hidden.shape[1] if keep is not None else 1
-        got = await _in_time(session.step(hidden, positions=positions, mask=mask, keep=keep, rows=rows, want=want))
+        got = await _in_time(session.step(Activations(hidden, positions, mask), keep=keep, rows=rows, want=want))
         expected = self._locally(hidden, positions, mask, keep, rows)[:, -want:]
         self._outcome.tokens += len(tokens[0])
         if not torch.equal(got, expected):

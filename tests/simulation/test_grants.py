@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HashSpan, embed
@@ -28,7 +29,7 @@ def test_a_session_goes_on_with_the_same_hops_when_its_grants_have_ended(every: 
                     (hosted,) = village.host(hop.peer_id).handler.sessions.values()
                     hosted.grant.ends_at = loop.time() - 1
             hidden = embed([[number, 7]])
-            got = await session.step(hidden, positions=None, mask=None, want=1)
+            got = await session.step(Activations(hidden), want=1)
             assert torch.equal(got, local.forward(hidden, cache=past, positions=None, mask=None)[:, -1:])
         assert [hop.process for hop in session.route] == before
         assert session.repairs == 1

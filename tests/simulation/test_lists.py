@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.planning.router import Preferences, Router, Wanted
 from swarm.client.session.live import SessionPlan
@@ -91,7 +92,7 @@ async def broken_session(village: Village, source: Random) -> int:
     past, tokens = local.new_cache(), [[1, 2, 3]]
     for _ in range(TOKENS):
         village.kill(source.choice(session.route).peer_id)
-        got = await session.step(embed(tokens), positions=None, mask=None, want=1)
+        got = await session.step(Activations(embed(tokens)), want=1)
         expected = local.forward(embed(tokens), cache=past, positions=None, mask=None)[:, -1:]
         assert torch.equal(got, expected)
         assert {hop.peer_id for hop in session.route} <= village.listed
@@ -143,7 +144,7 @@ def test_a_repair_fails_rather_than_leave_the_list() -> None:
         for peer in village.listed:
             village.kill(peer, comes_back=False)
         with pytest.raises((NoRoute, HopFailed)):
-            await session.step(embed([[1, 2, 3]]), positions=None, mask=None, want=1)
+            await session.step(Activations(embed([[1, 2, 3]])), want=1)
         assert village.heard() <= village.listed | {village.client.process.me.identity.peer_id}
         await village.client.sessions.close()
 

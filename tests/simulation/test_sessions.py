@@ -11,6 +11,7 @@ import pytest
 import structlog
 import torch
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session import chunks, live
 from swarm.client.session import session as client_session
@@ -42,7 +43,7 @@ class Going:
         """Go on by some tokens. Returns how long that took, in seconds."""
         began = self.loop.time()
         hidden = embed([[self._past.length + number for number in range(tokens)]])
-        got = await self.session.step(hidden, want=1)
+        got = await self.session.step(Activations(hidden), want=1)
         assert torch.equal(got, self._local.forward(hidden, cache=self._past)[:, -1:])
         return self.loop.time() - began
 
@@ -180,10 +181,10 @@ def test_a_new_hop_that_stops_right_after_it_has_opened_is_not_waited_for(monkey
         starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
         (spare,) = [host for host in starts if host.identity.peer_id in listed - {first}]
 
-        def send_and_stop(channel: Any, message: Any, tensors: Any = ()) -> None:
+        def send_and_stop(channel: Any, message: Any, sent: Any = None) -> None:
             if channel.process is spare.process and isinstance(message, wire.Pong):
                 return
-            send(channel, message, tensors)
+            send(channel, message, sent)
             if channel.process is spare.process and isinstance(message, wire.Opened):
                 spare.process.stop()
 
@@ -250,8 +251,8 @@ def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> 
         liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
         tell, (hosted,) = liar.handler._tell, liar.handler.sessions.values()
 
-        def lie(channel: Any, message: Any, tensors: Any = ()) -> None:
-            tell(channel, message, tensors)
+        def lie(channel: Any, message: Any, sent: Any = None) -> None:
+            tell(channel, message, sent)
             if isinstance(message, wire.Opened | wire.Rerouted):
                 names = {"session": message.session, "epoch": message.epoch}
                 tell(channel, wire.Failed(**names, blame="next", why="it does not answer"))
@@ -265,25 +266,25 @@ def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> 
     played(scenario)
 
 
-def nothing(message: Any, tensors: Any) -> None:
+def nothing(message: Any, sent: Any) -> None:
     """Do not send it."""
 
 
-def without_numbers(message: Any, tensors: Any) -> Any:
+def without_numbers(message: Any, sent: Any) -> Any:
     """Send activations that are none."""
-    return message, [torch.full_like(tensors[0], torch.nan), *tensors[1:]]
+    return message, sent.with_hidden(torch.full_like(sent.hidden, torch.nan))
 
 
-def of_another_shape(message: Any, tensors: Any) -> Any:
+def of_another_shape(message: Any, sent: Any) -> Any:
     """Send them without a position."""
-    fewer = tensors[0][:, 1:].contiguous()
-    return message.model_copy(update={"hidden": meta_of(fewer)}), [fewer, *tensors[1:]]
+    fewer = sent.hidden[:, 1:].contiguous()
+    return message.model_copy(update={"hidden": meta_of(fewer)}), sent.with_hidden(fewer)
 
 
-def whole_numbers(message: Any, tensors: Any) -> Any:
+def whole_numbers(message: Any, sent: Any) -> Any:
     """Send them as integers."""
-    whole = tensors[0].to(torch.int64)
-    return message.model_copy(update={"hidden": meta_of(whole)}), [whole, *tensors[1:]]
+    whole = sent.hidden.to(torch.int64)
+    return message.model_copy(update={"hidden": meta_of(whole)}), sent.with_hidden(whole)
 
 
 @pytest.mark.parametrize("spoilt", [nothing, without_numbers, of_another_shape, whole_numbers])
@@ -293,8 +294,8 @@ def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoil
         liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
         send = liar.handler._send_on
 
-        def spoil(session: Any, message: Any, tensors: Any = ()) -> None:
-            if sent := spoilt(message, tensors):
+        def spoil(session: Any, message: Any, sent: Any = None) -> None:
+            if sent := spoilt(message, sent):
                 send(session, *sent)
 
         liar.handler._send_on = spoil
@@ -314,8 +315,8 @@ def test_a_last_hop_whose_output_is_nothing_to_go_on_with_is_left(spoilt: Callab
         liar, (*others, process) = going.hosts[-1], [hop.process for hop in going.session.route]
         tell = liar.handler._tell
 
-        def spoil(channel: Any, message: Any, tensors: Any = ()) -> None:
-            tell(channel, *(spoilt(message, tensors) if isinstance(message, wire.Output) else (message, tensors)))
+        def spoil(channel: Any, message: Any, sent: Any = None) -> None:
+            tell(channel, *(spoilt(message, sent) if isinstance(message, wire.Output) else (message, sent)))
 
         liar.handler._tell = spoil
         assert await going.say(2) < 5
@@ -357,9 +358,9 @@ def test_a_hop_that_replays_a_past_without_numbers_is_left() -> None:
         liar, (process, last) = going.hosts[0], [going.session.route[i].process for i in (0, -1)]
         send = liar.handler._send_on
 
-        def spoil(session: Any, message: Any, tensors: Any = ()) -> None:
+        def spoil(session: Any, message: Any, sent: Any = None) -> None:
             spoilt = isinstance(message, wire.Rebuild)
-            send(session, *(without_numbers(message, tensors) if spoilt else (message, tensors)))
+            send(session, *(without_numbers(message, sent) if spoilt else (message, sent)))
 
         liar.handler._send_on = spoil
         going.village.kill(going.hosts[1].identity.peer_id)
@@ -439,11 +440,11 @@ def test_a_hop_that_always_has_work_but_computes_nothing_is_left_out_of_the_next
         liar = spare if rebuilds else going.hosts[0]
         tell, times = liar.handler._tell, iter(range(1, 10_000))
 
-        def lie(channel: Any, message: Any, tensors: Any = ()) -> None:
+        def lie(channel: Any, message: Any, sent: Any = None) -> None:
             if isinstance(message, wire.Progress):
                 more = next(times)
                 message = message.model_copy(update={"under_way": 1, "length": more, "jobs_done": more})
-            tell(channel, message, tensors)
+            tell(channel, message, sent)
 
         liar.handler._tell = lie
         liar.handler._on_step = liar.handler._on_rebuild = lambda *_: None

@@ -75,7 +75,7 @@ class VirtualExecutor:
         self._busy = True
         job, done = self._jobs.popleft()
         try:
-            result = job()
+            result = job.complete()
         except Exception as error:  # noqa: BLE001 - as in the real executor
             result = error
         block_tokens, block_calls = self._span.cost.take()

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from swarm.server import executor as executor_module
-from swarm.server.batch import Company, Pace, Ready, Slice
-from swarm.server.executor import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
 from swarm.server.work import SessionWork
+
+from swarm.activations import Activations
+from swarm.compute import thread as executor_module
+from swarm.compute.batch import Company, Pace, Ready, Slice
+from swarm.compute.thread import PREFILLS_SEEN, _Item, _Iterations, _tell, _Waiting
 
 
 async def test_a_sessions_results_come_in_order_however_they_were_batched():
@@ -255,7 +256,7 @@ def test_looking_at_what_waits_makes_no_cache_and_keeps_dtypes_apart() -> None:
     session = Somebody("a")
     session.generation, session.is_masked = 0, False  # type: ignore[attr-defined]
     works = [
-        SessionWork(session, 0, None, None, torch.zeros(1, 1, 4, dtype=dtype), None, None)  # type: ignore[arg-type]
+        SessionWork(session, 0, None, None, Activations(torch.zeros(1, 1, 4, dtype=dtype)))  # type: ignore[arg-type]
         for dtype in (torch.float32, torch.bfloat16, torch.float32)
     ]
     groups = [work.ready.group for work in works]

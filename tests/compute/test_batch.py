@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.server.batch import (
+from swarm.compute.batch import (
     ABSENT_REMEMBERED,
     LENT_MAX,
     LINGER_MAX_S,
@@ -110,7 +110,7 @@ def test_peers_share_the_prefill_whatever_number_of_sessions_they_have() -> None
 
 
 def test_a_peer_with_many_sessions_does_not_push_anothers_step_out(monkeypatch) -> None:
-    monkeypatch.setattr("swarm.server.batch.DECODE_TOKENS_MAX", 4)
+    monkeypatch.setattr("swarm.compute.batch.DECODE_TOKENS_MAX", 4)
     ready = [*[decode("greedy")] * 9, decode("modest")]
     assert 9 in {each.index for each in form_batch(ready, 64)}
 

@@ -12,22 +12,18 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
 
 import structlog
 import torch
 
+from swarm.compute.batch import Company, Loan, Pace, Ready, Slice, form_batch
+from swarm.compute.task import Done, Forward, Task, Tenure
 from swarm.model.packed import Segment
-from swarm.server.batch import Company, Loan, Pace, Ready, Slice, form_batch
-from swarm.server.session import HostedSession
-from swarm.server.work import SessionWork
 
-Result = TypeVar("Result")
-Done = Callable[[Result | Exception], None]
 RECENT_S = 1.0  # after a single step, its session is expected back
 PREFILLS_SEEN = 64  # of all peers together, when the next iteration is planned
 PEERS_REMEMBERED = 4096
@@ -36,23 +32,12 @@ SWITCH_S = 0.0005  # torch lets go of the interpreter in every operation, and wa
 _log = structlog.get_logger("swarm.server")
 
 
-class Executor(Protocol):
-    """Runs jobs, those of one session in the order in which they were submitted."""
-
-    def submit(self, job: Callable[[], Result], done: Done[Result]) -> None:
-        """Run `job` elsewhere and call `done` in the loop, with what it returned or raised.
-
-        A job that is a `SessionWork` may run together with others, and in pieces.
-        """
-        ...
-
-
 @dataclass(eq=False, slots=True)
 class _Item:
     """One submitted job. error: what it raised. result: of a job that is no session's work. at: when it came."""
 
-    job: Callable[[], Any]
-    done: Done[Any]
+    job: Task
+    done: Done
     at: float
     since: int = 0  # the iteration before which it came
     result: object = None
@@ -61,44 +46,44 @@ class _Item:
     @property
     def is_single(self) -> bool:
         """Whether it is a single step, or no session's work; the last position of a prompt is not."""
-        return not isinstance(self.job, SessionWork) or self.job.is_single
+        return not isinstance(self.job, Forward) or self.job.is_single
 
     @property
     def peer(self) -> str:
         """Whom it is done for."""
-        return self.job.session.owner.peer if isinstance(self.job, SessionWork) else ""
+        return self.job.tenure.owner if isinstance(self.job, Forward) else ""
 
     @property
     def ready(self) -> Ready:
-        return self.job.ready if isinstance(self.job, SessionWork) else _JOB
+        return self.job.ready if isinstance(self.job, Forward) else _JOB
 
     def run(self, tokens: int) -> None:
         """Run the next positions alone; of a job that is no session's work, all."""
         try:
-            if isinstance(self.job, SessionWork):
+            if isinstance(self.job, Forward):
                 self.job.run(tokens)
             else:
-                self.result = self.job()
+                self.result = self.job.complete()
         except Exception as error:  # noqa: BLE001 - whatever a model raises fails one session, not the server
             self.error = error
 
     @property
     def is_gone(self) -> bool:
-        return isinstance(self.job, SessionWork) and self.job.is_gone
+        return isinstance(self.job, Forward) and self.job.is_gone
 
     @property
     def is_over(self) -> bool:
-        return not isinstance(self.job, SessionWork) or self.job.is_over or self.error is not None
+        return not isinstance(self.job, Forward) or self.job.is_over or self.error is not None
 
     @property
     def n_blocks(self) -> int:
         """How many it runs through; 0 where it is no session's work."""
-        return len(self.job.session.span.blocks) if isinstance(self.job, SessionWork) else 0
+        return len(self.job.tenure.span.blocks) if isinstance(self.job, Forward) else 0
 
     def outcome(self) -> object:
         """What is delivered."""
         try:
-            if self.error is None and isinstance(self.job, SessionWork):
+            if self.error is None and isinstance(self.job, Forward):
                 return self.job.result()
         except Exception as error:  # noqa: BLE001 - as above
             self.error = error
@@ -122,9 +107,9 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], Result], done: Done[Result]) -> None:
-        """Queue a job."""
-        self._jobs.put(_Item(job, done, time.perf_counter()))
+    def submit(self, task: Task, done: Done) -> None:
+        """Queue a task."""
+        self._jobs.put(_Item(task, done, time.perf_counter()))
 
     def stop(self) -> None:
         """Finish what is queued, then end the thread."""
@@ -139,14 +124,14 @@ class ComputeThread:
             while iterations.wait():
                 self._deliver(iterations.run())
 
-    def _deliver(self, finished: Sequence[tuple[Done[Any], object]]) -> None:
+    def _deliver(self, finished: Sequence[tuple[Done, object]]) -> None:
         if not finished:
             return
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
             self._loop.call_soon_threadsafe(_tell, finished)
 
 
-def _tell(finished: Sequence[tuple[Done[Any], object]]) -> None:
+def _tell(finished: Sequence[tuple[Done, object]]) -> None:
     """In the loop: hand results to whoever waits, in order. One that breaks must not keep the others from theirs.
 
     Nothing is put off: a session's next result may be waiting behind this call.
@@ -256,7 +241,7 @@ class _Iterations:
         self._paces: defaultdict[int, Pace] = defaultdict(Pace)  # by the number of blocks
         self._loan = Loan()
         self._company = Company()
-        self._decoded_at: weakref.WeakKeyDictionary[HostedSession, float] = weakref.WeakKeyDictionary()
+        self._decoded_at: weakref.WeakKeyDictionary[Tenure, float] = weakref.WeakKeyDictionary()
 
     def wait(self) -> bool:
         """Wait for something to do, and then a moment for company. False: there will be nothing any more."""
@@ -275,7 +260,7 @@ class _Iterations:
         single = self._waiting.single
         return self._company.wait_s(single, since, now, decoding=len(single) > 0)
 
-    def run(self) -> list[tuple[Done[Any], object]]:
+    def run(self) -> list[tuple[Done, object]]:
         """Run one iteration. Returns what is finished, with its results."""
         heads, over = self._waiting.heads(), list[_Item]()
         while gone := [item for item in heads if item.is_gone]:  # they would cost an iteration each
@@ -319,11 +304,11 @@ class _Iterations:
         """Note how long it took. ready: as the planner saw what waited, before it ran."""
         decodes = prefill_tokens = 0
         for item, each in batch:
-            if not isinstance(item.job, SessionWork) or item.is_gone or item.error is not None:
+            if not isinstance(item.job, Forward) or item.is_gone or item.error is not None:
                 return  # it tells nothing of the others
             if item.is_single:
                 decodes += ready[each.index].rows
-                self._decoded_at[item.job.session] = now
+                self._decoded_at[item.job.tenure] = now
             else:
                 prefill_tokens += each.tokens * ready[each.index].rows
         self._paces[batch[0][0].n_blocks].observe(decodes, prefill_tokens, took_s)
@@ -332,8 +317,7 @@ class _Iterations:
         """Whether a session that waits for nothing now will soon want its next single step."""
         since = time.perf_counter() - RECENT_S
         return any(
-            at > since and not session.closed and _name(session) not in self._waiting
-            for session, at in self._decoded_at.items()
+            at > since and not tenure.over and tenure not in self._waiting for tenure, at in self._decoded_at.items()
         )
 
     def _take_all(self) -> None:
@@ -350,19 +334,14 @@ class _Iterations:
 
 
 def _key(item: _Item) -> object:
-    return _name(item.job.session) if isinstance(item.job, SessionWork) else item
-
-
-def _name(session: HostedSession) -> object:
-    """What its work waits under: not behind that of somebody else who had taken its id."""
-    return session.owner.peer, session.id
+    return item.job.tenure if isinstance(item.job, Forward) else item
 
 
 def _run_together(batch: _Batch) -> None:
     """Run session work as one packed step; where that fails, one by one, so that it fails only who is to blame."""
-    running: list[tuple[_Item, SessionWork, Segment, int]] = []
+    running: list[tuple[_Item, Forward, Segment, int]] = []
     for item, each in batch:
-        assert isinstance(item.job, SessionWork)
+        assert isinstance(item.job, Forward)
         try:
             segment = item.job.segment(each.tokens)
         except Exception as error:  # noqa: BLE001 - fails one session, not the server
@@ -373,7 +352,7 @@ def _run_together(batch: _Batch) -> None:
     if not running:
         return
     try:
-        outputs = running[0][1].session.span.forward_packed([segment for _, _, segment, _ in running])
+        outputs = running[0][1].tenure.span.forward_packed([segment for _, _, segment, _ in running])
     except Exception as error:  # noqa: BLE001 - as above
         _log.warning("a batch failed, its steps run one by one", sessions=len(running), error=type(error).__name__)
         for item, _, _, tokens in running:

@@ -1,0 +1,114 @@
+"""Activations, the one thing that travels along a route, and the numeric class in which a span computes them.
+
+torch is imported where a tensor is touched, and not before: a process that only shakes hands and pings does without.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_NUMERIC_CLASS = re.compile(r"([a-z0-9][a-z0-9_.-]*)(?:\+([a-z0-9_.-]*))?(?:\+([a-z0-9_.-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Some positions of every row of a session, between two blocks.
+
+    hidden: [rows, tokens, hidden_size]. positions: int64 [1 or rows, tokens], position ids; None where they count on
+    from the position before. mask: uint8 [rows, tokens], these positions' columns of the 2-D attention mask, 0 for
+    padding; None where none of them is.
+    """
+
+    hidden: "Tensor"
+    positions: "Tensor | None" = None
+    mask: "Tensor | None" = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.hidden.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Positions of each row."""
+        return self.hidden.shape[1]
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that the tensors take together."""
+        n_bytes: int = self.hidden.nbytes
+        if self.positions is not None:
+            n_bytes += self.positions.nbytes
+        if self.mask is not None:
+            n_bytes += self.mask.nbytes
+        return n_bytes
+
+    @property
+    def tensors(self) -> "list[Tensor]":
+        """The tensors that are there, in the order in which they travel."""
+        return [tensor for tensor in (self.hidden, self.positions, self.mask) if tensor is not None]
+
+    def part(self, start: int, stop: int) -> "Activations":
+        """Return the columns [start, stop), as views."""
+        if start == 0 and stop >= self.tokens:
+            return self
+        return Activations(
+            self.hidden[:, start:stop],
+            None if self.positions is None else self.positions[:, start:stop],
+            None if self.mask is None else self.mask[:, start:stop],
+        )
+
+    def last(self, tokens: int) -> "Activations":
+        """Return the trailing columns, as views."""
+        return self.part(self.tokens - tokens, self.tokens)
+
+    def with_hidden(self, hidden: "Tensor") -> "Activations":
+        """Return the same positions after some blocks."""
+        return replace(self, hidden=hidden)
+
+    def to(self, device: "torch.device") -> "Activations":
+        """Return the same on a device."""
+        return Activations(
+            self.hidden.to(device),
+            None if self.positions is None else self.positions.to(device),
+            None if self.mask is None else self.mask.to(device),
+        )
+
+    def copied(self) -> "Activations":
+        """Return a copy on the host that shares no memory with the caller's tensors."""
+        return Activations(
+            self.hidden.to("cpu", copy=True),
+            None if self.positions is None else self.positions.to("cpu", copy=True),
+            None if self.mask is None else self.mask.to("cpu", copy=True),
+        )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NumericClass:
+    """How a span computes: spans of different classes compute different numbers, and no route mixes them.
+
+    dtype: of hidden states and arithmetic, as "float32". weights: how the weights are stored where that is another way,
+    as "bitsandbytes-4bit". wire: how activations travel where that is another way.
+    """
+
+    dtype: str
+    weights: str = ""
+    wire: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "NumericClass":
+        """Read what `str` prints and records carry: dtype[+weights[+wire]]. Raises ValueError."""
+        match = _NUMERIC_CLASS.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a numeric class")
+        return cls(match[1], match[2] or "", match[3] or "")
+
+    def __str__(self) -> str:
+        parts = [self.dtype, self.weights, self.wire]
+        while not parts[-1]:
+            parts.pop()
+        return "+".join(parts)

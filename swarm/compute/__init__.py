@@ -1,0 +1,1 @@
+"""Where models run: tasks, the scheduler that forms batches of them, and the thread that runs these."""
