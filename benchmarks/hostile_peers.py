@@ -25,9 +25,11 @@ import uvloop
 from swarm.activations import Activations
 from swarm.errors import NetworkError
 from swarm.identity import Identity
-from swarm.net.channel import PREFACE, Channel, Remote, Self
+from swarm.net.carriers.tcp import _TcpCarrier
+from swarm.net.channel import Channel
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.greeting import PREFACE
 from swarm.net.noise import ChannelKey, Handshake, prologue
-from swarm.net.tcp import _TcpCarrier
 from swarm.protocol.messages import (
     AnyMessage,
     Close,
@@ -80,7 +82,7 @@ class Attacker:
 
     def __post_init__(self) -> None:
         self.source = f"127.0.1.{self.number + 1}"
-        self.me = Self(Identity.generate(), ChannelKey(), self.target.network)
+        self.me = Endpoint(Identity.generate(), ChannelKey(), self.target.network)
         self.open_channels: list[Channel] = []
 
     async def connect(self) -> Channel:

@@ -22,8 +22,9 @@ from swarm.client.session.sessions import Sessions
 from swarm.compute.task import Done, Executor, Task
 from swarm.identity import Identity
 from swarm.model.span import Span
-from swarm.net.channel import Channel, Remote, Self
+from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Line
 from swarm.protocol.naming import new_name
@@ -80,7 +81,7 @@ class _Ring:
 
 async def _open(hidden_size: int) -> _Ring:
     no_limit = Line(1e15, 1e15)
-    server, client = (Self(Identity.generate(), ChannelKey(), NETWORK, inflow=no_limit) for _ in range(2))
+    server, client = (Endpoint(Identity.generate(), ChannelKey(), NETWORK, inflow=no_limit) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
     handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)
     sessions = Sessions(partial(new_name, client.identity.peer_id))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from swarm.net import channel
-from swarm.net.channel import TAG_BYTES, Sealer
+from swarm.net.frames import TAG_BYTES, Sealer
 
 EMPTY_TAG = bytes(TAG_BYTES)
 

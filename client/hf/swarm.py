@@ -22,9 +22,10 @@ from swarm.dht.directory import Directory
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
-from swarm.net.buffers import Buffers
-from swarm.net.channel import Self
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Endpoint
+from swarm.net.flow import FlowControl
+from swarm.net.limits import ChannelLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.messages import ROWS_MAX
 from swarm.protocol.naming import new_name
@@ -72,7 +73,7 @@ class Swarm:
             checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, str(dtype).removeprefix("torch.")
         )
         self._options = options
-        self._me = Self(identity, ChannelKey(), options.network, options.access, buffers=Buffers(HELD_BYTES_MAX))
+        self._me = Endpoint(identity, ChannelKey(), options.network, options.access)
         self._latest: Session | None = None
         self._loop = LoopThread()
         try:
@@ -119,7 +120,8 @@ class Swarm:
         async with join() as directory:
             sessions = Sessions(partial(new_name, self._me.identity.peer_id))
             self._me = replace(self._me, public=directory.public)
-            sessions.dialer = Dialer(self._me, sessions.on_message)
+            flow = FlowControl(ChannelLimits(held_bytes_max=HELD_BYTES_MAX))
+            sessions.dialer = Dialer(self._me, sessions.on_message, flow=flow)
             self._router = Router(self._wanted, directory, sessions, self._options.preferences)
             keeping = asyncio.create_task(self._router.keep_fresh())
             try:

@@ -22,8 +22,10 @@ from swarm.client.session.avoidance import Avoidance, Edge
 from swarm.client.session.leg import Leg, Reply
 from swarm.client.session.usual import Usual
 from swarm.errors import ChannelClosed, HopFailed, NetworkError, NoRoute, SessionClosed
-from swarm.net.channel import Channel, Remote
+from swarm.net.address import dialable
+from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Remote
 from swarm.protocol import messages as wire
 from swarm.protocol.journal import REPLAY_BYTES_MAX, Journal, Unconfirmed, rebuild_messages
 
@@ -374,7 +376,7 @@ class LiveRoute:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             shared = self._dialer.has(remote)
             async with asyncio.timeout(timeout_s):
-                leg.channel = await self._dialer.connect(remote, record.addresses)
+                leg.channel = await self._dialer.connect(remote, dialable(record.addresses))
         except TimeoutError:
             self._late.add(leg.hop.process)
             raise leg.broken(f"not connected within {timeout_s:.1f} s") from None

@@ -11,6 +11,7 @@ from swarm.client.session.session import AnyEpoch, FromHop, Session
 from swarm.client.session.usual import Usual
 from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
+from swarm.net.gate import PROGRESS, Toll
 from swarm.protocol import messages as wire
 
 TURNS = 4  # new sessions that ask those who are full again, while the others wait in line
@@ -34,12 +35,13 @@ class Sessions:
         """Whether there is a session."""
         return bool(self._by_id)
 
-    def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> None:
+    def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> Toll:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):
             session = self._by_id.get(message.session)
             if session is not None and (message.epoch == session.live.epoch or isinstance(message, AnyEpoch)):
                 session.on_message(channel, message, activations)
+        return PROGRESS
 
     async def open(self, plan: SessionPlan, blocks: Blocks, planner: Plan) -> Session:
         """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.

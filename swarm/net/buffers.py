@@ -6,13 +6,13 @@ from swarm.net.carrier import Carrier
 
 
 class SendBuffer:
-    """What was written to a carrier and has not left it: since when, and whether it gets any shorter."""
+    """What was written to a carrier and has not left it, and since when."""
 
-    __slots__ = ("_mark", "_since", "_taken", "_written", "carrier")
+    __slots__ = ("_mark", "_since", "_written", "carrier")
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
-        self._written = self._mark = self._taken = 0
+        self._written = self._mark = 0
         self._since = 0.0
 
     def write(self, data: bytes, now: float) -> int:
@@ -36,24 +36,12 @@ class SendBuffer:
             self._mark, self._since = self._written, now
         return self._since
 
-    def moves(self) -> bool:
-        """Whether some bytes have left since this was last asked, or none had to."""
-        unsent, before = self.carrier.unsent_bytes(), self._taken
-        self._taken = self._written - unsent
-        return unsent == 0 or self._taken > before
-
 
 class Holder(Protocol):
     """A channel, as seen from here."""
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of incomplete frames, and bytes that the peer has not read."""
-        ...
-
-    @property
-    def held_since(self) -> float:
-        """Since when it holds some of them, in the loop's time."""
+    def held(self) -> tuple[int, float]:
+        """Return bytes of incomplete frames and those that the peer has not read, and since when, in loop time."""
         ...
 
     def cut_off(self, why: str) -> None:
@@ -80,7 +68,7 @@ class Buffers:
 
     def note(self, channel: Holder) -> None:
         """See what a channel holds, and cut off as many as must be. To be called when it may be more than before."""
-        size = channel.held_bytes
+        size, _ = channel.held()
         if size <= self._small_bytes:
             return
         self._total += size - self._held.get(channel, 0)
@@ -93,9 +81,10 @@ class Buffers:
         self._total -= self._held.pop(channel, 0)
 
     def _relieve(self) -> None:
-        self._held = {channel: size for channel in self._held if (size := channel.held_bytes) > self._small_bytes}
+        seen = {channel: channel.held() for channel in self._held}
+        self._held = {channel: size for channel, (size, _) in seen.items() if size > self._small_bytes}
         self._total = sum(self._held.values())
-        for channel in sorted(self._held, key=lambda channel: channel.held_since):
+        for channel in sorted(self._held, key=lambda channel: seen[channel][1]):
             if self._total <= self._held_bytes_max:
                 return
             self.discard(channel)

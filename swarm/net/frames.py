@@ -141,6 +141,10 @@ class FrameReader:
         elif fresh:
             self.begun = now, unread_s
 
+    def drop(self) -> None:
+        """Keep nothing."""
+        self._unread, self._data, self._taken, self.rest, self.begun = Unread(), b"", 0, 0, None
+
 
 class Unread:
     """Bytes that wait for the rest of their frame. However many there are, they are copied once."""

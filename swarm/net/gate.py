@@ -83,7 +83,7 @@ class ReadGate:
     )
 
     def __init__(self, limits: ChannelLimits, on_paid: Callable[[], None]) -> None:
-        """on_paid: called when a shared budget has paid the last debt; the owner calls `wake`, as when its timer fires."""
+        """on_paid: called when a shared budget has paid the last debt; the owner calls `wake` then, too."""
         self.is_open = True
         self._limits = limits
         self._on_paid = on_paid

@@ -1,7 +1,7 @@
 """The greeting, sans-IO: a peer's first bytes in, its proven identity out.
 
     preface, handshake message    each side once, in the clear; the initiator begins
-    Hello                         each side once, as its first sealed frame: it binds the Ed25519 identity to the channel
+    Hello                         each side once, its first sealed frame: it binds the Ed25519 identity to the channel
 
 A responder with a list of allowed peers sends its Hello last, so a peer that is not on the list does not learn whom it
 has reached.
@@ -49,25 +49,16 @@ class Greeting:
         self._secrets: ChannelSecrets | None = None
         self._process_key = remote.channel_key if remote is not None else b""
 
-    def begin(self) -> None:
-        """Prepare the first bytes. Raises HandshakeFailed for a remote that cannot or may not be reached."""
-        me, remote = self.me, self.remote
-        self._handshake = Handshake(
-            me.key, prologue(me.network), remote.channel_key if remote is not None else None, psk=me.psk
-        )
-        if remote is not None:
-            self._refuse_unlisted(remote.peer)
-            self._outgoing = PREFACE + self._handshake.write()
-
     def take_outgoing(self) -> bytes:
         """Return what is to be sent now: to be asked after each step, also one that has failed."""
         outgoing, self._outgoing = self._outgoing, b""
         return outgoing
 
     def advance(self) -> Proven | None:
-        """Go on with the bytes that are there. Returns the peer once it is proven, None while bytes are missing.
+        """Go on with the bytes that are there, at first with none: the initiator begins.
 
-        Raises HandshakeFailed, ProtocolMismatch, FrameRejected and InvalidMessage, each of which ends the channel.
+        Returns the peer once it is proven, None while bytes are missing. Raises HandshakeFailed, ProtocolMismatch,
+        FrameRejected and InvalidMessage, each of which ends the channel.
         """
         if self._secrets is None and not self._shake_hands():
             return None
@@ -84,7 +75,8 @@ class Greeting:
 
     def _shake_hands(self) -> bool:
         """Take the other side's preface and handshake message. Returns whether they were there."""
-        assert self._handshake is not None
+        if self._handshake is None:
+            self._handshake = self._begin()
         size = len(PREFACE) + (MESSAGE_2_BYTES if self.remote is not None else MESSAGE_1_BYTES)
         data = self._frames.clear(size)
         if not data.startswith(MAGIC[: len(data)]):
@@ -102,6 +94,16 @@ class Greeting:
             self._outgoing += PREFACE + self._handshake.write()
         self.shaken(self._handshake.finish())
         return True
+
+    def _begin(self) -> Handshake:
+        me, remote = self.me, self.remote
+        handshake = Handshake(
+            me.key, prologue(me.network), remote.channel_key if remote is not None else None, psk=me.psk
+        )
+        if remote is not None:
+            self._refuse_unlisted(remote.peer)
+            self._outgoing = PREFACE + handshake.write()
+        return handshake
 
     def _introduce(self) -> None:
         assert self.sealer is not None

@@ -9,7 +9,7 @@ from swarm.limits import limit
 class ChannelLimits:
     """Of a channel, of a peer's channels together, and of all channels that share one `FlowControl`."""
 
-    hello_bytes_max: int = limit(1024, "bytes", "a longer frame from a peer that has not proven itself ends the channel")
+    hello_bytes_max: int = limit(1024, "bytes", "of a frame from an unproven peer; a longer one ends the channel")
     frame_timeout_s: float = limit(30.0, "s of reading", "a frame whose rest does not come in time ends the channel")
     turn_frames: float = limit(16.0, "frames", "then the other channels are read; 64 KiB of a frame count as one more")
     idle_per_s: float = limit(4.0, "messages/s", "a peer's messages that move no session forward; free up to here")
@@ -73,7 +73,7 @@ class DaemonLimits:
     start_timeout_s: float = limit(15.0, "s", "p2pd that serves no socket by then has failed")
     stop_timeout_s: float = limit(3.0, "s", "after SIGTERM; then SIGKILL")
     poll_s: float = limit(0.2, "s", "between looks whether it runs")
-    probe_s: float = limit(10.0, "s", "between probes of a running one, and until one without an answer counts as failed")
+    probe_s: float = limit(10.0, "s", "between probes of a running one, and for the answer to one")
     restarts_max: int = limit(6, "restarts", "in a row; then the node fails")
     backoff_s: tuple[float, ...] = limit((0.1, 0.5, 1.0, 2.0, 5.0, 10.0), "s", "before each restart of a row")
     restart_forget_s: float = limit(60.0, "s", "of running after which earlier failures count no more")

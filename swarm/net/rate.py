@@ -1,4 +1,4 @@
-"""How often something may happen: a token bucket, and a fair queue for a bucket that many share. Times are passed in."""
+"""How often something may happen: a token bucket, and a fair queue for one that many share. Times are passed in."""
 
 from collections.abc import Hashable
 from typing import Generic, TypeVar

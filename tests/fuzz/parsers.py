@@ -59,7 +59,10 @@ from swarm.errors import (
 from swarm.identity import SIGNATURE_BYTES, Identity
 from swarm.model.checkpoint import CONFIG_NAME, _read_config
 from swarm.model.manifest import MANIFEST_NAME, Manifest, WeightIndex
-from swarm.net.channel import _HELLO_DOMAIN, PREFACE, Channel, Sealer, Self
+from swarm.net.channel import _HELLO_DOMAIN, Channel
+from swarm.net.endpoint import Endpoint
+from swarm.net.frames import Sealer
+from swarm.net.greeting import PREFACE
 from swarm.net.noise import ChannelKey, Handshake, prologue
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import TensorMeta, decode_tensors
@@ -232,7 +235,7 @@ INITIATOR = ChannelKey(b"i" * 32)
 def _channel(*, shaken: bool, private: bool = False) -> Channel:
     """A responder; `shaken`: behind its handshake, with keys that are always the same."""
     access = Access(SECRET if private else None)
-    channel = Channel(_Carrier(), Self(BOB, RESPONDER, NETWORK, access), lambda *_: None)
+    channel = Channel(_Carrier(), Endpoint(BOB, RESPONDER, NETWORK, access), lambda *_: None)
     if shaken:
         channel._handshake, channel._handshake_hash = None, HASH
         channel._opener, channel._sealer = map(Sealer, KEYS)

@@ -10,7 +10,8 @@ from swarm.activations import Activations
 from swarm.errors import ChannelClosed, HandshakeFailed, ProtocolMismatch
 from swarm.identity import Identity
 from swarm.net import channel as channel_module
-from swarm.net.channel import Channel, Remote, Self
+from swarm.net.channel import Channel
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
 from swarm.protocol.messages import Close, Output, Step, encode
 from swarm.protocol.tensors import meta_of
@@ -66,7 +67,10 @@ class Pair:
         self.to_a, self.to_b = Pipe(), Pipe()
         self.at_a, self.at_b = [], []
         remote = remote or Remote(self.b_id.peer_id, b_key.public)
-        b_self, a_self = Self(self.b_id, b_key, "public", b_access), Self(self.a_id, ChannelKey(), network, a_access)
+        b_self, a_self = (
+            Endpoint(self.b_id, b_key, "public", b_access),
+            Endpoint(self.a_id, ChannelKey(), network, a_access),
+        )
         self.b = Channel(self.to_a, b_self, lambda *args: self.at_b.append(args[1:]))
         self.a = Channel(self.to_b, a_self, lambda *args: self.at_a.append(args[1:]), remote)
         self.to_a.channel, self.to_b.channel = self.a, self.b
@@ -173,7 +177,7 @@ async def test_another_identity_behind_the_right_channel_key_is_rejected():
 
 async def test_a_hello_signed_for_another_channel_proves_nothing():
     pair = Pair()
-    pair.a._me = Self(ForeignSigner(pair.a_id), pair.a._me.key, "public")
+    pair.a._me = Endpoint(ForeignSigner(pair.a_id), pair.a._me.key, "public")
     pair.shake()
     assert isinstance(pair.b.ready.exception(), HandshakeFailed)
     assert pair.b.closed

@@ -8,14 +8,14 @@ import pytest
 from swarm.errors import HandshakeFailed, Unreachable
 from swarm.identity import Identity
 from swarm.net import dialer as dialer_module
-from swarm.net.channel import Remote, Self
+from swarm.net.carriers.tcp import Listener, dial
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener, dial
 
 
 def somebody():
-    return Self(Identity.generate(), ChannelKey(), "public")
+    return Endpoint(Identity.generate(), ChannelKey(), "public")
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ from swarm.activations import Activations
 from swarm.errors import ChannelClosed
 from swarm.identity import Identity
 from swarm.net import channel as channel_module
-from swarm.net import tcp
 from swarm.net.buffers import LARGE_BYTES, PIECE_BYTES, READ_BYTES, SMALL_BYTES, Backlog, Buffers, Unread
+from swarm.net.carriers import tcp
+from swarm.net.carriers.tcp import Listener, Turns, dial, gives_way
 from swarm.net.channel import STEP_BYTES, Channel
 from swarm.net.noise import ChannelKey
 from swarm.net.rate import Bucket, Line
-from swarm.net.tcp import Listener, Turns, dial, gives_way
 from swarm.protocol.messages import Close, Ping, Pong
 from swarm.protocol.tensors import meta_of
 from tests.net.test_channel import SESSION, Pair, step

@@ -7,15 +7,15 @@ import pytest
 
 from swarm.errors import AddressInUse, HandshakeFailed, Unreachable
 from swarm.identity import Identity
-from swarm.net import tcp
-from swarm.net.channel import Remote, Self
+from swarm.net.carriers import tcp
+from swarm.net.carriers.tcp import Listener, dial
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener, dial
 from swarm.protocol.messages import Close
 
 
 def somebody():
-    return Self(Identity.generate(), ChannelKey(), "public")
+    return Endpoint(Identity.generate(), ChannelKey(), "public")
 
 
 def remote(me):

@@ -22,9 +22,10 @@ from swarm.model import span as span_module
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.span import Span
-from swarm.net.channel import Channel, Remote, Self
+from swarm.net.carriers.tcp import Listener, dial
+from swarm.net.channel import Channel
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener, dial
 from swarm.protocol import journal as journal_module
 from swarm.protocol.journal import Journal, Past
 from swarm.protocol.messages import (
@@ -114,7 +115,7 @@ class Site:
 @asynccontextmanager
 async def serving(loaded: Loaded, blocks: Blocks, pool_tokens: int = POOL_TOKENS) -> AsyncIterator[Site]:
     identity = Identity.generate()
-    me = Self(identity, ChannelKey(), NETWORK)
+    me = Endpoint(identity, ChannelKey(), NETWORK)
     server = Server(
         loaded.checkpoint, loaded.spans[blocks], me, Listener(me, "127.0.0.1", 0), ServerOptions(pool_tokens)
     )
@@ -152,7 +153,7 @@ class Peer:
     """Somebody with an identity who speaks to servers."""
 
     def __init__(self, identity: Identity | None = None):
-        self.me = Self(identity or Identity.generate(), ChannelKey(), NETWORK)
+        self.me = Endpoint(identity or Identity.generate(), ChannelKey(), NETWORK)
         self.inbox: asyncio.Queue[tuple[AnyMessage, tuple[Tensor | None, ...]]] = asyncio.Queue()
         self.channels: dict[str, Channel] = {}
 
