@@ -32,6 +32,7 @@ from swarm.dht.validator import Entry
 from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.net.carriers.tcp import Listener
+from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig
@@ -94,9 +95,9 @@ async def _nodes(stack: AsyncExitStack, folder: Path) -> list[SwarmNode]:
 async def _server(stack: AsyncExitStack) -> tuple[Endpoint, str]:
     me = Endpoint(Identity.generate(), ChannelKey(), NETWORK)
     listener = Listener(me, "127.0.0.1", 0)
-    await listener.start(lambda *_: None)
+    await listener.start(ignore)
     stack.push_async_callback(listener.close)
-    return me, f"127.0.0.1:{listener.address[1]}"
+    return me, f"127.0.0.1:{listener.address.port}"
 
 
 async def _refresh(clients: Sequence[SwarmNode], servers: Sequence[tuple[Endpoint, str]], models: int) -> None:

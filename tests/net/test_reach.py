@@ -7,7 +7,9 @@ from swarm.dht.directory import Directory
 from swarm.dht.store import MemoryStore
 from swarm.errors import Unreachable
 from swarm.identity import Identity
+from swarm.net.address import parse
 from swarm.net.carriers.tcp import dial
+from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
 from swarm.net.reach import is_public, makes_sense
@@ -75,4 +77,4 @@ async def test_a_public_swarms_members_do_not_dial_what_is_near(address: str) ->
     """Also not a name that resolves to it; nor can a client let a server do so."""
     me = Endpoint(Identity(b"a" * 32), ChannelKey(), NETWORK, EVERYBODY, public=True)
     with pytest.raises(Unreachable, match="no sense"):
-        await dial(address, Remote("x", bytes(32)), me, lambda *_: None)
+        await dial(parse(address), Remote("x", bytes(32)), me, ignore)

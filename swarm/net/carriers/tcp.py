@@ -105,7 +105,7 @@ class Listener:
         self._me, self._limits = me, limits or ListenerLimits()
         self._socket = bound(host, port)
         channels_max = min(self._limits.channels_max, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._admission: Admission[Channel] = Admission(self._limits, channels_max)
+        self.admission: Admission[Channel] = Admission(self._limits, channels_max)  # has the accepted channels
         self._accepts = TokenBucket(self._limits.accepts_per_s, self._limits.accepts_burst)
         self._arriving: set[asyncio.Task[None]] = set()
         self._listens = False
@@ -114,11 +114,6 @@ class Listener:
         self._in_use: InUse | None = None
         name = self._socket.getsockname()
         self.address = Tcp(name[0], name[1])
-
-    @property
-    def channels(self) -> list[Channel]:
-        """The accepted channels, proven or not."""
-        return list(self._admission.channels)
 
     async def start(self, on_message: OnMessage, in_use: InUse | None = None) -> None:
         """Accept from now on, or again after a pause. Raises AddressInUse if another process has just listened there.
@@ -140,7 +135,7 @@ class Listener:
     def pause(self) -> None:
         """End every accepted channel and keep the address; until the next start, connections are closed at once."""
         self._on_message, self._in_use = None, None  # the owner before can be forgotten
-        for channel in self.channels:
+        for channel in list(self.admission.channels):
             channel.close()
 
     async def close(self) -> None:
@@ -153,7 +148,7 @@ class Listener:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._socket.close()
-        for channel in self.channels:
+        for channel in list(self.admission.channels):
             channel.close()
 
     # Connections
@@ -179,7 +174,7 @@ class Listener:
             loop.call_later(wait_s, self._accept_more)
 
     def _let_in(self, sock: socket.socket, source: str) -> None:
-        turn_s = self._admission.turns.wait_s(source, asyncio.get_running_loop().time())
+        turn_s = self.admission.turns.wait_s(source, asyncio.get_running_loop().time())
         busy = len(self._arriving) >= self._limits.unproven_max
         if self._on_message is None or busy or turn_s is None or not self._make_room():
             sock.close()
@@ -190,7 +185,7 @@ class Listener:
 
     def _make_room(self) -> bool:
         in_use = self._in_use() if self._in_use is not None else ()
-        entry = self._admission.make_room(len(self._arriving), in_use)
+        entry = self.admission.make_room(len(self._arriving), in_use)
         if entry.ends is not None:
             entry.ends.cut_off("there are too many channels, and most of them come from where this one does")
         return entry.stays
@@ -211,23 +206,23 @@ class Listener:
 
     def _channel(self, carrier: TcpCarrier, source: str) -> Channel:
         channel = Channel(carrier, self._me, self._on_message or _refuse, flow=self.flow)
-        oldest = self._admission.begin(channel, source)
+        oldest = self.admission.begin(channel, source)
         if oldest is not None:
             oldest.cut_off("too many connections that prove nothing")
         deadline = asyncio.get_running_loop().call_later(self._limits.handshake_timeout_s, _expire, channel)
 
         def greeted(ready: asyncio.Future[Proven]) -> None:
             deadline.cancel()
-            self._admission.greeted(channel)
+            self.admission.greeted(channel)
             if channel.proven and not channel.closed:
                 self._admit(channel, ready.result().process_key)
 
         channel.ready.add_done_callback(greeted)
-        channel.ended.add_done_callback(lambda _: self._admission.forget(channel))
+        channel.ended.add_done_callback(lambda _: self.admission.forget(channel))
         return channel
 
     def _admit(self, channel: Channel, process: bytes) -> None:
-        entry = self._admission.prove(channel, process)
+        entry = self.admission.prove(channel, process)
         if entry.ends is not None:
             entry.ends.cut_off("its peer has opened too many others since")
         if not entry.stays:
@@ -239,12 +234,12 @@ class Listener:
         while True:
             await asyncio.sleep(self._limits.sweep_s)
             before, sent = sent, {}
-            for channel in self.channels:
+            for channel in list(self.admission.channels):
                 sent[channel] = channel.sent_bytes
                 if channel.unsent_bytes and channel.sent_bytes <= before.get(channel, 0):
                     channel.cut_off("the peer does not read what it is sent")
             if self._in_use is not None:
-                for channel in self._admission.idle(loop.time(), self._in_use()):
+                for channel in self.admission.idle(loop.time(), self._in_use()):
                     channel.close()
 
 
