@@ -1,8 +1,20 @@
-"""What a hop keeps of its own outputs, so that a replacement of the next hop can be brought to where that one was.
+"""A hop's own outputs, kept so that a replacement of the next hop can be brought to where that one was.
 
-A journal is a log of steps. The past of a session after any of its last steps is found by playing the log: gathers and
-rollbacks are not carried out when they happen but when somebody asks, since hardly anybody ever does; and then piece by
-piece, as they are sent: a past that is gathered may be many times as large as what is kept of it.
+A journal is a log of steps. The client is hop 0 and keeps its embeddings; the last hop keeps none.
+
+    add(entry)         each step once, in order, as soon as its output is known (the client: when it is put)
+    past_after(step)   the session's past as it was right after one of the last steps, as pieces in order
+    output_of(step)    one output, to answer a step that comes again
+    truncate(step)     the steps behind it were noted and never sent
+    n_bytes            memory that it takes; `n_bytes_with(entry)` before an entry is added, where there is a limit
+
+Gathers and rollbacks are not carried out when they happen. `past_after` plays the log backwards, and
+`rebuild_messages` gathers it piece by piece, as pieces are sent: a past that is gathered may be many times as large as
+the log. Only a repair asks for it.
+
+If more than `steps_unfolded_max` steps are there, the older half is folded into one, with its gathers carried out. So
+the past is known after the last half of them only, which is more than all windows of steps in flight. A hop whose
+memory has no room for an entry drops the journal, never the session: then the next journal upstream is replayed.
 """
 
 from collections import deque
@@ -14,11 +26,20 @@ import torch
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.limits import limit
 from swarm.protocol.messages import Rebuild
 from swarm.protocol.tensors import CHUNK_BYTES, metas_of
 
-STEPS_UNFOLDED_MAX = 256  # then older steps are put together into one
 REPLAY_BYTES_MAX = 8 * CHUNK_BYTES  # of a past, on its way to hops that have not said that they have it: the window
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLimits:
+    """Bounds on one journal."""
+
+    steps_unfolded_max: int = limit(
+        256, "steps", "then the older half is put together: no past is found after a step of it"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +90,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One step: what stayed before it (keep = past.start), how rows were gathered, and its own positions."""
+    """One step: the positions that stayed before it (keep = past.start), the gathered rows, and its own positions."""
 
     step: int
     rows: tuple[int, ...] | None
@@ -79,18 +100,24 @@ class Entry:
 class Journal:
     """The outputs of one session on one hop, or the client's embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: JournalLimits | None = None) -> None:
         self.n_bytes = 0
         self._entries: list[Entry] = []
+        self._unfolded_max = (limits or JournalLimits()).steps_unfolded_max
 
     def add(self, entry: Entry) -> int:
         """Note a step; they come in order. Returns by how many bytes the journal has grown."""
         before = self.n_bytes
         self._entries.append(entry)
         self.n_bytes += entry.past.n_bytes
-        if len(self._entries) > STEPS_UNFOLDED_MAX:
+        if len(self._entries) > self._unfolded_max:
             self._fold(len(self._entries) // 2)
         return self.n_bytes - before
+
+    def truncate(self, after_step: int) -> None:
+        """Forget the steps behind this one, of the last `steps_unfolded_max` // 2: they were noted and never sent."""
+        while self._entries and self._entries[-1].step > after_step:
+            self.n_bytes -= self._entries.pop().past.n_bytes
 
     def n_bytes_with(self, entry: Entry) -> int:
         """Memory that it will take when this step is noted, too. To be asked before, where there is a limit.
@@ -98,23 +125,23 @@ class Journal:
         Putting steps together carries out their gathers: a past may be a thousand times as large then. Here nothing
         is copied.
         """
-        if len(self._entries) < STEPS_UNFOLDED_MAX:
+        if len(self._entries) < self._unfolded_max:
             return self.n_bytes + entry.past.n_bytes
         count = (len(self._entries) + 1) // 2  # as `add` will have it
         folded = _joined_bytes(self.past_after(self._entries[count - 1].step))
         return folded + sum(each.past.n_bytes for each in (*self._entries[count:], entry))
 
     def output_of(self, step: int) -> Activations:
-        """Return what went on with one of the last STEPS_UNFOLDED_MAX // 2 steps."""
+        """Return the activations that went on with one of the last `steps_unfolded_max` // 2 steps."""
         return next(entry.past.activations for entry in reversed(self._entries) if entry.step == step)
 
     def past_after(self, step: int) -> tuple[Past, ...]:
         """Return the session's past as it was right after `step`, as pieces in order; none where nothing was.
 
-        Only for the last STEPS_UNFOLDED_MAX // 2 steps: older ones have been put together.
+        Only for the last `steps_unfolded_max` // 2 steps: older ones have been put together.
         """
         pieces: list[Past] = []
-        stop: int | None = None  # what the later steps left: the positions before it
+        stop: int | None = None  # the later steps left the positions before it
         order: Tensor | None = None  # and of those, these rows
         # Backwards, since then a gather changes one order, and not that of all pieces before it.
         for entry in reversed(self._entries):
@@ -142,10 +169,10 @@ class Journal:
 
 
 def rebuild_messages(
-    session: str, epoch: int, pieces: Sequence[Past], hops: int
+    session: str, epoch: int, pieces: Sequence[Past], hops: int, chunk_bytes: int | None = None
 ) -> Iterator[tuple[Rebuild, Activations]]:
     """Write a past as messages of about CHUNK_BYTES, with their activations, each made when it is asked for."""
-    for part in _chunks(pieces):
+    for part in _chunks(pieces, chunk_bytes or CHUNK_BYTES):
         metas = metas_of(part.activations)
         message = Rebuild(
             session=session,
@@ -194,11 +221,11 @@ class Unconfirmed:
         return last
 
 
-def _chunks(pieces: Sequence[Past]) -> Iterator[Past]:
+def _chunks(pieces: Sequence[Past], chunk_bytes: int) -> Iterator[Past]:
     if not pieces:
         return
     hidden = pieces[0].activations.hidden
-    size = max(1, CHUNK_BYTES // (pieces[0].rows * hidden.shape[2] * hidden.element_size()))
+    size = max(1, chunk_bytes // (pieces[0].rows * hidden.shape[2] * hidden.element_size()))
     beside = _beside(pieces)
     for first in range(pieces[0].start, pieces[-1].stop, size):
         last = first + size
@@ -213,7 +240,7 @@ def _beside(pieces: Sequence[Past]) -> tuple[bool, bool]:
 
 
 def _joined(pieces: Sequence[Past], beside: tuple[bool, bool]) -> Past:
-    """Put neighbouring pieces into one, with the session's rows. beside: what comes with it, as `_beside` says."""
+    """Put neighbouring pieces into one, with the session's rows. beside: as `_beside` returns it."""
     pieces = [piece.in_order() for piece in pieces]
     rows = pieces[0].rows
     positions = mask = None

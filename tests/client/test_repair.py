@@ -358,11 +358,11 @@ def test_leases_are_back_after_a_repaired_generation(checkpoint):
 
 
 def test_a_journal_folds_and_still_tells_the_past():
-    from swarm.protocol.journal import STEPS_UNFOLDED_MAX, Entry, Journal, Past
+    from swarm.protocol.journal import Entry, Journal, JournalLimits, Past
 
     generator = torch.Generator().manual_seed(1)
     journal, expected, step = Journal(), torch.zeros(2, 0, 3), 0
-    for step in range(1, 3 * STEPS_UNFOLDED_MAX):
+    for step in range(1, 3 * JournalLimits().steps_unfolded_max):
         keep, rows = expected.shape[1], None
         if step % 7 == 0:
             keep = max(0, keep - 2)
@@ -374,8 +374,8 @@ def test_a_journal_folds_and_still_tells_the_past():
         expected = torch.cat([kept[list(rows)] if rows else kept, hidden], dim=1)
         before_last = copy.copy(expected)
     pieces = journal.past_after(step)
-    assert torch.equal(torch.cat([piece.in_order().hidden for piece in pieces], dim=1), before_last)
-    assert len(journal._entries) <= STEPS_UNFOLDED_MAX
+    assert torch.equal(torch.cat([piece.in_order().activations.hidden for piece in pieces], dim=1), before_last)
+    assert len(journal._entries) <= JournalLimits().steps_unfolded_max
 
 
 def test_a_wait_may_be_as_long_as_it_likes(checkpoint, full, monkeypatch):

@@ -8,6 +8,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.net.noise import ChannelKey
 from swarm.protocol import journal as journal_module
-from swarm.protocol.journal import Journal, Past
+from swarm.protocol.journal import Journal, JournalLimits, Past
 from swarm.protocol.messages import (
     ROWS_MAX,
     AnyMessage,
@@ -141,7 +142,7 @@ async def serving(loaded: Loaded, blocks: Blocks, pool_tokens: int = POOL_TOKENS
 
 
 def throttle(channel: Channel):
-    """Let a channel have a debt, so that it is not read. Its own token bucket lends once, and so does the shared one."""
+    """Let a channel have a debt, so that it is not read. Its own token bucket lends once, and the shared one too."""
     for _ in range(3):
         channel.charge_idle(1 << 40)
     assert channel.is_paused
@@ -1263,7 +1264,7 @@ async def test_a_journal_that_gathers_make_too_large_is_dropped_before_anything_
         copied.append(whole.n_bytes)
         return whole
 
-    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", unfolded)
+    monkeypatch.setattr(journal_module, "JournalLimits", partial(JournalLimits, unfolded))
     monkeypatch.setattr(journal_module, "_joined", noted)
     handler.journals.capacity = rows * length * HIDDEN * 4
     request = await opened(owner, first, relay=True)
@@ -1284,7 +1285,7 @@ async def test_what_a_replay_keeps_is_charged_until_it_is_over_and_steps_do_not_
     first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
 ):
     """Whoever confirms nothing, and goes on from the start, had kept the whole past uncharged."""
-    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", 4)
+    monkeypatch.setattr(journal_module, "JournalLimits", partial(JournalLimits, 4))
     monkeypatch.setattr(journal_module, "CHUNK_BYTES", 10 * HIDDEN * 4)
     request = await opened(owner, first, relay=True)
     channel, journals = await owner.to(first), first.server.handler.journals
