@@ -4,47 +4,49 @@ from pathlib import Path
 
 from swarm.compute import batch
 from swarm.dht import records, search, storage
-from swarm.net import buffers, channel, tcp
+from swarm.net.limits import ChannelLimits, ListenerLimits
 from swarm.protocol import messages, tensors
 from swarm.server import accounts, handler, server, session
 
 SECURITY = Path(__file__).parent.parent / "SECURITY.md"
 KIB, MIB = 1 << 10, 1 << 20
+CHANNEL, LISTENER = ChannelLimits(), ListenerLimits()
+FRAMES, READING, KEEPALIVES, HANDSHAKES = CHANNEL.frames, CHANNEL.reading, CHANNEL.keepalives, LISTENER.handshakes
 LIMITS = {
     "a frame |": (
         f"{tensors.TENSOR_BYTES_MAX // MIB} MiB",
-        f"{channel.HELLO_BYTES_MAX // KIB} KiB before",
-        f"{channel.FRAME_TIMEOUT_S:.0f} seconds",
+        f"{FRAMES.hello_bytes_max // KIB} KiB before",
+        f"{FRAMES.timeout_s:.0f} seconds",
     ),
-    "frames of one channel": (f"{channel.TURN_FRAMES},",),
+    "frames of one channel": (f"{FRAMES.turn:.0f},",),
     "messages that move no session": (
-        f"{channel.CHATTER_PER_S:.0f} a second and peer",
-        f"{channel.ALL_CHATTER_PER_S:.0f} a second of all",
+        f"{READING.idle_per_s:.0f} a second and peer",
+        f"{READING.all_idle_per_s:.0f} a second of all",
     ),
     "bytes read": (
-        f"{channel.BYTES_PER_S / KIB:.0f} KiB a second",
-        f"{channel.STEP_BYTES / KIB:.0f} KiB of every decode step",
+        f"{READING.bytes_per_s / KIB:.0f} KiB a second",
+        f"{READING.step_bytes_free / KIB:.0f} KiB of every decode step",
         f"{server.INFLOW_LEAST / MIB:.0f} MiB a second at least",
-        f"({channel.ALL_BYTES_PER_S / MIB:.0f} before",
+        f"({READING.all_bytes_per_s / MIB:.0f} before",
     ),
-    "signs of life": (f"{channel.SIGN_S} seconds", f"{channel.ALL_SIGNS_PER_S:,.0f} a second"),
-    "bytes held": (f"{buffers.HELD_BYTES_MAX // MIB} MiB",),
-    "a peer that takes nothing": (f"after {tcp.SWEEP_S:.0f} to {2 * tcp.SWEEP_S:.0f} seconds",),
+    "signs of life": (f"{KEEPALIVES.every_s} seconds", f"{KEEPALIVES.all_per_s:,.0f} a second"),
+    "bytes held": (f"{FRAMES.held_bytes_max // MIB} MiB",),
+    "a peer that takes nothing": (f"after {LISTENER.sweep_s:.0f} to {2 * LISTENER.sweep_s:.0f} seconds",),
     "unproven": (
-        f"{tcp.HANDSHAKES_MAX},",
-        f"{tcp.HANDSHAKE_TIMEOUT_S:.0f} seconds",
-        f"the {tcp.TURN_WAIT_S:.0f} that they may wait",
+        f"{HANDSHAKES.unproven_max},",
+        f"{HANDSHAKES.timeout_s:.0f} seconds",
+        f"the {HANDSHAKES.turn_wait_s:.0f} that they may wait",
     ),
     "handshakes |": (
-        f"{tcp.HANDSHAKES_PER_S:.0f} a second from one source ({tcp.HANDSHAKES_BURST:.0f} at once)",
-        f"{tcp.ALL_HANDSHAKES_PER_S:.0f} from all",
-        f"{tcp.ACCEPTS_PER_S:.0f} a second",
+        f"{HANDSHAKES.per_s:.0f} a second from one source ({HANDSHAKES.burst:.0f} at once)",
+        f"{HANDSHAKES.all_per_s:.0f} from all",
+        f"{LISTENER.accepts_per_s:.0f} a second",
     ),
     "channels |": (
-        f"{tcp.CHANNELS_MAX:,},",
-        f"{tcp.CHANNELS_PER_PROCESS_MAX} for one process",
-        f"{tcp.CHANNELS_PER_PEER_MAX} for one peer",
-        f"{tcp.IDLE_S / 60:.0f} minutes",
+        f"{LISTENER.channels_max:,},",
+        f"{LISTENER.channels_per_process_max} for one process",
+        f"{LISTENER.channels_per_peer_max} for one peer",
+        f"{LISTENER.idle_s / 60:.0f} minutes",
     ),
     "a message's header": (f"{messages.HEADER_BYTES_MAX // KIB} KiB",),
     "sessions |": (f"{handler.SESSIONS_MAX:,};",),
