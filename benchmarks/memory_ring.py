@@ -26,7 +26,7 @@ from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
-from swarm.net.limits import ChannelLimits
+from swarm.net.limits import ChannelLimits, ReadLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.naming import new_name
 from swarm.server.handler import Handler
@@ -81,7 +81,7 @@ class _Ring:
 
 
 async def _open(hidden_size: int) -> _Ring:
-    no_limit = ChannelLimits(read_bytes_burst=1e15, idle_burst=1e15)
+    no_limit = ChannelLimits(reading=ReadLimits(bytes_burst=1e15, idle_burst=1e15))
     server, client = (Endpoint(Identity.generate(), ChannelKey(), NETWORK) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
     handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)

@@ -30,7 +30,7 @@ from swarm.identity import Identity
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
 from swarm.net.flow import FlowControl
-from swarm.net.limits import ChannelLimits
+from swarm.net.limits import ChannelLimits, FrameLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.naming import new_name
 
@@ -55,7 +55,7 @@ async def joined(
     """
     async with join() as directory:
         me = Endpoint(identity, ChannelKey(), network, access, public=directory.public)
-        flow = FlowControl(ChannelLimits(held_bytes_max=held_bytes_max))
+        flow = FlowControl(ChannelLimits(FrameLimits(held_bytes_max=held_bytes_max)))
         sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me, flow=flow), limits)
         router = Router(model, directory, sessions.avoidance, preferences)
         async with Membership(router, sessions) as membership:

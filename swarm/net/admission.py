@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Generic, Protocol, TypeVar
 
-from swarm.net.limits import ListenerLimits
+from swarm.net.limits import HandshakeLimits, ListenerLimits
 from swarm.net.rate import TokenBucket
 
 
@@ -37,7 +37,7 @@ class Admission(Generic[Accepted]):
 
     def __init__(self, limits: ListenerLimits, channels_max: int) -> None:
         """channels_max: `limits` has the most, and a process that may have few descriptors has less."""
-        self.turns = Turns(limits)
+        self.turns = Turns(limits.handshakes)
         self.channels: dict[Accepted, str] = {}  # with the source of each
         self.unproven: dict[Accepted, None] = {}  # the oldest first
         self.proven: defaultdict[str, dict[Accepted, bytes]] = defaultdict(dict)  # of each peer, with their processes
@@ -58,7 +58,7 @@ class Admission(Generic[Accepted]):
 
     def begin(self, channel: Accepted, source: str) -> Accepted | None:
         """Add a channel that begins its handshake. Returns the one that ends for it: it has had the longest time."""
-        oldest = next(iter(self.unproven)) if len(self.unproven) >= self._limits.unproven_max else None
+        oldest = next(iter(self.unproven)) if len(self.unproven) >= self._limits.handshakes.unproven_max else None
         self.unproven[channel] = None
         self.channels[channel] = source
         return oldest
@@ -122,9 +122,9 @@ def gives_way(channels: Mapping[Accepted, str], in_use: Collection[str], channel
 class Turns:
     """When connections may begin to shake hands: a token bucket for each source, and one for all."""
 
-    def __init__(self, limits: ListenerLimits) -> None:
+    def __init__(self, limits: HandshakeLimits) -> None:
         self._limits = limits
-        self._all = TokenBucket(limits.all_handshakes_per_s, limits.all_handshakes_burst)
+        self._all = TokenBucket(limits.all_per_s, limits.all_burst)
         self._sources: dict[str, TokenBucket] = {}
 
     def wait_s(self, source: str, now: float) -> float | None:
@@ -141,7 +141,7 @@ class Turns:
                 self._sources = {name: bucket for name, bucket in self._sources.items() if not bucket.is_full(now)}
             if len(self._sources) >= limits.sources_max:
                 return None
-            self._sources[source] = TokenBucket(limits.handshakes_per_s, limits.handshakes_burst)
+            self._sources[source] = TokenBucket(limits.per_s, limits.burst)
         return self._sources[source]
 
 

@@ -43,10 +43,11 @@ class FlowControl:
 
     def __init__(self, limits: ChannelLimits | None = None) -> None:
         self.limits = limits = limits or ChannelLimits()
-        self.buffers = Buffers(limits.held_bytes_max, limits.held_bytes_small)
-        self.idle = SharedBudget(limits.all_idle_per_s, limits.all_idle_burst)
-        self.read = SharedBudget(limits.all_read_bytes_per_s, limits.all_read_bytes_burst)
-        self.keepalives = TokenBucket(limits.all_keepalives_per_s, limits.all_keepalives_burst)
+        frames, reading, keepalives = limits.frames, limits.reading, limits.keepalives
+        self.buffers = Buffers(frames.held_bytes_max, frames.held_bytes_small)
+        self.idle = SharedBudget(reading.all_idle_per_s, reading.all_idle_burst)
+        self.read = SharedBudget(reading.all_bytes_per_s, reading.all_bytes_burst)
+        self.keepalives = TokenBucket(keepalives.all_per_s, keepalives.all_burst)
         self._allowances: WeakValueDictionary[str, Allowance] = WeakValueDictionary()
 
     def allowance(self, peer: str, otherwise: Allowance) -> Allowance:

@@ -48,9 +48,10 @@ class Allowance:
     __slots__ = ("__weakref__", "idle", "keepalives", "read")
 
     def __init__(self, limits: ChannelLimits) -> None:
-        self.idle = TokenBucket(limits.idle_per_s, limits.idle_burst)
-        self.read = TokenBucket(limits.read_bytes_per_s, limits.read_bytes_burst)
-        self.keepalives = TokenBucket(1 / limits.keepalive_s, limits.keepalive_burst)
+        reading, keepalives = limits.reading, limits.keepalives
+        self.idle = TokenBucket(reading.idle_per_s, reading.idle_burst)
+        self.read = TokenBucket(reading.bytes_per_s, reading.bytes_burst)
+        self.keepalives = TokenBucket(1 / keepalives.every_s, keepalives.burst)
 
 
 class Budget(Protocol):
@@ -114,7 +115,7 @@ class ReadGate:
 
     def charge_idle(self, n_bytes: int, shared: Budget, now: float) -> None:
         """Charge a message that moved no session forward. n_bytes: of its tensors."""
-        free, amount = self._allowance.idle, 1 + n_bytes / self._limits.idle_bytes
+        free, amount = self._allowance.idle, 1 + n_bytes / self._limits.reading.idle_bytes
         if wait_s := free.take(now, amount):
             self._borrow(free, shared, amount, wait_s, now)
 
@@ -123,7 +124,7 @@ class ReadGate:
 
         Else a peer that decodes faster than its free bytes come is read as slowly as one that sends too much.
         """
-        self._allowance.read.give(min(n_bytes, self._limits.step_bytes_free))
+        self._allowance.read.give(min(n_bytes, self._limits.reading.step_bytes_free))
 
     def is_free_keepalive(self, now: float) -> bool:
         """Whether a keepalive that arrived is within what its peer may send uncharged."""
@@ -143,7 +144,7 @@ class ReadGate:
         if self.is_open:
             self._close(now, wait_s)
         if self._proven and self._keepalive_at is None:
-            self._keepalive_at = now + self._limits.keepalive_s
+            self._keepalive_at = now + self._limits.keepalives.every_s
 
     # When it opens
 
@@ -161,7 +162,7 @@ class ReadGate:
         if self._keepalive_at is None or now < self._keepalive_at:
             return False
         # After short pauses in a row no keepalive is due any earlier: what the peer asks waits behind what it has sent.
-        self._keepalive_at = now + self._limits.keepalive_s if self._debts else None
+        self._keepalive_at = now + self._limits.keepalives.every_s if self._debts else None
         return True
 
     def paid(self, shared: Budget) -> None:
@@ -185,7 +186,7 @@ class ReadGate:
     def _close(self, now: float, for_s: float) -> None:
         self.is_open = False
         self._closed_at = now
-        self._look_at = now + min(for_s, self._limits.pause_s_max)
+        self._look_at = now + min(for_s, self._limits.reading.pause_s_max)
 
     def _look(self, now: float) -> None:
         """Open, unless neither the peer's own tokens nor the shared budgets cover its debts."""
@@ -197,7 +198,7 @@ class ReadGate:
                 del self._debts[shared]
                 shared.leave(self)
         if self._debts:
-            self._look_at = now + min(wait_s, self._limits.pause_s_max)
+            self._look_at = now + min(wait_s, self._limits.reading.pause_s_max)
             return
         self.is_open = True
         self._closed_s += now - self._closed_at

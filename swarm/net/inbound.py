@@ -9,10 +9,11 @@ from swarm.net.gate import ReadGate
 class Inbound:
     """The bytes of one peer and the gate that they pass. Its owner reads while the gate is open."""
 
-    __slots__ = ("flow", "frames", "gate")
+    __slots__ = ("flow", "frames", "gate", "limits")
 
     def __init__(self, flow: FlowControl, frames: FrameReader, gate: ReadGate) -> None:
         self.flow, self.frames, self.gate = flow, frames, gate
+        self.limits = flow.limits.frames
 
     def held_since(self, now: float) -> float:
         """Since when bytes wait for the rest of their frame, or to be read; `now` where none do."""
@@ -40,7 +41,7 @@ class Inbound:
         """Raise FrameRejected if the rest of a frame has had its time. It counts only while this side reads."""
         left_s = self._left_s(now) if self.gate.is_open else None
         if left_s is not None and left_s <= 1e-3:  # a timer may fire as much too early
-            timeout_s = self.flow.limits.frame_timeout_s
+            timeout_s = self.limits.timeout_s
             raise FrameRejected(self.frames.peer, f"its rest did not come within {timeout_s:.0f} s")
 
     def _left_s(self, now: float) -> float | None:
@@ -48,4 +49,4 @@ class Inbound:
             return None
         began_at, closed_s = self.frames.begun
         read_s = now - began_at - (self.gate.closed_s(now) - closed_s)
-        return self.flow.limits.frame_timeout_s - read_s
+        return self.limits.timeout_s - read_s

@@ -1,48 +1,76 @@
 """What one side's channels may cost it, as values: each is passed to what it bounds, and a test passes another one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.limits import limit
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """Of a channel's frames, and of the bytes that channels hold."""
+
+    hello_bytes_max: int = limit(1024, "bytes", "of a frame from an unproven peer; a longer one ends the channel")
+    timeout_s: float = limit(30.0, "s of reading", "a frame whose rest does not come in time ends the channel")
+    turn: float = limit(16.0, "frames", "then other channels are read; each 64 KiB of a frame count as one more")
+    held_bytes_max: int = limit(80 * 2**20, "bytes", "held for slow peers; then the oldest holder's channel ends")
+    held_bytes_small: int = limit(256 * 1024, "bytes", "a channel that holds no more is not counted")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """Of what is read. A peer's own allowance is free; the rest comes from budgets that all peers share, in turn."""
+
+    bytes_per_s: float = limit(64.0 * 1024, "bytes/s", "a peer's own")
+    bytes_burst: float = limit(256.0 * 1024, "bytes", "a peer's own, at once")
+    step_bytes_free: int = limit(64 * 1024, "bytes", "of an accepted decode step that are not counted")
+    all_bytes_per_s: float = limit(128.0 * 2**20, "bytes/s", "shared")
+    all_bytes_burst: float = limit(1.0 * 2**20, "bytes", "shared, at once")
+    idle_per_s: float = limit(4.0, "messages/s", "that move no session forward: a peer's own")
+    idle_burst: float = limit(32.0, "messages", "of them at once: a peer's own")
+    idle_bytes: int = limit(64 * 1024, "bytes", "of tensors that count as one more of them")
+    all_idle_per_s: float = limit(300.0, "messages/s", "of them, shared")
+    all_idle_burst: float = limit(32.0, "messages", "of them at once, shared")
+    pause_s_max: float = limit(5.0, "s", "then a channel that is not read looks again whether its debt is paid")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepaliveLimits:
+    """Of keepalives to peers whose reads are throttled."""
+
+    every_s: float = limit(0.3, "s", "between two to the same peer")
+    burst: float = limit(8.0, "keepalives", "that a slow path may deliver together; more count as idle messages")
+    all_per_s: float = limit(1000.0, "keepalives/s", "to all peers; more are left out")
+    all_burst: float = limit(64.0, "keepalives", "to all peers at once")
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelLimits:
     """Of a channel, of a peer's channels together, and of all channels that share one `FlowControl`."""
 
-    hello_bytes_max: int = limit(1024, "bytes", "of a frame from an unproven peer; a longer one ends the channel")
-    frame_timeout_s: float = limit(30.0, "s of reading", "a frame whose rest does not come in time ends the channel")
-    turn_frames: float = limit(16.0, "frames", "then the other channels are read; 64 KiB of a frame count as one more")
-    idle_per_s: float = limit(4.0, "messages/s", "a peer's messages that move no session forward; free up to here")
-    idle_burst: float = limit(32.0, "messages", "of them at once")
-    idle_bytes: int = limit(64 * 1024, "bytes", "of tensors that count as one more message")
-    all_idle_per_s: float = limit(300.0, "messages/s", "beyond what is free, of all peers; more wait in a fair queue")
-    all_idle_burst: float = limit(32.0, "messages", "of them at once")
-    read_bytes_per_s: float = limit(64.0 * 1024, "bytes/s", "read from a peer; free up to here")
-    read_bytes_burst: float = limit(256.0 * 1024, "bytes", "of them at once")
-    step_bytes_free: int = limit(64 * 1024, "bytes", "of an accepted decode step that are not counted as read")
-    all_read_bytes_per_s: float = limit(128.0 * 2**20, "bytes/s", "beyond what is free, of all peers, in a fair queue")
-    all_read_bytes_burst: float = limit(1.0 * 2**20, "bytes", "of them at once")
-    pause_s_max: float = limit(5.0, "s", "then a channel that is not read looks again whether its debt is paid")
-    keepalive_s: float = limit(0.3, "s", "between keepalives to a peer whose reads are throttled")
-    keepalive_burst: float = limit(8.0, "keepalives", "of one peer that a slow path may deliver together, uncounted")
-    all_keepalives_per_s: float = limit(1000.0, "keepalives/s", "to all peers; more are left out")
-    all_keepalives_burst: float = limit(64.0, "keepalives", "of them at once")
-    held_bytes_max: int = limit(80 * 2**20, "bytes", "held for slow peers; then the oldest holder's channel ends")
-    held_bytes_small: int = limit(256 * 1024, "bytes", "a channel that holds no more is not counted")
+    frames: FrameLimits = field(default_factory=FrameLimits)
+    reading: ReadLimits = field(default_factory=ReadLimits)
+    keepalives: KeepaliveLimits = field(default_factory=KeepaliveLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeLimits:
+    """Of connections that have proven nothing."""
+
+    timeout_s: float = limit(10.0, "s", "a connection that has proven nothing by then ends")
+    unproven_max: int = limit(256, "connections", "that have proven nothing; the oldest ends for a new one")
+    per_s: float = limit(4.0, "handshakes/s", "from one source; each takes 1 to 2 ms of computing")
+    burst: float = limit(32.0, "handshakes", "from one source at once")
+    all_per_s: float = limit(30.0, "handshakes/s", "from all sources")
+    all_burst: float = limit(16.0, "handshakes", "from all sources at once")
+    turn_wait_s: float = limit(2.0, "s", "a connection whose turn to shake hands is later is refused")
+    sources_max: int = limit(4096, "sources", "that are remembered; a new one is refused while all are in debt")
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerLimits:
     """Of connections that others open."""
 
-    handshake_timeout_s: float = limit(10.0, "s", "a connection that has proven nothing by then ends")
-    unproven_max: int = limit(256, "connections", "that have proven nothing; the oldest ends for a new one")
-    handshakes_per_s: float = limit(4.0, "handshakes/s", "from one source; each takes 1 to 2 ms of computing")
-    handshakes_burst: float = limit(32.0, "handshakes", "from one source at once")
-    all_handshakes_per_s: float = limit(30.0, "handshakes/s", "from all sources")
-    all_handshakes_burst: float = limit(16.0, "handshakes", "from all sources at once")
-    turn_wait_s: float = limit(2.0, "s", "a connection whose turn to shake hands is later is refused")
-    sources_max: int = limit(4096, "sources", "that are remembered; a new one is refused while all are in debt")
+    handshakes: HandshakeLimits = field(default_factory=HandshakeLimits)
     accepts_per_s: float = limit(75.0, "connections/s", "taken from the kernel; the others wait there")
     accepts_burst: float = limit(16.0, "connections", "taken at once")
     backlog: int = limit(128, "connections", "that wait in the kernel: a little more than a second's")

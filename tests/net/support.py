@@ -12,6 +12,7 @@ from swarm.net.channel import Channel
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
 from swarm.net.gate import PROGRESS
+from swarm.net.limits import ChannelLimits, FrameLimits, KeepaliveLimits, ReadLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.messages import Step
 from swarm.protocol.tensors import meta_of
@@ -126,3 +127,8 @@ def step(number=1, shape=(1, 3, 8)):
     hidden = torch.randn(*shape)
     message = Step(session=SESSION, epoch=0, step=number, keep=0, budget_ms=1000, want=1, hidden=meta_of(hidden))
     return message, Activations(hidden)
+
+
+def channel_limits(*, frames=None, keepalives=None, **reading):
+    """Limits with these changes, by their names."""
+    return ChannelLimits(FrameLimits(**(frames or {})), ReadLimits(**reading), KeepaliveLimits(**(keepalives or {})))

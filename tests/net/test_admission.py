@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from swarm.net.admission import Admission, Entry, Turns, gives_way, source_of
-from swarm.net.limits import ListenerLimits
+from swarm.net.limits import HandshakeLimits, ListenerLimits
 
-LIMITS = ListenerLimits()
+LIMITS, HANDSHAKES = ListenerLimits(), HandshakeLimits()
 MINUTE = 60.0
 
 
@@ -19,29 +19,29 @@ class Present:
     heard_at: float = 0.0
 
 
-def admission(channels_max=100, **limits):
-    return Admission(ListenerLimits(**limits), channels_max)
+def admission(channels_max=100, unproven_max=256, **limits):
+    return Admission(ListenerLimits(HandshakeLimits(unproven_max=unproven_max), **limits), channels_max)
 
 
 # Turns
 
 
 def test_a_source_that_connects_too_often_waits_and_is_then_refused():
-    turns = Turns(LIMITS)
+    turns = Turns(HANDSHAKES)
     waits = [turns.wait_s("10.0.0.1", 0.0) for _ in range(100)]
-    at_once, queued = waits[: int(LIMITS.all_handshakes_burst)], waits[: int(LIMITS.handshakes_burst)]
+    at_once, queued = waits[: int(HANDSHAKES.all_burst)], waits[: int(HANDSHAKES.burst)]
     assert at_once == [0.0] * len(at_once)
     assert None not in queued
-    assert max(queued) < LIMITS.turn_wait_s
-    late = waits[int(LIMITS.handshakes_burst) :]
-    assert 0 < late[0] <= LIMITS.turn_wait_s
+    assert max(queued) < HANDSHAKES.turn_wait_s
+    late = waits[int(HANDSHAKES.burst) :]
+    assert 0 < late[0] <= HANDSHAKES.turn_wait_s
     assert late[-1] is None
     assert turns.wait_s("10.0.0.2", 0.0) < 1.0  # others do not wait for it
     assert turns.wait_s("10.0.0.1", MINUTE) == 0.0
 
 
 def test_a_new_source_is_refused_while_all_known_ones_are_in_debt():
-    turns = Turns(ListenerLimits(sources_max=2, all_handshakes_burst=100.0))
+    turns = Turns(HandshakeLimits(sources_max=2, all_burst=100.0))
     for source in ("a", "b"):
         turns.wait_s(source, 0.0)
     assert turns.wait_s("c", 0.0) is None

@@ -16,13 +16,12 @@ from swarm.net.flow import FlowControl
 from swarm.net.frames import FrameReader
 from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.net.greeting import MAGIC, PREFACE, Greeting
-from swarm.net.limits import ChannelLimits
 from swarm.protocol.messages import Close, Hello, Output, Ping, Pong, encode
-from tests.net.support import SESSION, Pair, Pipe, endpoint, remote, step
+from tests.net.support import SESSION, Pair, Pipe, channel_limits, endpoint, remote, step
 
 pytestmark = pytest.mark.virtual_clock
-LIMITS = ChannelLimits()
-LITTLE = {"read_bytes_per_s": 1000.0, "read_bytes_burst": 1000.0}  # of a peer's own: a greeting and a step
+LIMITS = channel_limits()
+LITTLE = {"bytes_per_s": 1000.0, "bytes_burst": 1000.0}  # of a peer's own: a greeting and a step
 AT_ONCE = 256 * 1024  # that a carrier reads
 
 
@@ -32,7 +31,7 @@ def now():
 
 def nothing_to_share(**changes):
     """What channels share, of which there will be nothing for long."""
-    flow = FlowControl(ChannelLimits(**{**LITTLE, **changes}, all_read_bytes_per_s=1e-3, all_idle_per_s=1e-3))
+    flow = FlowControl(channel_limits(**{**LITTLE, **changes}, all_bytes_per_s=1e-3, all_idle_per_s=1e-3))
     flow.read.owe(now(), 1e9)
     flow.idle.owe(now(), 1e9)
     return flow
@@ -225,7 +224,7 @@ async def test_sending_on_a_closed_channel_says_so():
 
 
 async def test_a_peer_that_does_not_read_is_cut_off():
-    pair = Pair(limits=ChannelLimits(held_bytes_max=4 << 20)).shake()
+    pair = Pair(limits=channel_limits(frames={"held_bytes_max": 4 << 20})).shake()
     big = step(1, (1, 1 << 16, 4))  # 1 MiB
     for _ in range(3):
         pair.b.send(*big)
@@ -250,7 +249,7 @@ class Holder:
 
 
 async def test_a_closing_channel_counts_until_its_carrier_has_ended():
-    pair = Pair(limits=ChannelLimits(held_bytes_max=5 << 20)).shake()
+    pair = Pair(limits=channel_limits(frames={"held_bytes_max": 5 << 20})).shake()
     pair.to_a.sender = None  # the carrier takes its time
     pair.b.send(*step(1, (1, 1 << 16, 16)))  # 4 MiB
     pair.b.close()
@@ -264,7 +263,7 @@ async def test_a_closing_channel_counts_until_its_carrier_has_ended():
 
 
 async def test_a_frame_that_never_ends_ends_the_channel():
-    pair = Pair(limits=ChannelLimits(frame_timeout_s=10.0)).shake()
+    pair = Pair(limits=channel_limits(frames={"timeout_s": 10.0})).shake()
     pair.a.send(*step())
     frame = pair.to_b.held.pop()
     pair.b.receive(frame[:40])
@@ -283,14 +282,14 @@ async def test_a_frame_that_never_ends_ends_the_channel():
 
 
 async def test_a_preface_that_never_ends_ends_the_channel():
-    pair = Pair(limits=ChannelLimits(frame_timeout_s=10.0))
+    pair = Pair(limits=channel_limits(frames={"timeout_s": 10.0}))
     pair.b.receive(pair.to_b.held[0][:3])
     await asyncio.sleep(11.0)
     assert pair.b.closed
 
 
 async def test_a_frame_is_not_late_while_it_is_not_read():
-    pair = throttled(read_bytes_per_s=1.0, pause_s_max=1000.0, frame_timeout_s=10.0)
+    pair = throttled(bytes_per_s=1.0, pause_s_max=1000.0, frames={"timeout_s": 10.0})
     pair.a.send(*step())
     pair.b.receive(pair.to_b.held.pop()[:40])
     await asyncio.sleep(500.0)
@@ -366,7 +365,7 @@ async def test_a_channel_that_ends_while_it_is_paused_is_not_resumed():
 
 
 async def test_many_frames_at_once_leave_others_their_turn():
-    pair, turn = Pair().shake(), int(LIMITS.turn_frames)
+    pair, turn = Pair().shake(), int(LIMITS.frames.turn)
     for number in range(3 * turn):
         pair.a.send(*step(number))
     pair.to_b.deliver()
@@ -398,7 +397,7 @@ async def test_accepted_decode_steps_do_not_count_as_bytes():
 
 
 async def test_messages_that_move_nothing_are_charged_to_their_payer():
-    few = {"idle_per_s": 0.1, "idle_burst": 4.0, "read_bytes_burst": 1e6}
+    few = {"idle_per_s": 0.1, "idle_burst": 4.0, "bytes_burst": 1e6}
     for pays in ("the sender", "another"):
         pair, other = (Pair(flow=nothing_to_share(**few)).shake() for _ in range(2))
         pair.worth = IDLE if pays == "the sender" else Toll(idle=True, payer=other.b)
@@ -410,7 +409,7 @@ async def test_messages_that_move_nothing_are_charged_to_their_payer():
 
 
 async def test_a_charge_counts_the_bytes_of_the_tensors():
-    pair = Pair(flow=nothing_to_share(idle_per_s=0.1, idle_burst=4.0, idle_bytes=100, read_bytes_burst=1e6)).shake()
+    pair = Pair(flow=nothing_to_share(idle_per_s=0.1, idle_burst=4.0, idle_bytes=100, bytes_burst=1e6)).shake()
     pair.worth = IDLE
     for number in range(2):
         pair.a.send(*step(number))  # 96 bytes
@@ -432,14 +431,14 @@ async def test_an_allowance_is_shared_by_all_channels_of_a_peer():
 
 
 async def test_a_flood_of_pings_is_answered_at_the_shared_rate():
-    pair = Pair(limits=ChannelLimits(all_idle_per_s=50.0, all_idle_burst=1.0)).shake()
+    pair = Pair(limits=channel_limits(all_idle_per_s=50.0, all_idle_burst=1.0)).shake()
     for nonce in range(300):
         pair.a.send(Ping(nonce=nonce))
     pair.to_b.deliver()
     await asyncio.sleep(0.5)
-    allowed = LIMITS.idle_burst + (50 + LIMITS.idle_per_s) * 0.5
+    allowed = LIMITS.reading.idle_burst + (50 + LIMITS.reading.idle_per_s) * 0.5
     answered = len(pair.to_a.held)
-    assert LIMITS.idle_burst < answered <= allowed + 3
+    assert LIMITS.reading.idle_burst < answered <= allowed + 3
     assert not pair.b.closed
 
 
@@ -475,7 +474,7 @@ def crowd(flow, size):
 
 async def test_a_crowd_is_read_in_turn_and_leaves_no_debt():
     per_s = 4 * AT_ONCE
-    limits = ChannelLimits(read_bytes_per_s=1.0, all_read_bytes_per_s=per_s, all_read_bytes_burst=per_s)
+    limits = channel_limits(bytes_per_s=1.0, all_bytes_per_s=per_s, all_bytes_burst=per_s)
     flow = FlowControl(limits)
     *hostile, honest = pairs = crowd(flow, 64)
     read = await read_of(pairs, 24.0)
@@ -490,10 +489,10 @@ async def test_a_crowd_is_read_in_turn_and_leaves_no_debt():
 
 
 async def test_a_throttled_peer_keeps_its_free_rate_and_gets_keepalives():
-    pairs, for_s = crowd(nothing_to_share(read_bytes_per_s=LIMITS.read_bytes_per_s), 9), 20.0
+    pairs, for_s = crowd(nothing_to_share(bytes_per_s=LIMITS.reading.bytes_per_s), 9), 20.0
     heard = asyncio.create_task(keepalives(pairs[0], for_s))
     read = await read_of(pairs, for_s)
-    assert min(read) >= 0.7 * LIMITS.read_bytes_per_s * for_s
+    assert min(read) >= 0.7 * LIMITS.reading.bytes_per_s * for_s
     assert max(after - before for before, after in pairwise(await heard)) < 0.5
 
 
@@ -513,7 +512,7 @@ async def keepalives(pair, for_s):
 
 async def test_a_peer_that_is_not_read_for_long_gets_keepalives():
     """Else a client takes a server for dead that reads a crowd's prompts no faster than it may."""
-    pair = throttled(pause_s_max=2.0, read_bytes_per_s=1.0)
+    pair = throttled(pause_s_max=2.0, bytes_per_s=1.0)
     read_at = pair.b.heard_at
     assert await keepalives(pair, 2.0) == pytest.approx([0.3, 0.6, 0.9, 1.2, 1.5, 1.8], abs=0.1)
     assert pair.a.heard_at > read_at + 1.7
@@ -521,7 +520,7 @@ async def test_a_peer_that_is_not_read_for_long_gets_keepalives():
 
 
 async def test_a_turn_that_is_over_brings_no_keepalive():
-    pair = Pair(limits=ChannelLimits(turn_frames=1.0)).shake()
+    pair = Pair(limits=channel_limits(frames={"turn": 1.0})).shake()
     heard = asyncio.create_task(keepalives(pair, 3.0))
     for number in range(250):
         pair.a.send(*step(number))
@@ -531,18 +530,18 @@ async def test_a_turn_that_is_over_brings_no_keepalive():
 
 
 async def test_keepalives_do_not_pile_up():
-    pair = throttled(read_bytes_per_s=1.0)
+    pair = throttled(bytes_per_s=1.0)
     await asyncio.sleep(5.0)
     assert len(pair.to_a.held) == 1
 
 
 async def test_a_throttled_crowd_gets_no_more_keepalives_than_the_limit():
-    pair = throttled(read_bytes_per_s=1.0, all_keepalives_per_s=1.0, all_keepalives_burst=1.0)
+    pair = throttled(bytes_per_s=1.0, keepalives={"all_per_s": 1.0, "all_burst": 1.0})
     assert len(await keepalives(pair, 5.0)) == pytest.approx(6, abs=1)
 
 
 async def test_a_peer_that_has_proven_nothing_gets_no_keepalive():
-    pair = Pair(flow=nothing_to_share(read_bytes_per_s=1.0, read_bytes_burst=1.0))
+    pair = Pair(flow=nothing_to_share(bytes_per_s=1.0, bytes_burst=1.0))
     pair.to_b.deliver()
     pair.to_a.deliver()
     pair.b.receive(b"\0")  # of a Hello
@@ -553,7 +552,7 @@ async def test_a_peer_that_has_proven_nothing_gets_no_keepalive():
 
 
 async def test_keepalives_are_free_from_a_peer_that_was_dialled():
-    few = {"idle_burst": 1.0, "idle_per_s": 0.01, "read_bytes_burst": 1e6}
+    few = {"idle_burst": 1.0, "idle_per_s": 0.01, "bytes_burst": 1e6}
 
     async def until_paused(receiver, sender, pipe, every_s):
         """How many keepalives are taken before their sender is throttled."""
@@ -565,9 +564,11 @@ async def test_keepalives_are_free_from_a_peer_that_was_dialled():
             await asyncio.sleep(every_s)
         return None
 
-    for every_s, least, most in ((LIMITS.keepalive_s, None, None), (0.01, LIMITS.keepalive_burst, 13)):
+    for every_s, least, most in ((LIMITS.keepalives.every_s, None, None), (0.01, LIMITS.keepalives.burst, 13)):
         pair = Pair(a_flow=nothing_to_share(**few)).shake()
         count = await until_paused(pair.a, pair.b, pair.to_a, every_s)
         assert count is None if least is None else least <= count <= most
     pair = Pair(flow=nothing_to_share(**few)).shake()
-    assert await until_paused(pair.b, pair.a, pair.to_b, LIMITS.keepalive_s) < 6  # a peer that has connected pays
+    assert (
+        await until_paused(pair.b, pair.a, pair.to_b, LIMITS.keepalives.every_s) < 6
+    )  # a peer that has connected pays

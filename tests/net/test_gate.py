@@ -5,19 +5,18 @@ from itertools import pairwise
 import pytest
 
 from swarm.net.gate import Allowance, ReadGate
-from swarm.net.limits import ChannelLimits
 from swarm.net.rate import FairQueue
+from tests.net.support import channel_limits
 
-LIMITS = ChannelLimits(
-    read_bytes_per_s=10.0,
-    read_bytes_burst=100.0,
+LIMITS = channel_limits(
+    bytes_per_s=10.0,
+    bytes_burst=100.0,
     step_bytes_free=20,
     idle_per_s=1.0,
     idle_burst=2.0,
     idle_bytes=1000,
     pause_s_max=5.0,
-    keepalive_s=0.3,
-    keepalive_burst=3.0,
+    keepalives={"every_s": 0.3, "burst": 3.0},
 )
 PLENTY = FairQueue(1e9, 1e9)
 
@@ -97,7 +96,7 @@ def test_a_closed_gate_looks_again_after_a_bounded_pause():
     mine, shared = gate(proven=False), empty()
     mine.charge_read(10_000, PLENTY, 0.0)
     mine.charge_read(1, shared, 0.0)
-    assert mine.wake_at == LIMITS.pause_s_max
+    assert mine.wake_at == LIMITS.reading.pause_s_max
     mine.wake(5.0)
     assert not mine.is_open
     assert mine.wake_at == 10.0

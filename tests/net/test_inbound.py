@@ -7,7 +7,7 @@ from swarm.net.flow import FlowControl
 from swarm.net.frames import FRAME_BYTES_MAX, FrameReader, Sealer
 from swarm.net.gate import ReadGate
 from swarm.net.inbound import Inbound
-from swarm.net.limits import ChannelLimits
+from swarm.net.limits import ChannelLimits, FrameLimits
 
 KEY = b"k" * 32
 TIMEOUT_S = 30.0
@@ -15,7 +15,7 @@ FRAME = Sealer(KEY).seal([bytes(100)])
 
 
 def inbound():
-    flow = FlowControl(ChannelLimits(frame_timeout_s=TIMEOUT_S))
+    flow = FlowControl(ChannelLimits(FrameLimits(timeout_s=TIMEOUT_S)))
     frames = FrameReader("a peer", FRAME_BYTES_MAX)
     frames.open_with(Sealer(KEY))
     return Inbound(flow, frames, ReadGate(flow.limits, lambda: None))

@@ -11,7 +11,7 @@ from swarm.net.address import Tcp
 from swarm.net.carriers.tcp import Listener, TcpCarrier, dial
 from swarm.net.channel import Channel, ignore
 from swarm.net.gate import PROGRESS
-from swarm.net.limits import DialerLimits, ListenerLimits
+from swarm.net.limits import DialerLimits, HandshakeLimits, ListenerLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.messages import Close
 from tests.net.support import SESSION, endpoint, remote, step, until
@@ -20,9 +20,10 @@ from tests.net.support import SESSION, endpoint, remote, step, until
 class Site:
     """A listener, and what it has taken."""
 
-    def __init__(self, **limits):
+    def __init__(self, *, handshakes=None, **limits):
         self.me, self.messages, self.served = endpoint(), [], []
-        self.listener = Listener(self.me, "127.0.0.1", 0, limits=ListenerLimits(**limits))
+        limits = ListenerLimits(HandshakeLimits(**(handshakes or {})), **limits)
+        self.listener = Listener(self.me, "127.0.0.1", 0, limits=limits)
 
     async def start(self, in_use=None):
         await self.listener.start(self.take, in_use)
@@ -111,7 +112,7 @@ async def test_a_peers_end_is_told_from_the_networks(site, error, unreachable):
 
 
 async def test_a_silent_connection_is_ended():
-    site = await Site(handshake_timeout_s=0.1).start()
+    site = await Site(handshakes={"timeout_s": 0.1}).start()
     reader, writer = await asyncio.open_connection(site.listener.address.host, site.listener.address.port)
     async with asyncio.timeout(5):
         assert await reader.read() == b""
@@ -140,7 +141,7 @@ async def test_a_paused_listener_keeps_its_address(site):
 
 
 async def test_of_too_many_mute_connections_the_oldest_ends():
-    site, mute = await Site(unproven_max=2).start(), []
+    site, mute = await Site(handshakes={"unproven_max": 2}).start(), []
     for count in (1, 2):
         mute.append(await asyncio.open_connection(site.listener.address.host, site.listener.address.port))
         await until(lambda count=count: len(site.admission.unproven) == count)

@@ -9,7 +9,7 @@ import torch
 from swarm.activations import Activations
 from swarm.errors import ChannelClosed
 from swarm.net.channel import Channel
-from swarm.net.limits import ChannelLimits
+from swarm.net.limits import ReadLimits
 from swarm.protocol.messages import Close, Failed, Refused, Reroute
 from swarm.protocol.tensors import is_finite
 from swarm.server import accounts as accounts_module
@@ -300,7 +300,7 @@ async def test_who_does_not_read_gets_no_more_outputs(first, owner, monkeypatch)
 
 async def test_a_pusher_into_anothers_session_is_read_ever_less_and_the_owner_is_not(first, owner, stranger):
     request = await opened(owner, first)
-    pushed = 4 * int(ChannelLimits().idle_burst + ChannelLimits().all_idle_burst)
+    pushed = 4 * int(ReadLimits().idle_burst + ReadLimits().all_idle_burst)
     channel = await stranger.to(first)
     for _ in range(pushed):
         channel.send(*step(request, 1, activations(1, 1)))

@@ -175,7 +175,7 @@ class Listener:
 
     def _let_in(self, sock: socket.socket, source: str) -> None:
         turn_s = self.admission.turns.wait_s(source, asyncio.get_running_loop().time())
-        busy = len(self._arriving) >= self._limits.unproven_max
+        busy = len(self._arriving) >= self._limits.handshakes.unproven_max
         if self._on_message is None or busy or turn_s is None or not self._make_room():
             sock.close()
             return
@@ -209,7 +209,7 @@ class Listener:
         oldest = self.admission.begin(channel, source)
         if oldest is not None:
             oldest.cut_off("too many connections that prove nothing")
-        deadline = asyncio.get_running_loop().call_later(self._limits.handshake_timeout_s, _expire, channel)
+        deadline = asyncio.get_running_loop().call_later(self._limits.handshakes.timeout_s, _expire, channel)
 
         def greeted(ready: asyncio.Future[Proven]) -> None:
             deadline.cancel()
