@@ -15,7 +15,7 @@ SECONDS ?= 3600
 TOOLS := .venv-tools
 SBOM := build/sbom.cdx.json
 
-.PHONY: help demo test test-long simulate fuzz lint format install lock audit clean
+.PHONY: help demo test test-long simulate fuzz docs lint format install lock audit clean
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-long  the tests that take longer"
 	@echo "make simulate   swarms on a virtual clock, SEEDS=0:200 (docs/simulation.md)"
 	@echo "make fuzz       feed every PARSER for long: Hypothesis' CASES=100000, atheris' EXECUTIONS=10000000 or SECONDS=3600"
+	@echo "make docs       write the documents' tables anew, from the code's limits and from benchmarks/results"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make install    make the environment, $(VENV), and nothing else"
@@ -47,6 +48,9 @@ simulate: $(STAMP)
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(addprefix --parser ,$(PARSER)) \
 		--cases $(CASES) --executions $(EXECUTIONS) --seconds $(SECONDS)
+
+docs: $(STAMP)
+	$(BIN)/python benchmarks/tables.py
 
 lint: $(HEALTH)
 	$(BIN)/ruff check .

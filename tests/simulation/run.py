@@ -15,11 +15,12 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.session import chunks
-from swarm.client.session.live import SessionPlan
-from swarm.client.session.session import POSITIONS_TO_COME, Session
+from swarm.client.session.limits import ChunkLimits, SessionLimits
+from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import Session
 from swarm.errors import SwarmError
 from swarm.protocol import journal
+from swarm.protocol.replay import ReplayLimits
 from tests.simulation.invariants import checked
 from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy
@@ -27,7 +28,8 @@ from tests.simulation.network import Trace
 from tests.simulation.world import N_BLOCKS, ROOT, Client, Weather, World, ended
 
 TOKENS = 256
-CHUNK_TOKENS = 8
+CHUNK_BYTES = 8 * HIDDEN_SIZE * 4  # long steps and replays travel in many messages, although the model is small
+LIMITS = SessionLimits(chunks=ChunkLimits(chunk_bytes=CHUNK_BYTES), replay=ReplayLimits(chunk_bytes=CHUNK_BYTES))
 ROLLBACK_MAX = 16
 STEP_TIMEOUT_S = 120.0
 HANG_S = STEP_TIMEOUT_S + 30.0  # a step that has neither answered nor raised by then hangs
@@ -121,7 +123,7 @@ def simulate(
 async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome) -> None:
     world = World(loop, seed, weather, trace)
     world.populate()
-    client = Client(world, seed)
+    client = Client(world, seed, LIMITS)
     await asyncio.sleep(25.0)  # everybody has announced
     world.counts.uncovered.clear()
     lives = [
@@ -174,9 +176,9 @@ class User:
             step_timeout_s=STEP_TIMEOUT_S,
             wait_for_blocks_s=0.0,
             batch=n_rows,
-            positions_soon=length + POSITIONS_TO_COME,
+            positions_soon=length + LIMITS.chunks.positions_to_come,
         )
-        session = await _in_time(self._client.router.open(Blocks(0, N_BLOCKS), plan))
+        session = await _in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan))
         try:
             await self._generate(session, prompt)
         finally:
@@ -258,11 +260,10 @@ async def _in_time(work: Any) -> Any:
 @contextlib.contextmanager
 def _small_chunks() -> Iterator[None]:
     """Long steps and replays travel in many messages, although the model is small."""
-    size = CHUNK_TOKENS * HIDDEN_SIZE * 4
-    modules: Any = (chunks, journal)
+    modules: Any = (journal,)
     before = [module.CHUNK_BYTES for module in modules]
     for module in modules:
-        module.CHUNK_BYTES = size
+        module.CHUNK_BYTES = CHUNK_BYTES
     try:
         yield
     finally:

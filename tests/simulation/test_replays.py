@@ -130,7 +130,7 @@ def test_many_long_pasts_on_their_way_to_one_hop_are_rebuilt_by_turns() -> None:
     async def scenario(going: Going) -> None:
         village, every, blocks = going.village, [going], set(going.session.route[1].blocks)
         while len(every) < 16:
-            every.append(Going(village, await village.router.open(Blocks(0, N_BLOCKS), PLAN)))
+            every.append(Going(village, await village.swarm.open(Blocks(0, N_BLOCKS), PLAN)))
         for each in every:
             await each.say(30 * CHUNK_TOKENS)
         for host in spares(going):
