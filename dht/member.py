@@ -19,7 +19,7 @@ from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Entry, OnEntries
 from swarm.errors import ClockSkew, SwarmError, Unreachable
 from swarm.limits import limit
-from swarm.net.p2p import POLL_S, Daemon, split_multiaddr
+from swarm.net.p2p import Daemon, split_multiaddr
 
 _log = structlog.get_logger("swarm.dht")
 
@@ -39,13 +39,17 @@ class MemberLimits:
 
 @dataclass(slots=True)
 class Member:
-    """One node on one p2pd. ended: p2pd has gone, so that no failure of its calls counts."""
+    """One node on one p2pd. ended: p2pd has ended, so that no failure of its calls counts.
+
+    poll_s: within so many seconds a dead p2pd is noticed.
+    """
 
     daemon: Daemon
     protocol: SwarmProtocol
     searcher: Searcher
     initial_peers: tuple[str, ...]
     storage: RecordStorage
+    poll_s: float
     limits: MemberLimits = field(default_factory=MemberLimits)
     ended: bool = False
 
@@ -119,7 +123,7 @@ class Member:
         known = self.known()
         found = await self.searcher.search(keys, known, on_entries=on_entries or (lambda entries: None))
         if known and not any(result.nodes for result in found.values()):
-            await asyncio.sleep(2 * POLL_S)
+            await asyncio.sleep(2 * self.poll_s)
             if self.ended:
                 raise ConnectionError("p2pd ended during a search")
         return found

@@ -30,7 +30,7 @@ from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
 from swarm.errors import SwarmError, Unreachable
 from swarm.groups import ungrouped
 from swarm.limits import limit
-from swarm.net.p2p import POLL_S, Daemon, P2PConfig, split_multiaddr, supervise
+from swarm.net.p2p import Daemon, P2PConfig, split_multiaddr, supervise
 
 StreamHandler = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -162,7 +162,8 @@ class SwarmNode:
             return await protocol.find(PeerID(peer), keys) if peer != daemon.p2p.peer_id.to_bytes() else None
 
         searcher, config = Searcher(find, self._random), self._config
-        return Member(daemon, protocol, searcher, config.initial_peers, self.storage, config.member_limits)
+        poll_s = config.p2p.limits.poll_s
+        return Member(daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, config.member_limits)
 
     def _remember(self, entries: Sequence[Entry]) -> None:
         """Keep our own entries: as a node that stores them, and for the time after p2pd was replaced."""
@@ -186,7 +187,7 @@ class SwarmNode:
             except SwarmError:
                 raise
             except Exception as error:  # noqa: BLE001 - hivemind raises many kinds
-                await asyncio.sleep(2 * POLL_S)  # by then a dead p2pd has been noticed
+                await asyncio.sleep(2 * self._config.p2p.limits.poll_s)  # by then a dead p2pd has been noticed
                 if not member.ended:
                     raise Unreachable("the swarm", self._config.initial_peers, 0.0, repr(error)[:200]) from None
                 _log.debug("once more on the next p2pd", error=repr(error)[:200])

@@ -10,7 +10,7 @@ from swarm.dht.directory import Directory
 from swarm.dht.records import Announcement
 from swarm.errors import NetworkError
 from swarm.model.checkpoint import Checkpoint
-from swarm.net.channel import Self
+from swarm.net.endpoint import Endpoint
 from swarm.server.server import ServerOptions, claim
 
 _log = structlog.get_logger("swarm.server")
@@ -22,7 +22,7 @@ class Claims:
 
     directory: Directory
     checkpoint: Checkpoint
-    me: Self
+    me: Endpoint
     numeric_class: str
     options: ServerOptions
 

@@ -25,11 +25,12 @@ from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
-from swarm.net.channel import Self
+from swarm.net.address import Tcp
+from swarm.net.carriers.tcp import Listener
+from swarm.net.endpoint import Endpoint
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of
 from swarm.net.reach import is_public
-from swarm.net.tcp import Listener
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
@@ -58,7 +59,7 @@ async def serve(
     announced = tuple(multiaddr_of(*address) for address in wanted.p2p_announce_address)
     ways_in = wanted.initial_peers or announced or (multiaddr_of(*wanted.p2p_listen),)
     public = wanted.access.network_key is None and await is_public(ways_in)
-    me = Self(identity, ChannelKey(), wanted.network, wanted.access, public=public)
+    me = Endpoint(identity, ChannelKey(), wanted.network, wanted.access, public=public)
     listener = Listener(me, *wanted.listen)
     p2p = P2PConfig(identity_path, wanted.p2p_listen, announced)
     config = NodeConfig(me.network, p2p, wanted.initial_peers, me.access)
@@ -86,7 +87,7 @@ class _Host:
     def __init__(
         self,
         arguments: ServeArguments,
-        me: Self,
+        me: Endpoint,
         listener: Listener,
         node: SwarmNode,
         directory: Directory,
@@ -267,9 +268,9 @@ async def _check_root(directory: Directory, checkpoint: Checkpoint, confirmed: s
             raise RootMismatch(checkpoint.public_name, entry.root, checkpoint.root)
 
 
-def _reachable(address: tuple[str, int]) -> str:
+def _reachable(address: Tcp) -> str:
     """Return an address of this machine for others to dial: where every interface listens, the one towards outside."""
-    host, port = address
+    host = address.host
     if host in {"0.0.0.0", "::"}:  # noqa: S104 - compared, not bound
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -277,4 +278,4 @@ def _reachable(address: tuple[str, int]) -> str:
                 host = probe.getsockname()[0]
             except OSError:
                 host = "127.0.0.1"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(Tcp(host, address.port))

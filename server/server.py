@@ -16,9 +16,9 @@ from swarm.dht.records import Span as AnnouncedSpan
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
-from swarm.net.channel import Self
+from swarm.net.carriers.tcp import Listener
 from swarm.net.dialer import Dialer
-from swarm.net.tcp import Listener
+from swarm.net.endpoint import Endpoint
 from swarm.server.announcer import State
 from swarm.server.handler import Handler
 from swarm.server.hosting import Hosting
@@ -65,7 +65,7 @@ class Server:
         self,
         checkpoint: Checkpoint,
         span: Span,
-        me: Self,
+        me: Endpoint,
         listener: Listener,
         options: ServerOptions,
         wall_clock: Callable[[], float] = time.time,
@@ -82,7 +82,7 @@ class Server:
         self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
         hosting = Hosting(checkpoint.root, me.network, span, options.prices or Prices(), options.journal_bytes)
         self.handler = Handler(hosting, self._executor, self.pool, wall_clock)
-        self.handler.dialer = Dialer(me, self.handler.on_message)
+        self.handler.dialer = Dialer(me, self.handler.on_message, flow=listener.flow)
         self.round_trips = RoundTrips(self.handler.dialer)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -107,8 +107,7 @@ class Server:
     @property
     def data_address(self) -> str:
         """Where channels are accepted, as "host:port"."""
-        host, port = self._listener.address
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return str(self._listener.address)
 
     async def measure(self) -> None:
         """Measure the span's throughput, in the compute thread and so between the steps of sessions.
@@ -129,7 +128,7 @@ class Server:
             token_bytes = self.span.hidden_size * self.span.dtype.itemsize
             computed = self.throughput.prefill_tps * token_bytes
             limits = self.options.limits
-            self.me.inflow.change(max(limits.inflow_least, limits.inflow_share * computed))
+            self._listener.flow.read.change(max(limits.inflow_least, limits.inflow_share * computed))
 
     def announcement(self, state: State) -> Announcement:
         """Return the announcement of this server as it is now. Sequence and times are set when it is signed."""
@@ -155,7 +154,7 @@ class Server:
 
 
 def claim(
-    checkpoint: Checkpoint, me: Self, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
+    checkpoint: Checkpoint, me: Endpoint, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
 ) -> Announcement:
     """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and no client calls it.
 

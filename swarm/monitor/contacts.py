@@ -18,9 +18,11 @@ from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.limits import limit
 from swarm.monitor.assess import Contact
-from swarm.net.channel import Remote, Self
+from swarm.net.address import dialable
+from swarm.net.carriers.tcp import dial
+from swarm.net.channel import ignore
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import dial
 
 Answer = Callable[[Announcement], Awaitable[float]]
 """`answer(record)`: shake hands with the server; returns the round trip in seconds. Raises SwarmError."""
@@ -127,15 +129,15 @@ def dialling(
     limits: ContactLimits = ContactLimits(),
 ) -> Answer:
     """Return the real thing: dial, prove, ping, close."""
-    me = Self(identity, ChannelKey(), network, access, public=public)
+    me = Endpoint(identity, ChannelKey(), network, access, public=public)
 
     async def answer(record: Announcement) -> float:
         remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
         failure: SwarmError | TimeoutError = TimeoutError("it announces no address")
-        for address in record.addresses[: limits.addresses_max]:
+        for address in dialable(record.addresses)[: limits.addresses_max]:
             try:
                 async with asyncio.timeout(limits.timeout_s):
-                    channel = await dial(address, remote, me, lambda *_: None)
+                    channel = await dial(address, remote, me, ignore)
                     try:
                         return await channel.ping()
                     finally:

@@ -24,8 +24,8 @@ from swarm.monitor.contacts import dialling
 from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorOptions
+from swarm.net.carriers.tcp import bound
 from swarm.net.reach import is_public
-from swarm.net.tcp import bound
 
 _log = structlog.get_logger("swarm.monitor")
 

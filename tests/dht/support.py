@@ -13,6 +13,7 @@ from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.dht.validator import Clock
 from swarm.identity import Identity
+from swarm.net.limits import DaemonLimits
 from swarm.net.p2p import P2PConfig
 
 NETWORK = "test"
@@ -55,6 +56,7 @@ def node(
     identity: Identity | None = None,
     client: bool = False,
     clock: Clock = time.time,
+    limits: DaemonLimits | None = None,
     member: MemberLimits = MemberLimits(),  # noqa: B008 - frozen
 ) -> AbstractAsyncContextManager[SwarmNode]:
     """A node on loopback with its own p2pd."""
@@ -62,8 +64,8 @@ def node(
     if not client:
         path = folder / name
         (identity or Identity.generate()).save(path)
-    config = NodeConfig(NETWORK, P2PConfig(path, None if client else LOOPBACK), peers, member_limits=member)
-    return open_node(config, clock=clock)
+    p2p = P2PConfig(path, None if client else LOOPBACK, limits=limits or DaemonLimits())
+    return open_node(NodeConfig(NETWORK, p2p, peers, member_limits=member), clock=clock)
 
 
 def is_running(pid: int) -> bool:
