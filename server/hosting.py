@@ -28,7 +28,7 @@ class Hosting:
         """Return the blocks that a session asks for. Raises Declined."""
         if request.root != self.root:
             raise Declined("not_served", f"this server has the model {self.root[:16]}...")
-        if request.numeric_class != self.span.numeric_class:
+        if request.numeric_class != str(self.span.numeric_class):
             raise Declined("not_served", f"this server computes in {self.span.numeric_class}")
         try:
             return self.span.part(Blocks(request.start, request.stop))
@@ -49,7 +49,7 @@ class Hosting:
             record = open_announcement(data, now=now, network=self.network, late_s=NEXT_RECORD_LATE_S)
         except (RecordError, ValueError) as error:
             raise Declined("bad_request", f"the next hop's record: {error}") from None
-        served = (record.root, record.numeric_class) == (self.root, self.span.numeric_class)
+        served = (record.root, record.numeric_class) == (self.root, str(self.span.numeric_class))
         if not served or stop not in record.span:
             raise Declined("bad_request", f"the next hop does not serve block {stop} of this model and numeric class")
         return record
