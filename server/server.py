@@ -33,7 +33,7 @@ _log = structlog.get_logger("swarm.server")
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """How fast a server reads, and what its record has room for."""
+    """How fast a server reads, and the room of its record."""
 
     inflow_share: float = limit(2.0, "times", "the span's own speed at which activations are read; then senders wait")
     inflow_least: float = limit(4.0 * 2**20, "bytes/s", "that are read in any case")
