@@ -2,7 +2,7 @@
 
 An account belongs to a proven identity. Activations are charged to their session's owner, whoever sends them, and
 refused with a time to come back at; a past is taken on credit, and what is paid brings the next pieces. What moves no
-session forward is counted by the channel that brings it (`Channel.note_chatter`), of which less is read: that costs
+session forward is counted by the channel that brings it (`swarm.net.gate.Toll`), of which less is read: that costs
 nothing, where answers would cost something. Sessions and cache have limits of their own (`handler`, `pool`).
 
 Identities are free: this keeps one peer from taking everything, and cannot stop a crowd.
@@ -11,7 +11,7 @@ Identities are free: this keeps one peer from taking everything, and cannot stop
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm.net.rate import Bucket
+from swarm.net.rate import TokenBucket
 from swarm.server.session import Declined
 
 STEPS_PER_S, STEPS_BURST = 2000.0, 4000.0  # pieces of a past included
@@ -25,9 +25,9 @@ ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST = 100.0, 96.0  # of all peers together
 class Account:
     """One peer's."""
 
-    steps: Bucket = field(default_factory=lambda: Bucket(STEPS_PER_S, STEPS_BURST))
-    bytes: Bucket = field(default_factory=lambda: Bucket(BYTES_PER_S, BYTES_BURST))
-    openings: Bucket = field(default_factory=lambda: Bucket(OPENINGS_PER_S, OPENINGS_BURST))
+    steps: TokenBucket = field(default_factory=lambda: TokenBucket(STEPS_PER_S, STEPS_BURST))
+    bytes: TokenBucket = field(default_factory=lambda: TokenBucket(BYTES_PER_S, BYTES_BURST))
+    openings: TokenBucket = field(default_factory=lambda: TokenBucket(OPENINGS_PER_S, OPENINGS_BURST))
 
     def is_settled(self, now: float) -> bool:
         """Whether forgetting it would change nothing."""
@@ -40,7 +40,7 @@ class Accounts:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
-        self._openings = Bucket(ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST)
+        self._openings = TokenBucket(ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST)
 
     def __len__(self) -> int:
         return len(self._accounts)

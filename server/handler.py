@@ -15,8 +15,11 @@ from swarm.compute.task import Executor, Forward, Probe
 from swarm.dht.records import Announcement
 from swarm.errors import ChannelClosed, InvalidMessage, NetworkError
 from swarm.model.allocator import return_free_memory
-from swarm.net.channel import Channel, Remote
+from swarm.net.address import dialable
+from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Remote
+from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.protocol.journal import Entry, Past
 from swarm.protocol.messages import (
     TEXT_MAX,
@@ -91,31 +94,35 @@ class Handler:
         self._session_ended_lately = False
         self._openings: set[asyncio.Task[None]] = set()
 
-    def on_message(self, channel: Channel, message: AnyMessage, activations: Activations | None) -> None:
-        """Take one message from any channel. Raises InvalidMessage for what no peer sends to a server."""
-        if not isinstance(message, Step | Rebuild | Rebuilt):  # those are charged to the session's owner, or news
-            channel.note_chatter()
+    def on_message(self, channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:
+        """Take one message from any channel, and return what it was worth.
+
+        Raises InvalidMessage for a message that servers do not take.
+        """
         match message:
             case Step():
                 assert activations is not None
-                self._on_step(channel, message, activations)
+                return self._on_step(channel, message, activations)
+            case Rebuild():
+                assert activations is not None
+                return self._on_rebuild(channel, message, activations)
+            case Rebuilt():
+                return self._on_confirmation(channel, message)
             case Open():
                 self._on_open(channel, message)
             case Reroute():
                 self._on_reroute(channel, message)
             case Replay():
                 self._on_replay(channel, message)
-            case Rebuild():
-                assert activations is not None
-                self._on_rebuild(channel, message, activations)
             case Inquiry():
                 self._on_inquiry(channel, message)
             case Close():
                 self._on_close(channel, message)
-            case Rebuilt() | Refused() | Failed():
+            case Refused() | Failed():
                 self._on_word_from_next(channel, message)
             case _:
                 raise InvalidMessage(message.kind, "servers do not take it")
+        return IDLE
 
     async def sweep(self) -> None:
         """End the sessions that do nothing, and give memory back to the system, for ever."""
@@ -222,7 +229,7 @@ class Handler:
     async def _connect_next(self, session: HostedSession, epoch: int, record: Announcement, then: Message) -> None:
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
-            channel = await self.dialer.connect(remote, record.addresses)
+            channel = await self.dialer.connect(remote, dialable(record.addresses))
         except NetworkError as error:
             if not session.closed and session.epoch == epoch:
                 self._complain(session, None, "next", str(error))
@@ -305,26 +312,24 @@ class Handler:
         else:
             self._tell(channel, message)
 
-    def _on_rebuild(self, channel: Channel, piece: Rebuild, activations: Activations) -> None:
+    def _on_rebuild(self, channel: Channel, piece: Rebuild, activations: Activations) -> Toll:
         session = self.sessions.get(piece.session)
         if session is None or channel.peer != session.previous or piece.epoch != session.epoch:
-            channel.note_chatter(activations)
-            return
+            return IDLE
         session.used_at = self._loop.time()
         session.source = channel
         if session.has_rebuilt(piece):
-            session.payer(channel).note_chatter(activations)
-            return
+            return Toll(idle=True, payer=session.payer(channel))
         try:
             session.grant.check(session.used_at)
             self.accounts.lend_activations(session.owner.peer, activations.hidden.nbytes)
             session.accept_rebuild(piece, activations, self.windows)
         except Declined as declined:
             self._refuse(session.owner, piece, None, declined)
-            session.payer(channel).note_chatter(activations)
-            return
+            return Toll(idle=True, payer=session.payer(channel))
         task = session.hand_over(piece, activations)
         self._executor.submit(task, partial(self._on_rebuilt, session, task, piece, _beside(activations)))
+        return PROGRESS
 
     def _on_rebuilt(
         self,
@@ -336,7 +341,7 @@ class Handler:
     ) -> None:
         self.jobs_done += 1
         session.let_go(task.activations.n_bytes)
-        if task.is_gone or result is None:
+        if task.tenure.over or result is None:
             return
         session.computed_piece()
         if session.epoch != piece.epoch:
@@ -387,20 +392,18 @@ class Handler:
 
     # Steps
 
-    def _on_step(self, channel: Channel, step: Step, activations: Activations) -> None:
+    def _on_step(self, channel: Channel, step: Step, activations: Activations) -> Toll:
         session = self.sessions.get(step.session)
         if session is None:
             self._tell(
                 channel,
                 Failed(session=step.session, epoch=step.epoch, step=step.step, blame="self", why="no such session"),
             )
-            channel.note_chatter(activations)
-            return
+            return IDLE
         if channel.peer != session.previous or step.epoch != session.epoch:
             why = "its activations come from another peer" if step.epoch == session.epoch else "of another epoch"
             self._refuse(channel, step, step.step, Declined("not_yours", why))
-            channel.note_chatter(activations)
-            return
+            return IDLE
         arrived_at = session.used_at = self._loop.time()
         session.source = channel
         try:
@@ -411,8 +414,7 @@ class Handler:
                 raise Declined("busy", "what was sent before is not read", RETRY_AFTER_S)
             if sent is not None:
                 self._pass_on(session, sent)
-                session.payer(channel).note_chatter(activations)
-                return
+                return Toll(idle=True, payer=session.payer(channel))
             session.grant.check(arrived_at)
             if step.budget_ms == 0:
                 raise Declined("too_late", "the step's time is over")
@@ -420,18 +422,15 @@ class Handler:
             session.accept(step, activations)
         except Forgotten as forgotten:
             self._fail(session, step.step, "self", str(forgotten))
-            session.payer(channel).note_chatter(activations)
-            return
+            return Toll(idle=True, payer=session.payer(channel))
         except Declined as declined:
             self._refuse(session.owner, step, step.step, declined)
-            if not session.excuses(step.step, declined, arrived_at):
-                session.payer(channel).note_chatter(activations)
-            return
-        if activations.tokens == 1:
-            channel.note_decode(activations.hidden.nbytes)
+            excused = session.excuses(step.step, declined, arrived_at)
+            return PROGRESS if excused else Toll(idle=True, payer=session.payer(channel))
         self.steps_under_way += 1
         task = session.hand_over(step, activations)
         self._executor.submit(task, partial(self._on_computed, session, task, step, _beside(activations), arrived_at))
+        return Toll(free_bytes=activations.hidden.nbytes) if activations.tokens == 1 else PROGRESS
 
     def _on_computed(
         self,
@@ -445,7 +444,7 @@ class Handler:
         self.jobs_done += 1
         self.steps_under_way -= 1
         session.let_go(task.activations.n_bytes)
-        if task.is_gone or result is None:
+        if task.tenure.over or result is None:
             return
         session.computed_step()
         if isinstance(result, Exception):
@@ -493,21 +492,28 @@ class Handler:
         if session is not None and session.owner is channel:
             self._end(session)
 
-    def _on_word_from_next(self, channel: Channel, message: Rebuilt | Refused | Failed) -> None:
-        """How much of the past the next hops have; or what the next one could not tell the client itself."""
-        session = self.sessions.get(message.session)
-        if session is not None and (session.next is not channel or message.epoch != session.epoch):
-            session = None
-        if isinstance(message, Rebuilt):
-            stop = None if session is None else session.unconfirmed.confirm(message.stop)
-            if session is None or stop is None:
-                channel.note_chatter()
-            else:
-                self._on_confirmed(session, stop)
-        elif session is not None:
+    def _on_confirmation(self, channel: Channel, message: Rebuilt) -> Toll:
+        """The next hops have more of the past."""
+        session = self._from_next(channel, message)
+        stop = None if session is None else session.unconfirmed.confirm(message.stop)
+        if session is None or stop is None:
+            return IDLE
+        self._on_confirmed(session, stop)
+        return PROGRESS
+
+    def _on_word_from_next(self, channel: Channel, message: Refused | Failed) -> None:
+        """The next hop says what it could not tell the client itself."""
+        session = self._from_next(channel, message)
+        if session is not None:
             self._complain(session, message.step, "next", message.why)
             if isinstance(message, Failed):
                 self._leave_next(session)  # it does not know the session
+
+    def _from_next(self, channel: Channel, message: Rebuilt | Refused | Failed) -> HostedSession | None:
+        """Return the session that a message of its next hop is about."""
+        session = self.sessions.get(message.session)
+        current = session is not None and session.next is channel and message.epoch == session.epoch
+        return session if current else None
 
     def _watch(self, channel: Channel) -> None:
         """Learn of a channel's end, once for all sessions that use it."""

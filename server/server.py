@@ -15,9 +15,9 @@ from swarm.dht.records import Announcement
 from swarm.dht.records import Span as AnnouncedSpan
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
-from swarm.net.channel import Self
+from swarm.net.carriers.tcp import Listener
 from swarm.net.dialer import Dialer
-from swarm.net.tcp import Listener
+from swarm.net.endpoint import Endpoint
 from swarm.server.announcer import State
 from swarm.server.handler import Handler
 from swarm.server.hosting import Hosting
@@ -58,7 +58,7 @@ class Server:
         self,
         checkpoint: Checkpoint,
         span: Span,
-        me: Self,
+        me: Endpoint,
         listener: Listener,
         options: ServerOptions,
         wall_clock: Callable[[], float] = time.time,
@@ -75,7 +75,7 @@ class Server:
         self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
         hosting = Hosting(checkpoint.root, me.network, span, options.prices or Prices(), options.journal_bytes)
         self.handler = Handler(hosting, self._executor, self.pool, wall_clock)
-        self.handler.dialer = Dialer(me, self.handler.on_message)
+        self.handler.dialer = Dialer(me, self.handler.on_message, flow=listener.flow)
         self.round_trips = RoundTrips(self.handler.dialer)
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -99,8 +99,7 @@ class Server:
     @property
     def data_address(self) -> str:
         """Where channels are accepted, as "host:port"."""
-        host, port = self._listener.address
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return str(self._listener.address)
 
     async def measure(self) -> None:
         """Measure the span's throughput, in the compute thread and so between other people's steps.
@@ -120,7 +119,7 @@ class Server:
         if self.throughput is not None:
             token_bytes = self.span.hidden_size * self.span.dtype.itemsize
             computed = self.throughput.prefill_tps * token_bytes
-            self.me.inflow.change(max(INFLOW_LEAST, INFLOW_SHARE * computed))
+            self._listener.flow.read.change(max(INFLOW_LEAST, INFLOW_SHARE * computed))
 
     def announcement(self, state: State) -> Announcement:
         """What is true of this server now. Sequence and times are set when it is signed."""
@@ -144,7 +143,7 @@ class Server:
 
 
 def claim(
-    checkpoint: Checkpoint, me: Self, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
+    checkpoint: Checkpoint, me: Endpoint, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
 ) -> Announcement:
     """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and nobody calls it.
 

@@ -11,6 +11,7 @@ from swarm.activations import Activations
 from swarm.client.session import session as session_module
 from swarm.errors import HopFailed, NoRoute
 from swarm.identity import Identity
+from swarm.net.gate import PROGRESS
 from tests.client.test_session import IDS, eventually
 from tests.support.inprocess import inprocess
 from tests.support.logits import same_logits
@@ -245,9 +246,10 @@ def crash_at_next_step(swarm, server):
 
     def on_step(_channel, step, _tensors):
         swallowed.append(step)
-        handler._on_step = lambda *_: None
+        handler._on_step = lambda *_: PROGRESS
         handler._tell = lambda *_: None
         swarm.loop._loop.create_task(vanish())
+        return PROGRESS
 
     async def vanish():
         await server._listener.close()

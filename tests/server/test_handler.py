@@ -23,9 +23,12 @@ from swarm.model import span as span_module
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.span import Span
-from swarm.net.channel import Channel, Remote, Self
+from swarm.net.address import parse
+from swarm.net.carriers.tcp import Listener, TcpCarrier, dial
+from swarm.net.channel import Channel
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener, dial
 from swarm.protocol import journal as journal_module
 from swarm.protocol.journal import Journal, JournalLimits, Past
 from swarm.protocol.messages import (
@@ -115,19 +118,20 @@ class Site:
 @asynccontextmanager
 async def serving(loaded: Loaded, blocks: Blocks, pool_tokens: int = POOL_TOKENS) -> AsyncIterator[Site]:
     identity = Identity.generate()
-    me = Self(identity, ChannelKey(), NETWORK)
+    me = Endpoint(identity, ChannelKey(), NETWORK)
     server = Server(
         loaded.checkpoint, loaded.spans[blocks], me, Listener(me, "127.0.0.1", 0), ServerOptions(pool_tokens)
     )
     site = Site(server, identity)
     submit = server._executor.submit
 
-    def counted(job: Callable[[], Tensor], done: Callable[[object], None]) -> None:
-        def run() -> Tensor:
-            site.computed.append(1)
-            return job()
+    def counted(task, done):
+        def computed(result):
+            if result is not None:
+                site.computed.append(1)
+            done(result)
 
-        submit(run, done)
+        submit(task, computed)
 
     server._executor.submit = counted
     await server.start()
@@ -135,6 +139,13 @@ async def serving(loaded: Loaded, blocks: Blocks, pool_tokens: int = POOL_TOKENS
         yield site
     finally:
         await server.stop()
+
+
+def throttle(channel: Channel):
+    """Let a channel have a debt, so that it is not read. Its own token bucket lends once, and the shared one too."""
+    for _ in range(3):
+        channel.charge_idle(1 << 40)
+    assert channel.is_paused
 
 
 @pytest.fixture
@@ -153,7 +164,7 @@ class Peer:
     """Somebody with an identity who speaks to servers."""
 
     def __init__(self, identity: Identity | None = None):
-        self.me = Self(identity or Identity.generate(), ChannelKey(), NETWORK)
+        self.me = Endpoint(identity or Identity.generate(), ChannelKey(), NETWORK)
         self.inbox: asyncio.Queue[tuple[AnyMessage, tuple[Tensor | None, ...]]] = asyncio.Queue()
         self.channels: dict[str, Channel] = {}
 
@@ -165,11 +176,21 @@ class Peer:
         """This peer's channel to a server."""
         if site.peer not in self.channels or self.channels[site.peer].closed:
             remote = Remote(site.peer, site.server.me.key.public)
-            self.channels[site.peer] = await dial(site.server.data_address, remote, self.me, self._received)
+            self.channels[site.peer] = await dial(parse(site.server.data_address), remote, self.me, self._received)
         return self.channels[site.peer]
 
-    def _received(self, channel: Channel, message: AnyMessage, got: Activations | None) -> None:
+    async def carrier_to(self, site: Site) -> TcpCarrier:
+        """The carrier of a new channel to a server, for one that sends what it likes."""
+        remote, address = Remote(site.peer, site.server.me.key.public), parse(site.server.data_address)
+        carrier = TcpCarrier(lambda carrier: Channel(carrier, self.me, self._received, remote))
+        await asyncio.get_running_loop().create_connection(lambda: carrier, address.host, address.port)
+        assert carrier.channel is not None
+        await carrier.channel.ready
+        return carrier
+
+    def _received(self, channel: Channel, message: AnyMessage, got: Activations | None) -> Toll:
         self.inbox.put_nowait((message, got))
+        return PROGRESS
 
     async def ask(self, site: Site, message: Message, sent: Activations | None = None) -> AnyMessage:
         """Send a message and return the next that comes, from whomever."""
@@ -394,7 +415,7 @@ async def test_activations_are_read_as_fast_as_the_span_needs_them(first: Site):
     await first.server.measure()
     assert first.server.throughput is not None
     needed = server_module.INFLOW_SHARE * first.server.throughput.prefill_tps * HIDDEN * 4
-    assert first.server.me.inflow._per_s == max(server_module.INFLOW_LEAST, needed)
+    assert first.server._listener.flow.read.per_s == max(server_module.INFLOW_LEAST, needed)
 
 
 async def test_a_server_that_leaves_while_it_is_measured_is_not_told(first: Site, monkeypatch: pytest.MonkeyPatch):
@@ -596,18 +617,19 @@ async def test_a_repeated_step_is_answered_again_and_not_computed_again(first: S
     assert first.server.pool.used == 5
 
 
-async def test_only_decode_steps_that_were_taken_are_not_counted_as_bytes(first: Site, owner: Peer, monkeypatch):
+async def test_only_accepted_decode_steps_are_not_counted_as_bytes(first: Site, owner: Peer):
     request = await opened(owner, first)
-    counted: list[int] = []
-    monkeypatch.setattr(Channel, "note_decode", lambda self, n_bytes: counted.append(n_bytes))
-    channel = await owner.to(first)
-    for message in (step(request, 1, activations(1, 4)), step(request, 2, one := activations(1, 1), keep=4)):
-        channel.send(*message)
+    handler = first.server.handler
+    channel = handler.sessions[request.session].owner
+    one = activations(1, 1)
+    for message, toll in (
+        (step(request, 1, activations(1, 4)), PROGRESS),
+        (step(request, 2, one, keep=4), Toll(free_bytes=one.nbytes)),
+    ):
+        assert handler.on_message(channel, *message) == toll
         await owner.output()
-    assert counted == [one.nbytes]
-    channel.send(*step(request, 3, activations(1, 1), keep=99))
+    assert handler.on_message(channel, *step(request, 3, activations(1, 1), keep=99)).free_bytes == 0
     assert code(await owner.next()) == "bad_request"
-    assert counted == [one.nbytes]
 
 
 async def test_a_step_that_is_long_past_is_refused(first: Site, owner: Peer):
@@ -705,9 +727,9 @@ async def test_what_waits_for_room_is_charged_to_nobody_unless_it_is_sent_again_
     await stranger.output()
     request = await opened(owner, first, positions_max=POOL_TOKENS)
     await owner.settled(first)
-    charged: list[tuple[object, ...]] = []
+    charged: list[int] = []
     session = first.server.handler.sessions[request.session]
-    session.owner.note_chatter = lambda tensors=(): charged.append(tensors)  # type: ignore[method-assign]
+    session.owner.charge_idle = charged.append  # type: ignore[method-assign]
     tokens = first.server.pool.free(owner.peer) + 1
     channel = await owner.to(first)
     first_step = step(request, 1, activations(1, tokens))
@@ -792,10 +814,10 @@ async def test_a_hop_before_this_one_that_is_not_read_is_not_called_quiet(first:
     source = first.server.handler.sessions[request.session].source
     assert source is not None
     quiet_ms = []
-    for pause_s in (None, 5.0):
+    for is_read in (True, False):
         source.heard_at -= 60
-        if pause_s is not None:
-            source.pause(pause_s)
+        if not is_read:
+            throttle(source)
         progress = await owner.ask(first, Inquiry(session=request.session, epoch=request.epoch))
         assert isinstance(progress, Progress)
         quiet_ms.append(progress.quiet_ms)
@@ -857,9 +879,9 @@ async def test_who_sends_for_an_owner_that_is_not_read_already_pays_himself(firs
     await stranger.to(first)
     await stranger.settled(first)
     session = first.server.handler.sessions[request.session]
-    sender = next(channel for channel in first.server._listener._channels if channel.peer == stranger.peer)
+    sender = next(channel for channel in first.server._listener.admission.channels if channel.peer == stranger.peer)
     assert session.payer(sender) is session.owner
-    session.owner.pause(5.0)
+    throttle(session.owner)
     assert session.payer(sender) is sender
 
 
@@ -1287,18 +1309,15 @@ async def test_what_a_replay_keeps_is_charged_until_it_is_over_and_steps_do_not_
     assert owner.inbox.empty()  # once an epoch, still
 
 
-async def test_a_confirmation_that_is_no_news_is_chatter(first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch):
+async def test_a_confirmation_that_is_no_news_is_idle(first: Site, owner: Peer):
     request = await opened(owner, first, relay=True)
     channel, handler = await owner.to(first), first.server.handler
     channel.send(*step(request, 1, activations(1, 4)))
     await owner.next()
     channel.send(Replay(session=request.session, epoch=0, step=1, hops=1))
     await owner.next()
-    chatter: list[Channel] = []
-    monkeypatch.setattr(Channel, "note_chatter", lambda self, tensors=(): chatter.append(self))
-    for stop, counted in ((3, 1), (4, 1), (4, 2)):
-        handler.on_message(handler.sessions[request.session].owner, rebuilt(request, stop), ())
-        assert len(chatter) == counted
+    for stop, toll in ((3, IDLE), (4, PROGRESS), (4, IDLE)):
+        assert handler.on_message(handler.sessions[request.session].owner, rebuilt(request, stop), None) == toll
 
 
 async def test_a_hop_confirms_a_past_that_goes_on_when_those_behind_it_do(first: Site, owner: Peer, stranger: Peer):

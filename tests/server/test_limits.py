@@ -8,7 +8,8 @@ import torch
 
 from swarm.activations import Activations
 from swarm.errors import ChannelClosed
-from swarm.net import channel as channel_module
+from swarm.net.channel import Channel
+from swarm.net.limits import ReadLimits
 from swarm.protocol.messages import Close, Failed, Refused, Reroute
 from swarm.protocol.tensors import is_finite
 from swarm.server import accounts as accounts_module
@@ -285,13 +286,12 @@ def test_a_sum_that_overflows_is_no_infinite_element():
     assert not is_finite(torch.tensor([float("inf"), float("-inf")]))
 
 
-async def test_who_does_not_read_gets_no_more_outputs(first, owner):
+async def test_who_does_not_read_gets_no_more_outputs(first, owner, monkeypatch):
     request = await opened(owner, first)
     await owner.settled(first)
     session = first.server.handler.sessions[request.session]
-    (mine,) = (channel for channel in first.server._listener._channels if channel.peer == owner.peer)
-    assert session.owner is mine
-    mine._carrier.unsent_bytes = lambda: handler_module.UNREAD_BYTES_MAX + 1
+    assert session.owner in first.server._listener.admission.channels
+    monkeypatch.setattr(Channel, "unsent_bytes", property(lambda _: handler_module.UNREAD_BYTES_MAX + 1))
     refused = await owner.ask(first, *step(request, 1, activations(1, 2)))
     assert code(refused) == "busy"
     assert "not read" in refused.why
@@ -300,7 +300,7 @@ async def test_who_does_not_read_gets_no_more_outputs(first, owner):
 
 async def test_a_pusher_into_anothers_session_is_read_ever_less_and_the_owner_is_not(first, owner, stranger):
     request = await opened(owner, first)
-    pushed = 4 * int(channel_module.CHATTER_BURST + channel_module.ALL_CHATTER_BURST)
+    pushed = 4 * int(ReadLimits().idle_burst + ReadLimits().all_idle_burst)
     channel = await stranger.to(first)
     for _ in range(pushed):
         channel.send(*step(request, 1, activations(1, 1)))
@@ -314,10 +314,11 @@ async def test_after_hostile_peers_have_gone_every_account_is_at_zero(loaded, ow
     """Hoarders, replayers, pushers, malformed frames and readers of nothing at once; an honest owner in the middle."""
     async with serving(loaded, FIRST) as site:
         request = await opened(owner, site)
-        hostile = [Peer() for _ in range(12)]
-        for number, peer in enumerate(hostile):
+        carriers = []
+        for number, peer in enumerate(Peer() for _ in range(12)):
             with contextlib.suppress(ChannelClosed):
-                channel = await peer.to(site)
+                carriers.append(carrier := await peer.carrier_to(site))
+                channel = carrier.channel
                 mine = [open_for(site) for _ in range(10)]
                 for each in mine:
                     channel.send(each)
@@ -325,29 +326,28 @@ async def test_after_hostile_peers_have_gone_every_account_is_at_zero(loaded, ow
                     channel.send(*step(each, 1, activations(1, 16), want=16))
                     channel.send(*step(request, 1, activations(1, 4)))
                 if number % 3 == 0:
-                    channel._carrier.write((1 << 20).to_bytes(4, "big") + bytes(1000))
+                    carrier.write((1 << 20).to_bytes(4, "big") + bytes(1000))
                 if number % 3 == 1:
-                    channel._carrier.write(bytes(64))
+                    carrier.write(bytes(64))
                 if number % 3 == 2:
-                    channel._carrier.pause_reading()
+                    carrier.pause_reading()
         (await owner.to(site)).send(*step(request, 1, activations(1, 4)))
         while isinstance(answer := await owner.next(), Refused | Failed):
             assert getattr(answer, "code", "") in {"busy", "no_room"}, answer
             await asyncio.sleep(answer.retry_after_ms / 1000)
             (await owner.to(site)).send(*step(request, 1, activations(1, 4)))
-        for peer in hostile:
-            for channel in peer.channels.values():
-                channel._carrier.abort()
+        for carrier in carriers:
+            carrier.abort()
         (await owner.to(site)).send(Close(session=request.session))
         await owner.settled(site)
         owner.leave()
         handler, listener = site.server.handler, site.server._listener
-        await until(lambda: site.idle and not listener._channels and handler.steps_under_way == 0)
+        await until(lambda: site.idle and not listener.admission.channels and handler.steps_under_way == 0)
         for pool in (site.server.pool, handler.inputs, handler.outputs, handler.journals):
             assert not pool.held
-        assert not listener._proven
-        assert not listener._shaking
-        assert not site.server.me.buffers._held
+        assert not listener.admission.proven
+        assert not listener.admission.unproven
+        assert listener.flow.buffers.total == 0
         later = asyncio.get_running_loop().time() + 3600
         monkeypatch.setattr(handler.accounts, "_clock", lambda: later)
         handler.accounts.sweep()
