@@ -166,7 +166,7 @@ def test_a_hop_that_dies_is_replaced_behind_the_local_blocks(tmp_path):
         with torch.no_grad():
             model(IDS, past_key_values=cache)
             swarm.serve("2:6")
-            swarm.loop.run(swarm.servers[0]._listener.close())
+            swarm.loop.run(swarm.servers.pop(0).stop())
             got = model(IDS[:, :4], past_key_values=cache).logits
             expected = full(torch.cat([IDS, IDS[:, :4]], dim=1)).logits[:, 20:]
     assert (got - expected).abs().max() < 1e-5
