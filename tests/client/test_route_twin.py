@@ -133,7 +133,7 @@ def test_a_plan_takes_no_longer_than_any_other(drawn, trips, client):
     client=client_drawn,
     from_0=st.booleans(),
 )
-def test_a_plan_for_throughput_spares_the_slowest_server_then_takes_the_least_time(drawn, trips, client, from_0):
+def test_throughput_spares_the_slowest_server_then_saves_time(drawn, trips, client, from_0):
     twin = Twin([(0, *rest) for _, *rest in drawn] if from_0 else drawn, trips, client)
     ways = list(twin.ways(returns=False))
     if not ways:
@@ -160,7 +160,7 @@ def test_a_plan_for_throughput_spares_the_slowest_server_then_takes_the_least_ti
     client=client_drawn,
     limits=st.lists(st.integers(1, N_BLOCKS), min_size=3, max_size=3),
 )
-def test_the_search_keeps_to_how_many_blocks_a_server_may_take(drawn, trips, client, limits):
+def test_the_search_keeps_to_each_servers_block_limit(drawn, trips, client, limits):
     twin = Twin(drawn, trips, client)
     offers = offers_of(twin.request(), twin.servers)
     in_order = [twin.places[offer.announcement.public_key] for offer in offers]
@@ -177,7 +177,7 @@ def test_the_search_keeps_to_how_many_blocks_a_server_may_take(drawn, trips, cli
 
 @settings(max_examples=100, deadline=None)
 @given(drawn=st.lists(server_drawn, min_size=1, max_size=4), trips=trips_drawn, client=client_drawn)
-def test_an_explanation_says_how_much_longer_the_best_route_through_a_server_takes(drawn, trips, client):
+def test_an_explanation_measures_the_best_route_through_each_server(drawn, trips, client):
     twin = Twin(drawn, trips, client)
     ways = list(twin.ways(returns=True))
     if not ways:
