@@ -20,7 +20,10 @@ from swarm.client.session.live import SessionPlan
 from swarm.client.session.session import POSITIONS_TO_COME, Session
 from swarm.errors import SwarmError
 from swarm.protocol import journal
-from tests.simulation.invariants import checked
+from swarm.protocol.replay import ReplayLimits
+from swarm.server.gates import Gates
+from swarm.server.limits import HandlerLimits, SessionLimits
+from tests.simulation.invariants import watched
 from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy
 from tests.simulation.network import Trace
@@ -28,6 +31,8 @@ from tests.simulation.world import N_BLOCKS, ROOT, Client, Weather, World, ended
 
 TOKENS = 256
 CHUNK_TOKENS = 8
+CHUNK_BYTES = CHUNK_TOKENS * HIDDEN_SIZE * 4
+GATES = Gates()  # of every server
 ROLLBACK_MAX = 16
 STEP_TIMEOUT_S = 120.0
 HANG_S = STEP_TIMEOUT_S + 30.0  # a step that has neither answered nor raised by then hangs
@@ -105,7 +110,7 @@ def simulate(
     loop.set_exception_handler(lambda _, context: outcome.faults.append(_described(context)))
     loop.set_task_factory(_watching(outcome.faults))
     readable = trace if lines is not None else None
-    with _small_chunks(), _events_into(readable), checked(outcome.faults), torch.inference_mode():
+    with _small_chunks(), _events_into(readable), torch.inference_mode():
         try:
             weather = weather or weather_of(seed, departures_per_min)
             loop.run_until_complete(_run(loop, seed, weather, trace, outcome))
@@ -119,7 +124,8 @@ def simulate(
 
 
 async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome) -> None:
-    world = World(loop, seed, weather, trace)
+    limits = HandlerLimits(session=SessionLimits(replay=ReplayLimits(chunk_bytes=CHUNK_BYTES)))
+    world = World(loop, seed, weather, trace, limits, gates=watched(GATES, outcome.faults))
     world.populate()
     client = Client(world, seed)
     await asyncio.sleep(25.0)  # everybody has announced
@@ -258,11 +264,10 @@ async def _in_time(work: Any) -> Any:
 @contextlib.contextmanager
 def _small_chunks() -> Iterator[None]:
     """Long steps and replays travel in many messages, although the model is small."""
-    size = CHUNK_TOKENS * HIDDEN_SIZE * 4
     modules: Any = (chunks, journal)
     before = [module.CHUNK_BYTES for module in modules]
     for module in modules:
-        module.CHUNK_BYTES = size
+        module.CHUNK_BYTES = CHUNK_BYTES
     try:
         yield
     finally:
