@@ -88,10 +88,10 @@ class Server:
         self._listener = listener
         self.options = options
         self._wall_clock = wall_clock
-        self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
+        self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
         self.handler = Handler(
             Hosting(checkpoint.root, me.network, span),
-            self._executor,
+            self.executor,
             self.memory,
             lambda take: Dialer(me, charged(take)),
             wall_clock,
@@ -115,7 +115,7 @@ class Server:
         else:
             await self._listener.close()
         await self.handler.links.dialer.close()
-        await asyncio.to_thread(self._executor.stop)  # a long step must not keep the loop from a second signal
+        await asyncio.to_thread(self.executor.stop)  # a long step must not keep the loop from a second signal
 
     @property
     def data_address(self) -> str:
@@ -136,7 +136,7 @@ class Server:
             if not done.done():  # else the server is leaving
                 done.set_result(result if isinstance(result, Throughput) else None)
 
-        self._executor.submit(Probe(lambda: measure_throughput(self.span)), finish)
+        self.executor.submit(Probe(lambda: measure_throughput(self.span)), finish)
         self.throughput = await done
         if self.throughput is not None:
             limits, token_bytes = self.options.limits, self.span.hidden_size * self.span.dtype.itemsize

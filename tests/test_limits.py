@@ -6,10 +6,12 @@ from swarm.compute import batch
 from swarm.dht import records, search, storage
 from swarm.net import buffers, channel, tcp
 from swarm.protocol import messages, tensors
-from swarm.server import accounts, handler, server, session
+from swarm.server.server import ServerLimits
 
 SECURITY = Path(__file__).parent.parent / "SECURITY.md"
 KIB, MIB = 1 << 10, 1 << 20
+SERVER = ServerLimits()
+SESSION, ACCOUNTS = SERVER.handler.session, SERVER.handler.accounts
 LIMITS = {
     "a frame |": (
         f"{tensors.TENSOR_BYTES_MAX // MIB} MiB",
@@ -24,7 +26,7 @@ LIMITS = {
     "bytes read": (
         f"{channel.BYTES_PER_S / KIB:.0f} KiB a second",
         f"{channel.STEP_BYTES / KIB:.0f} KiB of every decode step",
-        f"{server.INFLOW_LEAST / MIB:.0f} MiB a second at least",
+        f"{SERVER.inflow_bytes_per_s_min / MIB:.0f} MiB a second at least",
         f"({channel.ALL_BYTES_PER_S / MIB:.0f} before",
     ),
     "signs of life": (f"{channel.SIGN_S} seconds", f"{channel.ALL_SIGNS_PER_S:,.0f} a second"),
@@ -47,26 +49,26 @@ LIMITS = {
         f"{tcp.IDLE_S / 60:.0f} minutes",
     ),
     "a message's header": (f"{messages.HEADER_BYTES_MAX // KIB} KiB",),
-    "sessions |": (f"{handler.SESSIONS_MAX:,};",),
+    "sessions |": (f"{SERVER.handler.admission.sessions_max:,};",),
     "openings and reroutes": (
-        f"{accounts.OPENINGS_PER_S:.0f} a second and peer ({accounts.OPENINGS_BURST:.0f} at once)",
-        f"{accounts.ALL_OPENINGS_PER_S:.0f} of all",
+        f"{ACCOUNTS.openings_per_s:.0f} a second and peer ({ACCOUNTS.openings_burst:.0f} at once)",
+        f"{ACCOUNTS.all_openings_per_s:.0f} of all",
     ),
     "steps, bytes of activations": (
-        f"{accounts.STEPS_PER_S:,.0f} and",
-        f"{accounts.BYTES_PER_S / MIB:.0f} MiB a second",
+        f"{ACCOUNTS.steps_per_s:,.0f} and",
+        f"{ACCOUNTS.bytes_per_s / MIB:.0f} MiB a second",
     ),
     "outputs that their owner has not read": (
-        f"{handler.UNREAD_BYTES_MAX // MIB} MiB; {handler.NEXT_UNSENT_MAX // MIB} MiB",
+        f"{SESSION.unread_bytes_max // MIB} MiB; {SESSION.next_unread_bytes_max // MIB} MiB",
     ),
-    "steps of one session": (f"{session.WINDOW_STEPS}; {messages.ROWS_MAX}",),
+    "steps of one session": (f"{SESSION.inbox.window_steps}; {messages.ROWS_MAX}",),
     "steps that can run with no others": (f"{batch.UNNOTICED_S * 1000:.0f} ms",),
-    "a step |": (f"{session.STEP_BYTES_MAX // MIB} MiB",),
+    "a step |": (f"{SESSION.step_bytes_max // MIB} MiB",),
     "a grant |": (f"{messages.LIFETIME_S_MAX // 3600} hours",),
-    "a session without steps": (f"{handler.SESSION_IDLE_S / 60:.0f} minutes",),
-    "activations that wait": (f"{handler.INPUT_BYTES_MAX // MIB} MiB",),
-    "pasts that are being rebuilt": (f"of {handler.INPUT_BYTES_MAX // MIB} MiB",),
-    "outputs kept in case": (f"{handler.OUTPUT_BYTES_MAX // MIB} MiB",),
+    "a session without steps": (f"{SESSION.idle_s / 60:.0f} minutes",),
+    "activations that wait": (f"{SERVER.memory.input_bytes_max // MIB} MiB",),
+    "pasts that are being rebuilt": (f"of {SERVER.memory.window_bytes_max // MIB} MiB",),
+    "outputs kept in case": (f"{SERVER.memory.output_bytes_max // MIB} MiB",),
     "a record, records": (
         f"{records.RECORD_BYTES_MAX:,} bytes, {storage.SUBKEYS_MAX}, {storage.BYTES_MAX // MIB} MiB",
     ),
