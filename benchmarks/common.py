@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm.blocks import Blocks
 from swarm.client.hf.swarm import Swarm
+from swarm.client.planning.costs import estimated
 from swarm.client.planning.route import Hop, Route
 from swarm.client.planning.router import Router
 
@@ -56,13 +57,14 @@ class ByHand(Router):
     @classmethod
     def take_over(cls, swarm: Swarm) -> "ByHand":
         """Turn the router of a client that has joined into one of these."""
-        swarm._router.__class__ = cls
-        assert isinstance(swarm._router, cls)
-        return swarm._router
+        router = swarm.membership.router
+        router.__class__ = cls
+        assert isinstance(router, cls)
+        return router
 
     async def servers_in_turn(self, peers: Sequence[str], cuts: Sequence[Blocks]) -> tuple[Hop, ...]:
         """Return the route that runs `cuts[i]` on `peers[i]`, from what they announce."""
-        survey = await self._look_up()
+        survey = await self.surveys.read()
         known = {signed.announcement.peer_id: signed for signed in survey.servers}
         return tuple(Hop(known[peer], blocks) for peer, blocks in zip(peers, cuts, strict=False))
 
@@ -78,7 +80,7 @@ class ByHand(Router):
         """As told, or as planned."""
         if self.by_hand is None:
             return await super().plan(blocks, avoid, numeric_class, fresh, positions_needed=positions_needed)
-        return Route(self.by_hand, self._request(blocks, avoid))
+        return estimated(self.by_hand, self._request(blocks, avoid))
 
 
 def decoder_step(model: PreTrainedModel, cache: object, prompt: Tensor) -> Callable[[], None]:

@@ -155,7 +155,7 @@ def measure(folder: Path, what: Model, cores: list[int], rounds: int, seconds: f
                     process.cpu_affinity(cores)
             free = announced_free(client)
             router = ByHand.take_over(client.client)  # p2pd and the directory's nodes may get too little of the core
-            record = client.run(router._look_up()).servers[0].announcement
+            record = client.run(router.surveys.read()).servers[0].announcement
             router.by_hand = client.run(router.servers_in_turn([record.peer_id], [Blocks(0, what.blocks)]))
             with attackers(cores[-1], target_of(record, server.ready, client.width, what.blocks), kinds) as hostile:
                 client.run(stretch(client, what.blocks, seconds / 2))  # warm
@@ -270,7 +270,7 @@ class Tree:
 
 def announced_free(client: Bench) -> int:
     """Free tokens, as the server last announced them."""
-    survey = client.run(client.client._router._look_up())
+    survey = client.run(client.client.membership.router.surveys.read())
     return sum(signed.announcement.free_tokens or 0 for signed in survey.servers)
 
 

@@ -20,7 +20,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.client.hf.swarm import Swarm
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.demo.local import LocalSwarm
 
@@ -137,7 +137,7 @@ class Bench:
             step_timeout_s=600.0,
             wait_for_blocks_s=0.0,
         )
-        opened = [await self.client._router.open(Blocks(0, blocks), plan) for _ in range(count)]
+        opened = [await self.client.membership.open(Blocks(0, blocks), plan) for _ in range(count)]
         return [Flow(session, self.width, self.dtype) for session in opened]
 
     async def close(self, flows: Sequence[Flow]) -> None:

@@ -16,7 +16,7 @@ from swarm.blocks import Blocks
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import WaitingSession
 from swarm.client.planning.route import Hop
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.sessions import Sessions
 from swarm.compute.task import Done, Executor, Task
@@ -89,7 +89,8 @@ async def _open(hidden_size: int) -> _Ring:
     handler = Handler(
         Hosting(ROOT_HASH, NETWORK, span), executor, memory, lambda _: cast(Dialer, SimpleNamespace()), time.time
     )
-    sessions = Sessions(partial(new_name, client.identity.peer_id))
+    dialer = _NoDialer()
+    sessions = Sessions(partial(new_name, client.identity.peer_id), lambda _: cast(Dialer, dialer))
     there, back = _Wire(), _Wire()
     remote = Remote(server.identity.peer_id, server.key.public)
     back.channel = Channel(there, server, charged(handler.on_message))
@@ -97,7 +98,7 @@ async def _open(hidden_size: int) -> _Ring:
     back.start()
     there.start()
     await there.channel.ready
-    sessions.dialer = cast(Dialer, _NoDialer(there.channel))
+    dialer.channel = there.channel
     announcement = SimpleNamespace(
         prefill_tps=None,
         span=BLOCKS,
@@ -169,16 +170,15 @@ class _Inline:
 class _NoDialer:
     """Has the one channel that there is."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    channel: Channel
 
     @property
     def heard_at(self) -> float:
-        return self._channel.heard_at
+        return self.channel.heard_at
 
     async def connect(self, remote: Remote, addresses: Sequence[str]) -> Channel:
         del remote, addresses
-        return self._channel
+        return self.channel
 
     def doubt(self, channel: Channel) -> None:
         del channel

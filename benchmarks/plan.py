@@ -18,7 +18,9 @@ from pathlib import Path
 from common import SEED, Samples, interleaved, table, write_json
 
 from swarm.blocks import Blocks
-from swarm.client.planning.route import Optimize, Route, plan_route
+from swarm.client.planning.plan import plan
+from swarm.client.planning.request import Request
+from swarm.client.planning.route import Optimize, Route
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import RTTS_MAX, Announcement, Rtt, SignedAnnouncement, Span
 from swarm.identity import Identity
@@ -120,7 +122,8 @@ def _plan(
     known: Sequence[SignedAnnouncement], servers: Sequence[SignedAnnouncement], n_blocks: int, mode: Optimize
 ) -> Route:
     rtts = {signed.announcement.public_key: 10.0 + 3.0 * i for i, signed in enumerate(known)}
-    return plan_route("benchmark", Blocks(0, n_blocks), servers, client_rtts=rtts, positions_needed=2048, optimize=mode)
+    wanted = Blocks(0, n_blocks)
+    return plan(Request("benchmark", wanted, tuple(servers), client_rtts=rtts, positions_needed=2048, optimize=mode))
 
 
 def report(

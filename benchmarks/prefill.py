@@ -53,7 +53,7 @@ async def measure(swarm: Bench, length: int, rounds: int) -> tuple[int, Samples,
         for way, taken in samples.items():
             (flow,) = await swarm.open(1, positions_max=length)
             if way != "overlapped":
-                for leg in flow.session.live.legs:
+                for leg in flow.session.legs:
                     leg.window = 1
             tokens_min = largest if way.endswith("large") else chunks.CHUNK_TOKENS_MIN
             with patch.object(chunks, "CHUNK_TOKENS_MIN", tokens_min):

@@ -18,7 +18,7 @@ from swarm.protocol.messages import Rebuild, Step
 from swarm.protocol.replay import Compute, Refuse, Twice
 from swarm.server import inputs
 from swarm.server.accounts import Accounts
-from swarm.server.limits import SessionLimits
+from swarm.server.limits import HostedLimits
 from swarm.server.refusals import Declined
 from swarm.server.session import Answer, HostedSession
 
@@ -35,7 +35,7 @@ class Facts:
     activations: Activations
     now: float
     accounts: Accounts
-    limits: SessionLimits
+    limits: HostedLimits
     verdict: "Verdict[Answer] | Compute | Twice | Refuse | None" = None
 
 

@@ -8,13 +8,13 @@ from swarm.protocol.journal import Entry, Journal
 from swarm.protocol.messages import Replay
 from swarm.protocol.replay import PastSender, ReplayWindow
 from swarm.server.holdings import Holdings
-from swarm.server.limits import SessionLimits
+from swarm.server.limits import HostedLimits
 
 
 class History:
     """One session's journal, its replay, and the window of pieces that the next hops have not confirmed."""
 
-    def __init__(self, holdings: Holdings, limits: SessionLimits, *, keeps: bool) -> None:
+    def __init__(self, holdings: Holdings, limits: HostedLimits, *, keeps: bool) -> None:
         """keeps: whether there is a journal, as at all hops but the last one."""
         self.journal: Journal | None = Journal(limits.journal) if keeps else None
         self.sender: PastSender | None = None  # of this epoch's replay, also when it is done

@@ -13,7 +13,7 @@ from swarm.protocol.tensors import CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class SessionLimits:
+class HostedLimits:
     """Bounds on one session at one hop."""
 
     retry_after_s: float = limit(1.0, "s", "a client that found no room is told to come back so much later")
@@ -68,7 +68,7 @@ class MemoryLimits:
 class HandlerLimits:
     """All bounds on what peers ask of a server."""
 
-    session: SessionLimits = field(default_factory=SessionLimits)
+    session: HostedLimits = field(default_factory=HostedLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     accounts: AccountLimits = field(default_factory=AccountLimits)
     sweep_s: float = limit(15.0, "s", "between looks for idle sessions and unused replay windows")

@@ -6,7 +6,7 @@ from swarm.net.channel import Channel
 from swarm.protocol.messages import Rebuilt, Replay
 from swarm.protocol.replay import PastSender
 from swarm.server.accounts import Accounts
-from swarm.server.limits import SessionLimits
+from swarm.server.limits import HostedLimits
 from swarm.server.refusals import Declined, send
 from swarm.server.session import HostedSession
 
@@ -14,7 +14,7 @@ from swarm.server.session import HostedSession
 class Replays:
     """Those of all sessions of one server. Lives in the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, accounts: Accounts, limits: SessionLimits) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, accounts: Accounts, limits: HostedLimits) -> None:
         self._loop = loop
         self._accounts = accounts
         self._limits = limits

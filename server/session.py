@@ -22,7 +22,7 @@ from swarm.protocol.seat import Seat
 from swarm.protocol.tensors import meta_of
 from swarm.server.history import History
 from swarm.server.holdings import Holdings
-from swarm.server.limits import SessionLimits
+from swarm.server.limits import HostedLimits
 
 _log = structlog.get_logger("swarm.server")
 
@@ -53,7 +53,7 @@ class HostedSession:
     """One session on one hop. Its public parts are its state; each changes by its own rules."""
 
     def __init__(
-        self, request: Open, owner: Channel, span: Span, holdings: Holdings, limits: SessionLimits, now: float
+        self, request: Open, owner: Channel, span: Span, holdings: Holdings, limits: HostedLimits, now: float
     ) -> None:
         """span: the part that the session uses. now: in the loop's time, seconds."""
         self.id = request.session

@@ -31,6 +31,7 @@
         ├── StepTimeout          no answer within the step's deadline
         ├── HopFailed            a hop of the route ended or broke
         ├── Refused              a hop declines: no room, draining, not yours
+        ├── EdgeDown             two hops cannot reach each other (repaired; never raised to callers)
         └── SessionClosed        the session has ended
 
 Errors carry facts as attributes and callers branch on the class; the text is for people, and says what to do next.
@@ -360,6 +361,21 @@ class Refused(SessionError):
     def __str__(self) -> str:
         again = f"; try again in {self.retry_after_s:.1f} s" if self.retry_after_s is not None else ""
         return f"{self.peer} (blocks {self.span}) refuses, {self.code}: {self.why}{again}"
+
+
+@dataclass(eq=False)
+class EdgeDown(SessionError):
+    """Two hops cannot reach each other, which is the fault of neither.
+
+    edge: their processes, in the order in which activations flow. blocked: connecting again would be of no use.
+    """
+
+    edge: tuple[str, str]
+    why: str
+    blocked: bool
+
+    def __str__(self) -> str:
+        return self.why
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -12,16 +13,16 @@ from swarm.access import Access
 from swarm.blocks import Blocks
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
-from swarm.client.hf.swarm import STEP_TIMEOUT_S, ClientOptions, Swarm
-from swarm.client.planning.explain import Optimize
-from swarm.client.planning.router import Preferences
-from swarm.config import load_settings
+from swarm.client.hf.swarm import ClientOptions, Swarm
+from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.route import Optimize
+from swarm.config import Settings, load_settings
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import BadConfiguration
 from swarm.events import configure_events
 from swarm.identity import Identity
-from swarm.model.checkpoint import open_checkpoint
+from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_ends, load_span
 from swarm.net.p2p import P2PConfig
 from swarm.net.reach import is_public
@@ -50,7 +51,7 @@ class AutoDistributedModel:
         allow_peers: str | Path | None = None,
         identity: str | Path | None = None,
         local_blocks: int = 0,
-        step_timeout_s: float = STEP_TIMEOUT_S,
+        step_timeout_s: float = 120.0,
         wait_for_blocks_s: float = 0.0,
         allowed_peers: Iterable[str] | None = None,
         blocked_peers: Iterable[str] = (),
@@ -64,11 +65,11 @@ class AutoDistributedModel:
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
         root: what the checkpoint's root must be. network_key: key file of a private swarm. allow_peers: file with the
         ids of all peers that this client deals with. identity: key file; by default a fresh identity for this model,
-        which is on nobody's list.
+        which is on no server's list.
         local_blocks: run so many of the first blocks here, so that no server sees what enters them. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md).
         step_timeout_s: the longest that one step may take, repairs included; a day at most. wait_for_blocks_s: how long
-        to wait where nobody serves some block.
+        to wait for a server of blocks that no server has.
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
@@ -79,51 +80,62 @@ class AutoDistributedModel:
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
         preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers)
-        settings = load_settings()
-        if not structlog.is_configured():  # in a notebook nobody has; a command or an application has its own way
-            configure_events(settings.log_level or "warning")
+        settings = _settings(
+            initial_peers=None if initial_peers is None else tuple(initial_peers),
+            revision=revision or None,
+            network=network or None,
+            cache_dir=_path(cache_dir),
+            network_key=_path(network_key),
+            allow_peers=_path(allow_peers),
+            identity=_path(identity),
+        )
         name = model if model is not None else settings.model
         if name is None:
             raise BadConfiguration("model", "say which, or set SWARM_MODEL")
-        peers = settings.initial_peers if initial_peers is None else tuple(initial_peers)
-        if not peers:
-            raise BadConfiguration(
-                "initial_peers", "pass the address of a node to join through, or set SWARM_INITIAL_PEERS"
-            )
-        access = Access.load(
-            Path(network_key) if network_key is not None else settings.network_key,
-            Path(allow_peers) if allow_peers is not None else settings.allow_peers,
-        )
-        options = ClientOptions(
-            network or settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access
-        )
+        if not settings.initial_peers:
+            why = "pass the address of a node to join through, or set SWARM_INITIAL_PEERS"
+            raise BadConfiguration("initial_peers", why)
+        access = Access.load(settings.network_key, settings.allow_peers)
+        options = ClientOptions(settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access)
         checkpoint = open_checkpoint(
-            name,
-            revision=revision or settings.revision,
-            token=token,
-            cache_dir=Path(cache_dir) if cache_dir is not None else settings.cache_dir,
-            root=root,
+            name, revision=settings.revision, token=token, cache_dir=settings.cache_dir, root=root
         )
-        for blocks, _ in preferences.trusted_peers:
-            checkpoint.check(blocks)
-        if not 0 <= local_blocks < checkpoint.n_blocks:
-            raise BadConfiguration("local_blocks", f"{local_blocks}; the model has {checkpoint.n_blocks} blocks")
+        _check_blocks(checkpoint, options)
         ends = load_ends(checkpoint, dtype=dtype, device=device)
-        first = None
-        if local_blocks:
-            first = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device)
-        path = Path(identity) if identity is not None else settings.identity
-        me = Identity.load_or_create(path) if path is not None else Identity.generate()
-        config = NodeConfig(options.network, P2PConfig(identity=None, listen=None), peers, access)
-
-        @asynccontextmanager
-        async def join() -> AsyncIterator[Directory]:
-            async with open_node(config, clock=time.time) as node:
-                public = access.network_key is None and await is_public(peers)
-                yield Directory(node, identity=None, network=options.network, clock=time.time, public=public)
-
-        swarm = Swarm(checkpoint, ends.dtype, join, me, options)
-        return distribute(ends, swarm if first is None else LocalFirst(first, swarm))
+        local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
+        me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
+        swarm = Swarm(checkpoint, ends.dtype, partial(_joined, settings, access), me, options)
+        return distribute(ends, swarm if local is None else LocalFirst(local, swarm))
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel
+
+
+def _settings(**given: object) -> Settings:
+    """Return the settings of the environment and the files, with what the caller passes (not None) over them."""
+    settings = load_settings()
+    if not structlog.is_configured():  # in a notebook; a command or an application has its own way
+        configure_events(settings.log_level or "warning")
+    return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _check_blocks(checkpoint: Checkpoint, options: ClientOptions) -> None:
+    """Raise UsageError where the options name blocks that the model does not have."""
+    for blocks, _ in options.preferences.trusted_peers:
+        checkpoint.check(blocks)
+    if not 0 <= options.local_blocks < checkpoint.n_blocks:
+        raise BadConfiguration("local_blocks", f"{options.local_blocks}; the model has {checkpoint.n_blocks} blocks")
+
+
+@asynccontextmanager
+async def _joined(settings: Settings, access: Access) -> AsyncIterator[Directory]:
+    """Join the DHT, to read the directory."""
+    peers = settings.initial_peers
+    config = NodeConfig(settings.network, P2PConfig(identity=None, listen=None), peers, access)
+    async with open_node(config, clock=time.time) as node:
+        public = access.network_key is None and await is_public(peers)
+        yield Directory(node, identity=None, network=settings.network, clock=time.time, public=public)

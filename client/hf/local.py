@@ -10,7 +10,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.cache import RemoteSession
 from swarm.client.hf.model import Backend
-from swarm.client.planning.route import Route
+from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import PromptTooLong
 from swarm.model.past import SpanPast
 from swarm.model.span import Span
@@ -39,7 +39,7 @@ class LocalFirst:
         behind = self._behind.open_session(rest, **bounds) if rest is not None else None
         return _Session(here, behind, self._computing, **bounds)
 
-    def route(self) -> Route:
+    def route(self) -> ExplainedRoute:
         """Return the hops behind the local blocks."""
         return self._behind.route()
 

@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
-from swarm.client.planning.route import Route
+from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
@@ -42,7 +42,7 @@ class Backend(Protocol):
         """Return a session that opens with its first step, along the best route through `blocks`."""
         ...
 
-    def route(self) -> Route:
+    def route(self) -> ExplainedRoute:
         """Return the hops of the latest session, or a fresh plan where there was none."""
         ...
 
@@ -136,7 +136,7 @@ class DistributedModel(PreTrainedModel):
     _chat: RemoteCache | None
 
     @property
-    def route(self) -> Route:
+    def route(self) -> ExplainedRoute:
         """The hops that the model runs through; each has `peer_id`, `blocks` and `latency_ms`.
 
         `route.explain()` says what each is estimated to cost, and why other servers were not chosen.

@@ -1,10 +1,11 @@
-"""The client's place in a swarm: its event loop, its channels, its sessions. A distributed model stands on it."""
+"""A client's membership for threads that block: its event loop runs in a thread of its own. What a model stands on."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,48 +14,41 @@ from swarm.access import EVERYBODY, Access
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.runtime import LoopThread
-from swarm.client.planning.route import Route
-from swarm.client.planning.router import ANY_PEER, Preferences, Router, Wanted
-from swarm.client.session.live import SessionPlan
-from swarm.client.session.session import POSITIONS_TO_COME, Session
-from swarm.client.session.sessions import Sessions
-from swarm.dht.directory import Directory
+from swarm.client.planning.explain import ExplainedRoute
+from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.route import Hop
+from swarm.client.planning.router import Wanted
+from swarm.client.session.limits import SessionLimits
+from swarm.client.session.membership import Join, Membership, joined
+from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import Session
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
-from swarm.net.buffers import Buffers
-from swarm.net.channel import Self
-from swarm.net.dialer import Dialer
-from swarm.net.noise import ChannelKey
 from swarm.protocol.messages import ROWS_MAX
-from swarm.protocol.naming import new_name
-
-HELD_BYTES_MAX = 1 << 30  # of every session a window of steps, or of a past, may wait to be sent
-STEP_TIMEOUT_S = 120.0
-STEP_TIMEOUT_S_MAX = 24 * 3600.0  # what a message can say
-
-Join = Callable[[], AbstractAsyncContextManager[Directory]]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
     """How a client behaves. Raises BadConfiguration.
 
-    step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most STEP_TIMEOUT_S_MAX.
-    wait_for_blocks_s: how long to wait for somebody to serve blocks that nobody serves. preferences: which peers it
-    uses, and what for. local_blocks: the first ones, which run here.
+    step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most a day.
+    wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: which peers the client
+    uses, and what for. local_blocks: the first ones, which run here. limits: how long its sessions wait and try.
     """
 
     network: str = "public"
-    step_timeout_s: float = STEP_TIMEOUT_S
+    step_timeout_s: float = 120.0
     wait_for_blocks_s: float = 0.0
-    preferences: Preferences = ANY_PEER
+    preferences: Preferences = field(default_factory=Preferences)
     local_blocks: int = 0
     access: Access = EVERYBODY
+    limits: SessionLimits = field(default_factory=SessionLimits)
 
     def __post_init__(self) -> None:
-        if not 0 < self.step_timeout_s <= STEP_TIMEOUT_S_MAX:
-            why = f"{self.step_timeout_s}; it is more than 0 and at most {STEP_TIMEOUT_S_MAX:.0f} seconds"
+        most_s = 24 * 3600.0  # what a message can say
+        if not 0 < self.step_timeout_s <= most_s:
+            why = f"{self.step_timeout_s}; it is more than 0 and at most {most_s:.0f} seconds"
             raise BadConfiguration("step_timeout_s", why)
 
 
@@ -67,16 +61,22 @@ class Swarm:
         """join: enters the DHT, in the client's own loop. Raises NetworkError."""
         self.traits = checkpoint.traits
         self.dtype = dtype
-        self._checkpoint = checkpoint
-        self._wanted = Wanted(
-            checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, str(dtype).removeprefix("torch.")
-        )
+        self._root = checkpoint.root
         self._options = options
-        self._me = Self(identity, ChannelKey(), options.network, options.access, buffers=Buffers(HELD_BYTES_MAX))
         self._latest: Session | None = None
+        name = str(dtype).removeprefix("torch.")
+        joining = joined(
+            Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, name),
+            join,
+            identity,
+            network=options.network,
+            access=options.access,
+            preferences=options.preferences,
+            limits=options.limits,
+        )
         self._loop = LoopThread()
         try:
-            self._life = self._loop.run(self._begin(join))
+            self.membership, self._life = self._loop.run(_entered(joining))
         except BaseException:
             self._loop.stop()
             raise
@@ -84,7 +84,7 @@ class Swarm:
     def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> "WaitingSession":
         """Return a session that opens with its first step, along the best route through `blocks`."""
         plan = SessionPlan(
-            root=self._checkpoint.root,
+            root=self._root,
             positions_max=positions_max,
             rollback_max=rollback_max,
             step_timeout_s=self._options.step_timeout_s,
@@ -92,12 +92,10 @@ class Swarm:
         )
         return WaitingSession(self._loop, partial(self._open, blocks, plan))
 
-    def route(self) -> Route:
+    def route(self) -> ExplainedRoute:
         """Return the hops of the latest session, or a fresh plan where there was none."""
-        if (
-            self._latest is not None and self._latest.route and not self._loop.alive
-        ):  # it has left the swarm, and still knows the way it took
-            return self._router.explained(self._latest.route)
+        if not self._loop.alive and (hops := self._hops()):  # the client has left, and still knows the route it took
+            return self.membership.router.explained(hops)
         return self._loop.run(self._route())
 
     def close(self) -> None:
@@ -106,52 +104,49 @@ class Swarm:
             self._loop.run(self._leave())
             self._loop.stop()
 
-    async def _begin(self, join: Join) -> "asyncio.Task[None]":
-        """Join, and return the task that lives as long as the membership."""
-        joined = asyncio.get_running_loop().create_future()
-        life = asyncio.create_task(self._live(join, joined))
-        await asyncio.wait({life, joined}, return_when=asyncio.FIRST_COMPLETED)
-        if life.done():
-            life.result()
-        return life
-
-    async def _live(self, join: Join, joined: "asyncio.Future[None]") -> None:
-        async with join() as directory:
-            sessions = Sessions(partial(new_name, self._me.identity.peer_id))
-            self._me = replace(self._me, public=directory.public)
-            sessions.dialer = Dialer(self._me, sessions.on_message)
-            self._router = Router(self._wanted, directory, sessions, self._options.preferences)
-            keeping = asyncio.create_task(self._router.keep_fresh())
-            try:
-                joined.set_result(None)
-                await asyncio.get_running_loop().create_future()  # until cancelled
-            finally:
-                keeping.cancel()
-                await sessions.close()
-
     async def _open(self, blocks: Blocks, plan: SessionPlan, rows: int, tokens: int) -> Session:
-        soon = min(plan.positions_max, tokens + POSITIONS_TO_COME)
-        self._latest = await self._router.open(blocks, replace(plan, batch=rows, positions_soon=soon))
+        self._latest = await self.membership.open(blocks, plan.sized(rows, tokens))
         return self._latest
 
-    async def _route(self) -> Route:
-        if self._latest is not None and self._latest.route:  # it may be waiting for room, with none
-            return self._router.explained(self._latest.route)
-        return await self._router.plan(Blocks(self._options.local_blocks, self._checkpoint.n_blocks))
+    async def _route(self) -> ExplainedRoute:
+        return await self.membership.route(Blocks(self._options.local_blocks, self.traits.n_blocks), self._hops())
+
+    def _hops(self) -> tuple[Hop, ...]:
+        """Return the hops of the latest session; it has none while it waits for room."""
+        return self._latest.route if self._latest is not None else ()
 
     async def _leave(self) -> None:
         self._life.cancel()
         await asyncio.wait({self._life})
 
 
+async def _entered(
+    joining: AbstractAsyncContextManager[Membership],
+) -> tuple[Membership, "asyncio.Task[None]"]:
+    """Join, and return a task that stays in the swarm until it is cancelled."""
+    joined: asyncio.Future[Membership] = asyncio.get_running_loop().create_future()
+
+    async def stay() -> None:
+        async with joining as membership:
+            joined.set_result(membership)
+            await asyncio.get_running_loop().create_future()
+
+    life = asyncio.create_task(stay())
+    first: set[asyncio.Future[Any]] = {life, joined}
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if life.done():
+        life.result()
+    return joined.result(), life
+
+
 class WaitingSession:
     """A session for a thread that waits: the `RemoteSession` of a cache. It opens with its first step.
 
-    So whoever holds it can close it, wherever an interrupt hits: what is open is never but on its way to its owner.
+    So its owner can close it wherever an interrupt hits: an open session is never on its way to its owner.
     """
 
     def __init__(self, loop: LoopThread, opening: Callable[[int, int], Awaitable[Session]]) -> None:
-        """opening: opens the session for so many rows of so many tokens. Raises what `Router.open` does."""
+        """opening: opens the session for so many rows of so many tokens. Raises as `Membership.open` does."""
         self._loop = loop
         self._opening = opening
         self._session: Session | None = None

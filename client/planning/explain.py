@@ -1,53 +1,19 @@
-"""Why a route is as it is: what each hop is estimated to cost, and why every other server is not in it."""
+"""Why a route is as it is: the estimate of each hop, and the reason why every other server is not in it. Pure."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
+from dataclasses import dataclass, field, fields
+
+import numpy as np
 
 from swarm.blocks import Blocks
-
-ROWS_MAX = 50  # rejected servers that the text lists
-
-Optimize = Literal["latency", "throughput"]
-
-
-class Reason(StrEnum):
-    """Why a server is not in a route."""
-
-    SLOWER = "slower"  # the best route through it takes longer
-    NO_WAY = "no way"  # no route through it, or none whose slowest server is as fast
-    NO_ROOM = "no room"  # too little free KV memory, where others have enough
-    AVOIDED = "avoided"  # it failed or refused lately, or the session has it already
-    BLOCKED = "blocked"  # by `blocked_peers`
-    NOT_ALLOWED = "not allowed"  # not among `allowed_peers`
-    NOT_TRUSTED = "not trusted"  # `trusted_peers` names others for these blocks
-    NOT_ONLINE = "not online"  # it joins or leaves
-    OTHER_CLASS = "other class"  # it computes in another numeric class
-    ELSEWHERE = "elsewhere"  # it holds none of the wanted blocks
-
-
-@dataclass(frozen=True, slots=True)
-class HopEstimate:
-    """What one hop adds to a token, in milliseconds. trip_ms: one way, from the hop before or from the client."""
-
-    peer_id: str
-    blocks: Blocks
-    trip_ms: float
-    compute_ms: float
-    queue_ms: float
-    software_ms: float
-
-    @property
-    def stage_ms(self) -> float:
-        """How long it is busy with a token."""
-        return self.compute_ms + self.queue_ms
-
-    @property
-    def total_ms(self) -> float:
-        """All of it."""
-        return self.trip_ms + self.stage_ms + self.software_ms
+from swarm.client.planning.eligible import Eligibility, Reason, covered, has_room, offers_of
+from swarm.client.planning.pace import quickest_pace
+from swarm.client.planning.request import Request
+from swarm.client.planning.route import HopEstimate, Optimize, Route, table
+from swarm.client.planning.search import Search
+from swarm.client.planning.stages import stages_of
+from swarm.dht.records import Announcement, SignedAnnouncement
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,51 +29,118 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A route's estimate in its parts, and the servers that are not in it, those that nearly were first."""
+    """A route, and the servers that are not in it, those that nearly were first. `str` is two tables for people."""
 
-    optimize: Optimize
-    hops: tuple[HopEstimate, ...]
-    home_ms: float  # one way, from the last hop to the client
+    route: Route
     rejected: tuple[Rejected, ...]
+    rows_max: int = 50  # rejected servers that the text lists
+
+    @property
+    def optimize(self) -> Optimize:
+        """What the route was planned for."""
+        return self.route.optimize
+
+    @property
+    def hops(self) -> tuple[HopEstimate, ...]:
+        """The estimate of each hop."""
+        return self.route.estimates
+
+    @property
+    def home_ms(self) -> float:
+        """One way, from the last hop to the client."""
+        return self.route.home_ms
 
     @property
     def estimate_ms(self) -> float:
         """Estimated time of one token, once around the route."""
-        return sum(hop.total_ms for hop in self.hops) + self.home_ms
+        return self.route.estimate_ms
 
     @property
     def slowest_ms(self) -> float:
         """How long the slowest server of the route is busy with a token."""
-        return max(hop.stage_ms for hop in self.hops)
+        return self.route.slowest_ms
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.hops)} hops, {self.estimate_ms:.1f} ms a token by estimate, planned for {self.optimize}",
-            "",
-            *_table(
-                ("chosen", "blocks", "trip ms", "compute ms", "queue ms", "software ms", "together ms"),
-                [
-                    (
-                        hop.peer_id,
-                        str(hop.blocks),
-                        *(
-                            f"{ms:.1f}"
-                            for ms in (hop.trip_ms, hop.compute_ms, hop.queue_ms, hop.software_ms, hop.total_ms)
-                        ),
-                    )
-                    for hop in self.hops
-                ],
-            ),
-            f"and {self.home_ms:.1f} ms from the last hop to the client",
-        ]
+        lines = [str(self.route)]
         if self.rejected:
-            rows = [(one.peer_id, str(one.blocks), one.reason.value, one.detail) for one in self.rejected[:ROWS_MAX]]
-            lines += ["", *_table(("not chosen", "blocks", "reason", ""), rows)]
-        if len(self.rejected) > ROWS_MAX:
-            lines.append(f"and {len(self.rejected) - ROWS_MAX} more")
+            rows = [
+                (one.peer_id, str(one.blocks), one.reason.value, one.detail) for one in self.rejected[: self.rows_max]
+            ]
+            lines += ["", *table(("not chosen", "blocks", "reason", ""), rows)]
+        if len(self.rejected) > self.rows_max:
+            lines.append(f"and {len(self.rejected) - self.rows_max} more")
         return "\n".join(lines)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (columns, *rows)]
+@dataclass(frozen=True, slots=True, repr=False)
+class ExplainedRoute(Route):
+    """The route that a user gets: it can explain itself. request: what it was planned from, or is compared with now."""
+
+    request: Request = field(compare=False)
+
+    @classmethod
+    def of(cls, route: Route, request: Request) -> "ExplainedRoute":
+        """Put a route and a request together."""
+        return cls(**{each.name: getattr(route, each.name) for each in fields(Route)}, request=request)
+
+    def explanation(self) -> Explanation:
+        """Compare with the servers that are not in the route. Takes about as long as two plans."""
+        return explanation(self, self.request)
+
+    def explain(self) -> str:
+        """Return two tables for people: the estimate of each hop, and why the other servers were not chosen."""
+        return str(self.explanation())
+
+
+def explanation(route: Route, request: Request) -> Explanation:
+    """Compare a route with the servers that it does not use. Takes about as long as two plans."""
+    eligibility = Eligibility(request)
+    numeric_class = route[0].announcement.numeric_class
+    usable = [signed for signed in eligibility.usable() if signed.announcement.numeric_class == numeric_class]
+    through_ms = _through(request, usable)
+    chosen = {(hop.announcement.public_key, hop.announcement.blocks) for hop in route}
+    rejected = []
+    for signed in request.servers:
+        a = signed.announcement
+        if (a.public_key, a.blocks) in chosen:
+            continue
+        slower_ms = through_ms.get((a.public_key, a.blocks), np.inf) - route.estimate_ms
+        reason = eligibility.reason(a) or _unchosen(a, request, numeric_class, slower_ms)
+        rejected.append(Rejected(a.peer_id, a.span, reason, _detail(reason, a, slower_ms), slower_ms))
+    order = list(Reason)
+    rejected.sort(key=lambda one: (order.index(one.reason), one.slower_ms, one.peer_id))
+    return Explanation(route, tuple(rejected))
+
+
+def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tuple[str, tuple[int, int]], float]:
+    """Return the time per token of the best route through each server."""
+    offers = offers_of(request, usable)
+    if not covered(request.wanted, offers):
+        return {}
+    stages = stages_of(request, offers)
+    limit = quickest_pace(stages, request.limits).limit if request.optimize == "throughput" else None
+    found: dict[tuple[str, tuple[int, int]], float] = {}
+    for offer, ms in zip(offers, Search(stages, limit).through().tolist(), strict=True):
+        place = (offer.announcement.public_key, offer.announcement.blocks)
+        found[place] = min(ms, found.get(place, np.inf))
+    return found
+
+
+def _unchosen(announcement: Announcement, request: Request, numeric_class: str, slower_ms: float) -> Reason:
+    if announcement.numeric_class != numeric_class:
+        return Reason.OTHER_CLASS
+    if not has_room(announcement, request):
+        return Reason.NO_ROOM
+    return Reason.SLOWER if np.isfinite(slower_ms) else Reason.NO_WAY
+
+
+def _detail(reason: Reason, announcement: Announcement, slower_ms: float) -> str:
+    more = f"{slower_ms:.1f} ms more" if slower_ms >= 0 else f"{-slower_ms:.1f} ms less now"
+    details = {
+        Reason.SLOWER: f"the best route through it takes {more}",
+        Reason.NO_WAY: "no route through it has a slowest server that is as fast",
+        Reason.NO_ROOM: f"{announcement.free_tokens} tokens are free",
+        Reason.NOT_ONLINE: announcement.state,
+        Reason.OTHER_CLASS: announcement.numeric_class,
+    }
+    return details.get(reason, "")

@@ -1,27 +1,33 @@
-"""Where sessions get their routes from: the directory as it was looked up lately. Runs in the client's event loop."""
+"""Plans the routes of one client from the directory as it was read lately. Runs in the client's event loop."""
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import get_args
+from enum import Enum
+from typing import Protocol
 
 from swarm.blocks import Blocks
-from swarm.client.planning.explain import Optimize
-from swarm.client.planning.route import Hop, Request, Route, Trusted, plan_request
-from swarm.client.session.live import SessionPlan
-from swarm.client.session.session import Session
-from swarm.client.session.sessions import Sessions
+from swarm.client.planning.costs import estimated
+from swarm.client.planning.explain import ExplainedRoute
+from swarm.client.planning.plan import plan
+from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.request import Request
+from swarm.client.planning.route import Hop, Route
+from swarm.client.planning.surveys import Surveys
 from swarm.dht.directory import Directory, Survey
-from swarm.dht.validator import Entry
-from swarm.errors import BadConfiguration, NetworkError, NoRoute, RootMismatch
-from swarm.identity import public_key_of
+from swarm.errors import NetworkError, NoRoute, RootMismatch
+from swarm.limits import limit
 
-DIRECTORY_AGE_S = 10.0  # a look-up is used again for so long
-NOW_S = 1.0  # what was read so short a time ago is what the directory says now
-EARLY_S = 0.1  # how often a repair that waits for a look-up tries what that has brought so far
-RTTS_MAX = 1024  # measured round trips that are remembered
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """How old a reading of the directory may be, and how much a router remembers."""
+
+    survey_age_s: float = limit(10.0, "s", "a new route is planned from a reading that is no older")
+    survey_fresh_s: float = limit(1.0, "s", "a younger reading counts as what the directory says now")
+    early_s: float = limit(0.1, "s", "interval at which a waiting repair tries the records that have come so far")
+    rtts_max: int = limit(1024, "peers", "measured round trips that are remembered, the latest ones")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,79 +40,58 @@ class Wanted:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class Preferences:
-    """Which peers may be used, None for all, and which not: by all routes and all repairs. What routes are best at."""
+class Avoided(Protocol):
+    """The failures that the client's sessions have seen."""
 
-    allowed_peers: frozenset[str] | None = None
-    blocked_peers: frozenset[str] = frozenset()
-    optimize: Optimize = "latency"
-    trusted_peers: Trusted = ()
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """Processes to avoid now, the latest failure first."""
+        ...
 
-    @classmethod
-    def checked(
-        cls,
-        allowed_peers: Iterable[str] | None,
-        blocked_peers: Iterable[str],
-        optimize: str,
-        trusted_peers: Mapping[str, Iterable[str]] | None = None,
-    ) -> "Preferences":
-        """Take what a user passes. Raises BadConfiguration or BadBlocks."""
-        modes: tuple[Optimize, ...] = get_args(Optimize)
-        mode = next((mode for mode in modes if mode == optimize), None)
-        if mode is None:
-            raise BadConfiguration("optimize", f"{optimize!r} is neither {' nor '.join(map(repr, modes))}")
-        allowed = None if allowed_peers is None else _peer_ids("allowed_peers", allowed_peers)
-        if allowed is not None and not allowed:
-            raise BadConfiguration("allowed_peers", "it is empty: name peers, or pass None to allow all")
-        trusted = []
-        for text, peers in (trusted_peers or {}).items():
-            name = f"trusted_peers[{str(text)!r}]"
-            trusted.append((Blocks.parse(str(text)), _peer_ids(name, peers)))
-            if not trusted[-1][1]:
-                raise BadConfiguration(name, "it is empty: name peers, or leave the range out")
-        return cls(allowed, _peer_ids("blocked_peers", blocked_peers), mode, tuple(trusted))
+    @property
+    def cut_off(self) -> bool:
+        """Whether the client itself has lost its connection."""
+        ...
 
 
-ANY_PEER = Preferences()
+class Reading(Enum):
+    """Whether a plan needs the directory."""
+
+    NO = "the latest survey is young enough"
+    BESIDE = "the plan does not wait for it; the next one may need it"
+    FIRST = "the plan waits for it"
 
 
-def _peer_ids(name: str, given: Iterable[str]) -> frozenset[str]:
-    if isinstance(given, str):
-        raise BadConfiguration(name, "pass a list of peer ids, not one string")
-    peers = list(given)
-    for peer in peers:
-        try:
-            public_key_of(peer)
-        except (ValueError, TypeError, AttributeError):
-            raise BadConfiguration(name, f"{peer!r} is not the peer id of a server, such as 12D3KooW...") from None
-    return frozenset(peers)
+def reading_for(age_s: float, limits: RouterLimits, *, repairing: bool, fresh: bool) -> Reading:
+    """Decide whether a plan reads the directory.
+
+    A repair does not wait for it: a survey of any age is enough to try. fresh: only what the directory says now is.
+    """
+    if fresh:
+        return Reading.FIRST if age_s >= limits.survey_fresh_s else Reading.NO
+    if repairing:
+        return Reading.BESIDE if age_s >= limits.survey_fresh_s else Reading.NO
+    return Reading.FIRST if age_s >= limits.survey_age_s else Reading.NO
 
 
 class Router:
-    """Plans routes through one model and opens sessions along them."""
+    """Plans routes through one model."""
 
     def __init__(
-        self, model: Wanted, directory: Directory, sessions: Sessions, preferences: Preferences = ANY_PEER
+        self,
+        model: Wanted,
+        directory: Directory,
+        avoided: Avoided,
+        preferences: Preferences | None = None,
+        limits: RouterLimits | None = None,
     ) -> None:
+        self.surveys = Surveys(directory, model.root, model.n_blocks)
+        self.preferences = preferences or Preferences()
+        self.limits = limits or RouterLimits()
         self._model = model
-        self._preferences = preferences
-        self._rtts: dict[str, float] = {}  # measured, in ms, by public key
         self._directory = directory
-        self._sessions = sessions
-        self._looked_up = (float("-inf"), Survey((), ()))
-        self._looking: asyncio.Task[Survey] | None = None
-        self._heard: dict[bytes, Entry] = {}  # by the look-up that is going on
-
-    async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused."""
-        planner = partial(self.plan, positions_needed=plan.batch * plan.positions_soon)
-        try:
-            session = await self._sessions.open(plan, blocks, planner)
-        except NoRoute as nobody:  # asked for only now: somebody may come while a session waits
-            raise await self._why_not(nobody) from None
-        self._remember(session.route)
-        return session
+        self._avoided = avoided
+        self._rtts: dict[str, float] = {}  # measured, in ms, by public key
 
     async def plan(
         self,
@@ -119,59 +104,58 @@ class Router:
     ) -> Route:
         """Plan a route, or a part of one that is to be repaired: then in its numeric class. Raises NoRoute.
 
-        avoid: peers and processes that are out of the question. Those that failed lately are taken if nobody else is.
-        fresh: from what the directory says now. Otherwise what it said before is enough, for a repair however long ago.
+        avoid: peers and processes that are never taken. Those that failed lately are taken if no others are left.
+        fresh: read the directory first. A repair reads it beside the plan otherwise, a new route if it is old.
         """
         request = self._request(blocks, avoid, numeric_class, positions_needed)
-        looked_up_at, survey = self._looked_up
         repairing = numeric_class is not None
-        age_s = asyncio.get_running_loop().time() - looked_up_at
-        unread: NetworkError | None = None
-        if fresh and repairing and self._sessions.avoidance.cut_off:
-            fresh = False  # it cannot be read either, and finding that out takes long
-        if age_s >= NOW_S if fresh else not repairing and age_s >= DIRECTORY_AGE_S:
-            try:
-                looking = self._look_up_soon()
-                if repairing and (found := await self._found_early(request, looking)) is not None:
-                    return found
-                survey = await asyncio.shield(looking)
-            except NetworkError as error:
-                if not survey.servers and not repairing:
-                    raise
-                unread = error  # what was read before may do
-        elif repairing and age_s >= NOW_S:
-            self._look_up_soon()  # perhaps somebody else has come, for whom the next try need not wait then
+        # A client that is cut off cannot read the directory either, and would wait long to find that out.
+        fresh = fresh and not (repairing and self._avoided.cut_off)
+        reading = reading_for(self.surveys.age_s, self.limits, repairing=repairing, fresh=fresh)
+        if reading is not Reading.FIRST:
+            if reading is Reading.BESIDE:
+                self.surveys.begin()
+            return self._planned(request, self.surveys.latest)
         try:
-            return self._planned(request, survey)
-        except NoRoute as nobody:
-            if unread is not None:
-                why = f"{nobody.why}; the directory cannot be read now ({unread})"
-                raise NoRoute(nobody.model, nobody.missing, why) from None
-            raise
+            looking = self.surveys.begin()
+            if repairing and (found := await self._found_early(request, looking)) is not None:
+                return found
+            survey = await asyncio.shield(looking)
+        except NetworkError as error:
+            if not self.surveys.latest.servers and not repairing:
+                raise
+            return self._planned_unread(request, error)
+        return self._planned(request, survey)
 
-    async def _found_early(self, request: Request, looking: asyncio.Task[Survey]) -> Route | None:
-        """Plan with what a look-up brings as soon as that suffices: the last nodes to answer may be dead."""
+    async def _found_early(self, request: Request, looking: "asyncio.Task[Survey]") -> Route | None:
+        """Plan with the records of a look-up as soon as they suffice: the last nodes to answer may be dead."""
         tried = 0
         while not looking.done():
-            await asyncio.wait({looking}, timeout=EARLY_S)
-            if looking.done() or len(self._heard) == tried:
+            await asyncio.wait({looking}, timeout=self.limits.early_s)
+            if looking.done() or self.surveys.n_heard == tried:
                 continue
-            tried = len(self._heard)
-            at, known = self._looked_up
-            survey = self._directory.updated(known, self._model.root, self._model.n_blocks, self._heard.values())
+            tried = self.surveys.n_heard
+            survey = self.surveys.merged()
             with contextlib.suppress(NoRoute):
                 found = self._planned(request, survey)
-                self._looked_up = at, survey
+                self.surveys.adopt(survey)
                 return found
         return None
 
+    def _planned_unread(self, request: Request, unread: NetworkError) -> Route:
+        """Plan with the latest survey, because the directory cannot be read."""
+        try:
+            return self._planned(request, self.surveys.latest)
+        except NoRoute as failure:
+            why = f"{failure.why}; the directory cannot be read now ({unread})"
+            raise NoRoute(failure.model, failure.missing, why) from None
+
     def _planned(self, request: Request, survey: Survey) -> Route:
-        """Plan without those that failed lately; if that cannot be, without as many of the latest as can be."""
-        lately = [process for process in self._sessions.avoidance.processes if process not in request.avoid]
+        """Plan without the processes that failed lately; if that fails, without as many of the latest as possible."""
+        lately = [process for process in self._avoided.processes if process not in request.avoid]
 
         def without(count: int) -> Route:
-            avoid = {*request.avoid, *lately[:count]}
-            return plan_request(replace(request, servers=survey.servers, avoid=avoid))
+            return plan(replace(request, servers=survey.servers, avoid={*request.avoid, *lately[:count]}))
 
         least, most = 0, len(lately)
         if most:
@@ -186,13 +170,34 @@ class Router:
                 most = count
         return found
 
-    def explained(self, hops: Sequence[Hop]) -> Route:
-        """Return a session's hops as a route that compares itself with the servers that are known now."""
-        self._remember(hops)
-        used = {hop.process for hop in hops}
-        avoid = set(self._sessions.avoidance.processes) - used
-        blocks = Blocks(hops[0].blocks.start, hops[-1].blocks.stop)
-        return Route(hops, replace(self._request(blocks, avoid), servers=self._looked_up[1].servers))
+    def explained(self, hops: Sequence[Hop]) -> ExplainedRoute:
+        """Return hops as a route that compares itself with the servers that are known now."""
+        self.remember(hops)
+        avoid = set(self._avoided.processes) - {hop.process for hop in hops}
+        request = self._request(Blocks(hops[0].blocks.start, hops[-1].blocks.stop), avoid)
+        request = replace(request, servers=self.surveys.latest.servers)
+        return ExplainedRoute.of(estimated(hops, request), request)
+
+    def remember(self, hops: Sequence[Hop]) -> None:
+        """Keep measured round trips for the next plan, the latest ones."""
+        for hop in hops:
+            if hop.latency_ms is not None:
+                self._rtts.pop(hop.announcement.public_key, None)
+                self._rtts[hop.announcement.public_key] = hop.latency_ms
+        while len(self._rtts) > self.limits.rtts_max:
+            del self._rtts[next(iter(self._rtts))]
+
+    async def diagnosed(self, failure: NoRoute) -> NoRoute | RootMismatch:
+        """Add to a failure: servers of another model of this name, or of another protocol, if there are any."""
+        name, why, survey = self._model.name, failure.why, self.surveys.latest
+        if not survey.servers:
+            with contextlib.suppress(NetworkError):
+                for entry in await self._directory.models(name):
+                    if entry.root != self._model.root:
+                        return RootMismatch(name, entry.root, self._model.root)
+        if survey.other_protocols:
+            why = f"{why}; servers of protocol {survey.other_protocols} were left out"
+        return NoRoute(name, failure.missing, why)
 
     def _request(
         self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None = None, positions_needed: int = 0
@@ -204,59 +209,10 @@ class Router:
             dtype=self._model.dtype,
             numeric_class=numeric_class,
             avoid=avoid,
-            allowed_peers=self._preferences.allowed_peers,
-            blocked_peers=self._preferences.blocked_peers,
-            trusted_peers=self._preferences.trusted_peers,
+            allowed_peers=self.preferences.allowed_peers,
+            blocked_peers=self.preferences.blocked_peers,
+            trusted_peers=self.preferences.trusted_peers,
             client_rtts=dict(self._rtts),
             positions_needed=positions_needed,
-            optimize=self._preferences.optimize,
+            optimize=self.preferences.optimize,
         )
-
-    def _remember(self, hops: Sequence[Hop]) -> None:
-        """Keep measured round trips for the next plan, the latest ones."""
-        for hop in hops:
-            if hop.latency_ms is not None:
-                self._rtts.pop(hop.announcement.public_key, None)
-                self._rtts[hop.announcement.public_key] = hop.latency_ms
-        while len(self._rtts) > RTTS_MAX:
-            del self._rtts[next(iter(self._rtts))]
-
-    async def keep_fresh(self) -> None:
-        """Look the servers up again and again while sessions are open: a repair must not have to wait for the DHT."""
-        while True:
-            await asyncio.sleep(DIRECTORY_AGE_S)
-            if self._sessions.any_open:
-                with contextlib.suppress(NetworkError):
-                    await self._look_up()
-
-    async def _look_up(self) -> Survey:
-        """Read the directory; whoever asks meanwhile gets the same answer."""
-        return await asyncio.shield(self._look_up_soon())
-
-    def _look_up_soon(self) -> asyncio.Task[Survey]:
-        """Begin to read the directory, if nobody has."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look_up_now())
-            self._looking.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
-        return self._looking
-
-    async def _look_up_now(self) -> Survey:
-        self._heard = {}
-        survey = await self._directory.survey(self._model.root, self._model.n_blocks, self._hear)
-        self._looked_up = (asyncio.get_running_loop().time(), survey)
-        return survey
-
-    def _hear(self, entries: Sequence[Entry]) -> None:
-        self._heard |= {entry.data: entry for entry in entries}
-
-    async def _why_not(self, nobody: NoRoute) -> NoRoute | RootMismatch:
-        """Say more, if it can be found out: others serve a model of this name, or speak another protocol."""
-        name, why, survey = self._model.name, nobody.why, self._looked_up[1]
-        if not survey.servers:
-            with contextlib.suppress(NetworkError):
-                for entry in await self._directory.models(name):
-                    if entry.root != self._model.root:
-                        return RootMismatch(name, entry.root, self._model.root)
-        if survey.other_protocols:
-            why = f"{why}; servers of protocol {survey.other_protocols} were left out"
-        return NoRoute(name, nobody.missing, why)

@@ -1,25 +1,17 @@
-"""The least costly way through a pipeline of servers, over arrays: the arithmetic behind a route. Pure.
+"""Offers as arrays, the form in which they are searched. Pure."""
 
-The state of the search is (boundary, the server that has just computed up to it), since what comes next costs a trip
-that depends on both. It walks block by block. At boundary b, `left[b, s]` is the least cost of having computed blocks
-[0, b), the last of them on s, and a server t that holds block b is entered from the cheapest of them:
-
-    entered[b, t] = HOP_MS + min over s of left[b, s] + trip(s, t)          from the client where b is 0
-    left[e, t]    = min over b of entered[b, t] + (e - b) * weight[t]       where t holds [b, e)
-
-Known trips are few, so the minimum over s is that over the known ones, or that over all others plus one default.
-"""
-
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-HOP_MS = 0.5  # what the software of one more hop takes
-STAGE_FLOOR_MS = 20.0  # a stage that is faster than this waits for the network: splitting it gains nothing
-STAGE_SLACK = 1.05  # the slowest stage may be so much slower than the best possible one
+from swarm.client.planning.costs import PREFIX, block_ms, client_trip_ms
+from swarm.client.planning.eligible import Offer, has_room
+from swarm.client.planning.request import Request
+from swarm.dht.records import Announcement
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,12 +30,22 @@ class Trips:
     default_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks [start, stop) on one server."""
+
+    server: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Stages:
     """S servers that hold [start, stop) of blocks 0 to n_blocks, each at least one, in the order that breaks ties.
 
-    block_ms: what a token takes through one block. weight_ms: the same as the search counts it, with penalties.
-    client_ms: one way between the client and each. peer: a number for whom each belongs to.
+    block_ms: the time of a token in one block. weight_ms: the same as the search counts it, with penalties.
+    client_ms: one way between the client and each. peer: a number for the peer that each belongs to.
+    hop_ms: the software of one hop.
     """
 
     n_blocks: int
@@ -54,10 +56,11 @@ class Stages:
     client_ms: Floats
     peer: Ints
     trips: Trips
+    hop_ms: float
 
     @cached_property
     def holders(self) -> list[Ints]:
-        """Which servers hold each block."""
+        """The servers that hold each block."""
         return [np.flatnonzero((self.start <= b) & (b < self.stop)) for b in range(self.n_blocks)]
 
     def mirrored(self) -> "Stages":
@@ -68,196 +71,48 @@ class Stages:
         return replace(self, start=self.n_blocks - self.stop, stop=self.n_blocks - self.start, trips=back)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Blocks [start, stop) on one server."""
+def stages_of(request: Request, offers: Sequence[Offer]) -> Stages:
+    """Return the offers as arrays, in their order; block 0 is the first wanted one."""
+    wanted, limits = request.wanted, request.limits
+    announcements = [offer.announcement for offer in offers]
+    spans = np.array([(o.blocks.start, o.blocks.stop) for o in offers], dtype=np.int64).reshape(-1, 2)
+    start, stop = np.clip(spans - wanted.start, 0, len(wanted)).T
+    busy_ms = np.array([block_ms(a, limits) * (1.0 + a.load) for a in announcements])
+    numbers = {a.public_key: number for number, a in enumerate(announcements)}
+    no_room = np.array([not has_room(a, request) for a in announcements], dtype=bool)
+    return Stages(
+        n_blocks=len(wanted),
+        start=start,
+        stop=stop,
+        block_ms=busy_ms,
+        weight_ms=busy_ms + limits.no_room_ms * no_room,
+        client_ms=np.array([client_trip_ms(a, request) for a in announcements]),
+        peer=np.array([numbers[a.public_key] for a in announcements], dtype=np.int64),
+        trips=_trips_between(len(announcements), *_announced(announcements), limits.unknown_rtt_ms / 2),
+        hop_ms=limits.hop_ms,
+    )
 
-    server: int
-    start: int
-    stop: int
+
+def _announced(announcements: Sequence[Announcement]) -> tuple[Ints, Ints, Floats]:
+    """Return the measured one-way trips: the server that announces each, the other server, and the time in ms."""
+    by_prefix = {a.public_key[:PREFIX]: index for index, a in enumerate(announcements)}
+    said = list(chain.from_iterable(a.rtts for a in announcements))
+    if not said:
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
+    peers, rtt_ms = zip(*said, strict=True)
+    source = np.repeat(np.arange(len(announcements)), [len(a.rtts) for a in announcements])
+    target = np.array(list(map(by_prefix.get, peers, repeat(-1))), dtype=np.int64)
+    usable = target >= 0  # the others are not among these servers
+    return source[usable], target[usable], np.array(rtt_ms, dtype=np.float64)[usable] / 2
 
 
-def trips_between(n_servers: int, source: Ints, target: Ints, ms: Floats, default_ms: float) -> Trips:
-    """Sort known trips, each with its way back. The longest counts: nobody comes nearer by saying so."""
+def _trips_between(n_servers: int, source: Ints, target: Ints, ms: Floats, default_ms: float) -> Trips:
+    """Sort known trips, each with its way back. The longest counts, so that no peer can claim to be near."""
     itself = np.arange(n_servers)
     source, target = np.concatenate([source, target, itself]), np.concatenate([target, source, itself])
-    ms = np.concatenate([ms, ms, np.full(n_servers, np.inf)])  # nobody follows himself
+    ms = np.concatenate([ms, ms, np.full(n_servers, np.inf)])  # no server follows itself
     key = target << 32 | source
     order = np.argsort(key)
     first = np.flatnonzero(np.diff(key[order], prepend=-1))
     longest = np.maximum.reduceat(ms[order], first)
     return Trips(source[order][first], target[order][first], longest, default_ms)
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """The time that no stage exceeds, how many blocks each server does in it, and some ways that keep it."""
-
-    stage_ms: float
-    limit: Ints
-    ways: tuple[list[Part], ...]
-
-
-def quickest_pace(stages: Stages) -> Pace:
-    """Make the slowest stage about as fast as it can be: a stage of n blocks takes max(STAGE_FLOOR_MS, n * block_ms).
-
-    Found by bisection, to within STAGE_SLACK. Whether a pace can be kept is tried greedily: finding out for certain,
-    where each server has but one turn, is as hard as scheduling is. Every block must be held by somebody.
-    """
-
-    def at_pace(ms: float) -> Pace:
-        limit = np.minimum(ms / stages.block_ms + 1e-9, stages.n_blocks).astype(np.int64)
-        ways = (_in_turn(stages, limit, furthest_first=first) for first in (False, True))
-        return Pace(ms, limit, tuple(way for way in ways if way is not None))
-
-    quickest = at_pace(STAGE_FLOOR_MS)
-    if quickest.ways:
-        return quickest
-    least, quickest = STAGE_FLOOR_MS, at_pace(float((stages.block_ms * (stages.stop - stages.start)).max()))
-    while quickest.stage_ms > least * STAGE_SLACK:
-        tried = at_pace((least * quickest.stage_ms) ** 0.5)
-        if tried.ways:
-            quickest = tried
-        else:
-            least = tried.stage_ms
-    return quickest
-
-
-def _in_turn(stages: Stages, limit: Ints, *, furthest_first: bool) -> list[Part] | None:
-    """Give every peer one turn, of as many blocks as its limit allows: first whose span ends first, or goes furthest.
-
-    The former uses many servers and fails least; the latter uses few.
-    """
-    unused = limit > 0
-    parts: list[Part] = []
-    at = 0
-    while at < stages.n_blocks:
-        free = stages.holders[at][unused[stages.holders[at]]]
-        if not len(free):
-            return None
-        reach = np.minimum(stages.stop[free], at + limit[free])
-        rank = stages.stop[free] - reach * (stages.n_blocks + 1) if furthest_first else stages.stop[free] - reach / 1e4
-        chosen = int(rank.argmin())
-        parts.append(Part(int(free[chosen]), at, int(reach[chosen])))
-        unused &= stages.peer != stages.peer[free[chosen]]
-        at = int(reach[chosen])
-    return parts
-
-
-class Search:
-    """The least costly ways to everywhere, from the client through block after block."""
-
-    def __init__(self, stages: Stages, limit: Ints | None = None) -> None:
-        """limit: how many blocks each server may take in a row; None for any number."""
-        self._stages = stages
-        self._limit = np.full(len(stages.start), stages.n_blocks) if limit is None else limit
-        shape = (stages.n_blocks + 1, len(stages.start))
-        self.left = np.full(shape, np.inf)
-        self._begun = np.full(shape, np.inf)  # entered[b, t] - b * weight[t]: comparable whatever b
-        enter = _enterer(stages)
-        window = _window_least(self._begun, self._limit, stages)
-        for at in range(stages.n_blocks):
-            holders = stages.holders[at]
-            weight_ms = stages.weight_ms[holders]
-            trip_ms = stages.client_ms[holders] if at == 0 else enter(self.left[at], holders)
-            self._begun[at, holders] = HOP_MS + trip_ms - at * weight_ms
-            self.left[at + 1, holders] = window(at)[holders] + (at + 1) * weight_ms
-
-    @property
-    def _arrived(self) -> Floats:
-        arrived: Floats = self.left[self._stages.n_blocks] + self._stages.client_ms
-        return arrived
-
-    @property
-    def least_ms(self) -> float:
-        """The cost of the best way, whether or not it comes back to a server; infinite where there is none."""
-        return float(self._arrived.min())
-
-    def path(self) -> list[Part] | None:
-        """Return the way through all blocks; ties fall to the servers that come first."""
-        stages = self._stages
-        server = int(self._arrived.argmin())
-        if not np.isfinite(self.least_ms):
-            return None
-        parts: list[Part] = []
-        stop = stages.n_blocks
-        while True:
-            first = max(int(stages.start[server]), stop - int(self._limit[server]))
-            start = first + int(self._begun[first:stop, server].argmin())
-            parts.append(Part(server, start, stop))
-            if start == 0:
-                return parts[::-1]
-            server, stop = int((self.left[start] + self._trips_to(server)).argmin()), start
-
-    def through(self) -> Floats:
-        """Return the least cost of all ways that use each server, the way back to the client included."""
-        stages = self._stages
-        back = Search(stages.mirrored(), self._limit)
-        blocks_left = np.arange(stages.n_blocks, -1, -1)[:, None]
-        onward = back._begun[::-1] + blocks_left * stages.weight_ms  # [b, t]: from t, left at b, to the client
-        window = _window_least(self._begun, self._limit, stages)
-        least = np.full(len(stages.start), np.inf)
-        for at in range(stages.n_blocks):
-            least = np.minimum(least, window(at) + (at + 1) * stages.weight_ms + onward[at + 1])
-        return least - HOP_MS  # both searches count it
-
-    def _trips_to(self, server: int) -> Floats:
-        trips = self._stages.trips
-        ms = np.full(len(self._stages.start), trips.default_ms)
-        known = slice(*np.searchsorted(trips.target, [server, server + 1]))
-        ms[trips.source[known]] = trips.ms[known]
-        return ms
-
-
-def _enterer(stages: Stages) -> Callable[[Floats, Ints], Floats]:
-    """Return what finds the least of left[s] + trip(s, t) over all s, for some servers t."""
-    trips = stages.trips
-    known = np.zeros((len(stages.start), len(stages.start)), dtype=bool)
-    known[trips.source, trips.target] = True
-    first_met = np.maximum(stages.start[trips.source] + 1, stages.start[trips.target])
-    last_met = np.minimum(stages.stop[trips.source], stages.stop[trips.target] - 1)
-    possible = first_met <= last_met  # there is a boundary where the one can follow the other
-    source, target, trip_ms = trips.source[possible], trips.target[possible], trips.ms[possible]
-    targets, first = np.unique(target, return_index=True)
-
-    from_known = np.full(len(stages.start), np.inf)
-
-    def enter(left: Floats, holders: Ints) -> Floats:
-        left_yet = left.copy()
-        cheapest = int(left_yet.argmin())
-        entered = np.full(len(holders), left_yet[cheapest] + trips.default_ms)
-        waiting = np.flatnonzero(known[cheapest, holders])  # their trip is another: for them the next cheapest, ...
-        while len(waiting):
-            left_yet[cheapest] = np.inf
-            cheapest = int(left_yet.argmin())
-            entered[waiting] = left_yet[cheapest] + trips.default_ms
-            if left_yet[cheapest] == np.inf:
-                break
-            waiting = waiting[known[cheapest, holders[waiting]]]
-        if len(targets):
-            from_known[targets] = np.minimum.reduceat(left[source] + trip_ms, first)
-        least: Floats = np.minimum(entered, from_known[holders])
-        return least
-
-    return enter
-
-
-def _window_least(begun: Floats, limit: Ints, stages: Stages) -> Callable[[int], Floats]:
-    """Return what finds, after block `at`, the least of the latest limit[t] rows of begun[:at + 1, t] for every t."""
-    if (limit >= stages.stop - stages.start).all():
-        least = np.full(begun.shape[1], np.inf)
-
-        def least_of_all(at: int) -> Floats:
-            np.minimum(least, begun[at], out=least)
-            return least
-
-        return least_of_all
-    rows = int(np.minimum(limit, stages.stop - stages.start).max())
-    too_old = np.where(np.arange(rows, 0, -1)[:, None] > limit, np.inf, 0.0)  # [rows, S], the latest row last
-
-    def least_of_latest(at: int) -> Floats:
-        taken = min(rows, at + 1)
-        least: Floats = (begun[at + 1 - taken : at + 1] + too_old[rows - taken :]).min(axis=0)
-        return least
-
-    return least_of_latest

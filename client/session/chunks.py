@@ -4,10 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm.activations import Activations
-from swarm.protocol.tensors import CHUNK_BYTES
-
-CHUNK_S = 0.05
-CHUNK_TOKENS_MIN = 64
+from swarm.client.session.limits import ChunkLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +24,17 @@ def cut(
     rows: Sequence[int] | None,
     want: int,
     tokens_per_s: float | None = None,
+    limits: ChunkLimits,
 ) -> Iterator[Chunk]:
-    """Cut a step into even parts of CHUNK_BYTES at most. Rollback and gather go with the first.
+    """Cut a step into even parts. Rollback and gather go with the first.
 
-    tokens_per_s: what the slowest hop computes. A part then keeps it busy for about CHUNK_S, so that the next hop can
-    begin soon; but it has CHUNK_TOKENS_MIN at least, as smaller ones would read all weights for too little.
+    tokens_per_s: what the slowest hop computes. A part keeps it busy for about `chunk_s`, so that the next hop can
+    begin soon.
     """
     batch, tokens, width = activations.hidden.shape
-    size = max(1, CHUNK_BYTES // (batch * width * activations.hidden.element_size()))
+    size = max(1, limits.chunk_bytes // (batch * width * activations.hidden.element_size()))
     if tokens_per_s is not None:
-        size = min(size, max(CHUNK_TOKENS_MIN, int(CHUNK_S * tokens_per_s)) // batch or 1)
+        size = min(size, max(limits.chunk_tokens_min, int(limits.chunk_s * tokens_per_s)) // batch or 1)
     if tokens <= size:
         yield Chunk(activations, keep, None if rows is None else tuple(rows), want)
         return

@@ -6,28 +6,43 @@ from collections.abc import Callable
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session.avoidance import Avoidance
-from swarm.client.session.live import CONNECT_S, LiveRoute, Plan, SessionPlan
-from swarm.client.session.session import AnyEpoch, FromHop, Session
-from swarm.client.session.usual import Usual
-from swarm.net.channel import Channel
+from swarm.client.session.circuit import Shared
+from swarm.client.session.inlet import FromHop
+from swarm.client.session.limits import SessionLimits
+from swarm.client.session.plan import Planner, SessionPlan
+from swarm.client.session.session import Session
+from swarm.client.session.timeout import Timeout
+from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
 from swarm.protocol import messages as wire
-
-TURNS = 4  # new sessions that ask those who are full again, while the others wait in line
 
 
 class Sessions:
     """The client's open sessions, by their id: where messages from hops go."""
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        """new_id: names a session, with 32 hex digits (`swarm.protocol.naming`)."""
+    def __init__(
+        self,
+        new_id: Callable[[], str],
+        dialer_of: Callable[[OnMessage], Dialer],
+        limits: SessionLimits | None = None,
+    ) -> None:
+        """new_id: names a session, with 32 hex digits (`swarm.protocol.naming`). dialer_of: makes the dialer, whose
+        channels hand their messages to these sessions.
+        """
+        limits = limits or SessionLimits()
         self._new_id = new_id
-        self.avoidance = Avoidance(asyncio.get_running_loop().time, lambda: self.dialer.heard_at)
-        self._connects = Usual(CONNECT_S)
         self._by_id: dict[str, Session] = {}
         self._watched: set[Channel] = set()
-        self._turns = asyncio.Semaphore(TURNS)
-        self.dialer: Dialer  # set by whoever builds both: each needs the other
+        self.dialer = dialer_of(self.on_message)
+        self.avoidance = Avoidance(asyncio.get_running_loop().time, lambda: self.dialer.heard_at, limits.avoidance)
+        self._shared = Shared(
+            dialer=self.dialer,
+            avoidance=self.avoidance,
+            connects=Timeout(limits.connect.connect_s),
+            turns=asyncio.Semaphore(limits.recovery.turns),
+            watch=self._watch,
+            limits=limits,
+        )
 
     @property
     def any_open(self) -> bool:
@@ -38,17 +53,16 @@ class Sessions:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):
             session = self._by_id.get(message.session)
-            if session is not None and (message.epoch == session.live.epoch or isinstance(message, AnyEpoch)):
-                session.on_message(channel, message, activations)
+            if session is not None:
+                session.inlet.on_message(channel, message, activations)
 
-    async def open(self, plan: SessionPlan, blocks: Blocks, planner: Plan) -> Session:
+    async def open(self, plan: SessionPlan, blocks: Blocks, planner: Planner) -> Session:
         """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
 
-        planner: finds the hops, and later on those that take over from others.
+        planner: finds the hops, and later those that take over from others.
         """
         session_id = self._new_id()
-        live = LiveRoute(session_id, plan, blocks, self.dialer, self.avoidance, self._connects, self._watch)
-        session = Session(session_id, plan, planner, live, self.avoidance, self._turns)
+        session = Session(session_id, plan, blocks, planner, self._shared)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session
         try:
@@ -70,7 +84,7 @@ class Sessions:
         def ended(reason: asyncio.Future[str]) -> None:
             self._watched.discard(channel)
             for session in list(self._by_id.values()):
-                session.on_ended(channel, reason.result())
+                session.inlet.on_ended(channel, reason.result())
 
         if channel not in self._watched:
             self._watched.add(channel)

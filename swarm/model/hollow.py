@@ -174,7 +174,7 @@ def _weight(layers: nn.ModuleList) -> int:
     """Count a list's parameters; placeholders count as what they stand for."""
     return sum(
         parameter.numel()
-        for layer in layers
+        for layer in layers.children()
         for parameter in (layer.original if isinstance(layer, Placeholder) else layer).parameters()
     )
 

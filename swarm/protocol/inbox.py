@@ -99,7 +99,7 @@ Verdict = New | Again[Kept] | Early | Late | Busy | Full | Forgotten
 @dataclass(frozen=True, slots=True)
 class _Answer(Generic[Kept]):
     step: int
-    what: Kept
+    answer: Kept
     n_bytes: int
     in_journal: bool
 
@@ -124,15 +124,15 @@ class Inbox(Generic[Kept]):
         return self.accepted - self.under_way
 
     def offer(self, step: int) -> Verdict[Kept]:
-        """Say what the step is. Changes nothing."""
+        """Tell new steps from others. Changes nothing."""
         due = self.accepted + 1
         if step > due:
             return Early(f"step {step} came, {due} is the next")
         if step == due:
             return _NEW if self.under_way < self._window else Full(f"more than {self._window} steps under way")
-        for answer in self._answers:
-            if answer.step == step:
-                return Again(answer.what, answer.in_journal)
+        for kept in self._answers:
+            if kept.step == step:
+                return Again(kept.answer, kept.in_journal)
         if step > self.applied:
             return Busy(f"step {step} is still being computed")
         if step > self.accepted - self._window:
@@ -192,8 +192,8 @@ class Excuses:
     def excuse(self, step: int, due: int, retry_after_s: float | None, now: float) -> bool:
         """Say whether this refusal is free.
 
-        due: the step that the inbox takes next. retry_after_s: what the refusal says; None for one that says to never
-        come again.
+        due: the step that the inbox takes next. retry_after_s: as in the refusal; None for a step that is not to come
+        again.
         """
         if retry_after_s is None or step != due:
             free = step in self._behind

@@ -1,8 +1,20 @@
-"""What a hop keeps of its own outputs, so that a replacement of the next hop can be brought to where that one was.
+"""A hop's own outputs, kept so that a replacement of the next hop can be brought to where that one was.
 
-A journal is a log of steps. The past of a session after any of its last steps is found by playing the log: gathers and
-rollbacks are not carried out when they happen but when somebody asks, since hardly anybody ever does; and then piece by
-piece, as they are sent: a past that is gathered may be many times as large as what is kept of it.
+A journal is a log of steps. The client is hop 0 and keeps its embeddings; the last hop keeps none.
+
+    add(entry)         each step once, in order, as soon as its output is known (the client: when it is put)
+    past_after(step)   the session's past as it was right after one of the last steps, as pieces in order
+    output_of(step)    one output, to answer a step that comes again
+    truncate(step)     the steps behind it were noted and never sent
+    n_bytes            memory that it takes; `n_bytes_with(entry)` before an entry is added, where there is a limit
+
+Gathers and rollbacks are not carried out when they happen. `past_after` plays the log backwards, and
+`rebuild_messages` gathers it piece by piece, as pieces are sent: a past that is gathered may be many times as large as
+the log. Only a repair asks for it.
+
+If more than `steps_unfolded_max` steps are there, the older half is folded into one, with its gathers carried out. So
+the past is known after the last half of them only, which is more than all windows of steps in flight. A hop whose
+memory has no room for an entry drops the journal, never the session: then the next journal upstream is replayed.
 """
 
 from collections import deque
@@ -78,7 +90,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One step: what stayed before it (keep = past.start), how rows were gathered, and its own positions."""
+    """One step: the positions that stayed before it (keep = past.start), the gathered rows, and its own positions."""
 
     step: int
     rows: tuple[int, ...] | None
@@ -120,7 +132,7 @@ class Journal:
         return folded + sum(each.past.n_bytes for each in (*self._entries[count:], entry))
 
     def output_of(self, step: int) -> Activations:
-        """Return what went on with one of the last `steps_unfolded_max` // 2 steps."""
+        """Return the activations that went on with one of the last `steps_unfolded_max` // 2 steps."""
         return next(entry.past.activations for entry in reversed(self._entries) if entry.step == step)
 
     def past_after(self, step: int) -> tuple[Past, ...]:
@@ -129,7 +141,7 @@ class Journal:
         Only for the last `steps_unfolded_max` // 2 steps: older ones have been put together.
         """
         pieces: list[Past] = []
-        stop: int | None = None  # what the later steps left: the positions before it
+        stop: int | None = None  # the later steps left the positions before it
         order: Tensor | None = None  # and of those, these rows
         # Backwards, since then a gather changes one order, and not that of all pieces before it.
         for entry in reversed(self._entries):
@@ -228,7 +240,7 @@ def _beside(pieces: Sequence[Past]) -> tuple[bool, bool]:
 
 
 def _joined(pieces: Sequence[Past], beside: tuple[bool, bool]) -> Past:
-    """Put neighbouring pieces into one, with the session's rows. beside: what comes with it, as `_beside` says."""
+    """Put neighbouring pieces into one, with the session's rows. beside: as `_beside` returns it."""
     pieces = [piece.in_order() for piece in pieces]
     rows = pieces[0].rows
     positions = mask = None

@@ -25,7 +25,7 @@ No asyncio here: a session wraps a ticket in a future of the loop's, made once i
         else: self._waiters[ticket.step] = future            # both give: an Answer, DROPPED, or an exception to raise
         return future
 
-After `put`, `answered` and `resend` the session sends what is due. Sending may fail all tickets, so it looks again:
+After `put`, `answered` and `resend` the session sends the due tickets. Sending one may fail all, so it looks again:
 
     for ticket in outbox.due():
         if ticket.outcome is None:

@@ -12,7 +12,7 @@ on to the second; the last one confirms.
 
 Sender: `take` returns one piece after the other while its window has room and something is left. The owner calls it at
 the start and after each confirmation, until it returns None; then the window is full, or the sender is `done`. A server
-looks before each piece whether the next hop reads what was sent.
+looks before each piece whether the next hop reads fast enough.
 
 Window: bytes sent and not confirmed. It begins as if it held one piece, so that a hop without room costs one piece;
 the first confirmation opens it to `window_bytes`. Confirmations are cumulative: one that is lost costs nothing if a
@@ -123,7 +123,7 @@ class PastSender:
 class Compute:
     """The piece is the next one: the session has so many rows, and positions before `stop`, when it is accepted.
 
-    reserve_bytes: what may come at once of this past, before its first piece is accepted; None for later pieces.
+    reserve_bytes: room that its window of pieces needs, before the first is accepted; None for later pieces.
     """
 
     rows: int
@@ -165,7 +165,7 @@ class PastReceiver:
         return self.next is None
 
     def offer(self, piece: Rebuild, length: int) -> Compute | Twice | Refuse:
-        """Say what a piece is. length: positions that the session has. Changes nothing."""
+        """Tell the next piece from others. length: positions that the session has. Changes nothing."""
         if piece.start < (length if self.next is None else self.next):
             return _TWICE
         if len(piece.hidden.shape) != 3:
@@ -213,7 +213,7 @@ class FollowUp:
 
 
 def follow_up(piece: Rebuild, output: Activations, *, from_owner: bool) -> FollowUp:
-    """Say what follows from a piece and its output. from_owner: the session's owner has sent the piece here.
+    """Return the consequences of a piece and its output. from_owner: the session's owner has sent the piece here.
 
     The last hop confirms each piece to its sender. The owner hears from every hop when it has the whole past, once.
     """

@@ -67,7 +67,7 @@ class Grant:
         return now > self.ends_at
 
     def after(self, tokens: int) -> "Grant | None":
-        """Return what is left behind so many tokens; None if it has less."""
+        """Return the grant with so many tokens used up; None if it has less."""
         if self.tokens is None:
             return self
         return replace(self, tokens=self.tokens - tokens) if tokens <= self.tokens else None
@@ -126,7 +126,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a session is opened for, in the units of Open."""
+    """The size of a session, in the units of Open."""
 
     root: str
     positions_max: int
@@ -137,7 +137,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """What both messages say of the hops beside one. The fields are named as theirs are."""
+    """The hops beside one, in the fields that both messages share."""
 
     previous: str | None
     next_record: str | None
@@ -158,7 +158,7 @@ class Itinerary:
     after_step: int
 
     def neighbours(self, index: int) -> Neighbours:
-        """Return what hop `index` is told of the hops beside it."""
+        """Return the hops beside hop `index`, as both messages name them."""
         from_hop = index > 0 and index - 1 not in self.relayed
         to_hop = index + 1 < len(self.stops) and index not in self.relayed
         return Neighbours(

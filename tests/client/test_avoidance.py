@@ -1,6 +1,9 @@
 """Whom a client does without, and for how long."""
 
-from swarm.client.session.avoidance import AVOID_S, AVOID_S_MAX, ENTRIES_MAX, FORGET_S, RELAY_S, Avoidance
+from swarm.client.session.avoidance import Avoidance
+from swarm.client.session.limits import AvoidanceLimits
+
+LIMITS = AvoidanceLimits()
 
 
 class Clock:
@@ -25,8 +28,8 @@ def test_every_failure_doubles_the_time_up_to_a_limit():
     for _ in range(12):
         avoidance.failed("a")
         times.append(avoided_for(avoidance, clock, "a"))
-    assert times[:4] == [AVOID_S, 2 * AVOID_S, 4 * AVOID_S, 8 * AVOID_S]
-    assert max(times) == AVOID_S_MAX
+    assert times[:4] == [LIMITS.avoid_s, 2 * LIMITS.avoid_s, 4 * LIMITS.avoid_s, 8 * LIMITS.avoid_s]
+    assert max(times) == LIMITS.avoid_s_max
 
 
 def test_a_failure_is_forgotten_when_none_follows():
@@ -34,9 +37,9 @@ def test_a_failure_is_forgotten_when_none_follows():
     avoidance = Avoidance(clock, clock)
     for _ in range(3):
         avoidance.failed("a")
-    clock.now += FORGET_S + 1
+    clock.now += LIMITS.forget_s + 1
     avoidance.failed("a")
-    assert avoided_for(avoidance, clock, "a") == AVOID_S
+    assert avoided_for(avoidance, clock, "a") == LIMITS.avoid_s
 
 
 def test_a_refusal_is_no_failure():
@@ -46,7 +49,7 @@ def test_a_refusal_is_no_failure():
         avoidance.declined("a", 2.0)
     assert avoided_for(avoidance, clock, "a") == 2.0
     avoidance.failed("a")
-    assert avoided_for(avoidance, clock, "a") == AVOID_S
+    assert avoided_for(avoidance, clock, "a") == LIMITS.avoid_s
 
 
 def test_a_blocked_edge_has_a_direction_and_an_end_and_costs_no_process_its_name():
@@ -56,20 +59,20 @@ def test_a_blocked_edge_has_a_direction_and_an_end_and_costs_no_process_its_name
     assert avoidance.blocked(("a", "b"))
     assert not avoidance.blocked(("b", "a"))
     assert not avoidance.processes
-    clock.now += RELAY_S + 1
+    clock.now += LIMITS.relay_s + 1
     assert not avoidance.blocked(("a", "b"))
     avoidance.block(("a", "b"))
-    clock.now += RELAY_S + 1
+    clock.now += LIMITS.relay_s + 1
     assert avoidance.blocked(("a", "b"))
 
 
 def test_what_is_remembered_is_bounded():
     clock = Clock()
     avoidance = Avoidance(clock, clock)
-    for number in range(ENTRIES_MAX + 10):
+    for number in range(LIMITS.entries_max + 10):
         avoidance.failed(f"p{number}")
-    assert len(avoidance.processes) == ENTRIES_MAX
-    assert f"p{ENTRIES_MAX + 9}" in avoidance.processes
+    assert len(avoidance.processes) == LIMITS.entries_max
+    assert f"p{LIMITS.entries_max + 9}" in avoidance.processes
 
 
 class Heard:
@@ -96,7 +99,7 @@ def test_when_several_fall_silent_and_nobody_is_heard_since_nothing_is_held_agai
     heard.at = 1120.0
     assert not avoidance.cut_off
     avoidance.failed("a")
-    assert avoided_for(avoidance, clock, "a") == 2 * AVOID_S, (
+    assert avoided_for(avoidance, clock, "a") == 2 * LIMITS.avoid_s, (
         "what it did before counts, what it did meanwhile does not"
     )
 

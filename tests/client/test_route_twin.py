@@ -9,14 +9,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.blocks import Blocks
-from swarm.client.planning.explain import Reason
-from swarm.client.planning.route import UNKNOWN_RTT_MS, Request, _Pipeline, plan_route
-from swarm.client.planning.stages import HOP_MS, STAGE_FLOOR_MS, STAGE_SLACK, Search
+from swarm.client.planning.eligible import Reason, offers_of
+from swarm.client.planning.explain import explanation
+from swarm.client.planning.plan import plan
+from swarm.client.planning.request import PlanningLimits, Request
+from swarm.client.planning.search import Search
+from swarm.client.planning.stages import stages_of
 from swarm.errors import NoRoute
 from swarm.identity import Identity
 from tests.client.test_route import server
 
 N_BLOCKS = 7
+LIMITS = PlanningLimits()
 IDENTITIES = sorted((Identity(bytes([n]) * 32) for n in range(6)), key=lambda identity: identity.public_key)
 
 server_drawn = st.tuples(
@@ -69,25 +73,28 @@ class Twin:
     def latency(self, way):
         ms = (self.client_rtt(way[0][0]) + self.client_rtt(way[-1][0])) / 2
         ms += sum(self.rtt(a, b) / 2 for (a, _, _), (b, _, _) in pairwise(way))
-        return ms + sum(HOP_MS + self.stage(*part) for part in way)
+        return ms + sum(LIMITS.hop_ms + self.stage(*part) for part in way)
 
     def slowest(self, way):
-        return max(STAGE_FLOOR_MS, *(self.stage(*part) for part in way))
+        return max(LIMITS.stage_floor_ms, *(self.stage(*part) for part in way))
 
     def stage(self, i, start, stop):
         a = self.servers[i].announcement
         return (stop - start) * 1000.0 / a.decode_tps / len(a.span) * (1 + a.load)
 
     def rtt(self, a, b):
-        return max((self.trips[pair] for pair in ((a, b), (b, a)) if pair in self.trips), default=UNKNOWN_RTT_MS)
+        return max((self.trips[pair] for pair in ((a, b), (b, a)) if pair in self.trips), default=LIMITS.unknown_rtt_ms)
 
     def client_rtt(self, i):
         known = sorted(self.client.values())
-        unknown = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if known else UNKNOWN_RTT_MS
+        unknown = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2 if known else LIMITS.unknown_rtt_ms
         return self.client.get(self.servers[i].announcement.public_key, unknown)
 
+    def request(self, **options):
+        return Request("m", Blocks(0, N_BLOCKS), tuple(self.servers), client_rtts=self.client, **options)
+
     def plan(self, **options):
-        return plan_route("m", Blocks(0, N_BLOCKS), self.servers, client_rtts=self.client, **options)
+        return plan(self.request(**options))
 
     def way(self, route):
         return [(self.places[h.announcement.public_key], h.blocks.start, h.blocks.stop) for h in route]
@@ -136,11 +143,11 @@ def test_a_plan_for_throughput_spares_the_slowest_server_then_takes_the_least_ti
     best = min(map(twin.slowest, ways))
     slowest = twin.slowest(twin.way(route))
     if from_0:  # then the greedy trial finds what there is
-        assert slowest <= best * STAGE_SLACK * 1.000001
-    if slowest <= best * STAGE_SLACK * 1.000001:
+        assert slowest <= best * LIMITS.stage_slack * 1.000001
+    if slowest <= best * LIMITS.stage_slack * 1.000001:
         least = min(twin.latency(way) for way in ways if twin.slowest(way) <= best * 1.000001)
         returning = (way for way in twin.ways(returns=True) if len({i for i, _, _ in way}) < len(way))
-        paced = (twin.latency(way) for way in returning if twin.slowest(way) <= slowest * STAGE_SLACK**2)
+        paced = (twin.latency(way) for way in returning if twin.slowest(way) <= slowest * LIMITS.stage_slack**2)
         with_returns = min(paced, default=math.inf)
         if with_returns > least:  # else the planner settles for something near
             assert route.estimate_ms <= least * 1.000001
@@ -155,9 +162,9 @@ def test_a_plan_for_throughput_spares_the_slowest_server_then_takes_the_least_ti
 )
 def test_the_search_keeps_to_how_many_blocks_a_server_may_take(drawn, trips, client, limits):
     twin = Twin(drawn, trips, client)
-    pipeline = _Pipeline(Request("m", Blocks(0, N_BLOCKS), (), client_rtts=twin.client), twin.servers)
-    in_order = [twin.places[s.announcement.public_key] for s in pipeline.servers]
-    search = Search(pipeline.stages, np.array([limits[i] for i in in_order]))
+    offers = offers_of(twin.request(), twin.servers)
+    in_order = [twin.places[offer.announcement.public_key] for offer in offers]
+    search = Search(stages_of(twin.request(), offers), np.array([limits[i] for i in in_order]))
     within = (way for way in twin.ways(returns=True) if all(stop - start <= limits[i] for i, start, stop in way))
     least = min(map(twin.latency, within), default=math.inf)
     assert search.least_ms == pytest.approx(least)
@@ -176,7 +183,7 @@ def test_an_explanation_says_how_much_longer_the_best_route_through_a_server_tak
     if not ways:
         return
     route = twin.plan()
-    for one in route.explanation().rejected:
+    for one in explanation(route, twin.request()).rejected:
         index = next(i for i, s in enumerate(twin.servers) if s.announcement.peer_id == one.peer_id)
         through = min((twin.latency(way) for way in ways if index in [i for i, _, _ in way]), default=math.inf)
         assert (one.reason, one.slower_ms) == (Reason.SLOWER, pytest.approx(through - route.estimate_ms))

@@ -1,4 +1,4 @@
-"""What a router plans with: whom it does without, and how old a reading of the directory may be."""
+"""What a router plans with: the processes that it avoids, and how old a reading of the directory may be."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,29 +6,33 @@ from types import SimpleNamespace
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.planning.router import NOW_S, Router, Wanted
+from swarm.client.planning.router import Reading, Router, RouterLimits, Wanted, reading_for
 from swarm.client.session.avoidance import Avoidance
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.membership import Membership
+from swarm.client.session.plan import SessionPlan
 from swarm.dht.directory import Survey
 from swarm.errors import NoRoute, RootMismatch, Unreachable
 from tests.client.test_route import server
 
+pytestmark = pytest.mark.virtual_clock
+
 WANTED = Wanted("00" * 32, "model", 6, "float32")
 PLAN = SessionPlan("00" * 32, positions_max=8, rollback_max=0, step_timeout_s=1.0, wait_for_blocks_s=0.0)
+LIMITS = RouterLimits()
+HOUR_S = 3600.0
 
 
-class Reading:
-    """A directory whose answers are given, and counted."""
+class Reads:
+    """A directory whose answers are given, and counted. A look-up takes no time unless `takes_s` says so."""
 
     def __init__(self, *servers):
         self.servers, self.surveys, self.others, self.silent = servers, 0, (), False
-        self.early, self.over = (), asyncio.Event()
-        self.over.set()
+        self.early, self.takes_s = (), 0.0
 
     async def survey(self, root, n_blocks, heard):
         self.surveys += 1
         heard([SimpleNamespace(data=each.data, signed=each) for each in self.early])
-        await self.over.wait()
+        await asyncio.sleep(self.takes_s)
         if self.silent:
             raise Unreachable("the swarm", (), 1.0)
         return Survey(tuple(self.servers), ())
@@ -42,31 +46,60 @@ class Reading:
         return self.others
 
 
-class Clock:
-    now = 1000.0
+class Sessions:
+    """In place of the real ones: a session is a plan."""
 
-    def __call__(self):
-        return self.now
+    def __init__(self, avoidance):
+        self.avoidance, self.any_open = avoidance, False
 
+    async def open(self, plan, blocks, planner):
+        self.any_open = True
+        return SimpleNamespace(route=await planner(blocks, (), None, True))
 
-async def opened(plan, blocks, planner):
-    """In place of `Sessions.open`."""
-    return SimpleNamespace(route=await planner(blocks, (), None, True))
+    async def close(self):
+        self.any_open = False
 
 
 def router_of(*servers):
-    directory, clock = Reading(*servers), Clock()
-    sessions = SimpleNamespace(avoidance=Avoidance(clock, clock), any_open=False, open=opened)
-    return Router(WANTED, directory, sessions), directory, sessions.avoidance, clock
+    directory, now = Reads(*servers), asyncio.get_running_loop().time
+    avoidance = Avoidance(now, now)
+    return Router(WANTED, directory, avoidance), directory, avoidance
+
+
+def membership_of(*servers):
+    router, directory, avoidance = router_of(*servers)
+    return Membership(router, Sessions(avoidance)), directory
 
 
 async def planned(router, *arguments):
     return [hop.signed for hop in await router.plan(Blocks(0, 6), *arguments)]
 
 
-async def test_of_those_that_failed_the_one_whose_failure_is_longest_ago_is_taken():
+def elapsed_s(since):
+    return asyncio.get_running_loop().time() - since
+
+
+@pytest.mark.parametrize(
+    ("age_s", "repairing", "fresh", "reading"),
+    [
+        (LIMITS.survey_age_s - 0.1, False, False, Reading.NO),
+        (LIMITS.survey_age_s, False, False, Reading.FIRST),
+        (LIMITS.survey_fresh_s - 0.1, False, True, Reading.NO),
+        (LIMITS.survey_fresh_s, False, True, Reading.FIRST),
+        (LIMITS.survey_fresh_s - 0.1, True, False, Reading.NO),
+        (LIMITS.survey_fresh_s, True, False, Reading.BESIDE),
+        (HOUR_S, True, False, Reading.BESIDE),
+        (LIMITS.survey_fresh_s - 0.1, True, True, Reading.NO),
+        (LIMITS.survey_fresh_s, True, True, Reading.FIRST),
+    ],
+)
+def test_age_and_purpose_decide_whether_a_plan_reads(age_s, repairing, fresh, reading):
+    assert reading_for(age_s, LIMITS, repairing=repairing, fresh=fresh) is reading
+
+
+async def test_the_process_that_failed_longest_ago_is_taken_first():
     first, second, third = (server(0, 6, tps=rate) for rate in (100.0, 10.0, 1.0))
-    router, _, avoidance, clock = router_of(first, second, third)
+    router, _, avoidance = router_of(first, second, third)
     (process_of_first,) = [hop.process for hop in await router.plan(Blocks(0, 6))]
     processes = [process_of_first]
     for _ in range(2):
@@ -75,102 +108,144 @@ async def test_of_those_that_failed_the_one_whose_failure_is_longest_ago_is_take
     assert await planned(router) == [first]
     for process in (processes[1], processes[2], processes[0]):  # each of them, a moment apart
         avoidance.failed(process)
-        clock.now += 1.0
+        await asyncio.sleep(1.0)
     assert await planned(router) == [second]
     assert await planned(router, [processes[1]]) == [third]
 
 
-async def test_a_repair_reads_the_directory_only_when_it_is_told_to():
+async def test_a_repair_reads_the_directory_beside_its_plan():
     old, new = server(0, 6, tps=1.0), server(0, 6, tps=100.0)
-    router, directory, _, _ = router_of(old)
+    router, directory, _ = router_of(old)
     assert await planned(router) == [old]
     directory.servers = [old, new]
-    router._looked_up = (router._looked_up[0] - 3600.0, router._looked_up[1])
+    await asyncio.sleep(HOUR_S)
     assert await planned(router, (), "float32") == [old]
-    await asyncio.sleep(0.01)  # meanwhile it is read for the next one
+    await asyncio.sleep(0.01)
     assert directory.surveys == 2
     assert await planned(router, (), "float32") == [new]
 
 
-async def test_a_repair_does_not_wait_for_the_directory_while_the_client_is_cut_off():
-    router, directory, avoidance, clock = router_of(server(0, 3))
+async def test_a_repair_does_not_wait_for_the_directory_while_cut_off():
+    router, directory, avoidance = router_of(server(0, 3))
     with pytest.raises(NoRoute):
         await planned(router)
-    router._looked_up = (router._looked_up[0] - NOW_S, router._looked_up[1])
-    directory.over.clear()
+    await asyncio.sleep(LIMITS.survey_fresh_s)
+    directory.takes_s = HOUR_S
+    began = asyncio.get_running_loop().time()
     for process in ("a", "b"):
-        avoidance.lost(process, clock.now + 1.0)
-    async with asyncio.timeout(5):
-        with pytest.raises(NoRoute):
-            await planned(router, (), "float32", True)
-    directory.over.set()
+        avoidance.lost(process, began + 1.0)
+    with pytest.raises(NoRoute):
+        await planned(router, (), "float32", True)
+    assert elapsed_s(began) == 0.0
     await asyncio.sleep(0.01)
     assert directory.surveys == 2, "it is read nevertheless, for the next try"
 
 
-async def test_what_was_just_read_is_fresh():
-    router, directory, _, _ = router_of(server(0, 3))
+async def test_a_young_survey_is_fresh():
+    router, directory, _ = router_of(server(0, 3))
     for fresh in (False, True, True):
         with pytest.raises(NoRoute):
             await planned(router, (), None, fresh)
     assert directory.surveys == 1
-    router._looked_up = (router._looked_up[0] - NOW_S, router._looked_up[1])
+    await asyncio.sleep(LIMITS.survey_fresh_s)
     with pytest.raises(NoRoute):
         await planned(router, (), None, True)
     assert directory.surveys == 2
 
 
-async def test_whoever_serves_another_model_of_this_name_is_named_when_no_session_opens():
-    router, directory, _, _ = router_of()
+async def test_plans_at_the_same_time_share_a_look_up():
+    one = server(0, 6)
+    router, directory, _ = router_of(one)
+    directory.takes_s = 2.0
+    first = asyncio.create_task(planned(router))
+    second = asyncio.create_task(planned(router))
+    await asyncio.sleep(1.0)
+    first.cancel()  # the other one still waits for the same look-up
+    assert await second == [one]
+    assert directory.surveys == 1
+
+
+async def test_another_model_of_the_name_is_reported_when_no_session_opens():
+    swarm, directory = membership_of()
     directory.others = [SimpleNamespace(root="11" * 32)]
     with pytest.raises(RootMismatch):
-        await router.open(Blocks(0, 6), PLAN)
+        await swarm.open(Blocks(0, 6), PLAN)
 
 
-async def test_nobody_is_said_to_serve_a_model_where_it_cannot_be_found_out_who_serves_one_of_this_name():
-    router, directory, _, _ = router_of()
+async def test_no_route_names_no_other_model_when_the_look_up_fails():
+    swarm, directory = membership_of()
     directory.others = None
     with pytest.raises(NoRoute, match="nobody serves them"):
-        await router.open(Blocks(0, 6), PLAN)
+        await swarm.open(Blocks(0, 6), PLAN)
 
 
-async def test_what_was_read_before_does_while_the_directory_cannot_be_read():
+async def test_servers_of_another_protocol_are_reported_when_no_session_opens():
+    swarm, directory = membership_of()
+    directory.survey = lambda *_: asyncio.sleep(0, Survey((server(0, 3),), (7,)))
+    with pytest.raises(NoRoute, match=r"servers of protocol \(7,\) were left out"):
+        await swarm.open(Blocks(0, 6), PLAN)
+
+
+async def test_an_old_survey_serves_while_the_directory_cannot_be_read():
     one = server(0, 6)
-    router, directory, _, _ = router_of(one)
+    router, directory, _ = router_of(one)
     directory.silent = True
     with pytest.raises(Unreachable):
         await planned(router)
     directory.silent = False
     assert await planned(router) == [one]
     directory.silent = True
-    router._looked_up = (router._looked_up[0] - 3600.0, router._looked_up[1])
+    await asyncio.sleep(HOUR_S)
     assert await planned(router) == [one]
     assert await planned(router, (), "float32", True) == [one]
     with pytest.raises(NoRoute, match="cannot be read"):
         await planned(router, (), "bfloat16", True)
 
 
-async def test_a_repair_takes_what_a_look_up_has_brought_before_its_last_node_answers():
+async def test_a_repair_uses_the_first_answers_of_a_look_up():
     half, rest = server(0, 3), server(3, 6)
-    router, directory, _, _ = router_of(half)
+    router, directory, _ = router_of(half)
     with pytest.raises(NoRoute):
         await planned(router)
-    router._looked_up = (router._looked_up[0] - NOW_S, router._looked_up[1])
-    directory.early = [rest]
-    directory.over.clear()  # a node that does not answer for long
-    async with asyncio.timeout(5):
-        assert await planned(router, (), "float32", True) == [half, rest]
-    assert not router._looking.done()
-    directory.servers = [half, rest]
-    directory.over.set()
-    assert (await router._looking).servers == (half, rest)
+    await asyncio.sleep(LIMITS.survey_fresh_s)
+    directory.early, directory.servers, directory.takes_s = [rest], [half], 10.0  # a node that does not answer for long
+    began = asyncio.get_running_loop().time()
+    assert await planned(router, (), "float32", True) == [half, rest]
+    assert elapsed_s(began) == pytest.approx(LIMITS.early_s)
+    assert await planned(router, (), "float32") == [half, rest]
+    await asyncio.sleep(10.0)
+    with pytest.raises(NoRoute):  # the whole look-up counts when it has ended
+        await planned(router, (), "float32")
+    assert directory.surveys == 2
 
 
-async def test_a_repair_for_which_that_does_not_suffice_waits_for_the_whole_look_up():
+async def test_a_repair_waits_for_the_whole_look_up_where_that_is_not_enough():
     half, rest = server(0, 3), server(3, 6)
-    router, directory, _, _ = router_of(half)
-    directory.early, directory.servers = [server(0, 2)], [half, rest]
-    directory.over.clear()
-    asyncio.get_running_loop().call_later(0.3, directory.over.set)
+    router, directory, _ = router_of(half)
+    directory.early, directory.servers, directory.takes_s = [server(0, 2)], [half, rest], 3.0
     assert await planned(router, (), "float32", True) == [half, rest]
     assert directory.surveys == 1
+
+
+async def test_a_membership_reads_the_directory_only_while_sessions_are_open():
+    swarm, directory = membership_of(server(0, 6))
+    async with swarm:
+        await asyncio.sleep(HOUR_S)
+        assert directory.surveys == 0
+        await swarm.open(Blocks(0, 6), PLAN)
+        directory.silent = True  # for a while
+        await asyncio.sleep(10.5 * LIMITS.survey_age_s)
+        assert directory.surveys == 11
+    assert not swarm.sessions.any_open
+    await asyncio.sleep(HOUR_S)
+    assert directory.surveys == 11
+
+
+async def test_the_latest_round_trips_are_remembered():
+    servers = [server(0, 6), server(0, 6), server(0, 6)]
+    router = Router(WANTED, Reads(*servers), router_of()[2], limits=RouterLimits(rtts_max=2))
+    (hop,) = await router.plan(Blocks(0, 6))
+    for ms in (1.0, 2.0, 3.0):
+        router.remember([type(hop)(servers[int(ms) - 1], hop.blocks, latency_ms=ms)])
+    trips = [router.explained([type(hop)(signed, hop.blocks)]).home_ms for signed in servers]
+    assert trips == [2.5 / 2, 2.0 / 2, 3.0 / 2]  # the first one is taken to be as far as the others

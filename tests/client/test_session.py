@@ -13,6 +13,7 @@ import torch
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.session import live as live_module
 from swarm.client.session import session as session_module
+from swarm.dht.directory import Directory
 from swarm.dht.records import Span
 from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout, UsageError
 from swarm.identity import Identity
@@ -93,7 +94,7 @@ def test_a_route_that_is_not_found_in_time_is_no_hop_that_failed(swarm, model, m
         await asyncio.sleep(3600)
 
     monkeypatch.setattr(session_module, "OPEN_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(model.backend._router._directory, "survey", endless)
+    monkeypatch.setattr(Directory, "survey", endless)
     with torch.no_grad(), pytest.raises(NoRoute, match=f"{swarm.checkpoint.public_name}.* 0:6.* in time"):
         model(IDS)
 

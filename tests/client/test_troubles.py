@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
+from swarm.client.session.live import CONNECT_S
 
 from swarm.activations import Activations
 from swarm.client.session import watch as watch_module
-from swarm.client.session.live import CONNECT_S
 from swarm.errors import StepTimeout, Unreachable
 from swarm.model.span import Span
 from swarm.protocol import messages as wire
@@ -328,7 +328,7 @@ def test_two_threads_in_one_session_take_turns(going):
 
 def test_a_server_that_connects_slowly_gets_a_second_chance(checkpoint, full):
     with inprocess(checkpoint, "0:6") as swarm, swarm.client() as model:
-        dialer = model.backend._router._sessions.dialer
+        dialer = model.backend.membership.sessions.dialer
         connect, times = dialer.connect, []
 
         async def slow(*arguments):
@@ -344,7 +344,7 @@ def test_a_server_that_connects_slowly_gets_a_second_chance(checkpoint, full):
 
 def test_hops_that_cannot_be_connected_are_found_out_together(checkpoint, full):
     with inprocess(checkpoint, "0:3", "3:6", "0:3", "3:6") as swarm, swarm.client() as model:
-        dialer = model.backend._router._sessions.dialer
+        dialer = model.backend.membership.sessions.dialer
         connect, asked = dialer.connect, []
         dead = set()
 

@@ -2,23 +2,13 @@
 
 import pytest
 
-from swarm.client.session.usual import Usual
-from swarm.client.session.watch import (
-    ANSWER_S,
-    GIVE_UP_ROUNDS,
-    OVERDUE_S,
-    PATIENCE_S,
-    RESEND_ROUNDS,
-    WEDGED_S,
-    Overdue,
-    Stuck,
-    Watch,
-    Watcher,
-    Wedged,
-    rebuilding_front,
-)
+from swarm.client.session.limits import WatchLimits
+from swarm.client.session.rounds import Overdue, Rounds, Stuck, Wedged, rebuilding_front
+from swarm.client.session.timeout import Timeout
+from swarm.client.session.watch import Watcher
 from swarm.protocol.messages import Progress
 
+LIMITS = WatchLimits()
 APPLIED, WAITING = 7, 6  # of step 7
 
 
@@ -36,7 +26,7 @@ def hop(applied, *, length=0, under_way=0, jobs_done=0, quiet_ms=10_000):
 
 def rounds(hops, count, every_s=0.5):
     """The verdicts of so many rounds in which the hops say the same."""
-    watch = Watch()
+    watch = Rounds(LIMITS)
     done = [each.applied >= APPLIED for each in hops]
     return [watch.judge(hops, done, APPLIED, every_s * number) for number in range(count)]
 
@@ -44,16 +34,16 @@ def rounds(hops, count, every_s=0.5):
 @pytest.mark.parametrize("front", [0, 1, 2, 3])
 def test_what_does_not_arrive_is_sent_again_and_then_given_up(front):
     hops = [hop(APPLIED) for _ in range(front)] + [hop(WAITING) for _ in range(3 - front)]
-    verdicts = rounds(hops, 1 + GIVE_UP_ROUNDS)
-    assert verdicts[RESEND_ROUNDS] == Stuck(front, again=True)
-    assert verdicts[GIVE_UP_ROUNDS] == Stuck(front, again=False)
-    assert [verdict for verdict in verdicts if verdict is None] == [None] * (GIVE_UP_ROUNDS - 1)
+    verdicts = rounds(hops, 1 + LIMITS.give_up_rounds)
+    assert verdicts[LIMITS.resend_rounds] == Stuck(front, again=True)
+    assert verdicts[LIMITS.give_up_rounds] == Stuck(front, again=False)
+    assert [verdict for verdict in verdicts if verdict is None] == [None] * (LIMITS.give_up_rounds - 1)
 
 
 def test_a_hop_that_refuses_steps_for_want_of_room_has_received_them():
-    watch, hops = Watch(), [hop(WAITING)]
+    watch, hops = Rounds(LIMITS), [hop(WAITING)]
     assert not any(watch.judge(hops, [False], APPLIED, 1.0 * number, number) for number in range(50))
-    assert any(watch.judge(hops, [False], APPLIED, 50.0 + number, 49) for number in range(GIVE_UP_ROUNDS))
+    assert any(watch.judge(hops, [False], APPLIED, 50.0 + number, 49) for number in range(LIMITS.give_up_rounds))
 
 
 def test_bytes_on_their_way_are_waited_for():
@@ -61,26 +51,27 @@ def test_bytes_on_their_way_are_waited_for():
 
 
 def test_a_busy_hop_that_finishes_anything_for_anybody_is_waited_for():
-    watch = Watch()
+    watch = Rounds(LIMITS)
     for number in range(1000):
         hops = [hop(APPLIED), hop(WAITING, under_way=1, jobs_done=number // 10)]
         assert watch.judge(hops, [True, False], number // 100, 0.5 * number) is None
 
 
 def test_a_hop_that_has_one_step_for_very_long_is_overdue_and_again_after_as_long():
-    watch = Watch()
+    watch = Rounds(LIMITS)
     done = [True, False]
+    overdue_s = LIMITS.overdue_s
     said = [
         watch.judge([hop(APPLIED), hop(WAITING, under_way=1, jobs_done=second)], done, 7, float(second))
-        for second in range(int(2.5 * OVERDUE_S))
+        for second in range(int(2.5 * LIMITS.overdue_s))
     ]
-    assert [second for second, verdict in enumerate(said) if verdict] == [OVERDUE_S + 1, 2 * OVERDUE_S + 2]
+    assert [second for second, verdict in enumerate(said) if verdict] == [overdue_s + 1, 2 * overdue_s + 2]
     assert set(said) == {None, Overdue(1)}
 
 
 def test_a_hop_that_finishes_nothing_is_wedged():
-    verdicts = rounds([hop(APPLIED), hop(WAITING, under_way=1)], int(3 * WEDGED_S))
-    assert verdicts[int(1.9 * WEDGED_S)] is None
+    verdicts = rounds([hop(APPLIED), hop(WAITING, under_way=1)], int(3 * LIMITS.wedged_s))
+    assert verdicts[int(1.9 * LIMITS.wedged_s)] is None
     assert verdicts[-1] == Wedged(1)
 
 
@@ -106,8 +97,8 @@ def test_a_past_waits_for_the_last_hop_that_it_has_not_passed(said, front):
 
 
 def test_patience_follows_what_is_usual_within_limits():
-    least, first, most = PATIENCE_S
-    usual = Usual(PATIENCE_S)
+    least, first, most = LIMITS.patience_s
+    usual = Timeout(LIMITS.patience_s)
     assert usual.wait_s == first
     for _ in range(50):
         usual.observe(0.001)
@@ -121,15 +112,12 @@ def test_patience_follows_what_is_usual_within_limits():
 
 
 async def test_hops_get_no_longer_for_an_answer_than_a_step_usually_takes():
-    least, first, most = ANSWER_S
-    watcher = Watcher(None, list, print, print)
+    least, first, _ = LIMITS.answer_s
+    watcher = Watcher(None, None, LIMITS)
     assert watcher.answer_s == first
     for _ in range(50):
-        watcher.steps.observe(0.01)
+        watcher.patience.observe(0.01)
     assert watcher.answer_s == least
     for _ in range(50):
-        watcher.steps.observe(0.6)
+        watcher.patience.observe(0.6)
     assert least < watcher.answer_s <= first
-    for _ in range(50):
-        watcher._answers.observe(10.0)  # what is known of answers themselves counts more
-    assert watcher.answer_s == most

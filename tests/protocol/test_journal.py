@@ -1,25 +1,27 @@
 """A journal's past as messages: the same as if gathers and rollbacks had been carried out when they came."""
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
-import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from swarm.activations import Activations
-from swarm.protocol import journal as journal_module
-from swarm.protocol.journal import Entry, Journal, Past, rebuild_messages
+from swarm.protocol.journal import Entry, Journal, JournalLimits, Past, rebuild_messages
 from swarm.protocol.tensors import CHUNK_BYTES
 
 WIDTH = 4
+logs = settings(max_examples=100, deadline=None)
+RANDOM = st.randoms(use_true_random=False)
 
 
-def log(seed: int) -> tuple[Journal, dict[str, torch.Tensor]]:
-    """Some steps with gathers, rollbacks, positions and padding; and what should be the past after them."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    journal, rows = Journal(), rng.randint(1, 3)
+def steps_of(rng: Random) -> Iterator[tuple[Entry, Activations]]:
+    """Some steps with gathers, rollbacks, positions and padding; and with each what should be the past after it."""
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    rows = rng.randint(1, 3)
     past = {
         "hidden": torch.zeros(rows, 0, WIDTH),
         "positions": torch.zeros(rows, 0, dtype=torch.int64),
@@ -38,7 +40,6 @@ def log(seed: int) -> tuple[Journal, dict[str, torch.Tensor]]:
         mask = (
             torch.randint(0, 2, (rows, tokens), generator=generator, dtype=torch.uint8) if rng.random() < 0.5 else None
         )
-        journal.add(Entry(step, order, Past(keep, Activations(hidden, positions, mask))))
         new = {
             "hidden": hidden,
             "positions": torch.arange(keep, keep + tokens).expand(rows, -1) if positions is None else positions,
@@ -46,53 +47,78 @@ def log(seed: int) -> tuple[Journal, dict[str, torch.Tensor]]:
         }
         kept = {name: value[:, :keep] if order is None else value[list(order), :keep] for name, value in past.items()}
         past = {name: torch.cat([kept[name], new[name]], dim=1) for name in past}
-    return journal, past
+        yield Entry(step, order, Past(keep, Activations(hidden, positions, mask))), Activations(**past)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_journal_knows_before_a_step_how_large_it_will_be_and_is_the_same_when_steps_are_put_together(
-    seed, monkeypatch
-):
-    sizes = []
-    add = Journal.add
-
-    def told(journal, entry):
-        expected = journal.n_bytes_with(entry)
-        add(journal, entry)
-        sizes.append((expected, journal.n_bytes, sum(each.past.n_bytes for each in journal._entries)))
-
-    unfolded, past = log(seed)
-    monkeypatch.setattr(journal_module, "STEPS_UNFOLDED_MAX", 4)
-    monkeypatch.setattr(Journal, "add", told)
-    folded, _ = log(seed)
-    assert all(expected == n_bytes == held for expected, n_bytes, held in sizes)
-    for journal in (unfolded, folded):
-        hidden = torch.cat([piece.in_order().activations.hidden for piece in journal.past_after(99)], dim=1)
-        assert torch.equal(hidden, past["hidden"])
+def hidden_after(journal: Journal, step: int) -> torch.Tensor:
+    """The past of a journal, in one piece."""
+    return torch.cat([piece.in_order().activations.hidden for piece in journal.past_after(step)], dim=1)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 20])
-@pytest.mark.parametrize("seed", range(40))
-def test_messages_tell_the_past_as_it_is(seed, chunk_bytes, monkeypatch):
-    monkeypatch.setattr(journal_module, "CHUNK_BYTES", chunk_bytes)
-    journal, expected = log(seed)
-    told = {name: [] for name in expected}
+@logs
+@given(RANDOM)
+def test_journal_knows_before_a_step_how_large_it_becomes(rng):
+    journal = Journal(JournalLimits(steps_unfolded_max=4))
+    for entry, _ in steps_of(rng):
+        expected, before = journal.n_bytes_with(entry), journal.n_bytes
+        grown = journal.add(entry)
+        pieces = sum(piece.n_bytes for piece in journal.past_after(entry.step))
+        assert pieces <= expected == journal.n_bytes == before + grown
+
+
+@logs
+@given(RANDOM)
+def test_folded_journal_tells_the_same_past(rng):
+    unfolded, folded = Journal(), Journal(JournalLimits(steps_unfolded_max=4))
+    for entry, past in steps_of(rng):
+        unfolded.add(entry)
+        folded.add(entry)
+        assert torch.equal(hidden_after(unfolded, entry.step), past.hidden)
+        assert torch.equal(hidden_after(folded, entry.step), past.hidden)
+
+
+@logs
+@given(RANDOM, st.sampled_from([1, 40, 1 << 20]))
+def test_messages_tell_the_past_as_it_is(rng, chunk_bytes):
+    journal = Journal()
+    for entry, expected in steps_of(rng):  # noqa: B007 - the last one's
+        journal.add(entry)
+    told: dict[str, list[torch.Tensor]] = {"hidden": [], "positions": [], "mask": []}
     start = 0
-    for message, sent in rebuild_messages("ab" * 16, 1, journal.past_after(99), 1):
-        assert (message.start, message.total) == (start, expected["hidden"].shape[1])
+    for message, part in rebuild_messages("ab" * 16, 1, journal.past_after(99), 1, chunk_bytes):
+        assert (message.start, message.total) == (start, expected.tokens)
         rows, tokens, _ = message.hidden.shape
         assert rows * tokens * WIDTH * 4 <= max(chunk_bytes, rows * WIDTH * 4)
-        rest = iter(sent.tensors)
-        told["hidden"].append(next(rest))
-        positions = next(rest) if message.positions else torch.arange(start, start + tokens)[None]
+        assert (message.positions is None) == (part.positions is None)
+        assert (message.mask is None) == (part.mask is None)
+        told["hidden"].append(part.hidden)
+        positions = torch.arange(start, start + tokens)[None] if part.positions is None else part.positions
         told["positions"].append(positions.expand(rows, -1))
-        told["mask"].append(next(rest) if message.mask else torch.ones(rows, tokens, dtype=torch.uint8))
+        told["mask"].append(torch.ones(rows, tokens, dtype=torch.uint8) if part.mask is None else part.mask)
         start += tokens
     for name, parts in told.items():
-        assert torch.equal(torch.cat(parts, dim=1), expected[name]), name
+        assert torch.equal(torch.cat(parts, dim=1), getattr(expected, name)), name
 
 
-def test_a_past_of_many_rows_takes_no_more_memory_than_what_is_kept_of_it():
+@logs
+@given(RANDOM, st.integers(0, 20))
+def test_truncated_journal_is_as_before_those_steps(rng, forgotten):
+    entries = list(steps_of(rng))
+    after = max(1, len(entries) - forgotten)
+    journal = Journal()
+    sizes = []
+    for entry, _ in entries:
+        journal.add(entry)
+        sizes.append(journal.n_bytes)
+    journal.truncate(after)
+    assert torch.equal(hidden_after(journal, 99), entries[after - 1][1].hidden)
+    assert journal.n_bytes == sizes[after - 1]
+    for entry, _ in entries[after:]:
+        journal.add(entry)
+    assert torch.equal(hidden_after(journal, 99), entries[-1][1].hidden)
+
+
+def test_past_of_many_rows_is_gathered_piece_by_piece():
     """One row became a thousand: as a whole that would be a thousand times as much."""
     journal, prompt = Journal(), torch.randn(1, 4096, 64)
     journal.add(Entry(1, None, Past(0, Activations(prompt))))
@@ -118,8 +144,8 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_past_that_was_gathered_at_every_step_is_found_in_one_walk():
-    """Not in one for each step: whoever asks for it has a server's event loop do that."""
+def test_past_of_many_gathers_is_found_in_one_walk():
+    """Not in one for each step: a server's event loop does that."""
     calls = []
     for steps in (64, 128, 256):
         journal = Journal()

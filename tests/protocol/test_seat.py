@@ -1,6 +1,7 @@
 """What the client writes into OPEN and REROUTE is what the hops read: neighbours agree about the edge between them."""
 
 from base64 import b64decode
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -35,7 +36,7 @@ def test_neighbours_agree_about_the_edge_between_them(data):
     assert seats[0].accepts(OWNER, 7)
     assert seats[-1].next == Client()
     assert [seat.has_next for seat in seats] == [True] * (hops - 1) + [False]
-    for index, (seat, following) in enumerate(zip(seats, seats[1:], strict=False)):
+    for index, (seat, following) in enumerate(pairwise(seats)):
         if index in relayed:
             assert seat.next == Relay()
             assert following.accepts(OWNER, 7)

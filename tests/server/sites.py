@@ -23,7 +23,7 @@ from swarm.net.noise import ChannelKey
 from swarm.net.tcp import Listener, dial
 from swarm.protocol.messages import AnyMessage, Message, Open, Opened, Output, Rebuild, Rebuilt, Refused, Step
 from swarm.protocol.tensors import meta_of
-from swarm.server.limits import HandlerLimits, SessionLimits
+from swarm.server.limits import HandlerLimits, HostedLimits
 from swarm.server.server import Server, ServerLimits, ServerOptions
 from swarm.server.session import HostedSession
 
@@ -31,7 +31,7 @@ NETWORK = "test"
 HIDDEN = 64
 TOKEN_BYTES = 4 * HIDDEN
 POOL_TOKENS = 200
-WINDOW = SessionLimits().inbox.window_steps
+WINDOW = HostedLimits().inbox.window_steps
 WITHIN_S = 10.0
 TOLERANCE = 1e-4  # float32; for one product over all positions against several over parts of them
 FIRST, SECOND = Blocks(0, 3), Blocks(3, 6)
@@ -99,7 +99,7 @@ async def serving(
 
 def bounded(**session: object) -> ServerLimits:
     """The limits of a server whose sessions have these."""
-    return ServerLimits(handler=HandlerLimits(session=replace(SessionLimits(), **session)))
+    return ServerLimits(handler=HandlerLimits(session=replace(HostedLimits(), **session)))
 
 
 class Peer:

@@ -14,7 +14,7 @@ from swarm.identity import Identity
 from swarm.model import span as span_module
 from swarm.model.span import Span
 from swarm.protocol.messages import Close, Failed, Opened, Reroute, Rerouted
-from swarm.server.limits import AdmissionLimits, HandlerLimits, SessionLimits
+from swarm.server.limits import AdmissionLimits, HandlerLimits, HostedLimits
 from swarm.server.server import ServerLimits
 from tests.server.sites import (
     FIRST,
@@ -78,7 +78,7 @@ async def test_what_strangers_open_is_not_remembered_for_ever(
 def records_that_do_not_hold(first: Site, second: Site) -> dict[str, str]:
     """Of the hop behind `first`."""
     good = second.record()
-    past = time.time() - SessionLimits().next_record_late_s - 120
+    past = time.time() - HostedLimits().next_record_late_s - 120
     return {
         "not base64": "#" + good,
         "a changed byte": good[:-8] + ("A" if good[-8] != "A" else "B") + good[-7:],

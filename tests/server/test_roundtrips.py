@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.planning.route import plan_route
 from swarm.dht.records import RECORD_BYTES_MAX, RTTS_MAX, Rtt, SignedAnnouncement, sign_announcement
 from swarm.errors import Unreachable
 from swarm.identity import Identity
 from swarm.server import roundtrips
 from swarm.server.roundtrips import RoundTrips, choose_peers
+from tests.client.test_route import planned
 from tests.dht.support import announcement
 
 ME = Identity(b"m" * 32)
@@ -123,7 +123,7 @@ async def test_what_was_measured_can_be_announced_and_planned_with(monkeypatch):
     assert trips.latest == (Rtt(near.announcement.public_key[:16], 12.3),)
     assert dialer.held == 0
     me = mine().model_copy(update={"rtts": trips.latest})
-    route = plan_route("m", Blocks(8, 16), [SignedAnnouncement(me, b""), near])
+    route = planned(Blocks(8, 16), [SignedAnnouncement(me, b""), near])
     assert route.estimates[1].trip_ms == pytest.approx(12.3 / 2)
     dialer.dialled.clear()
     dialer.answers_s[near.announcement.peer_id] = [0.01] * 3

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from swarm.activations import Activations
-from swarm.client.session import live
 from swarm.model.past import SpanPast
 from swarm.protocol import journal, replay
 from swarm.protocol.journal import Past, rebuild_messages
@@ -115,5 +114,4 @@ def _replay(patch: Patch, change: Callable[[Past], Past]) -> None:
         whole = [change(journal._joined(pieces, journal._beside(pieces)))] if pieces else []
         return rebuild_messages(name, epoch, whole, hops, *chunk_bytes)
 
-    patch.setattr(live, "rebuild_messages", changed)
     patch.setattr(replay, "rebuild_messages", changed)

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.session import chunks
-from swarm.client.session.live import SessionPlan
-from swarm.client.session.session import POSITIONS_TO_COME, Session
+from swarm.client.session.limits import ChunkLimits, SessionLimits
+from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import Session
 from swarm.errors import SwarmError
-from swarm.protocol import journal
 from swarm.protocol.replay import ReplayLimits
 from swarm.server.gates import Gates
-from swarm.server.limits import HandlerLimits, SessionLimits
+from swarm.server.limits import HandlerLimits, HostedLimits
 from tests.simulation.invariants import watched
 from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy
@@ -30,8 +29,9 @@ from tests.simulation.network import Trace
 from tests.simulation.world import N_BLOCKS, ROOT, Client, Weather, World, ended
 
 TOKENS = 256
-CHUNK_TOKENS = 8
-CHUNK_BYTES = CHUNK_TOKENS * HIDDEN_SIZE * 4
+CHUNK_BYTES = 8 * HIDDEN_SIZE * 4  # long steps and replays travel in many messages, although the model is small
+LIMITS = SessionLimits(chunks=ChunkLimits(chunk_bytes=CHUNK_BYTES), replay=ReplayLimits(chunk_bytes=CHUNK_BYTES))
+SERVERS = HandlerLimits(session=HostedLimits(replay=ReplayLimits(chunk_bytes=CHUNK_BYTES)))
 GATES = Gates()  # of every server
 ROLLBACK_MAX = 16
 STEP_TIMEOUT_S = 120.0
@@ -110,7 +110,7 @@ def simulate(
     loop.set_exception_handler(lambda _, context: outcome.faults.append(_described(context)))
     loop.set_task_factory(_watching(outcome.faults))
     readable = trace if lines is not None else None
-    with _small_chunks(), _events_into(readable), torch.inference_mode():
+    with _events_into(readable), torch.inference_mode():
         try:
             weather = weather or weather_of(seed, departures_per_min)
             loop.run_until_complete(_run(loop, seed, weather, trace, outcome))
@@ -124,10 +124,9 @@ def simulate(
 
 
 async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome) -> None:
-    limits = HandlerLimits(session=SessionLimits(replay=ReplayLimits(chunk_bytes=CHUNK_BYTES)))
-    world = World(loop, seed, weather, trace, limits, gates=watched(GATES, outcome.faults))
+    world = World(loop, seed, weather, trace, SERVERS, gates=watched(GATES, outcome.faults))
     world.populate()
-    client = Client(world, seed)
+    client = Client(world, seed, LIMITS)
     await asyncio.sleep(25.0)  # everybody has announced
     world.counts.uncovered.clear()
     lives = [
@@ -180,9 +179,9 @@ class User:
             step_timeout_s=STEP_TIMEOUT_S,
             wait_for_blocks_s=0.0,
             batch=n_rows,
-            positions_soon=length + POSITIONS_TO_COME,
+            positions_soon=length + LIMITS.chunks.positions_to_come,
         )
-        session = await _in_time(self._client.router.open(Blocks(0, N_BLOCKS), plan))
+        session = await _in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan))
         try:
             await self._generate(session, prompt)
         finally:
@@ -259,20 +258,6 @@ async def _in_time(work: Any) -> Any:
             return await work
     except TimeoutError:
         raise Hang(f"neither an answer nor an error within {HANG_S:.0f} s") from None
-
-
-@contextlib.contextmanager
-def _small_chunks() -> Iterator[None]:
-    """Long steps and replays travel in many messages, although the model is small."""
-    modules: Any = (chunks, journal)
-    before = [module.CHUNK_BYTES for module in modules]
-    for module in modules:
-        module.CHUNK_BYTES = CHUNK_BYTES
-    try:
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.CHUNK_BYTES = value
 
 
 @contextlib.contextmanager

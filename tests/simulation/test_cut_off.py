@@ -180,7 +180,7 @@ def test_a_new_session_does_not_wait_for_long_where_nobody_was_heard_just_before
         drop_network(going, 60.0)
         began = going.loop.time()
         with pytest.raises((NoRoute, HopFailed)):
-            await going.village.router.open(Blocks(0, N_BLOCKS), IMPATIENT)
+            await going.village.swarm.open(Blocks(0, N_BLOCKS), IMPATIENT)
         assert going.loop.time() - began < HOLDERS_S + 5.0
 
     played(scenario, plan=IMPATIENT)

@@ -21,7 +21,7 @@ def test_a_session_goes_on_with_the_same_hops_when_its_grants_have_ended(every: 
     async def generate() -> None:
         village = Village(loop, "allowed_peers", 3)
         await asyncio.sleep(25.0)
-        session = await village.router.open(Blocks(0, N_BLOCKS), PLAN)
+        session = await village.swarm.open(Blocks(0, N_BLOCKS), PLAN)
         past = (local := HashSpan(Blocks(0, N_BLOCKS))).new_cache()
         before = [hop.process for hop in session.route]
         for number in range(4):

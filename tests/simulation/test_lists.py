@@ -10,8 +10,10 @@ import torch
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.planning.router import Preferences, Router, Wanted
-from swarm.client.session.live import SessionPlan
+from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.router import Router, Wanted
+from swarm.client.session.membership import Membership
+from swarm.client.session.plan import SessionPlan
 from swarm.errors import HopFailed, NoRoute
 from swarm.identity import Identity
 from swarm.server.limits import HandlerLimits, MemoryLimits
@@ -63,8 +65,9 @@ class Village:
             self._start(identity, SPANS[number % len(SPANS)])
         client = self.client = Client(self.world, seed)
         chosen = preferences(kind, identities[:LISTED], identities[LISTED:])
-        directory = client.router._directory
-        self.router = Router(Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS), directory, client.sessions, chosen)
+        wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
+        self.router = Router(wanted, client.directory, client.sessions.avoidance, chosen)
+        self.swarm = Membership(self.router, client.sessions)
 
     def heard(self) -> set[str]:
         """The peer ids of all that ever got a message."""
@@ -96,7 +99,7 @@ class Village:
 
 async def broken_session(village: Village, source: Random) -> int:
     """Generate while a hop dies before every token; returns how often the route was repaired."""
-    session = await village.router.open(Blocks(0, N_BLOCKS), PLAN)
+    session = await village.swarm.open(Blocks(0, N_BLOCKS), PLAN)
     local = HashSpan(Blocks(0, N_BLOCKS))
     past, tokens = local.new_cache(), [[1, 2, 3]]
     for _ in range(TOKENS):
@@ -149,7 +152,7 @@ def test_a_repair_fails_rather_than_leave_the_list() -> None:
         village = Village(loop, "trusted_peers", 7)
         await asyncio.sleep(25.0)
         plan = SessionPlan(root=ROOT, positions_max=64, rollback_max=0, step_timeout_s=30.0, wait_for_blocks_s=0.0)
-        session = await village.router.open(Blocks(0, N_BLOCKS), plan)
+        session = await village.swarm.open(Blocks(0, N_BLOCKS), plan)
         for peer in village.listed:
             village.kill(peer, comes_back=False)
         with pytest.raises((NoRoute, HopFailed)):

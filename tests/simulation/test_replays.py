@@ -13,7 +13,7 @@ from swarm.client.session.avoidance import Avoidance
 from swarm.protocol import journal
 from swarm.protocol.messages import Rebuilt, Refused
 from swarm.protocol.replay import ReplayLimits
-from swarm.server.limits import AccountLimits, HandlerLimits, MemoryLimits, SessionLimits
+from swarm.server.limits import AccountLimits, HandlerLimits, HostedLimits, MemoryLimits
 from tests.simulation.model import HIDDEN_SIZE
 from tests.simulation.test_lists import PLAN
 from tests.simulation.test_sessions import Going, silent
@@ -34,7 +34,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "REPLAY_BYTES_MAX", WINDOW * MIB)
 
 
-SESSION = SessionLimits(
+SESSION = HostedLimits(
     replay_unread_bytes_max=WINDOW * MIB, replay=ReplayLimits(window_bytes=WINDOW * MIB, chunk_bytes=MIB)
 )
 MEMORY = MemoryLimits(input_bytes_max=INPUTS * MIB, window_bytes_max=INPUTS * MIB)
@@ -143,7 +143,7 @@ def test_many_long_pasts_on_their_way_to_one_hop_are_rebuilt_by_turns() -> None:
     async def scenario(going: Going) -> None:
         village, every, blocks = going.village, [going], set(going.session.route[1].blocks)
         while len(every) < 16:
-            every.append(Going(village, await village.router.open(Blocks(0, N_BLOCKS), PLAN)))
+            every.append(Going(village, await village.swarm.open(Blocks(0, N_BLOCKS), PLAN)))
         for each in every:
             await each.say(30 * CHUNK_TOKENS)
         for host in spares(going):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.planning.router import ANY_PEER
-from swarm.client.session.live import SessionPlan
+from swarm.client.planning.preferences import Preferences
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import POSITIONS_TO_COME, Session
 from swarm.errors import NoRoute, Refused
 from swarm.protocol import messages as wire
@@ -32,12 +32,12 @@ def only_these(going: Going) -> None:
     """From now on nobody is there but the servers of this route."""
     router = going.village.router
     peers = frozenset(hop.peer_id for hop in going.session.route)
-    router._preferences = replace(router._preferences, allowed_peers=peers)
+    router.preferences = replace(router.preferences, allowed_peers=peers)
 
 
 async def another(going: Going, plan: SessionPlan = PLAN) -> Going:
     """Open one more session of the same client."""
-    return Going(going.village, await going.village.router.open(Blocks(0, N_BLOCKS), plan))
+    return Going(going.village, await going.village.swarm.open(Blocks(0, N_BLOCKS), plan))
 
 
 async def all_well(tasks: list[Coroutine[Any, Any, float]]) -> float:
@@ -157,7 +157,7 @@ def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: py
 
 def test_a_server_that_could_never_hold_a_session_is_left_for_one_that_can_however_many_there_are() -> None:
     async def scenario(going: Going) -> None:
-        going.village.router._preferences = ANY_PEER
+        going.village.router.preferences = Preferences()
         last = going.hosts[-1]
         holders = [host for host in going.village.world.hosts if host.blocks == last.blocks]
         assert len(holders) > 3

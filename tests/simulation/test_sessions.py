@@ -13,7 +13,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session import chunks, live
 from swarm.client.session import session as client_session
-from swarm.client.session.live import SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.client.session.watch import OVERDUE_S
 from swarm.errors import Refused, SessionClosed, StepTimeout
@@ -76,7 +76,7 @@ def played(
         await asyncio.sleep(25.0)  # everybody has announced
         for process in village.world.network.processes.values() if far_s else ():
             village.world.network.link("client", process.name).latency_s = far_s
-        session = await village.router.open(Blocks(0, N_BLOCKS), plan)
+        session = await village.swarm.open(Blocks(0, N_BLOCKS), plan)
         await scenario(Going(village, session))
         await session.close()
         await village.client.sessions.close()
@@ -204,7 +204,7 @@ def test_a_new_hop_that_stops_right_after_it_has_opened_is_not_waited_for(monkey
 def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take() -> None:
     async def scenario(going: Going) -> None:
         for _ in range(10):
-            other = await going.village.router.open(Blocks(0, N_BLOCKS), PLAN)
+            other = await going.village.swarm.open(Blocks(0, N_BLOCKS), PLAN)
             await other.close()
         last = going.session.route[-1]
         going.village.kill(last.peer_id)
@@ -465,7 +465,7 @@ def test_a_hop_that_always_has_work_but_computes_nothing_is_left_out_of_the_next
         assert late.value.peer == liar.identity.peer_id
         process = session.live.process_of(late.value.peer)
         assert going.failures() == ([first.process, process] if rebuilds else [process])
-        again = await going.village.router.open(Blocks(0, N_BLOCKS), PLAN)
+        again = await going.village.swarm.open(Blocks(0, N_BLOCKS), PLAN)
         assert process not in {hop.process for hop in again.route}
         await again.close()
 

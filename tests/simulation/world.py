@@ -12,6 +12,8 @@ from typing import Any
 
 from swarm.blocks import Blocks
 from swarm.client.planning.router import Router, Wanted
+from swarm.client.session.limits import SessionLimits
+from swarm.client.session.membership import Membership
 from swarm.client.session.sessions import Sessions
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.directory import Directory
@@ -420,22 +422,23 @@ class World:
 class Client:
     """The client's process: production directory, router, sessions and dialer."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, limits: SessionLimits | None = None) -> None:
         rng = Random(f"client {seed}")
         identity = Identity(rng.randbytes(32))
         me: Any = SimpleNamespace(identity=identity, key=SimpleNamespace(public=rng.randbytes(32)), network=NETWORK)
         self.process = Process("client", me, "client:1")
         world.network.processes[self.process.address] = self.process
         self.skew_s = world.client_skew_s = rng.uniform(-world.weather.skew_s, world.weather.skew_s)
-        self.sessions = Sessions(lambda: rng.randbytes(16).hex())
-        self.sessions.dialer = Dialer(me, self.sessions.on_message, partial(world.network.dial, self.process))
+        dial = partial(world.network.dial, self.process)
+        self.sessions = Sessions(lambda: rng.randbytes(16).hex(), lambda heard: Dialer(me, heard, dial), limits)
 
         def clock() -> float:
             return world.wall_clock() + self.skew_s
 
         store = Store(world, self.process, world.gate(clock))
-        directory = Directory(store, identity=None, network=NETWORK, clock=clock)
-        self.router = Router(Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS), directory, self.sessions)
+        self.directory = Directory(store, identity=None, network=NETWORK, clock=clock)
+        wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
+        self.swarm = Membership(Router(wanted, self.directory, self.sessions.avoidance), self.sessions)
 
 
 async def ended(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -15,7 +15,8 @@ from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import ClientOptions, Swarm
-from swarm.client.planning.router import ANY_PEER, Preferences
+from swarm.client.planning.preferences import Preferences
+from swarm.client.session.limits import SessionLimits
 from swarm.dht.directory import Directory
 from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
@@ -64,8 +65,9 @@ class InProcessSwarm:
         *,
         step_timeout_s: float = 30.0,
         wait_for_blocks_s: float = 0.0,
-        preferences: Preferences = ANY_PEER,
+        preferences: Preferences | None = None,
         local_blocks: int = 0,
+        limits: SessionLimits | None = None,
     ) -> DistributedModel:
         """A distributed model; `close` it."""
 
@@ -73,7 +75,14 @@ class InProcessSwarm:
         async def join() -> AsyncIterator[Directory]:
             yield self.directory()
 
-        options = ClientOptions(NETWORK, step_timeout_s, wait_for_blocks_s, preferences, local_blocks)
+        options = ClientOptions(
+            NETWORK,
+            step_timeout_s,
+            wait_for_blocks_s,
+            preferences or Preferences(),
+            local_blocks,
+            limits=limits or SessionLimits(),
+        )
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
         first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None
         ends = load_ends(self.checkpoint, dtype=self.dtype)

@@ -1,11 +1,11 @@
-"""How long to wait before something is late: learned from how long it usually takes."""
+"""How long to wait before something is late: learned from how long it took before."""
 
 
-class Usual:
-    """How long something usually takes: mean and deviation, smoothed as in RFC 6298, section 2."""
+class Timeout:
+    """A timeout that follows what it bounds: mean and deviation, smoothed as in RFC 6298, section 2."""
 
     def __init__(self, bounds_s: tuple[float, float, float]) -> None:
-        """bounds_s: the least to wait, what to wait before anything is known, and the most."""
+        """bounds_s: the least to wait, the wait before anything is known, and the most."""
         self._least_s, self.wait_s, self._most_s = bounds_s
         self._mean_s: float | None = None
         self._deviation_s = 0.0
@@ -16,7 +16,7 @@ class Usual:
         return self._mean_s is not None
 
     def observe(self, took_s: float) -> None:
-        """Learn; `wait_s` is then what it hardly ever exceeds."""
+        """Learn; `wait_s` is then hardly ever exceeded."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = took_s, took_s / 2
         else:

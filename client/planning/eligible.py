@@ -1,0 +1,144 @@
+"""Which servers a route may use, and which of their blocks. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+
+from swarm.blocks import Blocks, missing_blocks
+from swarm.client.planning.request import Request, key_and_process, keys_of
+from swarm.dht.records import Announcement, SignedAnnouncement
+from swarm.errors import NoRoute
+
+
+class Reason(StrEnum):
+    """Why a server is not in a route."""
+
+    SLOWER = "slower"  # the best route through it takes longer
+    NO_WAY = "no way"  # no route through it, or none whose slowest server is as fast
+    NO_ROOM = "no room"  # too little free KV memory, where others have enough
+    AVOIDED = "avoided"  # it failed or refused lately, or the session has it already
+    BLOCKED = "blocked"  # by `blocked_peers`
+    NOT_ALLOWED = "not allowed"  # not among `allowed_peers`
+    NOT_TRUSTED = "not trusted"  # `trusted_peers` names others for these blocks
+    NOT_ONLINE = "not online"  # it joins or leaves
+    OTHER_CLASS = "other class"  # it computes in another numeric class
+    ELSEWHERE = "elsewhere"  # it holds none of the wanted blocks
+
+
+class Eligibility:
+    """Tells servers that a request may use from those that it may not."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._blocked = keys_of(request.blocked_peers)
+        self._allowed = None if request.allowed_peers is None else keys_of(request.allowed_peers)
+        self._avoided = {key_and_process(avoided) for avoided in request.avoid}
+
+    def usable(self) -> list[SignedAnnouncement]:
+        """Return the servers that may be used."""
+        return [signed for signed in self._request.servers if self.reason(signed.announcement) is None]
+
+    def reason(self, announcement: Announcement) -> Reason | None:
+        """Return why a server may not be used, or None."""
+        wanted, key = self._request.wanted, announcement.public_key
+        start, stop = announcement.blocks
+        if stop <= wanted.start or start >= wanted.stop:
+            return Reason.ELSEWHERE
+        if (unwanted := self._unwanted(announcement)) is not None:
+            return unwanted
+        if announcement.state != "online":
+            return Reason.NOT_ONLINE
+        if (key, "") in self._avoided or (key, announcement.channel_key) in self._avoided:
+            return Reason.AVOIDED
+        return None if self._right_class(announcement.numeric_class) else Reason.OTHER_CLASS
+
+    def _unwanted(self, announcement: Announcement) -> Reason | None:
+        """Return which of the user's preferences rules a server out."""
+        key = announcement.public_key
+        if key in self._blocked:
+            return Reason.BLOCKED
+        if self._allowed is not None and key not in self._allowed:
+            return Reason.NOT_ALLOWED
+        if self._request.pins and not _runs(announcement, self._request):
+            return Reason.NOT_TRUSTED
+        return None
+
+    def _right_class(self, name: str) -> bool:
+        dtype, numeric_class = self._request.dtype, self._request.numeric_class
+        return dtype in {None, name.partition("+")[0]} and numeric_class in {None, name}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A server, and blocks that it may be given."""
+
+    signed: SignedAnnouncement
+    blocks: Blocks
+
+    @property
+    def announcement(self) -> Announcement:
+        """What the server announces."""
+        return self.signed.announcement
+
+
+def offers_of(request: Request, servers: Iterable[SignedAnnouncement]) -> list[Offer]:
+    """Return what these servers may be given: of those with room alone where they cover the wanted blocks.
+
+    In an order that does not depend on that of `servers`: the planner breaks ties by it.
+    """
+    offers = [Offer(signed, blocks) for signed in servers for blocks in _runs(signed.announcement, request)]
+    with_room = [offer for offer in offers if has_room(offer.announcement, request)]
+    if len(with_room) < len(offers) and covered(request.wanted, with_room):
+        offers = with_room
+    return sorted(offers, key=lambda o: (o.announcement.public_key, o.announcement.blocks, o.blocks))
+
+
+def has_room(announcement: Announcement, request: Request) -> bool:
+    """Return whether a server has the free KV memory that the session will need."""
+    return announcement.free_tokens >= request.positions_needed
+
+
+def covered(wanted: Blocks, offers: Sequence[Offer]) -> bool:
+    """Return whether every wanted block is offered."""
+    return not missing_blocks(wanted, (offer.blocks for offer in offers))
+
+
+def no_route(request: Request) -> NoRoute:
+    """Return the error that names the missing blocks and the reason for which their servers are not used."""
+    eligibility = Eligibility(request)
+    reasons = [(signed.announcement, eligibility.reason(signed.announcement)) for signed in request.servers]
+    usable = [a for a, reason in reasons if reason is None]
+    missing = missing_blocks(request.wanted, (blocks for a in usable for blocks in _runs(a, request)))
+    if not missing:
+        classes = ", ".join(sorted({a.numeric_class for a in usable}))
+        return NoRoute(request.model, tuple(request.wanted), f"no single numeric class covers them ({classes})")
+
+    def held_by(*excused: Reason | None) -> set[str]:
+        """Return the classes that would do if these reasons did not count."""
+        held = [a for a, reason in reasons if reason in excused]
+        return set() if missing_blocks(request.wanted, (a.span for a in held)) else {a.numeric_class for a in held}
+
+    if request.pins and held_by(None, Reason.NOT_TRUSTED):
+        return NoRoute(request.model, missing, "only peers serve them that trusted_peers does not name for them")
+    if held_by(None, Reason.BLOCKED, Reason.NOT_ALLOWED):
+        return NoRoute(request.model, missing, "only peers outside allowed_peers or in blocked_peers serve them")
+    if others := held_by(None, Reason.OTHER_CLASS) - {a.numeric_class for a in usable}:
+        named = ", ".join(sorted(others))
+        why = f"nobody serves them in {request.numeric_class or request.dtype}, but in {named}"
+        return NoRoute(request.model, missing, why + ": pass that as dtype" * (request.numeric_class is None))
+    return NoRoute(request.model, missing)
+
+
+def _runs(announcement: Announcement, request: Request) -> tuple[Blocks, ...]:
+    """Return the ranges that a server may be given of its span: all of it where no wanted block is pinned to others."""
+    if not request.pins:
+        return (announcement.span,)
+    key, wanted = announcement.public_key, request.wanted
+    fit = [
+        block
+        for block in announcement.span
+        if block in wanted and all(key in trusted for blocks, trusted in request.pins if block in blocks)
+    ]
+    runs = [[block for _, block in run] for _, run in groupby(enumerate(fit), lambda pair: pair[1] - pair[0])]
+    return tuple(Blocks(run[0], run[-1] + 1) for run in runs)

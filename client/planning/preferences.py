@@ -1,0 +1,57 @@
+"""What a user prefers: which peers may be used, for which blocks, and what a route is planned for."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from swarm.blocks import Blocks
+from swarm.client.planning.request import Trusted
+from swarm.client.planning.route import Optimize
+from swarm.errors import BadConfiguration
+from swarm.identity import public_key_of
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """Peers (ids) that all routes and all repairs keep to, None for any; and what routes are planned for."""
+
+    allowed_peers: frozenset[str] | None = None
+    blocked_peers: frozenset[str] = frozenset()
+    optimize: Optimize = "latency"
+    trusted_peers: Trusted = ()
+
+    @classmethod
+    def checked(
+        cls,
+        allowed_peers: Iterable[str] | None,
+        blocked_peers: Iterable[str],
+        optimize: str,
+        trusted_peers: Mapping[str, Iterable[str]] | None = None,
+    ) -> "Preferences":
+        """Take what a user passes. Raises BadConfiguration or BadBlocks."""
+        modes: tuple[Optimize, ...] = get_args(Optimize)
+        mode = next((mode for mode in modes if mode == optimize), None)
+        if mode is None:
+            raise BadConfiguration("optimize", f"{optimize!r} is neither {' nor '.join(map(repr, modes))}")
+        allowed = None if allowed_peers is None else _peer_ids("allowed_peers", allowed_peers)
+        if allowed is not None and not allowed:
+            raise BadConfiguration("allowed_peers", "it is empty: name peers, or pass None to allow all")
+        trusted = []
+        for text, peers in (trusted_peers or {}).items():
+            name = f"trusted_peers[{str(text)!r}]"
+            trusted.append((Blocks.parse(str(text)), _peer_ids(name, peers)))
+            if not trusted[-1][1]:
+                raise BadConfiguration(name, "it is empty: name peers, or leave the range out")
+        return cls(allowed, _peer_ids("blocked_peers", blocked_peers), mode, tuple(trusted))
+
+
+def _peer_ids(name: str, given: Iterable[str]) -> frozenset[str]:
+    if isinstance(given, str):
+        raise BadConfiguration(name, "pass a list of peer ids, not one string")
+    peers = list(given)
+    for peer in peers:
+        try:
+            public_key_of(peer)
+        except (ValueError, TypeError, AttributeError):
+            raise BadConfiguration(name, f"{peer!r} is not the peer id of a server, such as 12D3KooW...") from None
+    return frozenset(peers)

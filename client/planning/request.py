@@ -1,0 +1,84 @@
+"""What a route is planned from: the announcements, measured round trips, and what the user asks for. Values only."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+from swarm.blocks import Blocks
+from swarm.client.planning.route import Optimize
+from swarm.dht.records import SignedAnnouncement
+from swarm.identity import public_key_of
+from swarm.limits import limit
+
+Trusted = tuple[tuple[Blocks, frozenset[str]], ...]
+"""Ranges of blocks, each with the only peers (ids) that may be given any of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningLimits:
+    """What the planner assumes of servers that it knows little of, and where it stops to improve a route."""
+
+    unknown_rtt_ms: float = limit(40.0, "ms", "a round trip that neither peer has measured: half-way round a continent")
+    unmeasured_tps: float = limit(20.0, "tokens/s", "the decode rate of a server that has not measured itself yet")
+    no_room_ms: float = limit(1e6, "ms/block", "penalty of a server without room: more than any route, a last resort")
+    hop_ms: float = limit(0.5, "ms", "the software of one more hop")
+    stage_floor_ms: float = limit(20.0, "ms", "a faster stage waits for the network: splitting it gains nothing")
+    stage_slack: float = limit(1.05, "factor", "the slowest stage may exceed the best possible one by so much")
+    return_slack: float = limit(1.05, "factor", "a route within this of one that returns to a peer is good enough")
+    revisits_max: int = limit(3, "searches", "tried where the cheapest way leaves a peer and comes back to it")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a route is planned from.
+
+    dtype: only classes that compute in it, as "float32". numeric_class: only this one, as the repair of a route needs.
+    avoid: peer ids, or processes as in `Hop.process`. allowed_peers, blocked_peers: peer ids; only the former unless
+    None, never the latter. trusted_peers: blocks of these ranges go to their peers alone.
+    client_rtts: round trips in ms that the client has measured, by public key (hex).
+    positions_needed: cached tokens; servers with less room are taken only where others leave blocks uncovered.
+    optimize: "latency" takes the route with the least time per token. "throughput" first makes the slowest server of
+    the route about as fast as it can be, and takes the least time per token among such routes.
+    """
+
+    model: str
+    wanted: Blocks
+    servers: tuple[SignedAnnouncement, ...]
+    dtype: str | None = None
+    numeric_class: str | None = None
+    avoid: Collection[str] = ()
+    allowed_peers: Collection[str] | None = None
+    blocked_peers: Collection[str] = ()
+    trusted_peers: Trusted = ()
+    client_rtts: Mapping[str, float] = field(default_factory=dict)
+    positions_needed: int = 0
+    optimize: Optimize = "latency"
+    limits: PlanningLimits = field(default_factory=PlanningLimits)
+
+    @cached_property
+    def pins(self) -> tuple[tuple[Blocks, set[str]], ...]:
+        """The trusted peers by their public keys."""
+        return tuple((blocks, keys_of(peers)) for blocks, peers in self.trusted_peers)
+
+    @cached_property
+    def client_rtt_ms(self) -> float:
+        """A round trip to a peer that the client has not measured: the median of the others.
+
+        The client's own connection to the world is a part of every round trip.
+        """
+        return median(self.client_rtts.values()) if self.client_rtts else self.limits.unknown_rtt_ms
+
+
+def keys_of(peer_ids: Iterable[str]) -> set[str]:
+    """Return the public keys of peers."""
+    return {key_and_process(peer_id)[0] for peer_id in peer_ids}
+
+
+def key_and_process(avoided: str) -> tuple[str, str]:
+    """Split a peer id or a process into public key and channel key, "" where it is any process."""
+    peer_id, _, channel_key = avoided.partition("/")
+    try:
+        return public_key_of(peer_id).hex(), channel_key
+    except ValueError:  # no peer has it
+        return "", channel_key

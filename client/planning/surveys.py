@@ -1,0 +1,56 @@
+"""The directory as one client read it last: one look-up at a time, whose first answers can be used before the last."""
+
+import asyncio
+from collections.abc import Sequence
+
+from swarm.dht.directory import Directory, Survey
+from swarm.dht.validator import Entry
+
+
+class Surveys:
+    """The latest survey of one model. Runs in the client's event loop."""
+
+    def __init__(self, directory: Directory, root: str, n_blocks: int) -> None:
+        self.latest = Survey((), ())
+        self._read_at = float("-inf")
+        self._directory, self._root, self._n_blocks = directory, root, n_blocks
+        self._reading: asyncio.Task[Survey] | None = None
+        self._heard: dict[bytes, Entry] = {}  # by the look-up that is under way
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the directory was read; infinite where it never was."""
+        return asyncio.get_running_loop().time() - self._read_at
+
+    @property
+    def n_heard(self) -> int:
+        """How many records the look-up that is under way has brought."""
+        return len(self._heard)
+
+    async def read(self) -> Survey:
+        """Read the directory, or wait for the look-up that is under way. Raises NetworkError."""
+        return await asyncio.shield(self.begin())
+
+    def begin(self) -> "asyncio.Task[Survey]":
+        """Begin to read the directory, unless a look-up is under way. Cancel a wait for it through a shield only."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # may end unobserved
+        return self._reading
+
+    def merged(self) -> Survey:
+        """Return the latest survey with the records of the look-up that is under way."""
+        return self._directory.updated(self.latest, self._root, self._n_blocks, self._heard.values())
+
+    def adopt(self, survey: Survey) -> None:
+        """Take a survey from `merged` for the latest one, until the look-up has ended."""
+        self.latest = survey
+
+    async def _read(self) -> Survey:
+        self._heard = {}
+        self.latest = await self._directory.survey(self._root, self._n_blocks, self._hear)
+        self._read_at = asyncio.get_running_loop().time()
+        return self.latest
+
+    def _hear(self, entries: Sequence[Entry]) -> None:
+        self._heard |= {entry.data: entry for entry in entries}

@@ -1,0 +1,146 @@
+"""Where a session's messages come in: answers settle steps, replies feed attempts, all else is judged."""
+
+from collections.abc import Callable
+
+from swarm.activations import Activations
+from swarm.client.session.circuit import Circuit
+from swarm.client.session.leg import Reply
+from swarm.client.session.limits import RecoveryLimits
+from swarm.client.session.steps import Steps
+from swarm.client.session.verdicts import (
+    Ended,
+    Fact,
+    LetGo,
+    RefuseReplies,
+    RefuseStep,
+    View,
+    judge,
+    wrong_output,
+    wrong_relay,
+)
+from swarm.errors import EdgeDown, HopFailed, Refused
+from swarm.net.channel import Channel
+from swarm.protocol import messages as wire
+
+FromHop = (
+    wire.Opened
+    | wire.Rerouted
+    | wire.Rebuilt
+    | wire.Progress
+    | wire.Leaving
+    | wire.Step
+    | wire.Rebuild
+    | wire.Output
+    | wire.Refused
+    | wire.Failed
+)
+AnyEpoch = wire.Progress | wire.Leaving  # true of the hop, whatever the route
+
+
+class Inlet:
+    """Takes one session's messages. Only the hops of its route are listened to, each for its own part."""
+
+    def __init__(
+        self,
+        circuit: Circuit,
+        steps: Steps,
+        on_leaving: Callable[[str], None],
+        idle_s: Callable[[], float],
+        limits: RecoveryLimits,
+    ) -> None:
+        """on_leaving: told of a process that is about to leave. idle_s: since the last step; 0 while there is one."""
+        self._circuit = circuit
+        self._steps = steps
+        self._on_leaving = on_leaving
+        self._idle_s = idle_s
+        self._limits = limits
+
+    def on_message(self, channel: Channel, message: FromHop, activations: Activations | None) -> None:
+        """Take one message."""
+        layout = self._circuit.layout
+        if message.epoch != layout.epoch and not isinstance(message, AnyEpoch):
+            return
+        index = layout.index_of(channel)
+        if index is None:
+            return
+        match message:
+            case wire.Output():
+                if layout.is_last(index):
+                    self._on_output(index, message, activations)
+            case wire.Step() | wire.Rebuild():
+                if index in layout.relayed and activations is not None:
+                    self._relay(index, message, activations)
+            case wire.Progress():
+                layout.legs[index].report(message)
+            case wire.Leaving():
+                self._on_leaving(layout.legs[index].hop.process)
+            case wire.Refused() | wire.Failed():
+                self._judge(index, message)
+            case _:
+                self._on_reply(index, message)
+
+    def on_ended(self, channel: Channel, why: str) -> None:
+        """A channel has ended, perhaps that of one of the hops."""
+        index = self._circuit.layout.index_of(channel)
+        if index is not None:
+            self._judge(index, Ended(why))
+
+    def _on_output(self, index: int, message: wire.Output, activations: Activations | None) -> None:
+        ticket = self._steps.awaited(message.step)
+        if ticket is None:
+            return  # an answer out of order is sent again
+        if wrong := wrong_output(ticket, activations):
+            self._circuit.report(self._circuit.layout.legs[index].broken(wrong))
+            return
+        self._circuit.answered()
+        self._steps.answer(message.step, activations)
+
+    def _relay(self, index: int, message: wire.Step | wire.Rebuild, activations: Activations) -> None:
+        """Pass on activations that a hop cannot send to the next one itself."""
+        legs, ticket = self._circuit.layout.legs, None
+        if isinstance(message, wire.Step):
+            ticket = self._steps.in_flight(message.step)
+            if ticket is None:
+                return  # it was answered
+        if wrong := wrong_relay(activations, ticket):
+            self._circuit.report(legs[index].broken(wrong))
+            return
+        target = legs[index + 1]
+        try:
+            if isinstance(message, wire.Rebuild):
+                target.past.add(message)
+                target.send(message, activations)
+            else:
+                target.send(message, activations)
+                target.relayed = message.step
+        except HopFailed as failed:
+            self._circuit.report(failed)
+
+    def _on_reply(self, index: int, reply: Reply) -> None:
+        try:
+            if isinstance(reply, wire.Rebuilt):
+                self._circuit.confirm_past(index, reply)
+            else:
+                self._circuit.layout.legs[index].reply(reply)
+        except HopFailed as failed:
+            self._circuit.report(failed)
+
+    def _judge(self, index: int, fact: Fact) -> None:
+        ticket = self._steps.in_flight(fact.step) if isinstance(fact, wire.Refused) and fact.step else None
+        view = View(
+            self._circuit.layout,
+            index,
+            stands=self._circuit.is_standing,
+            is_idle=self._idle_s() > self._limits.idle_s,
+            step_waits=ticket is not None and ticket.outcome is None,
+        )
+        match judge(fact, view):
+            case HopFailed() | EdgeDown() | Refused() as fault:
+                self._circuit.report(fault)
+            case LetGo():
+                self._circuit.let_go(view.leg)
+            case RefuseReplies(error):
+                view.leg.decline(error)
+            case RefuseStep(step, error):
+                view.leg.refusals += 1
+                self._steps.refuse(step, error)

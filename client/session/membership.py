@@ -1,0 +1,107 @@
+"""A client's place in a swarm: joins its directory, plans routes, opens sessions. For code that runs on asyncio.
+
+    async with joined(model, join, identity, network="public") as swarm:
+        session = await swarm.open(Blocks(0, 32), plan)
+        output = await session.step(hidden, positions=None, mask=None, want=1)
+
+`swarm.client.hf.swarm` is the same for threads that block.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Self
+
+from swarm.access import EVERYBODY, Access
+from swarm.blocks import Blocks
+from swarm.client.planning.explain import ExplainedRoute
+from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.route import Hop
+from swarm.client.planning.router import Router, Wanted
+from swarm.client.session.limits import SessionLimits
+from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import Session
+from swarm.client.session.sessions import Sessions
+from swarm.dht.directory import Directory
+from swarm.errors import NetworkError, NoRoute
+from swarm.identity import Identity
+from swarm.net import channel
+from swarm.net.buffers import Buffers
+from swarm.net.dialer import Dialer
+from swarm.net.noise import ChannelKey
+from swarm.protocol.naming import new_name
+
+Join = Callable[[], AbstractAsyncContextManager[Directory]]
+
+
+@asynccontextmanager
+async def joined(
+    model: Wanted,
+    join: Join,
+    identity: Identity,
+    *,
+    network: str,
+    access: Access = EVERYBODY,
+    preferences: Preferences | None = None,
+    held_bytes_max: int = 1 << 30,
+    limits: SessionLimits | None = None,
+) -> "AsyncIterator[Membership]":
+    """Join the swarm of a model, and leave it at the end of the block. Raises NetworkError.
+
+    join: enters the DHT. held_bytes_max: bytes of unsent steps, and of replayed pasts, of all sessions together.
+    """
+    async with join() as directory:
+        buffers = Buffers(held_bytes_max)
+        me = channel.Self(identity, ChannelKey(), network, access, public=directory.public, buffers=buffers)
+        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me), limits)
+        router = Router(model, directory, sessions.avoidance, preferences)
+        async with Membership(router, sessions) as membership:
+            yield membership
+
+
+class Membership:
+    """Opens sessions along planned routes. While it is entered, it keeps the survey of the directory fresh."""
+
+    def __init__(self, router: Router, sessions: Sessions) -> None:
+        self.router = router
+        self.sessions = sessions
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
+        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused."""
+
+        async def planner(
+            missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
+        ) -> tuple[Hop, ...]:
+            needed = plan.batch * plan.positions_soon
+            return (await self.router.plan(missing, avoid, numeric_class, fresh, positions_needed=needed)).hops
+
+        try:
+            session = await self.sessions.open(plan, blocks, planner)
+        except NoRoute as failure:  # diagnosed only now: servers may come while a session waits for them
+            raise await self.router.diagnosed(failure) from None
+        self.router.remember(session.route)
+        return session
+
+    async def route(self, blocks: Blocks, hops: Sequence[Hop] = ()) -> ExplainedRoute:
+        """Return a route that explains itself: the one that a session takes now, or a fresh plan where it has none."""
+        return self.router.explained(hops or await self.router.plan(blocks))
+
+    async def __aenter__(self) -> Self:
+        self._keeping = asyncio.create_task(self._keep_fresh())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._keeping is not None
+        self._keeping.cancel()
+        await self.sessions.close()
+
+    async def _keep_fresh(self) -> None:
+        """Read the directory again and again while sessions are open: a repair must not have to wait for the DHT."""
+        while True:
+            await asyncio.sleep(self.router.limits.survey_age_s)
+            if self.sessions.any_open:
+                with contextlib.suppress(NetworkError):
+                    await self.router.surveys.read()

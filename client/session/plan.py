@@ -1,0 +1,42 @@
+"""What a session is opened for, and the planner that finds hops for it."""
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
+
+from swarm.blocks import Blocks
+from swarm.client.planning.route import Hop
+from swarm.client.session.limits import ChunkLimits
+from swarm.protocol.seat import Terms
+
+Planner = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
+"""`await planner(blocks, avoid, numeric_class, fresh)`: hops for blocks, without these peers or processes.
+
+fresh: from the directory as it is now, not as it was read lately. Raises NoRoute.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPlan:
+    """What a session is opened for.
+
+    positions_max: the longest that it may get. rollback_max: the most positions that one step takes back.
+    wait_for_blocks_s: how long it waits for a holder of blocks that no server announces. batch, positions_soon: rows,
+    and positions of each, that hops are to have room for at once.
+    """
+
+    root: str
+    positions_max: int
+    rollback_max: int
+    step_timeout_s: float
+    wait_for_blocks_s: float
+    batch: int = 1
+    positions_soon: int = 0
+
+    def sized(self, rows: int, tokens: int) -> "SessionPlan":
+        """Return the plan of a session whose first step has so many rows of so many tokens."""
+        soon = min(self.positions_max, tokens + ChunkLimits().positions_to_come)
+        return replace(self, batch=rows, positions_soon=soon)
+
+    def terms(self, batch: int, positions_soon: int) -> Terms:
+        """Return what an Open says of the session, with room for so many rows and positions."""
+        return Terms(self.root, self.positions_max, self.rollback_max, batch, positions_soon)

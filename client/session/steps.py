@@ -1,0 +1,125 @@
+"""The steps of one session on the client's side: what is in flight, what was sent, and the tasks that await answers.
+
+The outbox decides what is sent and when (swarm.protocol.outbox), the journal keeps the embeddings for a replay: the
+client is hop 0. This file joins both to asyncio and to the circuit's first leg.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from swarm.activations import Activations
+from swarm.client.session.chunks import Chunk
+from swarm.client.session.circuit import Circuit
+from swarm.client.session.limits import SessionLimits
+from swarm.errors import HopFailed
+from swarm.protocol.journal import Entry, Journal, Past
+from swarm.protocol.outbox import Answer, Dropped, Outbox, Ticket
+
+Outcome = Answer | Exception | Dropped
+
+
+class Steps:
+    """One session's steps. Its methods send what has become due."""
+
+    def __init__(self, circuit: Circuit, limits: SessionLimits) -> None:
+        self.window = 1  # steps that may be in flight, on the route that stood last
+        self._circuit = circuit
+        self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox)
+        self._journal = Journal(limits.journal)
+        self._waiters: dict[int, asyncio.Future[Outcome]] = {}
+        self._loop = asyncio.get_running_loop()
+        circuit.on_fault(self.fail)
+
+    @property
+    def answered(self) -> int:
+        """The last step that the last hop has answered."""
+        return self._outbox.last_answered
+
+    @property
+    def unanswered(self) -> list[int]:
+        """The steps in flight that have no outcome yet, in order."""
+        return self._outbox.unanswered
+
+    @property
+    def past(self) -> Sequence[Past]:
+        """The client's own past of all that was answered."""
+        return self._journal.past_after(self._outbox.last_answered)
+
+    def put(self, chunk: Chunk, deadline: float) -> Ticket:
+        """Send a part of a step, as soon as there is room for it. deadline: in the loop's time."""
+        budget_ms = max(1, int(1000 * (deadline - self._loop.time())))
+        ticket = self._outbox.put(
+            chunk.activations, keep=chunk.keep, rows=chunk.rows, want=chunk.want, budget_ms=budget_ms
+        )
+        self._journal.add(Entry(ticket.step, chunk.rows, Past(chunk.keep, chunk.activations)))
+        self._send_due()
+        return ticket
+
+    async def outcome(self, ticket: Ticket) -> Tensor | None:
+        """Wait for a step's answer. Returns the wanted positions; raises the error that it failed with."""
+        outcome = ticket.outcome
+        if outcome is None:
+            waiter = self._waiters[ticket.step] = self._loop.create_future()
+            outcome = await waiter
+        if isinstance(outcome, Exception):
+            raise outcome
+        activations = outcome.activations if isinstance(outcome, Answer) else None
+        return None if activations is None else activations.hidden
+
+    def awaited(self, step: int) -> Ticket | None:
+        """Return the ticket that an answer to this step settles now; None if the answer is to be dropped."""
+        return self._outbox.awaits(step)
+
+    def in_flight(self, step: int) -> Ticket | None:
+        """Return a step that is not answered."""
+        return self._outbox.get(step)
+
+    def answer(self, step: int, output: Activations | None) -> None:
+        """Take the answer to a step that is awaited."""
+        self._outbox.answered(step, output)
+        self._send_due()
+
+    def refuse(self, step: int, error: Exception) -> bool:
+        """Fail one step. Returns whether it had no outcome yet."""
+        return self._outbox.refused(step, error)
+
+    def fail(self, error: Exception) -> None:
+        """Fail all steps in flight."""
+        self._outbox.failed(error)
+
+    def resend(self) -> None:
+        """Send all that is not answered along the route that stands now."""
+        standing = self._circuit.standing
+        if standing is not None:
+            self.window = standing.window
+            self._outbox.resend(standing.epoch, standing.window)
+            self._send_due()
+
+    def slow_down(self) -> None:
+        """A hop had no room: have fewer steps in flight."""
+        self._outbox.slow_down()
+
+    def clear(self) -> None:
+        """Forget what is in flight."""
+        self._outbox.clear()
+
+    def _send_due(self) -> None:
+        if not self._circuit.is_standing:
+            return  # the next `resend` sends it
+        first = self._circuit.layout.legs[0]
+        for ticket in self._outbox.due():
+            if ticket.outcome is not None:
+                continue
+            try:
+                first.send(ticket.message, ticket.activations)
+            except HopFailed as failed:
+                self._circuit.report(failed)
+                self._outbox.refused(ticket.step, failed)  # also if the fault is known already
+
+    def _on_settled(self, ticket: Ticket) -> None:
+        waiter = self._waiters.pop(ticket.step, None)
+        if waiter is not None and not waiter.done():
+            assert ticket.outcome is not None
+            waiter.set_result(ticket.outcome)

@@ -1,0 +1,147 @@
+"""What a session concludes from a message, or from a connection's end. Pure: `judge(fact, view) -> Verdict | None`.
+
+    a hop cannot reach the next one                            -> EdgeDown, the fault of neither; if the client relays
+                                                                  that edge, the hop itself has failed
+    a hop has ended a session without steps for long           -> LetGo
+    a hop has failed, or its connection has ended              -> HopFailed
+    a hop calls activations bad that the client has relayed    -> HopFailed: the client has looked at them
+    ... that another hop has sent                              -> EdgeDown: one of the two is at fault
+    a hop refuses an Open, a Reroute or a Replay               -> RefuseReplies, if the attempt awaits its replies
+    a hop refuses the session as a whole while it stands       -> HopFailed: it has lost the session
+    ... while an attempt runs                                  -> Refused, that came behind another hop's fault
+    a hop refuses a step that is in flight                     -> RefuseStep
+    the last hop answers with a wrong shape or no numbers      -> HopFailed
+    a hop hands the client wrong activations to relay          -> HopFailed
+
+All other refusals follow from what happened before: they are dropped.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from swarm.activations import Activations
+from swarm.client.session.leg import Leg
+from swarm.client.session.recovery import Fault
+from swarm.client.session.standing import Layout
+from swarm.errors import EdgeDown, Refused
+from swarm.protocol import messages as wire
+from swarm.protocol.outbox import Ticket
+from swarm.protocol.tensors import is_finite
+
+_UNSOUND = "of the wrong shape or type, infinite or no numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A hop's connection has ended."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a session knows when a fact about hop `index` comes.
+
+    stands: steps can travel. is_idle: it has had no step for long. step_waits: the fact is about a step in flight that
+    has no outcome.
+    """
+
+    layout: Layout
+    index: int
+    stands: bool = True
+    is_idle: bool = False
+    step_waits: bool = False
+
+    @property
+    def leg(self) -> Leg:
+        """The hop that the fact is about."""
+        return self.layout.legs[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """The hop has ended the session in good order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseReplies:
+    """The hop declines what an attempt has asked of it."""
+
+    error: Refused
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseStep:
+    """The hop declines a step."""
+
+    step: int
+    error: Refused
+
+
+Fact: TypeAlias = wire.Failed | wire.Refused | Ended
+Verdict: TypeAlias = Fault | LetGo | RefuseReplies | RefuseStep
+
+
+def judge(fact: Fact, view: View) -> Verdict | None:
+    """Say what follows from a fact; None if nothing."""
+    leg = view.leg
+    match fact:
+        case Ended(why):
+            return leg.broken(f"the connection ended: {why}")
+        case wire.Failed(blame="next") if not view.layout.is_last(view.index) and view.index not in view.layout.relayed:
+            why = f"{fact.why} (says {leg.hop.peer_id})"
+            return EdgeDown(view.layout.edge(view.index), why, blocked=leg.awaits_reply)
+        case wire.Failed():
+            return LetGo() if view.is_idle else leg.broken(fact.why)
+        case wire.Refused(code="bad_activations") if view.index > 0:
+            if view.index - 1 in view.layout.relayed:
+                return leg.broken(f"it refuses what is in good order: {fact.why}")
+            return EdgeDown(view.layout.edge(view.index - 1), fact.why, blocked=False)
+        case wire.Refused(step=None):
+            return _judge_refused_session(fact, view)
+        case wire.Refused(step=int() as step) if view.step_waits and fact.code not in {"out_of_order", "not_yours"}:
+            return RefuseStep(step, _refusal(fact, leg))
+    return None
+
+
+def _judge_refused_session(fact: wire.Refused, view: View) -> Verdict | None:
+    if view.leg.awaits_reply:
+        return RefuseReplies(_refusal(fact, view.leg))
+    if view.stands or fact.code == "not_yours":
+        return view.leg.broken(f"it has lost the session: {fact.why}")
+    # `bad_request` follows where a part of the past was refused before.
+    return _refusal(fact, view.leg) if fact.code != "bad_request" else None
+
+
+def wrong_output(ticket: Ticket, activations: Activations | None) -> str | None:
+    """Say what is wrong with the answer to a step; None if it is sound."""
+    due = ticket.answer_shape
+    got = None if activations is None else tuple(activations.hidden.shape)
+    if got != due:
+        return f"it answered {got} where {due} is due"
+    if activations is not None and not is_sound(activations.hidden):
+        return "it answered what is of the wrong type, infinite or no numbers"
+    return None
+
+
+def wrong_relay(activations: Activations, ticket: Ticket | None) -> str | None:
+    """Say what is wrong with activations that a hop hands to the client to relay; None if they are sound.
+
+    ticket: of the step that they belong to; None for a piece of the past.
+    """
+    hidden = activations.hidden
+    due = None if ticket is None else ticket.message.hidden.shape
+    is_formed = hidden.dim() == 3 and is_sound(hidden) and due in {None, tuple(hidden.shape)}
+    return None if is_formed else f"its activations are {_UNSOUND}"
+
+
+def is_sound(hidden: Tensor) -> bool:
+    """Whether activations are numbers to go on with, whatever their shape."""
+    return hidden.dtype.is_floating_point and is_finite(hidden)
+
+
+def _refusal(fact: wire.Refused, leg: Leg) -> Refused:
+    retry_after_s = None if fact.retry_after_ms is None else fact.retry_after_ms / 1000
+    return Refused(leg.hop.peer_id, str(leg.hop.blocks), fact.code, fact.why, retry_after_s)
