@@ -27,12 +27,13 @@ from swarm.server.session import Answer, HostedSession
 class Facts:
     """One message that carries activations, and what gates measure it with. now: the loop's time, seconds.
 
-    verdict: of the session's inbox or receiver, noted by the first gate that asks.
+    n_bytes: of all its tensors. verdict: of the session's inbox or receiver, noted by the first gate that asks.
     """
 
     channel: Channel
     message: Step | Rebuild
     activations: Activations
+    n_bytes: int
     now: float
     accounts: Accounts
     limits: HostedLimits
@@ -100,9 +101,8 @@ def _tokens(session: HostedSession, facts: Facts) -> Stop | None:
 def _memory(session: HostedSession, facts: Facts) -> Stop | None:
     """The pools of inputs and of cache have room. This gate is the last: the message is accepted if it passes."""
     rows, tokens, _ = facts.activations.hidden.shape
-    message = facts.message
-    start = message.keep if isinstance(message, Step) else message.start
-    return session.holdings.step(rows, start + tokens, facts.activations.n_bytes)
+    start = facts.message.keep if isinstance(facts.message, Step) else facts.message.start
+    return session.holdings.step(rows, start + tokens, facts.n_bytes)
 
 
 # Of steps
@@ -122,17 +122,12 @@ def _repeated(session: HostedSession, facts: Facts) -> Stop | None:
 
 
 def _unread(session: HostedSession, facts: Facts) -> Stop | None:
-    """The owner and the next hop read what they were sent before."""
+    """The owner and the next hop read what they were sent. Then a repeated step is answered again, and stops here."""
     peers, limits = session.peers, facts.limits
     if peers.owner.unsent_bytes > limits.unread_bytes_max or (
         peers.next is not None and peers.next.unsent_bytes > limits.next_unread_bytes_max
     ):
         return Declined("busy", "what was sent before is not read", limits.retry_after_s)
-    return None
-
-
-def _again(_: HostedSession, facts: Facts) -> Stop | None:
-    """The step is a new one."""
     return facts.verdict if isinstance(facts.verdict, Again) else None
 
 
@@ -155,7 +150,7 @@ def _order(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _rows(session: HostedSession, facts: Facts) -> Stop | None:
     """The step has the rows that its gather makes, or those that the session has."""
-    step, rows, has = facts.message, facts.activations.rows, session.rows
+    step, rows, has = facts.message, facts.activations.hidden.shape[0], session.rows
     assert isinstance(step, Step)
     if step.rows is not None:
         if len(step.rows) != rows or max(step.rows, default=0) >= max(has, 1):
@@ -167,7 +162,7 @@ def _rows(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _positions(session: HostedSession, facts: Facts) -> Stop | None:
     """It takes back no more than was agreed, ends before the session's last position, and wants none but its own."""
-    step, tokens, has = facts.message, facts.activations.tokens, session.length
+    step, tokens, has = facts.message, facts.activations.hidden.shape[1], session.length
     assert isinstance(step, Step)
     taken_back = has - step.keep
     if taken_back < 0 or (step.keep and taken_back > (session.tenure.rollback_max or has)):
@@ -211,7 +206,6 @@ STEP_GATES: tuple[Gate, ...] = (
     Gate("seat", _seat),
     Gate("repeated", _repeated),
     Gate("unread", _unread),
-    Gate("again", _again),
     Gate("time", _time),
     Gate("account", _account),
     Gate("order", _order),

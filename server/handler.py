@@ -38,6 +38,7 @@ from swarm.protocol.messages import (
     Step,
 )
 from swarm.protocol.replay import follow_up
+from swarm.protocol.seat import Client
 from swarm.protocol.tensors import is_finite
 from swarm.server.accounts import Accounts
 from swarm.server.admission import Admission
@@ -202,14 +203,15 @@ class Handler:
                 )
                 send(channel, absent)
             return IDLE
-        facts = Facts(channel, message, activations, self._loop.time(), self.accounts, self.limits.session)
+        now, n_bytes = self._loop.time(), activations.n_bytes
+        facts = Facts(channel, message, activations, n_bytes, now, self.accounts, self.limits.session)
         for gate in self.gates.step if is_step else self.gates.rebuild:
             if (stop := gate.check(session, facts)) is not None:
                 return self._stopped(session, facts, stop)
-        session.peers.used_at, session.peers.source = facts.now, channel
+        session.peers.used_at, session.peers.source = now, channel
         task = session.accept(message, activations)
         self.steps_under_way += is_step
-        self._executor.submit(task, partial(self._on_computed, session, task, message, facts.now))
+        self._executor.submit(task, partial(self._on_computed, session, task, facts))
         hidden = activations.hidden
         return Toll(free_bytes=hidden.nbytes) if is_step and hidden.shape[1] == 1 else PROGRESS
 
@@ -234,18 +236,14 @@ class Handler:
         return Toll(idle=True, payer=session.payer(facts.channel))
 
     def _on_computed(
-        self,
-        session: HostedSession,
-        task: Forward,
-        message: Step | Rebuild,
-        arrived_at: float,
-        result: Tensor | Exception | None,
+        self, session: HostedSession, task: Forward, facts: Facts, result: Tensor | Exception | None
     ) -> None:
         """Take back a task. Only the tenure says whether its result still counts."""
+        message = facts.message
         is_step = isinstance(message, Step)
         self.jobs_done += 1
         self.steps_under_way -= is_step
-        session.came_back(task.activations.n_bytes)
+        session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
         if task.tenure.over or result is None:
             return
         if not is_step:
@@ -261,7 +259,7 @@ class Handler:
             result, None if positions is None else positions.clone(), None if mask is None else mask.clone()
         )
         if isinstance(message, Step):
-            self._step_computed(session, message, output, self._loop.time() - arrived_at)
+            self._step_computed(session, message, output, self._loop.time() - facts.now)
         else:
             self._piece_computed(session, message, output)
 
@@ -277,7 +275,8 @@ class Handler:
             self.registry.end(session)
             return
         answer = session.answer(step, output, took_s)
-        session.note(step.step, step.rows, step.keep, output)
+        if session.history.journal is not None:
+            session.note(step.step, step.rows, step.keep, output)
         session.keep(step, answer)
         self._pass_on(session, answer)
 
@@ -305,7 +304,7 @@ class Handler:
         message, seat = answer.message, session.seat
         if message.epoch != seat.epoch:
             message = message.model_copy(update={"epoch": seat.epoch})
-        to = session.peers.next if seat.has_next else session.peers.owner
+        to = session.peers.owner if isinstance(seat.next, Client) else session.peers.next
         if to is not None:
             send(to, message, answer.activations)
 

@@ -83,12 +83,14 @@ class Lease:
 
     def resize(self, amount: int) -> bool:
         """Hold so much from now on. Returns False where there is no room, and then nothing has changed."""
-        more, pool = amount - self.amount, self.pool
-        if more > 0 and more > pool.free(self.peer):
+        more, pool, held = amount - self.amount, self.pool, self.pool.held[self.peer]
+        # `Pool.free`, inlined: a step resizes several leases
+        if more > 0 and more > PEER_FACTOR * (pool.capacity - pool.used + held) // (PEER_FACTOR + 1) - held:
             return False
         self.amount = amount
         pool.used += more
-        pool.held[self.peer] += more
-        if not pool.held[self.peer]:
-            del pool.held[self.peer]
+        if held + more:
+            pool.held[self.peer] = held + more
+        else:
+            pool.held.pop(self.peer, None)
         return True

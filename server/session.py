@@ -18,7 +18,7 @@ from swarm.protocol.inbox import Again, Excuses, Inbox
 from swarm.protocol.journal import Entry, Past
 from swarm.protocol.messages import POSITIONS_MAX, Open, Output, Progress, Rebuild, Reroute, Step
 from swarm.protocol.replay import PastReceiver
-from swarm.protocol.seat import Seat
+from swarm.protocol.seat import Client, Seat
 from swarm.protocol.tensors import meta_of
 from swarm.server.history import History
 from swarm.server.holdings import Holdings
@@ -107,30 +107,29 @@ class HostedSession:
             return Forward(self.tenure, activations, keep=message.start)
         self.length = message.keep + tokens
         self.inbox.accept(message.step)
-        want = None if self.seat.has_next else message.want
+        want = message.want if isinstance(self.seat.next, Client) else None
         return Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
-
-    def came_back(self, n_bytes: int) -> None:
-        """Note that a task with so much input has come back, whether it counts or not."""
-        self.holdings.came_back(n_bytes, settled=self.receiver.next is None or self.tenure.over)
 
     def answer(self, step: Step, output: Activations, took_s: float) -> Answer:
         """Return what follows from a step: the same step with new activations, or at the end what the client wants."""
-        if self.seat.has_next:
+        if not isinstance(self.seat.next, Client):
             left_ms = max(0, step.budget_ms - int(took_s * 1000))
             return Answer(step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output.hidden)}), output)
         hidden = meta_of(output.hidden) if step.want else None
         last = Output(session=self.id, epoch=step.epoch, step=step.step, hidden=hidden)
-        return Answer(last, Activations(output.hidden) if step.want else None)
+        if hidden is None:
+            return Answer(last, None)
+        alone = output.positions is None and output.mask is None
+        return Answer(last, output if alone else Activations(output.hidden))
 
     def keep(self, step: Step, answer: Answer) -> None:
         """Keep a computed step's answer in case the step comes again. Its activations may be in the journal already."""
-        kept, n_bytes, in_journal = answer, 0, self.history.journal is not None
-        if in_journal:
+        if self.history.journal is not None:
             kept = Answer(answer.message, None)
-        elif answer.activations is not None:
-            n_bytes = answer.activations.n_bytes
-        self.inbox.computed(step.step, kept, n_bytes, self.holdings.answers, in_journal=in_journal)
+            self.inbox.computed(step.step, kept, 0, self.holdings.answers, in_journal=True)
+            return
+        n_bytes = 0 if answer.activations is None else answer.activations.n_bytes
+        self.inbox.computed(step.step, answer, n_bytes, self.holdings.answers)
 
     def kept(self, again: Again[Answer]) -> Answer:
         """Return a kept answer with its activations."""

@@ -39,11 +39,11 @@ def test_an_output_of_another_type_is_what_the_familys_own_ends_can_take(tmp_pat
     AutoModelForCausalLM.from_config(make(name)).save_pretrained(tmp_path)
     full = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(2))
-    outcome = HostedSession.outcome
+    answer = HostedSession.answer
 
-    def widely(session, step, beside, output, took_s):
-        return outcome(session, step, beside, output.to(torch.float32), took_s)
+    def widely(session, step, output, took_s):
+        return answer(session, step, output.with_hidden(output.hidden.to(torch.float32)), took_s)
 
-    monkeypatch.setattr(HostedSession, "outcome", widely)
+    monkeypatch.setattr(HostedSession, "answer", widely)
     with inprocess(tmp_path, "0:6", dtype=torch.bfloat16) as swarm, swarm.client() as model, torch.no_grad():
         assert (model(ids).logits - full(ids).logits).abs().max() <= BOUND
