@@ -30,7 +30,7 @@ from swarm.activations import Activations
 from swarm.client import AutoDistributedModel
 from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, LocalSwarm, Place
 from swarm.demo.local import launch as launch_sealed
-from swarm.net.channel import Sealer
+from swarm.net.frames import Sealer
 from swarm.net.launch import command
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of

@@ -24,8 +24,10 @@ from swarm.dht.records import ADDRESSES_MAX, RECORD_BYTES_MAX, SignedAnnouncemen
 from swarm.dht.sealing import ANSWER, SEAL_BYTES
 from swarm.errors import InvalidMessage, RecordError, SwarmError, Unreachable
 from swarm.identity import peer_id_of
-from swarm.net.channel import Remote, Self
-from swarm.net.tcp import dial
+from swarm.net.address import parse
+from swarm.net.carriers.tcp import dial
+from swarm.net.channel import ignore
+from swarm.net.endpoint import Endpoint, Remote
 
 PROTOCOL = "/swarm/dial-back/1"
 DIAL_TIMEOUT_S = 5.0  # per address; they are dialled at the same time
@@ -63,11 +65,11 @@ class DialledBack:
     silent: tuple[str, ...]
 
 
-def dialling_as(me: Self) -> Dial:
+def dialling_as(me: Endpoint) -> Dial:
     """Return a Dial that tries what clients do: a channel, up to both sides' proven identities."""
 
     async def try_once(address: str, public_key: bytes, channel_key: bytes) -> None:
-        channel = await dial(address, Remote(peer_id_of(public_key), channel_key), me, lambda *_: None)
+        channel = await dial(parse(address), Remote(peer_id_of(public_key), channel_key), me, ignore)
         channel.close()
 
     return try_once

@@ -29,7 +29,7 @@ from swarm.dht.search import Result as Searched
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, Heard, RecordGate
 from swarm.errors import ClockSkew, SwarmError, Unreachable, ungrouped
-from swarm.net.p2p import POLL_S, Daemon, P2PConfig, split_multiaddr, supervise
+from swarm.net.p2p import Daemon, P2PConfig, split_multiaddr, supervise
 
 JOIN_TIMEOUT_S = 13.0  # with p2pd's start, an unreachable swarm is reported within 15 s
 POPULATE_TIMEOUT_S = 3.0  # for learning one's neighbours while joining
@@ -213,7 +213,7 @@ class SwarmNode:
         known = running.known()
         found = await running.searcher.search(keys, known, heard=heard or (lambda entries: None))
         if known and not any(result.nodes for result in found.values()):
-            await asyncio.sleep(2 * POLL_S)
+            await asyncio.sleep(2 * self._config.p2p.limits.poll_s)
             if self._running is not running:
                 raise ConnectionError("p2pd ended during a search")
         return found
@@ -327,7 +327,7 @@ class SwarmNode:
             except SwarmError:
                 raise
             except Exception as error:  # noqa: BLE001 - hivemind raises many kinds
-                await asyncio.sleep(2 * POLL_S)  # by then a dead p2pd has been noticed
+                await asyncio.sleep(2 * self._config.p2p.limits.poll_s)  # by then a dead p2pd has been noticed
                 if self._running is running:
                     raise Unreachable("the swarm", self._config.initial_peers, 0.0, repr(error)[:200]) from None
                 _log.debug("once more on the next p2pd", error=repr(error)[:200])

@@ -19,8 +19,9 @@ from swarm.activations import Activations
 from swarm.compute.task import Executor, Forward, Probe
 from swarm.errors import InvalidMessage
 from swarm.model.allocator import return_free_memory
-from swarm.net.channel import Channel
+from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
+from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.protocol.inbox import Again, Forgotten
 from swarm.protocol.messages import (
     AnyMessage,
@@ -51,7 +52,6 @@ from swarm.server.refusals import Declined, send
 from swarm.server.registry import Registry
 from swarm.server.replays import Replays
 from swarm.server.session import Answer, HostedSession
-from swarm.server.tolls import IDLE, PROGRESS, Take, Toll
 
 _log = structlog.get_logger("swarm.server")
 
@@ -64,7 +64,7 @@ class Handler:
         hosting: Hosting,
         executor: Executor,
         memory: Memory,
-        dialer: Callable[[Take], Dialer],
+        dialer: Callable[[OnMessage], Dialer],
         wall_clock: Callable[[], float],
         *,
         limits: HandlerLimits | None = None,

@@ -13,8 +13,9 @@ from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
 from swarm.dht.records import RTTS_MAX, Announcement, Rtt, SignedAnnouncement
 from swarm.errors import NetworkError
-from swarm.net.channel import Remote
+from swarm.net.address import dialable
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Remote
 
 EVERY_S = 60.0
 AT_ONCE_MAX = 4  # peers pinged at one time
@@ -87,7 +88,7 @@ class RoundTrips:
             try:
                 async with asyncio.timeout(PEER_TIMEOUT_S):
                     remote = Remote(peer.peer_id, bytes.fromhex(peer.channel_key))
-                    channel = await self._dialer.connect(remote, peer.addresses)
+                    channel = await self._dialer.connect(remote, dialable(peer.addresses))
                     try:
                         return 1000 * min([await channel.ping() for _ in range(PINGS)])
                     finally:

@@ -31,11 +31,12 @@ from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.kernels import choose_kernels
 from swarm.model.loading import block_bytes, expected_dtype, fetch_span, load_span
 from swarm.model.span import Span, numeric_class_of
-from swarm.net.channel import Self
+from swarm.net.address import Tcp
+from swarm.net.carriers.tcp import Listener
+from swarm.net.endpoint import Endpoint
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of
 from swarm.net.reach import is_public
-from swarm.net.tcp import Listener
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
@@ -85,7 +86,7 @@ async def serve(
     announced = tuple(multiaddr_of(*address) for address in arguments.p2p_announce_address)
     ways_in = arguments.initial_peers or announced or (multiaddr_of(*arguments.p2p_listen),)
     public = arguments.access.network_key is None and await is_public(ways_in)
-    me = Self(identity, ChannelKey(), arguments.network, arguments.access, public=public)
+    me = Endpoint(identity, ChannelKey(), arguments.network, arguments.access, public=public)
     listener = Listener(me, *arguments.listen)
     p2p = P2PConfig(identity_path, arguments.p2p_listen, announced)
     config = NodeConfig(me.network, p2p, arguments.initial_peers, me.access)
@@ -113,7 +114,7 @@ class _Host:
     def __init__(
         self,
         arguments: ServeArguments,
-        me: Self,
+        me: Endpoint,
         listener: Listener,
         node: SwarmNode,
         directory: Directory,
@@ -368,9 +369,9 @@ async def _check_root(directory: Directory, checkpoint: Checkpoint, confirmed: s
             raise RootMismatch(checkpoint.public_name, entry.root, checkpoint.root)
 
 
-def _reachable(address: tuple[str, int]) -> str:
+def _reachable(address: Tcp) -> str:
     """Return an address of this machine for others to dial: where every interface listens, the one towards outside."""
-    host, port = address
+    host = address.host
     if host in {"0.0.0.0", "::"}:  # noqa: S104 - compared, not bound
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -378,7 +379,7 @@ def _reachable(address: tuple[str, int]) -> str:
                 host = probe.getsockname()[0]
             except OSError:
                 host = "127.0.0.1"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(Tcp(host, address.port))
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:

@@ -16,9 +16,9 @@ from swarm.dht.records import Span as AnnouncedSpan
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
-from swarm.net.channel import Self
+from swarm.net.carriers.tcp import Listener
 from swarm.net.dialer import Dialer
-from swarm.net.tcp import Listener
+from swarm.net.endpoint import Endpoint
 from swarm.server.announcer import State
 from swarm.server.handler import Handler
 from swarm.server.holdings import Memory
@@ -27,7 +27,6 @@ from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.measure import Throughput, device_name, measure_throughput
 from swarm.server.pool import Pool, Prices
 from swarm.server.roundtrips import RoundTrips
-from swarm.server.tolls import charged
 from swarm.version import __version__
 
 _log = structlog.get_logger("swarm.server")
@@ -70,7 +69,7 @@ class Server:
         self,
         checkpoint: Checkpoint,
         span: Span,
-        me: Self,
+        me: Endpoint,
         listener: Listener,
         options: ServerOptions,
         wall_clock: Callable[[], float] = time.time,
@@ -85,7 +84,7 @@ class Server:
         )
         self._checkpoint = checkpoint
         self.me = me
-        self._listener = listener
+        self.listener = listener
         self.options = options
         self._wall_clock = wall_clock
         self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
@@ -93,7 +92,7 @@ class Server:
             Hosting(checkpoint.root, me.network, span),
             self.executor,
             self.memory,
-            lambda take: Dialer(me, charged(take)),
+            lambda take: Dialer(me, take, flow=listener.flow),
             wall_clock,
             limits=limits.handler,
         )
@@ -102,7 +101,7 @@ class Server:
 
     async def start(self) -> None:
         """Accept channels from now on."""
-        await self._listener.start(charged(self.handler.on_message), self.handler.peers_in_use)
+        await self.listener.start(self.handler.on_message, self.handler.peers_in_use)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
     async def stop(self, *, moving: bool = False) -> None:
@@ -111,17 +110,16 @@ class Server:
             self._sweeper.cancel()
         await self.handler.close()
         if moving:
-            self._listener.pause()
+            self.listener.pause()
         else:
-            await self._listener.close()
+            await self.listener.close()
         await self.handler.links.dialer.close()
         await asyncio.to_thread(self.executor.stop)  # a long step must not keep the loop from a second signal
 
     @property
     def data_address(self) -> str:
         """Where channels are accepted, as "host:port"."""
-        host, port = self._listener.address
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return str(self.listener.address)
 
     async def measure(self) -> None:
         """Measure the span's throughput, in the compute thread and so between other people's steps.
@@ -141,7 +139,7 @@ class Server:
         if self.throughput is not None:
             limits, token_bytes = self.options.limits, self.span.hidden_size * self.span.dtype.itemsize
             computed = self.throughput.prefill_tps * token_bytes
-            self.me.inflow.change(max(limits.inflow_bytes_per_s_min, limits.inflow_share * computed))
+            self.listener.flow.read.change(max(limits.inflow_bytes_per_s_min, limits.inflow_share * computed))
 
     def announcement(self, state: State) -> Announcement:
         """What is true of this server now. Sequence and times are set when it is signed."""
@@ -165,7 +163,7 @@ class Server:
 
 
 def claim(
-    checkpoint: Checkpoint, me: Self, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
+    checkpoint: Checkpoint, me: Endpoint, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
 ) -> Announcement:
     """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and nobody calls it.
 

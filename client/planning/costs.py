@@ -1,4 +1,4 @@
-"""What a token costs on a route, by estimate. Pure.
+"""The estimated cost of one token on a route. Pure.
 
 A route's estimate is the time of one token, in milliseconds:
 

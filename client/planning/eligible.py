@@ -78,12 +78,12 @@ class Offer:
 
     @property
     def announcement(self) -> Announcement:
-        """What the server announces."""
+        """The server's announcement."""
         return self.signed.announcement
 
 
 def offers_of(request: Request, servers: Iterable[SignedAnnouncement]) -> list[Offer]:
-    """Return what these servers may be given: of those with room alone where they cover the wanted blocks.
+    """Return the blocks that these servers may be given; if servers with room cover the wanted blocks, only theirs.
 
     In an order that does not depend on that of `servers`: the planner breaks ties by it.
     """

@@ -37,7 +37,7 @@ class Explanation:
 
     @property
     def optimize(self) -> Optimize:
-        """What the route was planned for."""
+        """The aim of the plan."""
         return self.route.optimize
 
     @property
@@ -74,7 +74,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ExplainedRoute(Route):
-    """The route that a user gets: it can explain itself. request: what it was planned from, or is compared with now."""
+    """The route that a user gets: it can explain itself. request: its plan's, with the servers known now."""
 
     request: Request = field(compare=False)
 

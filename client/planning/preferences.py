@@ -1,4 +1,4 @@
-"""What a user prefers: which peers may be used, for which blocks, and what a route is planned for."""
+"""A user's preferences: the peers that may be used, for which blocks, and the aim of a plan."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from swarm.identity import public_key_of
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Peers (ids) that all routes and all repairs keep to, None for any; and what routes are planned for."""
+    """Peers (ids) that all routes and all repairs keep to, None for any; and the aim of plans."""
 
     allowed_peers: frozenset[str] | None = None
     blocked_peers: frozenset[str] = frozenset()
@@ -28,7 +28,7 @@ class Preferences:
         optimize: str,
         trusted_peers: Mapping[str, Iterable[str]] | None = None,
     ) -> "Preferences":
-        """Take what a user passes. Raises BadConfiguration or BadBlocks."""
+        """Check a user's arguments. Raises BadConfiguration or BadBlocks."""
         modes: tuple[Optimize, ...] = get_args(Optimize)
         mode = next((mode for mode in modes if mode == optimize), None)
         if mode is None:

@@ -1,4 +1,4 @@
-"""What a route is planned from: the announcements, measured round trips, and what the user asks for. Values only."""
+"""The input of a plan: announcements, measured round trips, and the user's wishes. Values only."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Trusted = tuple[tuple[Blocks, frozenset[str]], ...]
 
 @dataclass(frozen=True, slots=True)
 class PlanningLimits:
-    """What the planner assumes of servers that it knows little of, and where it stops to improve a route."""
+    """Assumptions about servers that have not measured themselves, and where the planner stops to improve a route."""
 
     unknown_rtt_ms: float = limit(40.0, "ms", "a round trip that neither peer has measured: half-way round a continent")
     unmeasured_tps: float = limit(20.0, "tokens/s", "the decode rate of a server that has not measured itself yet")
@@ -31,7 +31,7 @@ class PlanningLimits:
 
 @dataclass(frozen=True)
 class Request:
-    """What a route is planned from.
+    """The input of a plan.
 
     dtype: only classes that compute in it, as "float32". numeric_class: only this one, as the repair of a route needs.
     avoid: peer ids, or processes as in `Hop.process`. allowed_peers, blocked_peers: peer ids; only the former unless

@@ -68,6 +68,8 @@ class SpanCache:
         """Count the positions of a step that went through; drop the past that no rollback can ask for any more."""
         self.inner.seen += n_positions
         self.inner.pending = 0
+        if not self.rollback_max:  # then no layer records
+            return
         for layer in self.layers:
             if getattr(layer, "record_past", False):
                 _trim(layer, self.rollback_max)

@@ -88,9 +88,11 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """What blocks are called with at the positions of a stretch. Blocks with the same arguments share a template."""
+    """What blocks are called with at positions [first, stop). Blocks with the same arguments share a template."""
 
     first: int
+    stop: int
+    batch: int
     tables: tuple[_Table, ...]
     templates: tuple[Any, ...]
     template_of: dict[int, int]
@@ -116,6 +118,7 @@ class DirectPath:
         # Masks may change at the first position, and where a window fills up.
         self._edges = sorted({0, 1, *(edge for window in windows for edge in (window - 1, window) if edge > 1)})
         self._stretches: OrderedDict[tuple[int, int], _Stretch | None] = OrderedDict()
+        self._latest: _Stretch | None = None
         self._tabulate(*self._bounds(1), batch=1)
 
     def step(self, hidden: Tensor, cache: SpanCache, blocks: Blocks) -> Tensor | None:
@@ -123,15 +126,18 @@ class DirectPath:
 
         None means that the parent has to be called: on this stretch its arguments cannot be foretold.
         """
-        stretch = self._stretch(cache.length, hidden.shape[0])
+        inner, batch = cache.inner, hidden.shape[0]
+        position = inner.seen
+        stretch = self._latest
+        if stretch is None or not stretch.first <= position < stretch.stop or stretch.batch != batch:
+            stretch = self._latest = self._stretch(position, batch)
         if stretch is None:
             return None
-        inner = cache.inner
-        offset = cache.length - stretch.first
-        tensors = [table.at(offset) for table in stretch.tables]
+        offset = position - stretch.first
+        tensors = [table.rows[offset] if table.rows else table.at(offset) for table in stretch.tables]
         filled = [_fill(template, tensors, inner) for template in stretch.templates]
         inner.pending = 1
-        for index in blocks:
+        for index in range(blocks.start, blocks.stop):
             args, kwargs = filled[stretch.template_of[index]]
             result = self._forwards[index](hidden, *args, **kwargs)
             hidden = result[0] if isinstance(result, tuple) else result
@@ -186,7 +192,7 @@ class DirectPath:
             index: next(number for number, known in enumerate(distinct) if _alike(template, known))
             for index, template in zip(self._forwards, templates, strict=True)
         }
-        return _Stretch(first, tables, tuple(distinct), template_of)
+        return _Stretch(first, stop, batch, tables, tuple(distinct), template_of)
 
     def _recorded(self, first: int, stop: int, *, past: int, batch: int) -> tuple[SpanCache, Record]:
         """Record a step of some positions, on a cache that only claims to have a past."""
@@ -254,19 +260,19 @@ def _at(value: Any, path: _Path) -> Any:  # noqa: ANN401 - nested arguments
 
 
 def _fill(template: Any, tensors: list[Tensor], inner: Any) -> Any:  # noqa: ANN401 - nested arguments
-    """Put a position's tensors and a session's cache into a template."""
-    kind = type(template)
-    if kind is _Changing:
-        return tensors[template.index]
-    if kind is tuple:
-        return tuple([_fill(item, tensors, inner) for item in template])
-    if kind is dict:
-        return {key: _fill(value, tensors, inner) for key, value in template.items()}
-    if kind is _Past:
-        return inner
-    if kind is _Fresh:
-        return template.kind()
-    return template
+    """Put a position's tensors and a session's cache into a template: a tuple or dict, whose items may be others."""
+    filled: list[Any] = []
+    for item in template.values() if type(template) is dict else template:
+        kind = type(item)
+        if kind is _Changing:
+            filled.append(tensors[item.index])
+        elif kind is _Past:
+            filled.append(inner)
+        elif kind is dict or (kind is tuple and item):
+            filled.append(_fill(item, tensors, inner))
+        else:
+            filled.append(item.kind() if kind is _Fresh else item)
+    return dict(zip(template, filled, strict=True)) if type(template) is dict else tuple(filled)
 
 
 def _alike(left: object, right: object) -> bool:

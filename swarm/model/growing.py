@@ -91,7 +91,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = _Buffer(SLACK_SHARE, reserves=True), _Buffer(SLACK_SHARE, reserves=True)
+        self._buffers: tuple[_Buffer, _Buffer] | None = None  # once they are worth their bookkeeping
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         """Append; returns all keys and values."""
@@ -100,9 +100,18 @@ class GrowingLayer(DynamicLayer):
             return stock
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self._buffers
-        self.keys = keys.append(self.keys, key_states)
-        self.values = values.append(self.values, value_states)
+        keys, values = self.keys, self.values
+        assert keys is not None
+        assert values is not None
+        if keys.dim() == key_states.dim() and keys.shape[-2] and max(keys.nbytes, values.nbytes) < SMALL_BYTES:
+            self._buffers = None
+            self.keys = torch.cat([keys, key_states], dim=-2)
+            self.values = torch.cat([values, value_states], dim=-2)
+            return self.keys, self.values
+        if self._buffers is None:
+            self._buffers = _Buffer(SLACK_SHARE, reserves=True), _Buffer(SLACK_SHARE, reserves=True)
+        self.keys = self._buffers[0].append(keys, key_states)
+        self.values = self._buffers[1].append(values, value_states)
         return self.keys, self.values
 
 

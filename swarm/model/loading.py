@@ -72,7 +72,9 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
 
     Put something in the place of the blocks with `swarm.model.ends.replace_blocks`. Raises as `load_span` does.
     """
-    return _load(checkpoint, None, dtype, torch.device(device))
+    ends = _load(checkpoint, None, dtype, torch.device(device))
+    ends.name_or_path = ends.config.name_or_path = checkpoint.model  # it was loaded from a directory of links
+    return ends
 
 
 def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:

@@ -17,9 +17,11 @@ from swarm.dht.validator import Clock
 from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.monitor.assess import Contact
-from swarm.net.channel import Remote, Self
+from swarm.net.address import dialable
+from swarm.net.carriers.tcp import dial
+from swarm.net.channel import ignore
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import dial
 
 PEERS_MAX = 4096
 DIALS_MAX = 32  # at one time
@@ -107,15 +109,15 @@ class Contacts:
 
 def dialling(identity: Identity, network: str, access: Access = EVERYBODY, *, public: bool = False) -> Answer:
     """Return the real thing: dial, prove, ping, close."""
-    me = Self(identity, ChannelKey(), network, access, public=public)
+    me = Endpoint(identity, ChannelKey(), network, access, public=public)
 
     async def answer(record: Announcement) -> float:
         remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
         failure: SwarmError | TimeoutError = TimeoutError("it announces no address")
-        for address in record.addresses[:ADDRESSES_MAX]:
+        for address in dialable(record.addresses)[:ADDRESSES_MAX]:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    channel = await dial(address, remote, me, lambda *_: None)
+                    channel = await dial(address, remote, me, ignore)
                     try:
                         return await channel.ping()
                     finally:

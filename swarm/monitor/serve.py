@@ -23,8 +23,8 @@ from swarm.monitor.contacts import dialling
 from swarm.monitor.history import Database
 from swarm.monitor.probing import PROBES_MAX, ProbePlan, Prober, problem_of
 from swarm.monitor.service import Monitor, MonitorOptions
+from swarm.net.carriers.tcp import bound
 from swarm.net.reach import is_public
-from swarm.net.tcp import bound
 
 CONNECTIONS_MAX = 1024
 GRACE_S = 2  # for requests under way when the command ends

@@ -19,9 +19,10 @@ from swarm.identity import Identity
 from tests.dht.liars import Lie, beside, lie, peer_bytes
 from tests.dht.memory import MemoryNetwork
 from tests.dht.support import NETWORK, ROOT, announcement, node, signed
+from tests.support.often import rest_is_long
 
 NODES, LIARS, READERS = 100, 20, 8
-OFTEN = {Lie.GHOSTS, Lie.FORGED, Lie.STRANGERS}
+OFTEN = {Lie.FORGED}  # every lie is among those of the look-ups
 AT_ONCE = 50  # look-ups
 KEY = key_id(span_key(NETWORK, ROOT, 0))
 
@@ -81,7 +82,8 @@ async def found(swarm: Swarm, root: str, owner: Identity) -> bool:
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("look_ups", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.slow("a hundred nodes, and every record is verified")
+@pytest.mark.parametrize("look_ups", rest_is_long([40, 1000], [40]))
 async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None:
     source = random.Random(1)
     async with swarm([Identity(source.randbytes(32)) for _ in range(LIARS)], 2, list(Lie), silent=3) as hundred:
@@ -100,7 +102,8 @@ async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how in OFTEN else pytest.mark.long) for how in Lie])
+@pytest.mark.slow("a hundred nodes, and every record is verified")
+@pytest.mark.parametrize("how", rest_is_long(Lie, OFTEN))
 async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record(how: Lie) -> None:
     """The twenty nodes nearest to the key are liars. A server announces, and again; every reader finds it."""
     owner, gate = Identity(b"o" * 32), RecordGate(NETWORK, time.time)
@@ -119,6 +122,7 @@ async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record
                     keeper.storage.put(Entry(stranger, facts, facts.span))
 
 
+@pytest.mark.slow("eleven nodes, each with its p2pd")
 async def test_look_ups_survive_liars_over_real_connections(tmp_path: Path) -> None:
     """Ten nodes with a p2pd each, of which four lie beside the key."""
     owner, source = Identity(b"o" * 32), random.Random(5)

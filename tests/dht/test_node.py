@@ -21,6 +21,7 @@ from swarm.dht.search import Result
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
 from swarm.identity import Identity
+from swarm.net.limits import DaemonLimits
 from swarm.net.p2p import P2PConfig, running_daemon
 from tests.dht.support import NETWORK, ROOT, announcement, is_running, node, signed, soon
 
@@ -326,9 +327,8 @@ async def test_a_full_key_is_verified_in_slices(tmp_path: Path) -> None:
         assert turns >= 256 // 24
 
 
-async def test_a_frozen_p2pd_is_noticed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.net.p2p.PROBE_S", 0.5)
-    async with node(tmp_path, "boot") as boot:
+async def test_a_frozen_p2pd_is_noticed_and_replaced(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot", limits=DaemonLimits(probe_s=0.5)) as boot:
         frozen = boot.p2pd_pid
         assert frozen is not None
         os.kill(frozen, signal.SIGSTOP)

@@ -51,6 +51,7 @@ from swarm.errors import (
     ClockSkew,
     HandshakeFailed,
     InvalidMessage,
+    NetworkError,
     RecordError,
     Unreachable,
     UnsupportedArchitecture,
@@ -59,8 +60,11 @@ from swarm.errors import (
 from swarm.identity import SIGNATURE_BYTES, Identity
 from swarm.model.checkpoint import CONFIG_NAME, _read_config
 from swarm.model.manifest import MANIFEST_NAME, Manifest, WeightIndex
-from swarm.net.channel import _HELLO_DOMAIN, PREFACE, Channel, Sealer, Self
-from swarm.net.noise import ChannelKey, Handshake, prologue
+from swarm.net.channel import Channel, ignore
+from swarm.net.endpoint import Endpoint
+from swarm.net.frames import FrameReader, Sealer
+from swarm.net.greeting import HELLO_DOMAIN, PREFACE, Greeting
+from swarm.net.noise import ChannelKey, ChannelSecrets, Handshake, prologue
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import TensorMeta, decode_tensors
 from tests.dht.support import NETWORK, ROOT, signed
@@ -162,7 +166,7 @@ def _messages() -> tuple[wire.Message, ...]:
 
 
 def _hello() -> wire.Hello:
-    signature = ALICE.sign(_HELLO_DOMAIN[True], HASH).hex()
+    signature = ALICE.sign(HELLO_DOMAIN[True], HASH).hex()
     return wire.Hello(public_key=ALICE.public_key.hex(), signature=signature, software="0.1.0")
 
 
@@ -229,46 +233,59 @@ RESPONDER = ChannelKey(b"r" * 32)
 INITIATOR = ChannelKey(b"i" * 32)
 
 
-def _channel(*, shaken: bool, private: bool = False) -> Channel:
-    """A responder; `shaken`: behind its handshake, with keys that are always the same."""
+SECRETS = ChannelSecrets(send_key=KEYS[1], receive_key=KEYS[0], handshake_hash=HASH)
+
+
+def _channel(*, private: bool = False) -> Channel:
     access = Access(SECRET if private else None)
-    channel = Channel(_Carrier(), Self(BOB, RESPONDER, NETWORK, access), lambda *_: None)
-    if shaken:
-        channel._handshake, channel._handshake_hash = None, HASH
-        channel._opener, channel._sealer = map(Sealer, KEYS)
-    return channel
+    return Channel(_Carrier(), Endpoint(BOB, RESPONDER, NETWORK, access), ignore)
+
+
+def _greeting() -> tuple[Greeting, FrameReader]:
+    """A responder's greeting behind its handshake, with keys that are always the same."""
+    frames = FrameReader("a stranger", 1024)
+    greeting = Greeting(Endpoint(BOB, RESPONDER, NETWORK), None, frames)
+    greeting.shaken(SECRETS)
+    return greeting, frames
 
 
 async def _receive(channel: Channel, *pieces: bytes) -> None:
     for piece in pieces:
         channel.receive(piece)
-    while channel._paused is not None and not channel.closed:
+    while channel.is_paused and not channel.closed:
         await asyncio.sleep(0.0)
-    assert channel.closed or len(channel._unread) <= sum(map(len, pieces))
+    assert channel.closed or channel.held()[0] <= sum(map(len, pieces))
     channel.close()
 
 
 async def _greet(data: bytes) -> None:
     for private in (False, True):
         half = len(data) // 2
-        await _receive(_channel(shaken=False, private=private), data[:half], data[half:])
+        await _receive(_channel(private=private), data[:half], data[half:])
+
+
+def _shaken_channel() -> Channel:
+    """A responder behind its handshake: one for each input would take most of the time."""
+    channel = _channel()
+    channel._greeting.shaken(SECRETS)
+    return channel
 
 
 async def _stream(data: bytes) -> None:
     half = len(data) // 2
-    await _receive(_channel(shaken=True), data)
-    await _receive(_channel(shaken=True), data[:half], data[half:])
+    await _receive(_shaken_channel(), data)
+    await _receive(_shaken_channel(), data[:half], data[half:])
 
 
-async def _first_frame(plaintext: bytes) -> None:
-    await _receive(_channel(shaken=True), bytes(Sealer(KEYS[0]).seal([plaintext])))
+def _first_frame(plaintext: bytes) -> None:
+    greeting, frames = _greeting()
+    frames.feed(Sealer(KEYS[0]).seal([plaintext]))
+    greeting.advance()
 
 
 async def _later_frame(plaintext: bytes) -> None:
-    channel = _channel(shaken=True)
-    channel.peer = ALICE.peer_id
-    channel.ready.set_result(None)
-    await _receive(channel, bytes(Sealer(KEYS[0]).seal([plaintext])))
+    sealer = Sealer(KEYS[0])
+    await _receive(_shaken_channel(), sealer.seal([frame_of(_hello())]), sealer.seal([plaintext]))
 
 
 def _sealed() -> bytes:
@@ -604,7 +621,7 @@ def _all() -> Sequence[Parser]:
         Parser("greeting", _async(_greet), (), (PREFACE + first, PREFACE + private, b"swarm\2")),
         Parser("handshake", _read_handshake, (), (first, private, _second_message(None), _second_message(psk))),
         Parser("sealed-stream", _async(_stream), (), (_sealed(),)),
-        Parser("hello", _async(_first_frame), (), frames[:2], _opened_frame),
+        Parser("hello", _first_frame, (NetworkError, InvalidMessage), frames[:2], _opened_frame),
         Parser("sealed-frame", _async(_later_frame), (), frames, _opened_frame),
         Parser("announcement", _read_announcement, (RecordError,), (RECORD,), _opened_record),
         Parser("entry", _read_entry, (RecordError,), (pack_value(RECORD),), _opened_entry),

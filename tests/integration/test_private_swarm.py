@@ -1,7 +1,6 @@
 """A private swarm of processes: members generate, strangers do not get in."""
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from swarm.errors import NoRoute, SwarmError
 from swarm.identity import Identity
+from tests.support import warm
 from tests.support.swarms import World, environment, prompt, world
 
 SAME = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
@@ -51,19 +51,13 @@ def test_a_command_without_its_key_file_says_how_to_make_one(command: str, tmp_p
     line = (*model, *(more if model else ()), "--network-key", str(tmp_path / "network.key"))
     peers = ("--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}") if model else ()
     own = () if command == "swarm.client.cli" else ("--identity", str(tmp_path / "identity"))
-    run = subprocess.run(
-        (sys.executable, "-m", command, *line, *peers, *own),
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 2
-    (error,) = run.stderr.splitlines()
+    ended, printed = warm.start(tmp_path, command, *line, *peers, *own, env=environment(home)).ended()
+    assert ended == 2
+    (error,) = printed.splitlines()
     assert f"openssl rand -hex 32 > {tmp_path}" in error
 
 
+@pytest.mark.slow("a client asks servers that refuse it for fifteen seconds")
 def test_servers_with_a_list_serve_the_peers_on_it(
     checkpoint: Callable[[str], Path], home: Path, tmp_path: Path
 ) -> None:

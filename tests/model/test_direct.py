@@ -21,7 +21,8 @@ Schedule = list[int]
 
 # Mostly single tokens, some chunks; long enough to fill sliding windows of 8.
 schedules = st.lists(st.sampled_from([1, 1, 1, 1, 1, 2, 5]), min_size=2, max_size=16)
-few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+many = settings(few, max_examples=20)
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +41,31 @@ def hidden_states(batch: int, tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(batch, tokens, 64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", SPLIT)
-@few
-@given(
+any_session = given(
     schedule=schedules, batch=st.integers(1, 3), part=st.sampled_from([(1, 6), (2, 4), (3, 4)]), seed=st.integers(0, 9)
 )
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@few
+@any_session
 def test_both_ways_give_the_same_bits(
     span_of: Callable[[str], Span], name: str, schedule: Schedule, batch: int, part: tuple[int, int], seed: int
 ) -> None:
-    span = span_of(name).part(Blocks(*part))
+    assert_same_bits(span_of(name).part(Blocks(*part)), schedule, batch, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SPLIT)
+@many
+@any_session
+def test_both_ways_give_the_same_bits_in_many_sessions(
+    span_of: Callable[[str], Span], name: str, schedule: Schedule, batch: int, part: tuple[int, int], seed: int
+) -> None:
+    assert_same_bits(span_of(name).part(Blocks(*part)), schedule, batch, seed)
+
+
+def assert_same_bits(span: Span, schedule: Schedule, batch: int, seed: int) -> None:
     short, long = span.new_cache(), span.new_cache()
     with torch.inference_mode():
         for number, tokens in enumerate([3, *schedule]):

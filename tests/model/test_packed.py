@@ -30,10 +30,12 @@ ONE_BY_ONE = {
 TOGETHER = tuple(name for name in SPLIT if name not in ONE_BY_ONE)
 TOLERANCE = 1e-4  # of a step's norm, fp32
 ROLLBACK = 4
-few = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+many = settings(few, max_examples=20)
 
 # One iteration: for each of four sessions None (it sits out), or how many tokens, what is taken back, and a reordering.
 moves = st.none() | st.tuples(st.sampled_from([1, 1, 1, 1, 3, 9]), st.sampled_from([0, 0, 0, 1, 3]), st.booleans())
+Schedule = list[tuple[tuple[int, int, bool] | None, ...]]
 schedules = st.lists(st.tuples(moves, moves, moves, moves), min_size=3, max_size=10)
 
 
@@ -49,18 +51,34 @@ def span_of(family_dir: FamilyDir) -> Callable[[str], Span]:
     return get
 
 
+@pytest.mark.slow("every family's span is loaded")
 def test_the_families_that_run_together_are_known(span_of: Callable[[str], Span]) -> None:
     assert {name for name in SPLIT if not span_of(name).packs} == ONE_BY_ONE
 
 
+any_schedule = given(schedule=schedules, part=st.sampled_from([(1, 6), (2, 4)]), seed=st.integers(0, 99))
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 @few
-@given(schedule=schedules, part=st.sampled_from([(1, 6), (2, 4)]), seed=st.integers(0, 99))
+@any_schedule
 def test_members_come_and_go_roll_back_and_reorder(
-    span_of: Callable[[str], Span], name: str, schedule: list[tuple[tuple[int, int, bool] | None, ...]],
-    part: tuple[int, int], seed: int,
-) -> None:  # fmt: skip
-    span = span_of(name).part(Blocks(*part))
+    span_of: Callable[[str], Span], name: str, schedule: Schedule, part: tuple[int, int], seed: int
+) -> None:
+    assert_packs(span_of(name).part(Blocks(*part)), schedule, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TOGETHER)
+@many
+@any_schedule
+def test_members_come_and_go_roll_back_and_reorder_in_many_schedules(
+    span_of: Callable[[str], Span], name: str, schedule: Schedule, part: tuple[int, int], seed: int
+) -> None:
+    assert_packs(span_of(name).part(Blocks(*part)), schedule, seed)
+
+
+def assert_packs(span: Span, schedule: Schedule, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = (1, 2, 1, 3)
     solo = [span.new_cache(ROLLBACK) for _ in rows]
