@@ -7,6 +7,7 @@ from random import Random
 
 import structlog
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
 from swarm.dht.records import Announcement
@@ -37,7 +38,7 @@ class Automatic:
         directory: Directory,
         checkpoint: Checkpoint,
         key: str,
-        numeric_class: str,
+        numeric_class: NumericClass,
         every_s: float,
         random: Random,
         limits: AutomaticLimits = AutomaticLimits(),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
 from swarm.dht.records import Announcement
@@ -23,7 +24,7 @@ class Claims:
     directory: Directory
     checkpoint: Checkpoint
     me: Endpoint
-    numeric_class: str
+    numeric_class: NumericClass
     options: ServerOptions
 
     def of(self, blocks: Blocks) -> Announcement:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import structlog
 import torch
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
@@ -52,7 +53,7 @@ class Loader:
         self._arguments, self._device = arguments, device
 
     @property
-    def numeric_class(self) -> str:
+    def numeric_class(self) -> NumericClass:
         """The numeric class of all of its spans."""
         dtype = expected_dtype(self.checkpoint, dtype_of(self._arguments))
         return numeric_class_of(self.checkpoint.config, dtype)

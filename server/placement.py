@@ -33,6 +33,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement
 from swarm.limits import limit
@@ -69,13 +70,16 @@ class Holder:
 
 
 def holders_of(
-    announcements: Iterable[Announcement], numeric_class: str | None = None, limits: PlacementLimits = PlacementLimits()
+    announcements: Iterable[Announcement],
+    numeric_class: NumericClass | None = None,
+    limits: PlacementLimits = PlacementLimits(),
 ) -> tuple[Holder, ...]:
     """Return the servers that hold or will soon hold blocks: online or joining, of one numeric class.
 
     A server that has not measured yet counts with the median power, and none with more than power_spread_max times it.
     """
-    there = [a for a in announcements if a.state in {"online", "joining"} and numeric_class in {None, a.numeric_class}]
+    wanted = None if numeric_class is None else str(numeric_class)
+    there = [a for a in announcements if a.state in {"online", "joining"} and wanted in {None, a.numeric_class}]
     measured = [a.decode_tps * len(a.span) for a in there if a.decode_tps is not None]
     typical = median(measured) if measured else 1.0
 

@@ -228,7 +228,7 @@ async def _announce(
         "online",
         blocks=str(span.blocks),
         model=checkpoint.model,
-        numeric_class=span.numeric_class,
+        numeric_class=str(span.numeric_class),
         weights_mb=span.weight_bytes >> 20,
         cache_tokens=server.pool.capacity,
         address=server.data_address,

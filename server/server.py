@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.compute.task import Probe
 from swarm.compute.thread import ComputeThread
@@ -164,7 +165,12 @@ class Server:
 
 
 def claim(
-    checkpoint: Checkpoint, me: Endpoint, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
+    checkpoint: Checkpoint,
+    me: Endpoint,
+    blocks: Blocks,
+    numeric_class: NumericClass,
+    options: ServerOptions,
+    now: float,
 ) -> Announcement:
     """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and no client calls it.
 
@@ -179,7 +185,7 @@ def claim(
         model=checkpoint.public_name,
         n_blocks=checkpoint.n_blocks,
         blocks=AnnouncedSpan(blocks.start, blocks.stop),
-        numeric_class=numeric_class,
+        numeric_class=str(numeric_class),
         addresses=(),
         channel_key=me.key.public.hex(),
         state="joining",

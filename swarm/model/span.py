@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks
 from swarm.limits import limit
@@ -66,7 +67,7 @@ class Shared:
     blocks: Blocks
     limits: SpanLimits
     weights: Weights
-    numeric_class: str
+    numeric_class: NumericClass
     packing: Packing
     direct: DirectPath | None = None
     packs: bool = False
@@ -110,8 +111,8 @@ class Span:
         return self.shared.model
 
     @property
-    def numeric_class(self) -> str:
-        """The name of dtype and quantisation."""
+    def numeric_class(self) -> NumericClass:
+        """How it computes: dtype and quantisation."""
         return self.shared.numeric_class
 
     @property
@@ -312,13 +313,13 @@ def originals(layers: nn.ModuleList) -> list[nn.Module]:
     return [layer.original if isinstance(layer, Placeholder) else layer for layer in layers]
 
 
-def numeric_class_of(config: PretrainedConfig, dtype: torch.dtype) -> str:
-    """Name dtype and quantisation: spans of different classes compute different numbers."""
+def numeric_class_of(config: PretrainedConfig, dtype: torch.dtype) -> NumericClass:
+    """Return dtype and quantisation: spans of different classes compute different numbers."""
     name = str(dtype).removeprefix("torch.")
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
-        return name
+        return NumericClass(name)
     facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
     bits = [f"{width}bit" for width in (4, 8) if facts.get(f"load_in_{width}bit") or facts.get("bits") == width]
     method = facts.get("quant_method", "quantized")
-    return "-".join([f"{name}+{getattr(method, 'value', method)}", *bits])
+    return NumericClass(name, weights="-".join([str(getattr(method, "value", method)), *bits]))

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
 from swarm.dht.store import MemoryStore
@@ -37,7 +38,7 @@ class Newcomer:
         self.directory = Directory(store, identity=self.identity, network=NETWORK, clock=time.time)
         key = self.identity.public_key.hex()
         self.automatic = Automatic(
-            self.directory, TWELVE, key, "float32", every_s, Random(1), AutomaticLimits(claim_s=0.01)
+            self.directory, TWELVE, key, NumericClass("float32"), every_s, Random(1), AutomaticLimits(claim_s=0.01)
         )
 
     async def announce(self, blocks: Blocks, state: str = "joining", **more: Any) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.placement_simulation import DELAY_S, anneal, random_swarm, simulate
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.identity import Identity
 from swarm.server.placement import (
@@ -62,7 +63,7 @@ def test_servers_that_leave_or_compute_in_another_class_do_not_count():
         announcement(Identity(b"b" * 32), 0, 4, numeric_class="bfloat16"),
         announcement(Identity(b"c" * 32), 4, 8, state="joining"),
     ]
-    assert [held.blocks for held in holders_of(records, "float32")] == [Blocks(4, 8)]
+    assert [held.blocks for held in holders_of(records, NumericClass("float32"))] == [Blocks(4, 8)]
 
 
 def test_a_claim_of_boundless_speed_counts_as_a_bounded_multiple_of_the_usual():
