@@ -23,7 +23,7 @@ from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import Request
 from swarm.client.planning.route import Optimize, Route
 from swarm.config import PROTOCOL_VERSION
-from swarm.dht.records import RTTS_MAX, Announcement, Rtt, SignedAnnouncement, Span
+from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement, Span
 from swarm.identity import Identity
 
 TARGET_MS = 20.0
@@ -90,7 +90,8 @@ def _server(
     start, stop = spans[index]
     near = [i for i, (a, b) in enumerate(spans) if i != index and (a <= stop < b or a < start <= b)]
     rtts = tuple(
-        Rtt(keys[i][:16], round(draw.lognormvariate(3.7, 0.7), 1)) for i in draw.sample(near, min(RTTS_MAX, len(near)))
+        Rtt(keys[i][:16], round(draw.lognormvariate(3.7, 0.7), 1))
+        for i in draw.sample(near, min(RECORD.rtts_max, len(near)))
     )
     now = time.time()
     return SignedAnnouncement(

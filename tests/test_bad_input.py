@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from swarm.client.hf.auto import AutoDistributedModel
 from swarm.demo.local import LocalSwarm
 from swarm.errors import BadBlocks, BadConfiguration, NoRoute, PromptTooLong, RootMismatch, Unreachable, UsageError
-from swarm.server.serve import _in_thread
+from swarm.server.loader import in_thread
 from tests.families import make
 from tests.support import warm
 from tests.support.often import rest_is_long
@@ -211,7 +211,7 @@ def test_a_load_that_outlives_a_server_that_could_not_start_ends_silently(monkey
         released.wait(DEADLINE_S)
 
     async def give_up():
-        waiting = asyncio.ensure_future(_in_thread(load))
+        waiting = asyncio.ensure_future(in_thread(load))
         await asyncio.to_thread(started.wait, DEADLINE_S)
         waiting.cancel()
 

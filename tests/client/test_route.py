@@ -232,7 +232,7 @@ def test_only_allowed_peers_are_used():
     with pytest.raises(NoRoute, match="allowed_peers") as caught:
         planned(Blocks(0, 12), [mine, other], allowed_peers=allowed)
     assert caught.value.missing == (8, 9, 10, 11)
-    with pytest.raises(NoRoute, match="nobody serves them"):
+    with pytest.raises(NoRoute, match="no server has them"):
         planned(Blocks(0, 12), [mine], allowed_peers=allowed)
 
 

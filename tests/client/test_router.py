@@ -175,7 +175,7 @@ async def test_another_model_of_the_name_is_reported():
 async def test_a_failed_look_up_reports_no_other_model():
     swarm, directory = membership_of()
     directory.others = None
-    with pytest.raises(NoRoute, match="nobody serves them"):
+    with pytest.raises(NoRoute, match="no server has them"):
         await swarm.open(Blocks(0, 6), PLAN)
 
 

@@ -10,11 +10,9 @@ import pytest
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
-from swarm.dht.format import BURST
+from swarm.dht.format import CALLS
 from swarm.dht.node import SwarmNode
-from swarm.dht.protocol import STORES_MAX
-from swarm.dht.records import RECORD_BYTES_MAX, REFRESH_S, key_id, packed_text, span_key, span_subkey
-from swarm.dht.storage import SUBKEYS_MAX
+from swarm.dht.records import RECORD, key_id, packed_text, span_key, span_subkey
 from swarm.dht.validator import pack_value
 from swarm.identity import Identity
 from tests.dht.memory import MemoryNetwork
@@ -48,12 +46,12 @@ def true_store(owner: Identity, now: float, start: int = 0, **changes: object) -
 
 async def send(victim: SwarmNode, stores: Sequence[Store]) -> int:
     """Store through the node's own handler, under a new peer id whenever one is slowed down. Returns the accepted."""
-    assert victim._running is not None
-    protocol, accepted, left = victim._running.protocol, 0, 0
-    for first in range(0, len(stores), STORES_MAX):
-        if left < STORES_MAX:
-            stranger, left = PeerID.from_base58(Identity.generate().peer_id), int(BURST)
-        keys, subkeys, values, expirations = zip(*stores[first : first + STORES_MAX], strict=True)
+    assert victim.member is not None
+    protocol, accepted, left = victim.member.protocol, 0, 0
+    for first in range(0, len(stores), CALLS.stores_max):
+        if left < CALLS.stores_max:
+            stranger, left = PeerID.from_base58(Identity.generate().peer_id), int(CALLS.burst)
+        keys, subkeys, values, expirations = zip(*stores[first : first + CALLS.stores_max], strict=True)
         request = dht_pb2.StoreRequest(
             keys=keys, subkeys=subkeys, values=values, expiration_time=expirations, in_cache=[False] * len(keys)
         )
@@ -85,7 +83,7 @@ def attacks(honest: Sequence[Identity], source: random.Random, count: int, now: 
                 future = now + source.uniform(31, 1e6)
                 yield store(mallory, signed(mallory, now=future), future + 60)
             case 5:  # oversized
-                long = signed(mallory, now=now) + bytes(RECORD_BYTES_MAX)
+                long = signed(mallory, now=now) + bytes(RECORD.bytes_max)
                 yield store(mallory, long, now + 60)
             case 6:  # misplaced: in another's place, or in its own under another key
                 place, other = (store(victim, data, now + 60), true_store(mallory, now))
@@ -106,7 +104,7 @@ async def test_records_that_do_not_hold_are_refused_and_displace_none(count: int
             assert await send(victim, list(attacks(honest, source, count // ROUNDS, clock.now))) == 0
             held = {pack_value(entry.data) for entry in victim.storage.entries(KEY)}
             assert held == {value for _, _, value, _ in true}
-            clock.now += REFRESH_S
+            clock.now += RECORD.refresh_s
 
 
 @COUNTS
@@ -122,9 +120,9 @@ async def test_signed_records_of_fresh_keys_displace_none_that_is_refreshed(coun
             taken += await send(victim, flood)
             held = {pack_value(entry.data) for entry in victim.storage.entries(KEY)}
             assert {value for _, _, value, _ in true} <= held
-            assert len(held) <= SUBKEYS_MAX
-            clock.now += REFRESH_S
-        assert taken >= SUBKEYS_MAX - len(honest), "strangers are welcome where there is room"
+            assert len(held) <= RECORD.entries_per_key
+            clock.now += RECORD.refresh_s
+        assert taken >= RECORD.entries_per_key - len(honest), "strangers are welcome where there is room"
 
 
 @pytest.mark.parametrize("stores", rest_is_long([20_000, 100_000], [20_000]))

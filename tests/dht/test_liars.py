@@ -12,8 +12,7 @@ import pytest
 
 from swarm.dht.directory import Directory
 from swarm.dht.node import SwarmNode
-from swarm.dht.records import key_id, span_key
-from swarm.dht.storage import SUBKEYS_MAX
+from swarm.dht.records import RECORD, key_id, span_key
 from swarm.dht.validator import Entry, RecordGate
 from swarm.identity import Identity
 from tests.dht.liars import Lie, beside, lie, peer_bytes
@@ -52,14 +51,14 @@ async def swarm(
         for i, own in enumerate(liars):
             lying.append(await stack.enter_async_context(network.node(*boot.addresses, identity=own, seed=i)))
         for member in honest:  # what every node does every 15 s
-            assert member._running is not None
-            await member._learn(member._running)
+            assert member.member is not None
+            await member.member.learn(1)
         names = [peer_bytes(own) for own in liars]
         for i, liar in enumerate(lying):
             lie(liar, how[i % len(how)], names, source)
             if i < silent:
-                assert liar._running is not None
-                network.silent.add(liar._running.daemon.p2p.peer_id)
+                assert liar.member is not None
+                network.silent.add(liar.member.daemon.p2p.peer_id)
         joining = (network.node(*boot.addresses, client=True, seed=1000 + i) for i in range(READERS))
         readers = await asyncio.gather(*(stack.enter_async_context(reader) for reader in joining))
         yield Swarm(network, honest, lying, readers, source)
@@ -107,7 +106,7 @@ async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None
 async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record(how: Lie) -> None:
     """The twenty nodes nearest to the key are liars. A server announces, and again; every reader finds it."""
     owner, gate = Identity(b"o" * 32), RecordGate(NETWORK, time.time)
-    strangers = [signed(Identity(i.to_bytes(32, "big"))) for i in range(1, SUBKEYS_MAX + 2)]
+    strangers = [signed(Identity(i.to_bytes(32, "big"))) for i in range(1, RECORD.entries_per_key + 2)]
     async with swarm(beside(KEY, LIARS, random.Random(3)), 4, [how]) as hundred:
         directory = Directory(hundred.honest[7], identity=owner, network=NETWORK, clock=time.time)
         for _ in range(2):

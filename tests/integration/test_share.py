@@ -172,7 +172,7 @@ def test_a_client_without_servers_fails_and_says_which_blocks_nobody_serves(larg
         with pytest.raises(NoRoute) as nobody:
             model.generate(prompt(1, 8), max_new_tokens=2, pad_token_id=0)
         assert nobody.value.missing == (0, 1, 2, 3, 4, 5)
-        assert "blocks 0:6: nobody serves them" in str(nobody.value)
+        assert "blocks 0:6: no server has them" in str(nobody.value)
 
 
 @pytest.mark.long

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from swarm.blocks import Blocks
 from swarm.model import direct as direct_module
 from swarm.model.checkpoint import open_checkpoint
+from swarm.model.direct import DirectLimits
 from swarm.model.loading import load_span
-from swarm.model.span import Span
+from swarm.model.probe import learn_direct_path
+from swarm.model.span import Span, SpanLimits
 from tests.families import SPLIT, make
-from tests.model.rings import save_model
+from tests.model.rings import GROWS, save_model
 
 FamilyDir = Callable[[str], Path]
 Schedule = list[int]
@@ -31,7 +33,7 @@ def span_of(family_dir: FamilyDir) -> Callable[[str], Span]:
 
     def get(name: str) -> Span:
         if name not in made:
-            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6))
+            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6), limits=GROWS)
         return made[name]
 
     return get
@@ -85,24 +87,21 @@ def test_every_family_goes_the_short_way_before_in_and_beyond_its_windows(
         assert span.forward_directly(hidden_states(2, 1, number), cache) is not None, cache.length
 
 
-def test_the_short_way_goes_on_over_the_edges_of_stretches(
-    span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct_module, "STRETCH_POSITIONS", 5)
-    monkeypatch.setattr(direct_module, "STRETCHES_MAX", 2)
+def test_the_short_way_goes_on_over_the_edges_of_stretches(family_dir: FamilyDir) -> None:
+    limits = SpanLimits(direct=DirectLimits(stretch_positions=5, stretches_max=2))
     for name in ("llama", "gemma3_text", "bloom"):
-        span = span_of(name)
-        span.learn_direct_path()
+        span = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6), limits=limits)
+        assert span.is_direct
         short, long = span.new_cache(), span.new_cache()
         for number, tokens in enumerate((3, *[1] * 20)):
             step = hidden_states(1, tokens, number)
             assert torch.equal(span.forward(step, cache=short), span.forward_through_parent(step, cache=long))
 
 
-def test_tables_are_bounded(span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_module, "TABLES_BYTES_MAX", 100)
-    span, cache = span_of("llama"), span_of("llama").new_cache()
-    span.learn_direct_path()
+def test_tables_are_bounded(family_dir: FamilyDir) -> None:
+    limits = SpanLimits(direct=DirectLimits(tables_bytes_max=100))
+    span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 6), limits=limits)
+    cache = span.new_cache()
     span.forward(hidden_states(1, 4, 0), cache=cache)
     assert span.forward_directly(hidden_states(1, 1, 1), cache) is None
     assert cache.length == 4
@@ -111,7 +110,7 @@ def test_tables_are_bounded(span_of: Callable[[str], Span], monkeypatch: pytest.
 
 def test_what_is_no_plain_decode_step_goes_through_the_parent(span_of: Callable[[str], Span]) -> None:
     span, cache = span_of("llama"), span_of("llama").new_cache()
-    span.learn_direct_path()
+    learn_direct_path(span)
     step = hidden_states(2, 1, 0)
     assert span.forward_directly(step, cache) is None  # no past
     span.forward(hidden_states(2, 3, 1), cache=cache)
@@ -143,7 +142,7 @@ def test_a_stretch_that_cannot_be_tabulated_goes_through_the_parent(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    span.learn_direct_path()
+    learn_direct_path(span)
     monkeypatch.setattr(direct_module.DirectPath, "_tabulate", broken)
     for number, tokens in enumerate((3, 1, 1)):
         step = hidden_states(1, tokens, number)

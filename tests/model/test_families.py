@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from swarm.blocks import Blocks
-from swarm.errors import BadBlocks, UnsupportedArchitecture
-from swarm.model.cache import RollbackImpossible
+from swarm.errors import BadBlocks, RollbackImpossible, UnsupportedArchitecture
 from swarm.model.checkpoint import open_checkpoint
 from tests.families import REFUSED, SPLIT
 from tests.model.rings import CUTS, Pair, Ring, difference, tokens

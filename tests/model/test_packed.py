@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarm.blocks import Blocks
+from swarm.errors import RollbackImpossible
 from swarm.model import packed as packed_module
-from swarm.model.cache import RollbackImpossible, SpanCache
+from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.packed import Segment
 from swarm.model.span import Span
 from tests.families import SPLIT, make
-from tests.model.rings import save_model
+from tests.model.rings import GROWS, save_model
 
 FamilyDir = Callable[[str], Path]
 
@@ -45,7 +46,7 @@ def span_of(family_dir: FamilyDir) -> Callable[[str], Span]:
 
     def get(name: str) -> Span:
         if name not in made:
-            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6))
+            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6), limits=GROWS)
         return made[name]
 
     return get
@@ -124,7 +125,7 @@ def test_a_batch_that_breaks_leaves_every_cache_as_it_was(
     span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     span = span_of("gemma3_text")
-    real, calls = packed_module._usual_attention, []
+    real, calls = packed_module._solo_attention, []
 
     def breaks(*arguments: object) -> object:
         calls.append(1)
@@ -139,7 +140,7 @@ def test_a_batch_that_breaks_leaves_every_cache_as_it_was(
         for cache, twin, prompt in zip(caches, twins, prompts, strict=True):
             span.forward(prompt, cache=cache)
             span.forward(prompt, cache=twin)
-        monkeypatch.setattr(packed_module, "_usual_attention", breaks)
+        monkeypatch.setattr(packed_module, "_solo_attention", breaks)
         with pytest.raises(MemoryError):
             span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
         monkeypatch.undo()

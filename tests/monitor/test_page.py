@@ -18,7 +18,7 @@ import torch
 from swarm.demo.local import LocalProcess, LocalSwarm, Place
 from swarm.errors import SwarmError
 from swarm.identity import Identity
-from swarm.monitor.probe import PROMPT_TOKENS, probe_once
+from swarm.monitor.probe import probe_once
 from tests.monitor import needs_light
 from tests.support import warm
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, NETWORK, environment, eventually, join
@@ -70,7 +70,7 @@ def test_probes_agree_with_a_clients_own_clock_within_a_tenth(swarm):
     theirs: dict[str, list[float]] = {"ttft": [], "gap": []}
     ours: dict[str, list[float]] = {"ttft": [], "gap": []}
     with join(DEMO_CHECKPOINT, swarm) as model:
-        prompt = torch.arange(1, PROMPT_TOKENS + 1)[None]
+        prompt = torch.arange(1, 8 + 1)[None]
         options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "do_sample": False}
         for i in range(60):
             if i % 2:

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO
 
-from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, Place
+from swarm.demo.local import Place, ProcessLimits
 from swarm.net.launch import bind
 
 PRELOADED = "tests.support.preloaded"
@@ -113,7 +113,7 @@ def _run(
     assert PRELOADED in sys.modules, "nothing was imported before the fork: PYTHONPATH must name the repository"
     if namespace:
         _enter(namespace)
-    if not bind(os.getppid(), DESCRIPTORS_MAX, MEMORY_BYTES_MAX):
+    if not bind(os.getppid(), ProcessLimits().descriptors_max, ProcessLimits().data_bytes_max):
         return
     os.environ.clear()
     os.environ.update(env)
