@@ -13,9 +13,9 @@ from swarm.identity import Identity
 from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.past import SpanPast
-from tests.client.test_session import eventually
 from tests.model.rings import save_family
 from tests.support.inprocess import inprocess
+from tests.support.swarms import eventually
 
 IDS = torch.randint(3, 120, (3, 20), generator=torch.Generator().manual_seed(5))
 SAME = {"max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": None}
@@ -121,7 +121,7 @@ def test_an_interrupted_conversation_takes_no_steps_until_reset(world, monkeypat
                 model(IDS[:, 8:10])
         with pytest.raises(SessionClosed, match="interrupted; open a new one"):
             model(IDS[:, 8:10])
-        eventually(lambda: not any(server.handler.sessions for server in swarm.servers))
+        eventually(lambda: not any(server.handler.sessions for server in swarm.servers), within_s=5)
         chat.cache.reset()
         got = model(IDS[:, :10]).logits
         expected = full(IDS[:, :10]).logits

@@ -6,6 +6,7 @@ That repairs fail rather than leave a list is in tests/simulation/test_lists.py.
 import math
 
 import pytest
+import torch
 
 from swarm.client import AutoDistributedModel
 from swarm.client.planning.eligible import Reason
@@ -13,10 +14,30 @@ from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import PlanningLimits
 from swarm.errors import BadBlocks, BadConfiguration, UsageError
 from swarm.identity import Identity
-from tests.client.test_repair import ONE, Assassin, settings
 from tests.support.inprocess import inprocess
 
 STRANGER = Identity.generate().peer_id
+ONE = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(5))
+
+
+def settings(**more):
+    return {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, "do_sample": False, **more}
+
+
+class Stopper:
+    """A streamer that ends a server after three tokens."""
+
+    def __init__(self, swarm, server):
+        self._swarm, self._server, self._left = swarm, server, 4
+
+    def put(self, _):
+        self._left -= 1
+        if self._left == 0:
+            self._swarm.servers.remove(self._server)
+            self._swarm.loop.run(self._server.stop())
+
+    def end(self):
+        assert self._left < 0
 
 
 def peer(server):
@@ -61,7 +82,7 @@ def test_a_repair_takes_another_allowed_peer(checkpoint, full):
         with swarm.client(preferences=preferences) as model:
             model.generate(ONE, **settings(max_new_tokens=1))
             used = second if model.route[1].peer_id == peer(second) else third
-            text = model.generate(ONE, **settings(streamer=Assassin(swarm, [used])))
+            text = model.generate(ONE, **settings(streamer=Stopper(swarm, used)))
             assert text.tolist() == full.generate(ONE, **settings()).tolist()
             assert {hop.peer_id for hop in model.route} == {peer(first), peer(third if used is second else second)}
 
@@ -159,7 +180,7 @@ def test_a_repair_of_unpinned_blocks_takes_any_server(checkpoint, full):
         with swarm.client(preferences=trusting({"0:2": [peer(trusted)]})) as model:
             model.generate(ONE, **settings(max_new_tokens=1))
             third = swarm.serve("0:6")
-            text = model.generate(ONE, **settings(streamer=Assassin(swarm, [second])))
+            text = model.generate(ONE, **settings(streamer=Stopper(swarm, second)))
             assert text.tolist() == full.generate(ONE, **settings()).tolist()
             assert [hop.peer_id for hop in model.route] == [peer(trusted), peer(third)]
             assert model.route[1].blocks.start == 2

@@ -13,6 +13,7 @@ from swarm.client.planning.costs import estimated
 from swarm.client.planning.eligible import Reason
 from swarm.client.planning.explain import ExplainedRoute, explanation
 from swarm.client.planning.plan import plan
+from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import PlanningLimits, Request
 from swarm.client.planning.route import Hop
 from swarm.config import PROTOCOL_VERSION
@@ -52,8 +53,9 @@ def server(start, stop, *, tps=None, dtype="float32", state="online", load=0.0, 
     )
 
 
-def request(wanted, servers, **options):
-    return Request("m", wanted, tuple(servers), **options)
+def request(wanted, servers, *, allowed_peers=None, blocked_peers=(), trusted_peers=(), optimize="latency", **options):
+    preferences = Preferences(allowed_peers, blocked_peers, optimize, trusted_peers)
+    return Request("m", wanted, tuple(servers), preferences=preferences, **options)
 
 
 def planned(wanted, servers, **options):

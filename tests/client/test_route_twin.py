@@ -12,12 +12,12 @@ from swarm.blocks import Blocks
 from swarm.client.planning.eligible import Reason, offers_of
 from swarm.client.planning.explain import explanation
 from swarm.client.planning.plan import plan
-from swarm.client.planning.request import PlanningLimits, Request
+from swarm.client.planning.request import PlanningLimits
 from swarm.client.planning.search import Search
 from swarm.client.planning.stages import stages_of
 from swarm.errors import NoRoute
 from swarm.identity import Identity
-from tests.client.test_route import server
+from tests.client.test_route import request, server
 
 N_BLOCKS = 7
 LIMITS = PlanningLimits()
@@ -91,7 +91,7 @@ class Twin:
         return self.client.get(self.servers[i].announcement.public_key, unknown)
 
     def request(self, **options):
-        return Request("m", Blocks(0, N_BLOCKS), tuple(self.servers), client_rtts=self.client, **options)
+        return request(Blocks(0, N_BLOCKS), self.servers, client_rtts=self.client, **options)
 
     def plan(self, **options):
         return plan(self.request(**options))

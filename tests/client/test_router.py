@@ -52,7 +52,7 @@ class Sessions:
     def __init__(self, avoidance):
         self.avoidance, self.any_open = avoidance, False
 
-    async def open(self, plan, blocks, planner):
+    async def open(self, plan, blocks, planner, limits):
         self.any_open = True
         return SimpleNamespace(route=await planner(blocks, (), None, True))
 
