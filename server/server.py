@@ -78,11 +78,8 @@ class Server:
         """listener: bound already, so that a port in use was noticed before the weights were loaded."""
         self.span = span
         self.throughput: Throughput | None = None
-        self.pool = Pool(options.cache_tokens)  # of cache
-        limits = options.limits
-        self.memory = Memory.of(
-            self.pool, prices=options.prices, journal_bytes=options.journal_bytes, limits=limits.memory
-        )
+        limits, cache = options.limits, Pool(options.cache_tokens)
+        self.memory = Memory.of(cache, prices=options.prices, journal_bytes=options.journal_bytes, limits=limits.memory)
         self._checkpoint = checkpoint
         self.me = me
         self.listener = listener
@@ -99,6 +96,11 @@ class Server:
         )
         self.round_trips = RoundTrips(self.handler.links.dialer)
         self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def pool(self) -> Pool:
+        """The cache, in tokens."""
+        return self.memory.cache
 
     async def start(self) -> None:
         """Accept channels from now on."""
