@@ -28,8 +28,10 @@ from swarm.net.noise import ChannelKey
 from swarm.net.rate import Line
 from swarm.protocol.naming import new_name
 from swarm.server.handler import Handler
+from swarm.server.holdings import Memory
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
+from swarm.server.tolls import charged
 
 ROOT_HASH = "0" * 64
 NETWORK = "memory"
@@ -82,12 +84,16 @@ async def _open(hidden_size: int) -> _Ring:
     no_limit = Line(1e15, 1e15)
     server, client = (Self(Identity.generate(), ChannelKey(), NETWORK, inflow=no_limit) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
-    handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)
+    memory = Memory.of(Pool(2 * POSITIONS_MAX))
+    executor = cast(Executor, _Inline())
+    handler = Handler(
+        Hosting(ROOT_HASH, NETWORK, span), executor, memory, lambda _: cast(Dialer, SimpleNamespace()), time.time
+    )
     dialer = _NoDialer()
     sessions = Sessions(partial(new_name, client.identity.peer_id), lambda _: cast(Dialer, dialer))
     there, back = _Wire(), _Wire()
     remote = Remote(server.identity.peer_id, server.key.public)
-    back.channel = Channel(there, server, handler.on_message)
+    back.channel = Channel(there, server, charged(handler.on_message))
     there.channel = Channel(back, client, sessions.on_message, remote)
     back.start()
     there.start()

@@ -189,7 +189,7 @@ class _Host:
             if not server.handler.sessions:
                 return goal
             _log.warning("stays: it has sessions that nobody else can take", blocks=str(server.span.blocks))
-            server.handler.draining = False
+            server.handler.admission.draining = False
             announcer.change("online")
             await self._withdraw(goal)
 

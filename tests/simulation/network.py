@@ -7,7 +7,7 @@ is left out is the sealing and the sockets.
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -55,6 +55,8 @@ class Process:
     me: Any
     address: str
     on_message: OnMessage | None = None
+    takes: "Takes | None" = None  # is asked before `on_message`
+    sends: "Sends | None" = None  # is asked before a message is sent
     state: str = "running"  # or "stopped", "killed", "vanished"
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
     channels: dict["VirtualChannel", None] = field(default_factory=dict)
@@ -82,6 +84,13 @@ class Process:
             self.state = "running"
             while self.waiting and self.state == "running":
                 self.waiting.popleft()()
+
+
+Takes = Callable[["VirtualChannel", Any, Activations | None], bool]
+"""What a liar does with a message that arrives. Returns whether that was all: then its handler does not get it."""
+
+Sends = Callable[["VirtualChannel", Any, Activations | None], Iterable[tuple[Message, Activations | None]]]
+"""What a liar sends instead of a message."""
 
 
 @dataclass(slots=True)
@@ -276,6 +285,13 @@ class VirtualChannel:
             raise ChannelClosed(self.peer, self.ended.result())
         if self.process.dead:
             return
+        if self.process.sends is None:
+            self._send(message, activations)
+            return
+        for each in self.process.sends(self, message, activations):
+            self._send(*each)
+
+    def _send(self, message: Message, activations: Activations | None) -> None:
         data = b"".join(encode(message, activations))
         self._written += len(data)
         self._network.transmit(self, data)
@@ -318,7 +334,7 @@ class VirtualChannel:
                 waiting = self._pings.get(message.nonce)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
-            else:
+            elif self.process.takes is None or not self.process.takes(self, message, activations):
                 self._on_message(self, message, activations)  # type: ignore[arg-type]
         except SwarmError as error:
             self.hang_up(str(error))

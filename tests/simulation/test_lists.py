@@ -16,6 +16,7 @@ from swarm.client.session.membership import Membership
 from swarm.client.session.plan import SessionPlan
 from swarm.errors import NoRoute
 from swarm.identity import Identity
+from swarm.server.limits import HandlerLimits, MemoryLimits
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan, embed, greedy
 from tests.simulation.network import Trace
@@ -50,12 +51,20 @@ def preferences(kind: str, listed: list[Identity], others: list[Identity]) -> Pr
 class Village:
     """A swarm whose servers come back as soon as they are killed, and a client that trusts half of them."""
 
-    def __init__(self, loop: VirtualLoop, kind: str, seed: int) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        kind: str,
+        seed: int,
+        limits: HandlerLimits | None = None,
+        memory_limits: MemoryLimits | None = None,
+    ) -> None:
+        """limits, memory_limits: of every server."""
         source = Random(f"identities {seed}")
         identities = [Identity(source.randbytes(32)) for _ in range(2 * LISTED)]
         self.listed = {one.peer_id for one in identities[:LISTED]}
         self.lines: list[str] = []
-        self.world = World(loop, seed, Weather(servers=0), Trace(loop, self.lines))
+        self.world = World(loop, seed, Weather(servers=0), Trace(loop, self.lines), limits, memory_limits)
         self._started = 0
         for number, identity in enumerate(identities):
             self._start(identity, SPANS[number % len(SPANS)])

@@ -13,7 +13,7 @@ from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import POSITIONS_TO_COME, Session
 from swarm.errors import NoRoute, Refused
 from swarm.protocol import messages as wire
-from swarm.server.session import Declined
+from swarm.server.refusals import Declined
 from tests.simulation.test_lists import PLAN
 from tests.simulation.test_sessions import Going, played, small_chunks
 from tests.simulation.world import N_BLOCKS
@@ -132,18 +132,19 @@ def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: py
     async def scenario(going: Going) -> None:
         await going.say()
         only_these(going)
-        handler = going.hosts[1].handler
-        until, came, on_step = going.loop.time() + 4.5, [], handler._on_step
+        host, until, came = going.hosts[1], going.loop.time() + 4.5, []
 
-        def refuse(channel: Any, step: wire.Step, tensors: Any) -> None:
+        def refuse(_: Any, step: Any, sent: Any) -> bool:
+            if not isinstance(step, wire.Step):
+                return False
             came.append(step.step)
-            if going.loop.time() < until and step.step == 4:
-                session = handler.sessions[step.session]
-                handler._refuse(session.owner, step, step.step, Declined(code, "full", 1.0))
-            else:
-                on_step(channel, step, tensors)
+            if going.loop.time() >= until or step.step != 4:
+                return False
+            session = host.handler.sessions[step.session]
+            session.owner.send(Declined(code, "full", 1.0).answer(step))
+            return True
 
-        monkeypatch.setattr(handler, "_on_step", refuse)
+        host.process.takes = refuse
         await going.say(8 * 12)
         assert going.failures() == []
         waited = came[came.index(4) : len(came) - came[::-1].index(4)]  # until it came for the last time
@@ -179,18 +180,17 @@ def test_a_hop_that_is_told_too_often_of_new_neighbours_keeps_what_it_has(monkey
         await going.say(PROMPT)
         first, _, last = going.hosts
         (session,) = first.handler.sessions.values()
+        tenure = session.tenure
         until, charge = going.loop.time() + 3.0, first.handler.accounts.charge_opening
 
-        def refuse(peer: str) -> None:
-            if going.loop.time() < until:
-                raise Declined("busy", "more than 8 openings a second", 0.1)
-            charge(peer)
+        def refuse(peer: str, now: float) -> Declined | None:
+            return Declined("busy", "more than 8 openings a second", 0.1) if now < until else charge(peer, now)
 
         monkeypatch.setattr(first.handler.accounts, "charge_opening", refuse)
         going.village.kill(last.identity.peer_id)
         assert 2.5 < await going.say() < 6.0
         assert list(first.handler.sessions.values()) == [session]
-        assert session.generation == 0
+        assert session.tenure is tenure
         assert len(going.failures()) == 1  # the one that was killed
 
     played(scenario)

@@ -3,8 +3,6 @@
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +19,8 @@ from swarm.client.session.watch import OVERDUE_S
 from swarm.errors import Refused, SessionClosed, StepTimeout
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
-from swarm.server import handler
-from swarm.server.session import Declined
+from swarm.server.limits import HandlerLimits, MemoryLimits
+from swarm.server.refusals import Declined
 from tests.simulation import network
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
@@ -59,15 +57,22 @@ class Going:
 
 
 def played(
-    scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float | None = None, plan: SessionPlan = PLAN
+    scenario: Callable[[Going], Coroutine[Any, Any, None]],
+    far_s: float | None = None,
+    plan: SessionPlan = PLAN,
+    limits: HandlerLimits | None = None,
+    memory_limits: MemoryLimits | None = None,
 ) -> None:
-    """Open a session and go through a scenario. far_s: how far from the client all servers are, one way."""
+    """Open a session and go through a scenario. far_s: how far from the client all servers are, one way.
+
+    limits, memory_limits: of every server.
+    """
     loop = VirtualLoop(HORIZON_S)
     unheard: list[Any] = []
     loop.set_exception_handler(lambda _, context: unheard.append(context))
 
     async def play() -> None:
-        village = Village(loop, "allowed_peers", 3)
+        village = Village(loop, "allowed_peers", 3, limits, memory_limits)
         await asyncio.sleep(25.0)  # everybody has announced
         for process in village.world.network.processes.values() if far_s else ():
             village.world.network.link("client", process.name).latency_s = far_s
@@ -216,7 +221,8 @@ def test_that_a_session_ends_when_it_was_idle_is_nobodys_fault() -> None:
         owners = [hosted.owner for host in hosts for hosted in host.handler.sessions.values()]
         async with asyncio.TaskGroup() as sweeps:
             tasks = [sweeps.create_task(host.handler.sweep()) for host in hosts]
-            await asyncio.sleep(handler.SESSION_IDLE_S + 2 * handler.SWEEP_S)
+            limits = hosts[0].handler.limits
+            await asyncio.sleep(limits.session.idle_s + 2 * limits.sweep_s)
             for task in tasks:
                 task.cancel()
         assert not any(host.handler.sessions for host in hosts)
@@ -237,7 +243,7 @@ def test_a_hop_that_ends_a_session_in_use_is_avoided() -> None:
         first = going.session.route[0]
         host = going.hosts[0]
         (hosted,) = host.handler.sessions.values()
-        host.handler._fail(hosted, None, "self", "nothing happened for 900 s")
+        host.handler.registry.fail(hosted, None, "nothing happened for 900 s")
         await asyncio.sleep(1.0)
         await going.say()
         assert going.failures() == [first.process]
@@ -249,21 +255,36 @@ def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> 
     async def scenario(going: Going) -> None:
         await going.say()
         liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
-        tell, (hosted,) = liar.handler._tell, liar.handler.sessions.values()
+        (hosted,) = liar.handler.sessions.values()
 
-        def lie(channel: Any, message: Any, sent: Any = None) -> None:
-            tell(channel, message, sent)
+        def lie(_: Any, message: Any, sent: Any) -> Any:
+            yield message, sent
             if isinstance(message, wire.Opened | wire.Rerouted):
                 names = {"session": message.session, "epoch": message.epoch}
-                tell(channel, wire.Failed(**names, blame="next", why="it does not answer"))
+                yield wire.Failed(**names, blame="next", why="it does not answer"), None
 
-        liar.handler._tell = lie
-        lie(hosted.owner, wire.Rerouted(session=hosted.id, epoch=hosted.epoch, journal=True))
+        liar.process.sends = lie
+        hosted.owner.send(wire.Rerouted(session=hosted.id, epoch=hosted.seat.epoch, journal=True))
         assert await going.say() < 5
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[1:]] == others
 
     played(scenario)
+
+
+def silent(kind: type[wire.Message]) -> Callable[..., Any]:
+    """Return what sends no messages of this kind."""
+    return lambda _, message, sent: [] if isinstance(message, kind) else [(message, sent)]
+
+
+def spoiling(kind: type[wire.Message], spoilt: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what sends `spoilt(message, activations)`, or nothing, instead of messages of this kind."""
+
+    def send(_: Any, message: Any, sent: Any) -> Any:
+        instead = spoilt(message, sent) if isinstance(message, kind) else (message, sent)
+        return [] if instead is None else [instead]
+
+    return send
 
 
 def nothing(message: Any, sent: Any) -> None:
@@ -292,13 +313,7 @@ def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoil
     async def scenario(going: Going) -> None:
         await going.say()
         liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
-        send = liar.handler._send_on
-
-        def spoil(session: Any, message: Any, sent: Any = None) -> None:
-            if sent := spoilt(message, sent):
-                send(session, *sent)
-
-        liar.handler._send_on = spoil
+        liar.process.sends = spoiling(wire.Step, spoilt)
         going.village.client.sessions.avoidance.block(going.session.live.edge(0))
         going.session.live.stands = False
         assert await going.say(2) < 10
@@ -313,12 +328,7 @@ def test_a_last_hop_whose_output_is_nothing_to_go_on_with_is_left(spoilt: Callab
     async def scenario(going: Going) -> None:
         await going.say()
         liar, (*others, process) = going.hosts[-1], [hop.process for hop in going.session.route]
-        tell = liar.handler._tell
-
-        def spoil(channel: Any, message: Any, sent: Any = None) -> None:
-            tell(channel, *(spoilt(message, sent) if isinstance(message, wire.Output) else (message, sent)))
-
-        liar.handler._tell = spoil
+        liar.process.sends = spoiling(wire.Output, spoilt)
         assert await going.say(2) < 5
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[:-1]] == others
@@ -334,14 +344,14 @@ def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, l
     async def scenario(going: Going) -> None:
         await going.say()
         liar, processes = going.hosts[1], [hop.process for hop in going.session.route]
-        refuse = liar.handler._refuse
 
-        def ignore(channel: Any, step: wire.Step, tensors: Any) -> None:
-            (hosted,) = liar.handler.sessions.values()
-            if lies:
-                refuse(hosted.owner, step, step.step, Declined("bad_activations", "no numbers"))
+        def ignore(_: Any, step: Any, sent: Any) -> bool:
+            if isinstance(step, wire.Step) and lies:
+                (hosted,) = liar.handler.sessions.values()
+                hosted.owner.send(Declined("bad_activations", "no numbers").answer(step))
+            return isinstance(step, wire.Step)
 
-        liar.handler._on_step = ignore
+        liar.process.takes = ignore
         if relays:
             going.village.client.sessions.avoidance.block(going.session.live.edge(0))
             going.session.live.stands = False
@@ -356,13 +366,7 @@ def test_a_hop_that_replays_a_past_without_numbers_is_left() -> None:
     async def scenario(going: Going) -> None:
         await going.say(3)
         liar, (process, last) = going.hosts[0], [going.session.route[i].process for i in (0, -1)]
-        send = liar.handler._send_on
-
-        def spoil(session: Any, message: Any, sent: Any = None) -> None:
-            spoilt = isinstance(message, wire.Rebuild)
-            send(session, *(without_numbers(message, sent) if spoilt else (message, sent)))
-
-        liar.handler._send_on = spoil
+        liar.process.sends = spoiling(wire.Rebuild, without_numbers)
         going.village.kill(going.hosts[1].identity.peer_id)
         assert await going.say() < 15
         assert process in going.failures()
@@ -378,10 +382,12 @@ def test_what_one_hop_calls_impossible_another_one_does(code: Any) -> None:
         liar, process = going.hosts[1], going.session.route[1].process
         (hosted,) = liar.handler.sessions.values()
 
-        def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
-            liar.handler._refuse(hosted.owner, step, step.step, Declined(code, "no"))
+        def decline(_: Any, step: Any, sent: Any) -> bool:
+            if isinstance(step, wire.Step):
+                hosted.owner.send(Declined(code, "no").answer(step))
+            return isinstance(step, wire.Step)
 
-        liar.handler._on_step = decline
+        liar.process.takes = decline
         assert await going.say() < 5
         assert process not in {hop.process for hop in going.session.route}
         assert going.failures() == []
@@ -394,15 +400,17 @@ def test_what_two_hops_call_impossible_is_believed() -> None:
         await going.say()
         asked = []
 
-        def declining(host: Host) -> Callable[..., None]:
-            def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
-                asked.append(host)
-                host.handler._refuse(channel, step, step.step, Declined("bad_request", "no"))
+        def declining(host: Host) -> Callable[..., bool]:
+            def decline(channel: Any, step: Any, sent: Any) -> bool:
+                if isinstance(step, wire.Step):
+                    asked.append(host)
+                    channel.send(Declined("bad_request", "no").answer(step))
+                return isinstance(step, wire.Step)
 
             return decline
 
         for host in going.village.world.hosts:
-            host.handler._on_step = declining(host)
+            host.process.takes = declining(host)
         with pytest.raises(Refused, match="bad_request"):
             await going.say()
         assert len(set(asked)) == len(asked) == 2
@@ -415,12 +423,14 @@ def test_that_a_step_is_too_late_is_believed_when_its_time_is_about_over(monkeyp
         await going.say()
         host, (hosted,) = going.hosts[1], going.hosts[1].handler.sessions.values()
 
-        def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
-            declined = Declined("too_late", "the step's time is over")
-            after_s = PLAN.step_timeout_s - client_session.LATE_S / 2
-            going.loop.call_later(after_s, host.handler._refuse, hosted.owner, step, step.step, declined)
+        def decline(_: Any, step: Any, sent: Any) -> bool:
+            if isinstance(step, wire.Step):
+                refused = Declined("too_late", "the step's time is over").answer(step)
+                after_s = PLAN.step_timeout_s - client_session.LATE_S / 2
+                going.loop.call_later(after_s, hosted.owner.send, refused)
+            return isinstance(step, wire.Step)
 
-        host.handler._on_step = decline
+        host.process.takes = decline
         monkeypatch.setattr(going.session._watcher, "_judge", lambda *_: None)  # it would not wait for so long
         with pytest.raises(Refused, match="too_late"):
             await going.say()
@@ -438,16 +448,16 @@ def test_a_hop_that_always_has_work_but_computes_nothing_is_left_out_of_the_next
         starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
         (spare,) = [host for host in starts if host.identity.peer_id in going.village.listed - {first.peer_id}]
         liar = spare if rebuilds else going.hosts[0]
-        tell, times = liar.handler._tell, iter(range(1, 10_000))
+        times = iter(range(1, 10_000))
 
-        def lie(channel: Any, message: Any, sent: Any = None) -> None:
+        def lie(_: Any, message: Any, sent: Any) -> Any:
             if isinstance(message, wire.Progress):
                 more = next(times)
                 message = message.model_copy(update={"under_way": 1, "length": more, "jobs_done": more})
-            tell(channel, message, sent)
+            return [(message, sent)]
 
-        liar.handler._tell = lie
-        liar.handler._on_step = liar.handler._on_rebuild = lambda *_: None
+        liar.process.sends = lie
+        liar.process.takes = lambda _, message, sent: isinstance(message, wire.Step | wire.Rebuild)
         if rebuilds:
             going.village.kill(first.peer_id)  # the one that takes over is the liar
         with pytest.raises(StepTimeout) as late:
@@ -467,13 +477,8 @@ class Crowded:
 
     def __init__(self, hosts: list[Host]) -> None:
         self._hosts = hosts
-        self._executors = [host.handler._executor for host in hosts]
-        self._kept: list[tuple[Any, Any]] = []
-        for host, executor in zip(hosts, self._executors, strict=True):
-            host.handler._executor = SimpleNamespace(submit=partial(self._keep, executor))
-
-    def _keep(self, executor: Any, *job: Any) -> None:
-        self._kept.append((executor, job))
+        for host in hosts:
+            host.executor.hold()
 
     async def serve_others(self) -> None:
         while True:
@@ -482,10 +487,8 @@ class Crowded:
                 host.handler.jobs_done += 1
 
     def end(self) -> None:
-        for host, executor in zip(self._hosts, self._executors, strict=True):
-            host.handler._executor = executor
-        for executor, job in self._kept:
-            executor.submit(*job)
+        for host in self._hosts:
+            host.executor.release()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
