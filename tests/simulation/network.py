@@ -21,7 +21,6 @@ from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.limits import DialerLimits
 from swarm.protocol.messages import Message, Ping, Pong, decode, encode
 
-KERNEL_BUFFER_BYTES = 1 << 16
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
 
 
@@ -114,6 +113,7 @@ class Network:
         self.trace = trace
         self.disorder = 0.0
         self.slow_links = 0.0  # the share of links that are slow
+        self.kernel_buffer_bytes = 1 << 16  # of one connection
         self.processes: dict[str, Process] = {}  # by address
         self._seed = seed
         self._rng = Random(f"network {seed}")
@@ -303,7 +303,7 @@ class VirtualChannel:
         """As `Channel.unsent_bytes`: what not even the kernel has room for."""
         loop, link = self._network.loop, self._network.link(self.process.name, self.other.process.name)
         queued = max(0.0, self.busy_until - loop.time()) * link.bytes_per_s
-        return max(0, int(queued) - KERNEL_BUFFER_BYTES)
+        return max(0, int(queued) - self._network.kernel_buffer_bytes)
 
     @property
     def sent_bytes(self) -> int:

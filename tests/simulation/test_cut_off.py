@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.session.session import HOLDERS_S
+from swarm.client.session.limits import RecoveryLimits
 from swarm.errors import HopFailed, NoRoute, StepTimeout
 from swarm.protocol.messages import Step
 from tests.simulation.test_lists import PLAN
@@ -181,6 +181,6 @@ def test_a_new_session_does_not_wait_for_long_where_nobody_was_heard_just_before
         began = going.loop.time()
         with pytest.raises((NoRoute, HopFailed)):
             await going.village.swarm.open(Blocks(0, N_BLOCKS), IMPATIENT)
-        assert going.loop.time() - began < HOLDERS_S + 5.0
+        assert going.loop.time() - began < RecoveryLimits().holders_s + 5.0
 
     played(scenario, plan=IMPATIENT)

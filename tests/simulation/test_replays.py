@@ -1,16 +1,16 @@
 """Long pasts, played on a virtual clock: they are rebuilt whatever their length, and nobody is blamed for waiting."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from swarm.blocks import Blocks
 from swarm.client.planning.route import process_of
-from swarm.client.session import chunks, live
-from swarm.client.session.avoidance import Avoidance
-from swarm.protocol import journal
+from swarm.client.session.limits import ChunkLimits, ConnectLimits, SessionLimits
 from swarm.protocol.messages import Rebuilt, Refused
 from swarm.protocol.replay import ReplayLimits
 from swarm.server.limits import AccountLimits, HandlerLimits, HostedLimits, MemoryLimits
@@ -26,19 +26,11 @@ LONG = 100 * CHUNK_TOKENS
 WINDOW, INPUTS = 8, 16  # of these
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (chunks, journal):
-        monkeypatch.setattr(module, "CHUNK_BYTES", MIB)
-    for module in (journal, live):
-        monkeypatch.setattr(module, "REPLAY_BYTES_MAX", WINDOW * MIB)
-
-
-SESSION = HostedLimits(
-    replay_unread_bytes_max=WINDOW * MIB, replay=ReplayLimits(window_bytes=WINDOW * MIB, chunk_bytes=MIB)
-)
+REPLAY = ReplayLimits(window_bytes=WINDOW * MIB, chunk_bytes=MIB)
+CLIENT = SessionLimits(chunks=ChunkLimits(chunk_bytes=MIB), replay=REPLAY)
+SESSION = HostedLimits(replay_unread_bytes_max=WINDOW * MIB, replay=REPLAY)
 MEMORY = MemoryLimits(input_bytes_max=INPUTS * MIB, window_bytes_max=INPUTS * MIB)
-played = partial(played_with, limits=HandlerLimits(session=SESSION), memory_limits=MEMORY)
+played = partial(played_with, limits=HandlerLimits(session=SESSION), memory_limits=MEMORY, client=CLIENT)
 
 
 def lose(going: Going, *places: int) -> list[str]:
@@ -60,13 +52,12 @@ DEATHS = {"behind a journal": (1,), "the first": (0,), "neighbours": (1, 2), "ne
 
 @pytest.mark.parametrize("relayed", [False, True])
 @pytest.mark.parametrize("places", DEATHS.values(), ids=DEATHS)
-def test_a_past_that_no_pool_holds_is_rebuilt(
-    places: tuple[int, ...], relayed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_past_that_no_pool_holds_is_rebuilt(places: tuple[int, ...], relayed: bool) -> None:
     async def scenario(going: Going) -> None:
         await going.say(LONG)
-        if relayed:
-            monkeypatch.setattr(Avoidance, "blocked", lambda *_: True)
+        servers = [process_of(host.announcement("online")) for host in going.village.world.hosts]
+        for edge in permutations(servers, 2) if relayed else ():
+            going.village.client.sessions.avoidance.block(edge)
         gone = lose(going, *places)
         assert await going.say() < 30
         assert set(going.failures()) <= set(gone)
@@ -77,11 +68,7 @@ def test_a_past_that_no_pool_holds_is_rebuilt(
     played(scenario)
 
 
-def test_hops_that_wait_for_a_slow_one_behind_them_are_not_blamed_and_hold_no_more_than_a_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(live, "REBUILD_TIMEOUT_S", 30.0)  # for a window, of which there are three
-
+def test_hops_before_a_slow_one_hold_a_window_and_no_blame() -> None:
     async def scenario(going: Going) -> None:
         await going.say(16 * CHUNK_TOKENS)
         for host in spares(going):
@@ -100,7 +87,8 @@ def test_hops_that_wait_for_a_slow_one_behind_them_are_not_blamed_and_hold_no_mo
         assert going.session.repairs == 1
         assert held == WINDOW * MIB
 
-    played(scenario)
+    rebuild_s = 30.0  # for a window, of which there are three
+    played(scenario, client=replace(CLIENT, connect=ConnectLimits(rebuild_s=rebuild_s)))
 
 
 def test_a_hop_that_takes_a_past_and_does_not_say_so_is_left() -> None:

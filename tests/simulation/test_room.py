@@ -9,9 +9,9 @@ import pytest
 
 from swarm.blocks import Blocks
 from swarm.client.planning.preferences import Preferences
+from swarm.client.session.limits import ChunkLimits
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import POSITIONS_TO_COME, Session
-from swarm.errors import NoRoute, Refused
+from swarm.errors import NoRoute, Refused, StepTimeout
 from swarm.protocol import messages as wire
 from swarm.server.refusals import Declined
 from tests.simulation.test_lists import PLAN
@@ -46,12 +46,9 @@ async def all_well(tasks: list[Coroutine[Any, Any, float]]) -> float:
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_sessions_that_need_more_cache_than_there_is_all_end_well(
-    monkeypatch: pytest.MonkeyPatch, *, foreseen: bool
-) -> None:
+def test_sessions_that_need_more_cache_than_exists_all_end_well(*, foreseen: bool) -> None:
     """Those that take their room piece by piece each wait for what others hold, until one gives its own back."""
-    small_chunks(monkeypatch, 8)
-    plan = replace(PLAN, positions_soon=PROMPT + POSITIONS_TO_COME if foreseen else 0)
+    plan = replace(PLAN, positions_soon=PROMPT + ChunkLimits().positions_to_come if foreseen else 0)
 
     async def scenario(going: Going) -> None:
         only_these(going)
@@ -71,7 +68,7 @@ def test_sessions_that_need_more_cache_than_there_is_all_end_well(
         await asyncio.sleep(1.0)
         assert all(host.pool.used == 0 for host in going.village.world.hosts)
 
-    played(scenario)
+    played(scenario, client=small_chunks(8))
 
 
 def test_a_session_that_waits_for_room_holds_none_and_says_at_its_deadline_who_is_full() -> None:
@@ -121,14 +118,15 @@ def test_openings_beyond_the_rate_wait_in_line_and_none_fails() -> None:
         await all_well([use() for _ in range(24)])
         assert len(waits) > 40 * 6  # and a burst of 64: servers let a peer open 8 a second
         assert max(waits) < 12.0  # 24 in line take 3 s, and as long again where two hops do not agree
+        reached = [channel.other.process for channel in going.village.client.process.channels]
+        assert len(reached) == len(set(reached))  # a hop that refuses is not connected anew
+        assert going.failures() == []
 
     played(scenario)
 
 
 @pytest.mark.parametrize("code", ["no_room", "busy"])
-def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: pytest.MonkeyPatch, code: Any) -> None:
-    small_chunks(monkeypatch, 8)
-
+def test_while_a_step_waits_for_room_only_it_is_retransmitted(code: Any) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         only_these(going)
@@ -152,7 +150,7 @@ def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: py
         behind = [step for step in waited if step != 4]
         assert len(set(behind)) == len(behind)  # what was under way behind it came once
 
-    played(scenario)
+    played(scenario, client=small_chunks(8))
 
 
 def test_a_server_that_could_never_hold_a_session_is_left_for_one_that_can_however_many_there_are() -> None:
@@ -196,12 +194,21 @@ def test_a_hop_that_is_told_too_often_of_new_neighbours_keeps_what_it_has(monkey
     played(scenario)
 
 
-def test_a_session_without_a_route_can_still_say_what_it_waits_for() -> None:
+def test_session_that_gave_its_room_back_names_the_blocks_it_waits_for() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
-        session: Session = going.session
-        session.live.leave()
-        assert session.live.awaited(2) == ("any server", f"0:{N_BLOCKS}")
-        await going.say()
+        for host in going.village.world.hosts:
+            host.pool.capacity = PROMPT + 30
+            lease = host.pool.lease("somebody else")
+            lease.resize(lease.room)
+
+        async def wait_for_ever() -> None:
+            if not going.session.route:
+                await going.loop.create_future()
+
+        going.village.planning = wait_for_ever
+        with pytest.raises(StepTimeout) as late:
+            await going.say(PROMPT)
+        assert (late.value.peer, late.value.span) == ("any server", f"0:{N_BLOCKS}")
 
     played(scenario)
