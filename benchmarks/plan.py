@@ -19,6 +19,7 @@ from common import SEED, Samples, interleaved, table, write_json
 
 from swarm.blocks import Blocks
 from swarm.client.planning.plan import plan
+from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import Request
 from swarm.client.planning.route import Optimize, Route
 from swarm.config import PROTOCOL_VERSION
@@ -123,8 +124,11 @@ def _plan(
     known: Sequence[SignedAnnouncement], servers: Sequence[SignedAnnouncement], n_blocks: int, mode: Optimize
 ) -> Route:
     rtts = {signed.announcement.public_key: 10.0 + 3.0 * i for i, signed in enumerate(known)}
+    wishes = Preferences(optimize=mode)
     wanted = Blocks(0, n_blocks)
-    return plan(Request("benchmark", wanted, tuple(servers), client_rtts=rtts, positions_needed=2048, optimize=mode))
+    return plan(
+        Request("benchmark", wanted, tuple(servers), preferences=wishes, client_rtts=rtts, positions_needed=2048)
+    )
 
 
 def report(

@@ -163,7 +163,7 @@ class _Host:
             if not server.handler.sessions:
                 return goal
             _log.warning("stays: it has sessions that no other server can take", blocks=str(server.span.blocks))
-            server.handler.draining = False
+            server.handler.admission.draining = False
             announcer.change("online")
             await self._claims.withdraw(goal)
 

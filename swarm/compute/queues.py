@@ -8,13 +8,11 @@ import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from itertools import islice
+from math import inf
 
 from swarm.compute.limits import SchedulerLimits
 from swarm.compute.linger import Presence
 from swarm.compute.task import Task, Tenure, is_gone
-
-NEVER = float("-inf")
-_NO_SHARES: Mapping[str, float] = {}
 
 
 class Queue(Presence):
@@ -34,7 +32,7 @@ class Queue(Presence):
         self.tasks: deque[tuple[Task, int]] = deque()  # the head first, each with the number of iterations before it
         self.single = False
         self.since = 0
-        self.stepped_at = NEVER
+        self.stepped_at = -inf
 
     @property
     def is_alive(self) -> bool:
@@ -92,9 +90,7 @@ class Queues:
         """Whether a session that has decoded later than that is alive, and nothing of it waits."""
         return any(queue.stepped_at > since and not queue.tasks and queue.is_alive for queue in self._of.values())
 
-    def ran(
-        self, queues: Iterable[Queue], failed: Container[Task] = (), shares: Mapping[str, float] = _NO_SHARES
-    ) -> list[Task]:
+    def ran(self, queues: Iterable[Queue], failed: Container[Task], shares: Mapping[str, float]) -> list[Task]:
         """Note that these heads had their part of an iteration. Returns those that are over, which wait no more.
 
         shares: how many times its share of an iteration's prefill each peer had, which waits so much longer for the

@@ -12,6 +12,7 @@ budget becomes a debt, which later budgets repay. A task that does not pack runs
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from swarm.compute.batch import Ready, form_batch
@@ -51,7 +52,7 @@ class Batch:
 
     parts: Sequence[Part]
     dropped: Sequence[Task]
-    budget: Budget
+    budget: Budget = Budget(0, 0, decoding=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,6 @@ class Idle:
     """Nothing is to run before `until`, unless a task comes."""
 
     until: float
-
-
-NOTHING_WAITS = Idle(float("inf"))
-_NO_PREFILL = Budget(0, 0, decoding=True)
 
 
 class Scheduler:
@@ -85,7 +82,7 @@ class Scheduler:
         """Choose the next iteration's batch. linger: whether it may wait for sessions that are expected back."""
         queues = self._queues
         if not queues:
-            return NOTHING_WAITS
+            return Idle(inf)
         if self._since is None:
             self._since = now
         if linger and (until := self._linger.until(queues.single, self._since, now)) > now:
@@ -93,7 +90,7 @@ class Scheduler:
         self._since = None
         lone = queues.lone
         if lone is not None and not self._debt and not is_gone(lone.head):
-            return Batch((Part(lone.head, 1, lone),), (), _NO_PREFILL)
+            return Batch((Part(lone.head, 1, lone),), ())
         return self._planned(now)
 
     def ran(self, batch: Batch, now: float, took_s: float, failed: Container[Task] = ()) -> Sequence[Task]:
@@ -115,10 +112,10 @@ class Scheduler:
     def _planned(self, now: float) -> Batch:
         heads, dropped = self._queues.heads(), list[Task]()
         while gone := [queue for queue in heads if is_gone(queue.head)]:  # they would cost an iteration each
-            dropped += self._queues.ran(gone)
+            dropped += self._queues.ran(gone, (), {})
             heads = self._queues.heads()
         if not heads:
-            return Batch((), dropped, _NO_PREFILL)
+            return Batch((), dropped)
         ready = [queue.head.ready for queue in heads]
         budget = self._budget(heads, ready, now)
         slices = form_batch(ready, budget.left, self._limits.batch)
@@ -129,7 +126,7 @@ class Scheduler:
         """Grant the iteration prefill, and pay debts from it."""
         first, steps = ready[0], [each for each, queue in zip(ready, heads, strict=True) if queue.single]
         if len(steps) == len(heads) and not self._debt:
-            return _NO_PREFILL
+            return Budget(0, 0, decoding=True)
         beside = sum(each.rows for each in steps if first.packs and each.packs and each.group == first.group)
         decoding = len(steps) > 0 or self._queues.expects_step(now - self._limits.linger.absent_s)
         granted = self._costs[heads[0].head.cost].prefill_tokens(beside, decoding=decoding)

@@ -20,8 +20,6 @@ from swarm.compute.limits import SchedulerLimits
 from swarm.compute.scheduler import Batch, Part, Scheduler
 from swarm.compute.task import Done, Packable, Task
 
-SWITCH_S = 0.0005  # torch lets go of the interpreter in every operation, and waits so long for a loop that is busy
-
 _News = tuple[Task, Done, float]  # and when it came
 
 _log = structlog.get_logger("swarm.compute")
@@ -40,7 +38,8 @@ class ComputeThread:
         self._scheduler = Scheduler(limits)
         self._done: dict[Task, Done] = {}
         self._stopping = False
-        sys.setswitchinterval(SWITCH_S)
+        # torch lets go of the interpreter in every operation, and waits so many seconds for a loop that is busy.
+        sys.setswitchinterval(0.0005)
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._thread.start()
 

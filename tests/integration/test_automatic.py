@@ -59,4 +59,4 @@ def test_a_server_moves_to_where_it_is_needed_and_its_session_goes_on_elsewhere(
 
 def blocks_now(server: LocalProcess) -> str:
     """What a server's ready file says now."""
-    return str(json.loads(server._ready_file.read_text())["blocks"])
+    return str(json.loads(server.log.with_suffix(".json").read_text())["blocks"])

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from swarm.blocks import Blocks, missing_blocks
+from swarm.client.hf.swarm import Swarm
+from tests.support.swarms import eventually
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 EVERYWHERE = "kill,stop,p2pd"
@@ -91,14 +93,17 @@ def test_a_repair_is_put_down_to_the_latest_fault_of_the_hop_that_was_left(chaos
 
 
 def test_a_token_that_the_local_model_does_not_say_is_counted_and_breaks_a_promise(chaos):
-    from chaos_report import Run, _broken_promises
+    from chaos_report import Run, broken_promises
     from chaos_sessions import Case, Client
 
     prompt, said = torch.tensor([[5, 6]]), torch.tensor([[5, 6, 7, 9]])
-    model = SimpleNamespace(generate=lambda *_, **__: said)
-    client = object.__new__(Client)
-    client._number, client._model, client.generations = 0, model, []
-    client._generate(Case(prompt, torch.tensor([[5, 6, 7, 8]])))
-    assert [made.wrong for made in client.generations] == [1]
-    broken = _broken_promises(Run(1.0, [], [], client.generations, 0, []), [])
-    assert broken == ["no wrong token: 1 were"]
+    model = SimpleNamespace(backend=object.__new__(Swarm), generate=lambda *_, **__: said)
+    client = Client(0, model, [Case(prompt, torch.tensor([[5, 6, 7, 8]]))], token_s=0.0)
+    client.start()
+    eventually(lambda: client.generations, within_s=10)
+    client.stop()
+    eventually(lambda: not client.alive, within_s=10)
+    assert client.crash is None
+    assert {made.wrong for made in client.generations} == {1}
+    broken = broken_promises(Run(1.0, [], [], client.generations, 0, []), [])
+    assert broken == [f"no wrong token: {len(client.generations)} were"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from swarm.client.session.limits import ChunkLimits, RecoveryLimits, SessionLimits
 from swarm.demo.local import LocalProcess, LocalSwarm
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
@@ -71,10 +72,10 @@ class After:
         pass
 
 
-@pytest.mark.slow("a client asks a dead server that is still announced for fifteen seconds")
 def test_without_anybody_to_take_over_a_killed_server_is_a_named_error_until_the_next_one_comes(two_hops: World):
     (victim,) = holders(two_hops, 1)
-    model = two_hops.client()
+    limits = SessionLimits(recovery=RecoveryLimits(holders_s=1.0))  # a dead server stays announced
+    model = two_hops.client(limits=limits)
     began = time.monotonic()
     with pytest.raises(NoRoute) as nobody:
         model.generate(prompt(1, 6), max_new_tokens=200, streamer=After(5, victim.kill), **SAME)
@@ -177,11 +178,9 @@ def test_a_step_waits_for_room_and_goes_on_when_there_is_some(small: World):
     assert torch.equal(got, small.full.generate(prompt(1, 20), max_new_tokens=4, **SAME))
 
 
-def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(
-    small: World, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 6 * small.full.config.hidden_size * 4)
-    holder, waiting = small.client(), small.client()
+def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(small: World):
+    chunks = ChunkLimits(chunk_bytes=6 * small.full.config.hidden_size * 4)
+    holder, waiting = small.client(), small.client(limits=SessionLimits(chunks=chunks))
     held = holder(prompt(1, POOL_TOKENS - 20)).past_key_values  # 12 of the next ones fit: a page; 18 do not
     began = time.monotonic()
     threading.Timer(RELEASED_AFTER_S, held.close).start()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from swarm.client.session.limits import ChunkLimits, SessionLimits
 from tests.support.inprocess import inprocess
 from tests.support.often import rest_is_long
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, SPANS, World, prompt, world
@@ -193,12 +194,11 @@ def test_one_forward_gives_the_full_models_logits(running: World, client: PreTra
         assert without.get("past_key_values") is None
 
 
-def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(
-    running: World, client: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(running: World):
     """The full model takes the same pieces, one after the other: a router's near-ties must fall the same way."""
     tokens, piece, tail = 100, 7, prompt(3, 20, seed=2)
-    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
+    chunks = ChunkLimits(chunk_bytes=3 * running.full.config.hidden_size * 4 * piece)
+    client = running.client(limits=SessionLimits(chunks=chunks))
     ids = prompt(3, tokens)  # more pieces than may be under way at once, and longer than any sliding window
     mask = torch.ones(3, tokens + tail.shape[1], dtype=torch.int64)
     padded = mask.clone()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from swarm.client.session.limits import RecoveryLimits, SessionLimits
 from swarm.errors import NoRoute, SwarmError
 from swarm.identity import Identity
 from tests.support import warm
@@ -57,7 +58,6 @@ def test_a_command_without_its_key_file_says_how_to_make_one(command: str, tmp_p
     assert f"openssl rand -hex 32 > {tmp_path}" in error
 
 
-@pytest.mark.slow("a client asks servers that refuse it for fifteen seconds")
 def test_servers_with_a_list_serve_the_peers_on_it(
     checkpoint: Callable[[str], Path], home: Path, tmp_path: Path
 ) -> None:
@@ -65,10 +65,11 @@ def test_servers_with_a_list_serve_the_peers_on_it(
     peers = tmp_path / "peers"
     peers.write_text("\n".join(f"{identity.peer_id}  # {name}" for name, identity in members.items()))
     members["client"].save(tmp_path / "client.identity")
+    limits = SessionLimits(recovery=RecoveryLimits(holders_s=1.0))  # those that refuse are asked again
     spans, env = ("0:3", "3:6"), {"SWARM_ALLOW_PEERS": str(peers)}
     with world(checkpoint("llama"), home, spans, env=env, identities=members) as running:
         ids = prompt(1, 6)
         listed = running.client(allow_peers=peers, identity=tmp_path / "client.identity")
         assert listed.generate(ids, **SAME).equal(running.full.generate(ids, **SAME))
         with pytest.raises(SwarmError, match="list of allowed peers that this side is not on"):
-            running.client().generate(ids, **SAME)
+            running.client(limits=limits).generate(ids, **SAME)

@@ -1,7 +1,7 @@
 """Lists of peers hold through every repair: who is not on them gets nothing, however often a route breaks."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from random import Random
 from typing import Any, TypeVar
 
@@ -11,11 +11,15 @@ import torch
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Router, Wanted
+from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Membership
 from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import Session
 from swarm.errors import NoRoute
 from swarm.identity import Identity
+from swarm.server.limits import HandlerLimits, MemoryLimits
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan, embed, greedy
 from tests.simulation.network import Trace
@@ -52,20 +56,42 @@ def preferences(kind: str, listed: list[Identity], others: list[Identity]) -> Pr
 class Village:
     """A swarm whose servers come back as soon as they are killed, and a client that trusts half of them."""
 
-    def __init__(self, loop: VirtualLoop, kind: str, seed: int) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        kind: str,
+        seed: int,
+        limits: HandlerLimits | None = None,
+        memory_limits: MemoryLimits | None = None,
+        client_limits: SessionLimits | None = None,
+    ) -> None:
+        """limits, memory_limits: of every server."""
         source = Random(f"identities {seed}")
         identities = [Identity(source.randbytes(32)) for _ in range(2 * LISTED)]
         self.listed = {one.peer_id for one in identities[:LISTED]}
         self.lines: list[str] = []
-        self.world = World(loop, seed, Weather(servers=0), Trace(loop, self.lines))
+        self.world = World(loop, seed, Weather(servers=0), Trace(loop, self.lines), limits, memory_limits)
         self._started = 0
         for number, identity in enumerate(identities):
             self._start(identity, SPANS[number % len(SPANS)])
-        client = self.client = Client(self.world, seed)
+        client = self.client = Client(self.world, seed, client_limits)
         chosen = preferences(kind, identities[:LISTED], identities[LISTED:])
         wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
         self.router = Router(wanted, client.directory, client.sessions.avoidance, chosen)
         self.swarm = Membership(self.router, client.sessions)
+        self.planning: Callable[[], Awaitable[None]] | None = None  # is awaited before each plan of a route
+
+    async def open(self, plan: SessionPlan) -> Session:
+        """Open a session of the client's."""
+
+        async def planner(
+            missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
+        ) -> tuple[Hop, ...]:
+            if self.planning is not None:
+                await self.planning()
+            return (await self.router.plan(missing, avoid, numeric_class, fresh)).hops
+
+        return await self.client.sessions.open(plan, Blocks(0, N_BLOCKS), planner)
 
     def heard(self) -> set[str]:
         """The peer ids of all that ever got a message."""
