@@ -42,7 +42,7 @@ def run(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_some.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow(reason): x\n    long: x\n")
     line = [sys.executable, "-m", "pytest", "-p", "tests.support.budget", "-p", "no:cacheprovider", str(folder)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
