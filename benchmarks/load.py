@@ -134,7 +134,7 @@ class Bench:
     ) -> list[Flow]:
         """Open sessions through the whole model."""
         plan = SessionPlan(
-            root=self.client._checkpoint.root,
+            root=self.client._root,
             positions_max=positions_max,
             rollback_max=0,
             step_timeout_s=600.0,

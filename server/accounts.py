@@ -10,7 +10,7 @@ Identities are free, so accounts keep one peer from taking everything, and canno
 
 from dataclasses import dataclass
 
-from swarm.net.rate import Bucket
+from swarm.net.rate import TokenBucket
 from swarm.server.limits import AccountLimits
 from swarm.server.refusals import Declined
 
@@ -19,17 +19,17 @@ from swarm.server.refusals import Declined
 class Account:
     """One peer's."""
 
-    steps: Bucket
-    bytes: Bucket
-    openings: Bucket
+    steps: TokenBucket
+    bytes: TokenBucket
+    openings: TokenBucket
 
     @classmethod
     def of(cls, limits: AccountLimits) -> "Account":
         """Make a full one."""
         return cls(
-            Bucket(limits.steps_per_s, limits.steps_burst),
-            Bucket(limits.bytes_per_s, limits.bytes_burst),
-            Bucket(limits.openings_per_s, limits.openings_burst),
+            TokenBucket(limits.steps_per_s, limits.steps_burst),
+            TokenBucket(limits.bytes_per_s, limits.bytes_burst),
+            TokenBucket(limits.openings_per_s, limits.openings_burst),
         )
 
     def is_settled(self, now: float) -> bool:
@@ -47,7 +47,7 @@ class Accounts:
     def __init__(self, limits: AccountLimits | None = None) -> None:
         self.limits = limits or AccountLimits()  # of accounts that are made from now on
         self.peers: dict[str, Account] = {}
-        self._openings = Bucket(self.limits.all_openings_per_s, self.limits.all_openings_burst)
+        self._openings = TokenBucket(self.limits.all_openings_per_s, self.limits.all_openings_burst)
 
     def charge_opening(self, peer: str, now: float) -> Declined | None:
         """Charge a request that makes caches and connections. Returns why not."""

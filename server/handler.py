@@ -2,7 +2,7 @@
 
 Requests are carried out or refused at once. Activations, in a step or in a piece of a past, climb one ladder:
 
-    on_message -> gates -> HostedSession.accept -> Executor.submit ... _on_computed -> what follows from the output
+    on_message -> gates -> HostedSession.accept -> Executor.submit ... _on_computed -> outcomes
 
 Everything here runs in the event loop and never blocks: dialling is a task, computing is the executor's. Each message's
 worth is returned as a toll, and the channel that brought it charges it.
@@ -12,15 +12,15 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-import structlog
 from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.compute.task import Executor, Forward, Probe
 from swarm.errors import InvalidMessage
 from swarm.model.allocator import return_free_memory
-from swarm.net.channel import Channel
+from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
+from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.protocol.inbox import Again, Forgotten
 from swarm.protocol.messages import (
     AnyMessage,
@@ -37,9 +37,6 @@ from swarm.protocol.messages import (
     Rerouted,
     Step,
 )
-from swarm.protocol.replay import follow_up
-from swarm.protocol.seat import Client
-from swarm.protocol.tensors import is_finite
 from swarm.server.accounts import Accounts
 from swarm.server.admission import Admission
 from swarm.server.gates import Facts, Gates, Stop, Stray
@@ -47,13 +44,11 @@ from swarm.server.holdings import Memory
 from swarm.server.hosting import Hosting
 from swarm.server.limits import HandlerLimits
 from swarm.server.links import Links, complain
+from swarm.server.outcomes import Outcomes, pass_on
 from swarm.server.refusals import Declined, send
 from swarm.server.registry import Registry
 from swarm.server.replays import Replays
-from swarm.server.session import Answer, HostedSession
-from swarm.server.tolls import IDLE, PROGRESS, Take, Toll
-
-_log = structlog.get_logger("swarm.server")
+from swarm.server.session import HostedSession
 
 
 class Handler:
@@ -64,7 +59,7 @@ class Handler:
         hosting: Hosting,
         executor: Executor,
         memory: Memory,
-        dialer: Callable[[Take], Dialer],
+        dialer: Callable[[OnMessage], Dialer],
         wall_clock: Callable[[], float],
         *,
         limits: HandlerLimits | None = None,
@@ -81,6 +76,7 @@ class Handler:
         self.admission = Admission(hosting, memory, self.accounts, self.registry, self.limits, wall_clock)
         self._loop = asyncio.get_running_loop()
         self._replays = Replays(self._loop, self.accounts, self.limits.session)
+        self._outcomes = Outcomes(self._loop, self.registry, self._replays)
         self._executor = executor
 
     @property
@@ -225,7 +221,7 @@ class Handler:
             return IDLE
         session.peers.used_at, session.peers.source = facts.now, facts.channel
         if isinstance(stop, Again):
-            self._pass_on(session, session.kept(stop))
+            pass_on(session, session.kept(stop))
         elif isinstance(stop, Forgotten):
             self.registry.fail(session, step, stop.why)
         elif isinstance(stop, Declined):
@@ -239,74 +235,11 @@ class Handler:
         self, session: HostedSession, task: Forward, facts: Facts, result: Tensor | Exception | None
     ) -> None:
         """Take back a task. Only the tenure says whether its result still counts."""
-        message = facts.message
-        is_step = isinstance(message, Step)
         self.jobs_done += 1
-        self.steps_under_way -= is_step
+        self.steps_under_way -= isinstance(facts.message, Step)
         session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
-        if task.tenure.over or result is None:
-            return
-        if not is_step:
-            session.receiver.computed()
-            if message.epoch != session.seat.epoch:
-                return
-        if isinstance(result, Exception):
-            self._not_computed(session, message, result)
-            return
-        # What is kept beside an output is small, and copied: it would keep the frame that it came in.
-        positions, mask = task.activations.positions, task.activations.mask
-        output = Activations(
-            result, None if positions is None else positions.clone(), None if mask is None else mask.clone()
-        )
-        if isinstance(message, Step):
-            self._step_computed(session, message, output, self._loop.time() - facts.now)
-        else:
-            self._piece_computed(session, message, output)
-
-    def _not_computed(self, session: HostedSession, message: Step | Rebuild, error: Exception) -> None:
-        name, step = type(error).__name__, message.step if isinstance(message, Step) else None
-        _log.error(f"{message.kind} failed", session=session.id[:8], step=step, error=name, exc_info=error)
-        self.registry.fail(session, step, f"{name} while {'rebuilding' if step is None else 'computing'}")
-
-    def _step_computed(self, session: HostedSession, step: Step, output: Activations, took_s: float) -> None:
-        if not is_finite(output.hidden):
-            why = f"blocks {session.span.blocks} make activations of it that are infinite or no numbers"
-            send(session.owner, Declined("bad_request", why).answer(step))
-            self.registry.end(session)
-            return
-        answer = session.answer(step, output, took_s)
-        if session.history.journal is not None:
-            session.note(step.step, step.rows, step.keep, output)
-        session.keep(step, answer)
-        self._pass_on(session, answer)
-
-    def _piece_computed(self, session: HostedSession, piece: Rebuild, output: Activations) -> None:
-        session.note(session.inbox.accepted, None, piece.start, output)
-        peers = session.peers
-        after = follow_up(piece, output, from_owner=peers.source is peers.owner)
-        if after.onward is not None:
-            session.history.window.add(after.onward)
-            if peers.next is not None:
-                send(peers.next, after.onward, output)
-        if after.is_last:
-            session.holdings.end_window()
-        if after.confirm_sender:
-            self._replays.confirm(session, peers.source, after.stop)
-        if after.confirm_owner:
-            self._replays.confirm(session, peers.owner, after.stop)
-
-    @staticmethod
-    def _pass_on(session: HostedSession, answer: Answer) -> None:
-        """Send an answer to where it goes now, which a repair may have changed since it was computed.
-
-        An answer that the next hop does not get will be sent again: the owner sees to that.
-        """
-        message, seat = answer.message, session.seat
-        if message.epoch != seat.epoch:
-            message = message.model_copy(update={"epoch": seat.epoch})
-        to = session.peers.owner if isinstance(seat.next, Client) else session.peers.next
-        if to is not None:
-            send(to, message, answer.activations)
+        if not task.tenure.over and result is not None:
+            self._outcomes.follow(session, facts, result)
 
     def _on_word_from_next(self, channel: Channel, message: Rebuilt | Refused | Failed) -> Toll:
         """Take how much of the past the next hops have, or what the next one could not tell the client itself."""

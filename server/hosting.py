@@ -23,7 +23,7 @@ class Hosting:
         """Return the blocks that a session asks for, or why they are not served."""
         if request.root != self.root:
             return Declined("not_served", f"this server has the model {self.root[:16]}...")
-        if request.numeric_class != self.span.numeric_class:
+        if request.numeric_class != str(self.span.numeric_class):
             return Declined("not_served", f"this server computes in {self.span.numeric_class}")
         try:
             return self.span.part(Blocks(request.start, request.stop))
@@ -46,7 +46,7 @@ class Hosting:
             record = open_announcement(data, now=now, network=self.network, late_s=late_s)
         except (RecordError, ValueError) as error:
             return Declined("bad_request", f"the next hop's record: {error}")
-        served = (record.root, record.numeric_class) == (self.root, self.span.numeric_class)
+        served = (record.root, record.numeric_class) == (self.root, str(self.span.numeric_class))
         if not served or stop not in record.span:
             return Declined("bad_request", f"the next hop does not serve block {stop} of this model and numeric class")
         return record

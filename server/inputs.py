@@ -25,8 +25,8 @@ def objection(activations: Activations, span: Span, step_bytes_max: int) -> Decl
         return _too_large(rows, hidden.nbytes if too_long else 0)
     if positions is not None and (declined := _bad_positions(positions, rows, tokens, span)):
         return declined
-    if mask is not None and (mask.dtype != torch.uint8 or mask.shape != (rows, tokens)):
-        return Declined("bad_request", f"attention mask of shape {list(mask.shape)}")
+    if mask is not None and (declined := _bad_mask(mask, rows, tokens)):
+        return declined
     if not is_finite(hidden):
         return Declined("bad_activations", "activations that are infinite or no numbers")
     return None
@@ -52,3 +52,9 @@ def _bad_positions(positions: Tensor, rows: int, tokens: int, span: Span) -> Dec
     if first < 0 or last >= limit:
         return Declined("bad_request", f"position ids from {first} to {last}, the model has 0 to {limit - 1}")
     return None
+
+
+def _bad_mask(mask: Tensor, rows: int, tokens: int) -> Declined | None:
+    if mask.dtype == torch.uint8 and mask.shape == (rows, tokens):
+        return None
+    return Declined("bad_request", f"attention mask of shape {list(mask.shape)}")

@@ -1,4 +1,4 @@
-"""A running server: the span, its sessions and its listener. What it announces is built here; the DHT is elsewhere."""
+"""A running server: the span, its sessions and its listener. It builds its announcement; the DHT is elsewhere."""
 
 import asyncio
 import time
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.compute.task import Probe
 from swarm.compute.thread import ComputeThread
@@ -16,9 +17,9 @@ from swarm.dht.records import Span as AnnouncedSpan
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
-from swarm.net.channel import Self
+from swarm.net.carriers.tcp import Listener
 from swarm.net.dialer import Dialer
-from swarm.net.tcp import Listener
+from swarm.net.endpoint import Endpoint
 from swarm.server.announcer import State
 from swarm.server.handler import Handler
 from swarm.server.holdings import Memory
@@ -27,7 +28,6 @@ from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.measure import Throughput, device_name, measure_throughput
 from swarm.server.pool import Pool, Prices
 from swarm.server.roundtrips import RoundTrips
-from swarm.server.tolls import charged
 from swarm.version import __version__
 
 _log = structlog.get_logger("swarm.server")
@@ -48,9 +48,9 @@ class ServerLimits:
 class ServerOptions:
     """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
 
-    cache_tokens, prices: the KV pool's capacity, and what it charges; None a token for each. journal_bytes: host memory
-    for what repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the span was
-    chosen by the server, which may move.
+    cache_tokens, prices: the KV pool's capacity and its charges; None a token for each. journal_bytes: host memory
+    for outputs that repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the server
+    chose the span itself, and may move.
     """
 
     cache_tokens: int
@@ -70,7 +70,7 @@ class Server:
         self,
         checkpoint: Checkpoint,
         span: Span,
-        me: Self,
+        me: Endpoint,
         listener: Listener,
         options: ServerOptions,
         wall_clock: Callable[[], float] = time.time,
@@ -78,14 +78,11 @@ class Server:
         """listener: bound already, so that a port in use was noticed before the weights were loaded."""
         self.span = span
         self.throughput: Throughput | None = None
-        self.pool = Pool(options.cache_tokens)  # of cache
-        limits = options.limits
-        self.memory = Memory.of(
-            self.pool, prices=options.prices, journal_bytes=options.journal_bytes, limits=limits.memory
-        )
+        limits, cache = options.limits, Pool(options.cache_tokens)
+        self.memory = Memory.of(cache, prices=options.prices, journal_bytes=options.journal_bytes, limits=limits.memory)
         self._checkpoint = checkpoint
         self.me = me
-        self._listener = listener
+        self.listener = listener
         self.options = options
         self._wall_clock = wall_clock
         self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
@@ -93,38 +90,43 @@ class Server:
             Hosting(checkpoint.root, me.network, span),
             self.executor,
             self.memory,
-            lambda take: Dialer(me, charged(take)),
+            lambda take: Dialer(me, take, flow=listener.flow),
             wall_clock,
             limits=limits.handler,
         )
         self.round_trips = RoundTrips(self.handler.links.dialer)
         self._sweeper: asyncio.Task[None] | None = None
 
+    @property
+    def pool(self) -> Pool:
+        """The cache, in tokens."""
+        return self.memory.cache
+
     async def start(self) -> None:
         """Accept channels from now on."""
-        await self._listener.start(charged(self.handler.on_message), self.handler.peers_in_use)
+        await self.listener.start(self.handler.on_message, self.handler.peers_in_use)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
     async def stop(self, *, moving: bool = False) -> None:
         """End every session and every channel. moving: the address is kept, for the next span's server."""
         if self._sweeper is not None:
             self._sweeper.cancel()
+            await asyncio.wait((self._sweeper,))
         await self.handler.close()
         if moving:
-            self._listener.pause()
+            self.listener.pause()
         else:
-            await self._listener.close()
+            await self.listener.close()
         await self.handler.links.dialer.close()
         await asyncio.to_thread(self.executor.stop)  # a long step must not keep the loop from a second signal
 
     @property
     def data_address(self) -> str:
         """Where channels are accepted, as "host:port"."""
-        host, port = self._listener.address
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return str(self.listener.address)
 
     async def measure(self) -> None:
-        """Measure the span's throughput, in the compute thread and so between other people's steps.
+        """Measure the span's throughput, in the compute thread and so between the steps of sessions.
 
         A span that does not bear it serves all the same, and announces no throughput.
         """
@@ -141,10 +143,10 @@ class Server:
         if self.throughput is not None:
             limits, token_bytes = self.options.limits, self.span.hidden_size * self.span.dtype.itemsize
             computed = self.throughput.prefill_tps * token_bytes
-            self.me.inflow.change(max(limits.inflow_bytes_per_s_min, limits.inflow_share * computed))
+            self.listener.flow.read.change(max(limits.inflow_bytes_per_s_min, limits.inflow_share * computed))
 
     def announcement(self, state: State) -> Announcement:
-        """What is true of this server now. Sequence and times are set when it is signed."""
+        """Return the announcement of this server as it is now. Sequence and times are set when it is signed."""
         measured, few = self.throughput, len(self.options.announce) <= self.options.limits.addresses_beside_rtts
         bare = claim(
             self._checkpoint, self.me, self.span.blocks, self.span.numeric_class, self.options, self._wall_clock()
@@ -165,9 +167,14 @@ class Server:
 
 
 def claim(
-    checkpoint: Checkpoint, me: Self, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
+    checkpoint: Checkpoint,
+    me: Endpoint,
+    blocks: Blocks,
+    numeric_class: NumericClass,
+    options: ServerOptions,
+    now: float,
 ) -> Announcement:
-    """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and nobody calls it.
+    """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and no client calls it.
 
     Sequence and times are set when it is signed.
     """
@@ -180,7 +187,7 @@ def claim(
         model=checkpoint.public_name,
         n_blocks=checkpoint.n_blocks,
         blocks=AnnouncedSpan(blocks.start, blocks.stop),
-        numeric_class=numeric_class,
+        numeric_class=str(numeric_class),
         addresses=(),
         channel_key=me.key.public.hex(),
         state="joining",

@@ -122,6 +122,9 @@ def test_the_demo_gives_the_local_models_tokens():
     assert run.returncode == 0, run.stderr
     assert "the local model gives the same" in run.stdout
     assert "time to first token" in run.stdout
+    last = run.stdout.splitlines()[-1]
+    names = [Path(word).name for word in last.split() if word.startswith("/") and os.access(word, os.X_OK)]
+    assert [name for name in names if name.startswith("swarm-")] == ["swarm-bootstrap", "swarm-serve"], last
 
 
 def test_the_export_line_names_a_multiaddr():

@@ -30,9 +30,10 @@ class Eligibility:
     """Tells servers that a request may use from those that it may not."""
 
     def __init__(self, request: Request) -> None:
+        allowed = request.preferences.allowed_peers
         self._request = request
-        self._blocked = keys_of(request.blocked_peers)
-        self._allowed = None if request.allowed_peers is None else keys_of(request.allowed_peers)
+        self._blocked = keys_of(request.preferences.blocked_peers)
+        self._allowed = None if allowed is None else keys_of(allowed)
         self._avoided = {key_and_process(avoided) for avoided in request.avoid}
 
     def usable(self) -> list[SignedAnnouncement]:

@@ -118,7 +118,7 @@ def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tup
     if not covered(request.wanted, offers):
         return {}
     stages = stages_of(request, offers)
-    limit = quickest_pace(stages, request.limits).limit if request.optimize == "throughput" else None
+    limit = quickest_pace(stages, request.limits).limit if request.preferences.optimize == "throughput" else None
     found: dict[tuple[str, tuple[int, int]], float] = {}
     for offer, ms in zip(offers, Search(stages, limit).through().tolist(), strict=True):
         place = (offer.announcement.public_key, offer.announcement.blocks)

@@ -209,10 +209,7 @@ class Router:
             dtype=self._model.dtype,
             numeric_class=numeric_class,
             avoid=avoid,
-            allowed_peers=self.preferences.allowed_peers,
-            blocked_peers=self.preferences.blocked_peers,
-            trusted_peers=self.preferences.trusted_peers,
+            preferences=self.preferences,
             client_rtts=dict(self._rtts),
             positions_needed=positions_needed,
-            optimize=self.preferences.optimize,
         )

@@ -27,9 +27,10 @@ from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.errors import NetworkError, NoRoute
 from swarm.identity import Identity
-from swarm.net import channel
-from swarm.net.buffers import Buffers
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Endpoint
+from swarm.net.flow import FlowControl
+from swarm.net.limits import ChannelLimits, FrameLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.naming import new_name
 
@@ -53,9 +54,9 @@ async def joined(
     join: enters the DHT. held_bytes_max: bytes of unsent steps, and of replayed pasts, of all sessions together.
     """
     async with join() as directory:
-        buffers = Buffers(held_bytes_max)
-        me = channel.Self(identity, ChannelKey(), network, access, public=directory.public, buffers=buffers)
-        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me), limits)
+        me = Endpoint(identity, ChannelKey(), network, access, public=directory.public)
+        flow = FlowControl(ChannelLimits(FrameLimits(held_bytes_max=held_bytes_max)))
+        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me, flow=flow), limits)
         router = Router(model, directory, sessions.avoidance, preferences)
         async with Membership(router, sessions) as membership:
             yield membership

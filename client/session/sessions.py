@@ -15,6 +15,7 @@ from swarm.client.session.session import Session
 from swarm.client.session.timeout import Timeout
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
+from swarm.net.gate import PROGRESS, Toll
 from swarm.protocol import messages as wire
 
 
@@ -50,12 +51,13 @@ class Sessions:
         """Whether there is a session."""
         return bool(self._by_id)
 
-    def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> None:
+    def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> Toll:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):
             session = self._by_id.get(message.session)
             if session is not None:
                 session.inlet.on_message(channel, message, activations)
+        return PROGRESS
 
     async def open(
         self, plan: SessionPlan, blocks: Blocks, planner: Planner, limits: SessionLimits | None = None

@@ -70,7 +70,7 @@ def test_the_same_dtype_and_another_device_are_accepted(model):
     assert model.to("meta").get_input_embeddings().weight.device.type == "meta"
 
 
-def test_a_resized_vocabulary_computes_the_same_as_in_the_full_model(checkpoint, swarm):
+def test_a_resized_vocabulary_computes_as_in_the_full_model(checkpoint, swarm):
     full = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with swarm.client() as model:
         for each in (model, full):

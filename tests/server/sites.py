@@ -18,9 +18,12 @@ from swarm.dht.records import Announcement, sign_announcement
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
-from swarm.net.channel import Channel, Remote, Self
+from swarm.net.address import parse
+from swarm.net.carriers.tcp import Listener, TcpCarrier, dial
+from swarm.net.channel import Channel
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.gate import PROGRESS, Toll
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener, dial
 from swarm.protocol.messages import AnyMessage, Message, Open, Opened, Output, Rebuild, Rebuilt, Refused, Step
 from swarm.protocol.tensors import meta_of
 from swarm.server.limits import HandlerLimits, HostedLimits
@@ -87,7 +90,7 @@ async def serving(
     loaded: Loaded, blocks: Blocks, pool_tokens: int = POOL_TOKENS, limits: ServerLimits | None = None
 ) -> AsyncIterator[Site]:
     identity = Identity.generate()
-    me = Self(identity, ChannelKey(), NETWORK)
+    me = Endpoint(identity, ChannelKey(), NETWORK)
     options = ServerOptions(pool_tokens, limits=limits or ServerLimits())
     server = Server(loaded.checkpoint, loaded.spans[blocks], me, Listener(me, "127.0.0.1", 0), options)
     await server.start()
@@ -106,7 +109,7 @@ class Peer:
     """An identity that speaks to servers."""
 
     def __init__(self, identity: Identity | None = None):
-        self.me = Self(identity or Identity.generate(), ChannelKey(), NETWORK)
+        self.me = Endpoint(identity or Identity.generate(), ChannelKey(), NETWORK)
         self.inbox: asyncio.Queue[tuple[AnyMessage, Activations | None]] = asyncio.Queue()
         self.channels: dict[str, Channel] = {}
 
@@ -118,11 +121,21 @@ class Peer:
         """This peer's channel to a server."""
         if site.peer not in self.channels or self.channels[site.peer].closed:
             remote = Remote(site.peer, site.server.me.key.public)
-            self.channels[site.peer] = await dial(site.server.data_address, remote, self.me, self._received)
+            self.channels[site.peer] = await dial(parse(site.server.data_address), remote, self.me, self._received)
         return self.channels[site.peer]
 
-    def _received(self, channel: Channel, message: AnyMessage, got: Activations | None) -> None:
+    async def carrier_to(self, site: Site) -> TcpCarrier:
+        """The carrier of a new channel to a server, for a peer that sends what it likes."""
+        remote, address = Remote(site.peer, site.server.me.key.public), parse(site.server.data_address)
+        carrier = TcpCarrier(lambda carrier: Channel(carrier, self.me, self._received, remote))
+        await asyncio.get_running_loop().create_connection(lambda: carrier, address.host, address.port)
+        assert carrier.channel is not None
+        await carrier.channel.ready
+        return carrier
+
+    def _received(self, channel: Channel, message: AnyMessage, got: Activations | None) -> Toll:
         self.inbox.put_nowait((message, got))
+        return PROGRESS
 
     async def ask(self, site: Site, message: Message, sent: Activations | None = None) -> AnyMessage:
         """Send a message and return the next that comes, from any server."""

@@ -76,10 +76,11 @@ async def test_after_hostile_peers_have_gone_every_account_is_at_zero(loaded, ow
     """Hoarders, replayers, pushers, malformed frames and readers of nothing at once; an honest owner in the middle."""
     async with serving(loaded, FIRST) as site:
         request = await opened(owner, site)
-        hostile = [Peer() for _ in range(12)]
-        for number, peer in enumerate(hostile):
+        carriers = []
+        for number, peer in enumerate(Peer() for _ in range(12)):
             with contextlib.suppress(ChannelClosed):
-                channel = await peer.to(site)
+                carriers.append(carrier := await peer.carrier_to(site))
+                channel = carrier.channel
                 mine = [open_for(site) for _ in range(10)]
                 for each in mine:
                     channel.send(each)
@@ -87,28 +88,27 @@ async def test_after_hostile_peers_have_gone_every_account_is_at_zero(loaded, ow
                     channel.send(*step(each, 1, activations(1, 16), want=16))
                     channel.send(*step(request, 1, activations(1, 4)))
                 if number % 3 == 0:
-                    channel._carrier.write((1 << 20).to_bytes(4, "big") + bytes(1000))
+                    carrier.write((1 << 20).to_bytes(4, "big") + bytes(1000))
                 if number % 3 == 1:
-                    channel._carrier.write(bytes(64))
+                    carrier.write(bytes(64))
                 if number % 3 == 2:
-                    channel._carrier.pause_reading()
+                    carrier.pause_reading()
         (await owner.to(site)).send(*step(request, 1, activations(1, 4)))
         while isinstance(answer := await owner.next(), Refused | Failed):
             assert getattr(answer, "code", "") in {"busy", "no_room"}, answer
             await asyncio.sleep(answer.retry_after_ms / 1000)
             (await owner.to(site)).send(*step(request, 1, activations(1, 4)))
-        for peer in hostile:
-            for channel in peer.channels.values():
-                channel._carrier.abort()
+        for carrier in carriers:
+            carrier.abort()
         (await owner.to(site)).send(Close(session=request.session))
         await owner.settled(site)
         owner.leave()
-        handler, listener = site.server.handler, site.server._listener
-        await until(lambda: site.idle and not listener._channels and handler.steps_under_way == 0)
+        handler, listener = site.server.handler, site.server.listener
+        await until(lambda: site.idle and not listener.admission.channels and handler.steps_under_way == 0)
         memory = site.server.memory
         assert not any(pool.held for pool in (memory.cache, memory.inputs, memory.outputs, memory.journals))
-        assert not listener._proven
-        assert not listener._shaking
-        assert not site.server.me.buffers._held
+        assert not listener.admission.proven
+        assert not listener.admission.unproven
+        assert listener.flow.buffers.total == 0
         handler.accounts.sweep(asyncio.get_running_loop().time() + 3600)
         assert not handler.accounts.peers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.blocks import Blocks
 from swarm.protocol.inbox import Again, Forgotten
 from swarm.protocol.messages import Open, Rebuild, Step
 from swarm.protocol.replay import Twice
@@ -25,7 +26,7 @@ OWNER, STRANGER = "1" * 46, "2" * 46
 NAME, WIDTH, NOW = "0" * 32, 8, 100.0
 AFTER_STEP = 20
 LIMITS = HostedLimits()
-SPAN = SimpleNamespace(hidden_size=WIDTH, traits=SimpleNamespace(positions_max=None))
+SPAN = SimpleNamespace(blocks=Blocks(0, 1), hidden_size=WIDTH, traits=SimpleNamespace(positions_max=None))
 
 
 def session(**changes: object) -> HostedSession:

@@ -25,7 +25,7 @@ async def test_activations_are_read_as_fast_as_the_span_needs_them(first: Site):
     await first.server.measure()
     assert first.server.throughput is not None
     needed = limits.inflow_share * first.server.throughput.prefill_tps * HIDDEN * 4
-    assert first.server.me.inflow._per_s == max(limits.inflow_bytes_per_s_min, needed)
+    assert first.server.listener.flow.read.per_s == max(limits.inflow_bytes_per_s_min, needed)
 
 
 async def test_a_server_may_leave_while_it_is_measured(first: Site, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.model.span import Span
-from swarm.protocol.messages import ROWS_MAX, Failed, Inquiry, Progress, Rebuilt, Refused, Reroute, Rerouted
+from swarm.protocol.messages import ROWS_MAX, Failed, Inquiry, Progress, Rebuilt, Refused, Reroute, Rerouted, Step
 from swarm.protocol.tensors import is_finite
 from tests.server.sites import (
     FIRST,
@@ -180,6 +180,20 @@ async def test_session_fails_if_a_repeated_steps_answer_was_evicted(first, owner
     failed = await owner.next()
     assert isinstance(failed, Failed)
     assert (failed.blame, failed.step) == ("self", 1)
+    await until(lambda: first.idle)
+
+
+async def test_session_fails_if_a_repeated_steps_journal_was_dropped(first, owner):
+    request = await opened(owner, first, relay=True)
+    channel, message = await owner.to(first), step(request, 1, activations(1, 2))
+    for _ in range(2):
+        channel.send(*message)
+        assert isinstance(await owner.next(), Step)
+    first.session(request).drop_journal()
+    failed = await owner.ask(first, *message)
+    assert isinstance(failed, Failed)
+    assert (failed.blame, failed.step) == ("self", 1)
+    assert first.computed == 1
     await until(lambda: first.idle)
 
 

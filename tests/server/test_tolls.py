@@ -4,8 +4,9 @@ import asyncio
 from types import SimpleNamespace
 
 from swarm.activations import Activations
+from swarm.net.gate import IDLE, PROGRESS, Toll
+from swarm.net.limits import ReadLimits
 from swarm.protocol.messages import Replay, Step
-from swarm.server.tolls import IDLE, PROGRESS, Toll
 from tests.server.sites import POOL_TOKENS, WINDOW, Peer, Site, activations, code, opened, opened_ring, rebuilt, step
 
 
@@ -102,7 +103,7 @@ async def test_an_owner_that_takes_too_much_is_refused_a_step_which_it_may_send_
 
 async def test_a_peer_that_pushes_into_anothers_session_is_throttled(first, owner, stranger):
     request = await opened(owner, first)
-    pushed = 4 * 64  # what one peer and all peers together may send at once without progress
+    pushed = 4 * int(ReadLimits().idle_burst + ReadLimits().all_idle_burst)
     channel = await stranger.to(first)
     for _ in range(pushed):
         channel.send(*step(request, 1, activations(1, 1)))

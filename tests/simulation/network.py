@@ -15,8 +15,10 @@ from typing import Any
 
 from swarm.activations import Activations
 from swarm.errors import ChannelClosed, HandshakeFailed, SwarmError, Unreachable
-from swarm.net.channel import OnMessage, Remote, Self
-from swarm.net.tcp import DIAL_TIMEOUT_S
+from swarm.net.address import Address
+from swarm.net.channel import OnMessage
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.limits import DialerLimits
 from swarm.protocol.messages import Message, Ping, Pong, decode, encode
 
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
@@ -153,19 +155,19 @@ class Network:
     # Connections
 
     async def dial(
-        self, source: Process, address: str, remote: Remote, me: Self, on_message: OnMessage
+        self, source: Process, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage
     ) -> "VirtualChannel":
-        """What `swarm.net.tcp.dial` does, in this network. Raises Unreachable or HandshakeFailed."""
+        """What `swarm.net.carriers.tcp.dial` does, in this network. Raises Unreachable or HandshakeFailed."""
         try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
+            async with asyncio.timeout(DialerLimits().timeout_s):
                 return await self._shake_hands(source, address, remote, me, on_message)
         except TimeoutError:
-            raise Unreachable(remote.peer, (address,), DIAL_TIMEOUT_S) from None
+            raise Unreachable(remote.peer, (str(address),), DialerLimits().timeout_s) from None
 
     async def _shake_hands(
-        self, source: Process, address: str, remote: Remote, me: Self, on_message: OnMessage
+        self, source: Process, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage
     ) -> "VirtualChannel":
-        target = self.processes.get(address)
+        target = self.processes.get(str(address))
         assert target is not None
         link = self.link(source.name, target.name)
         await asyncio.sleep(2 * link.latency_s)
@@ -174,7 +176,7 @@ class Network:
         if target.state == "vanished":
             await self.loop.create_future()
         if target.state == "killed":
-            raise Unreachable(remote.peer, (address,), 0.0, "connection refused")
+            raise Unreachable(remote.peer, (str(address),), 0.0, "connection refused")
         done: asyncio.Future[None] = self.loop.create_future()
         target.enter(lambda: done.done() or done.set_result(None))
         await done
@@ -343,12 +345,6 @@ class VirtualChannel:
     def is_paused(self) -> bool:
         """As `Channel.is_paused`."""
         return False
-
-    def note_chatter(self, activations: object = None) -> None:
-        """As `Channel.note_chatter`: here everybody has time for it."""
-
-    def note_decode(self, n_bytes: int) -> None:
-        """As `Channel.note_decode`: bytes are free here anyway."""
 
     def close(self) -> None:
         """As `Channel.close`."""
