@@ -31,10 +31,11 @@ from swarm.dht.records import Announcement, Span, sign_announcement
 from swarm.dht.validator import Entry
 from swarm.events import configure_events
 from swarm.identity import Identity
-from swarm.net.channel import Self
+from swarm.net.carriers.tcp import Listener
+from swarm.net.channel import ignore
+from swarm.net.endpoint import Endpoint
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig
-from swarm.net.tcp import Listener
 
 NETWORK = "bench"
 N_BLOCKS = 80
@@ -91,21 +92,21 @@ async def _nodes(stack: AsyncExitStack, folder: Path) -> list[SwarmNode]:
     return nodes
 
 
-async def _server(stack: AsyncExitStack) -> tuple[Self, str]:
-    me = Self(Identity.generate(), ChannelKey(), NETWORK)
+async def _server(stack: AsyncExitStack) -> tuple[Endpoint, str]:
+    me = Endpoint(Identity.generate(), ChannelKey(), NETWORK)
     listener = Listener(me, "127.0.0.1", 0)
-    await listener.start(lambda *_: None)
+    await listener.start(ignore)
     stack.push_async_callback(listener.close)
-    return me, f"127.0.0.1:{listener.address[1]}"
+    return me, f"127.0.0.1:{listener.address.port}"
 
 
-async def _refresh(clients: Sequence[SwarmNode], servers: Sequence[tuple[Self, str]], models: int) -> None:
+async def _refresh(clients: Sequence[SwarmNode], servers: Sequence[tuple[Endpoint, str]], models: int) -> None:
     while True:
         await asyncio.sleep(REFRESH_S)
         await _announce(clients, servers, models)
 
 
-async def _announce(clients: Sequence[SwarmNode], servers: Sequence[tuple[Self, str]], models: int) -> None:
+async def _announce(clients: Sequence[SwarmNode], servers: Sequence[tuple[Endpoint, str]], models: int) -> None:
     """Sign everybody's record and store it, spread over the clients; the first of each model tells its name, too."""
     entries: list[list[Entry]] = [[] for _ in clients]
     for i, (me, address) in enumerate(servers):
@@ -118,7 +119,7 @@ async def _announce(clients: Sequence[SwarmNode], servers: Sequence[tuple[Self, 
     await asyncio.gather(*(client.put(part) for client, part in zip(clients, entries, strict=True)))
 
 
-def _announcement(me: Self, address: str, n: int, model: int) -> Announcement:
+def _announcement(me: Endpoint, address: str, n: int, model: int) -> Announcement:
     first = n * 8 % N_BLOCKS
     now = time.time()
     return Announcement(

@@ -31,7 +31,7 @@ from swarm.compute.thread import ComputeThread
 from swarm.demo.local import LocalSwarm
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
-from swarm.net.channel import Sealer
+from swarm.net.frames import Sealer
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
 

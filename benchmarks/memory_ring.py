@@ -22,12 +22,15 @@ from swarm.client.session.sessions import Sessions
 from swarm.compute.task import Done, Executor, Task
 from swarm.identity import Identity
 from swarm.model.span import Span
-from swarm.net.channel import Channel, Remote, Self
+from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.flow import FlowControl
+from swarm.net.limits import ChannelLimits, ReadLimits
 from swarm.net.noise import ChannelKey
-from swarm.net.rate import Line
 from swarm.protocol.naming import new_name
 from swarm.server.handler import Handler
+from swarm.server.holdings import Memory
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
 
@@ -79,16 +82,20 @@ class _Ring:
 
 
 async def _open(hidden_size: int) -> _Ring:
-    no_limit = Line(1e15, 1e15)
-    server, client = (Self(Identity.generate(), ChannelKey(), NETWORK, inflow=no_limit) for _ in range(2))
+    no_limit = ChannelLimits(reading=ReadLimits(bytes_burst=1e15, idle_burst=1e15))
+    server, client = (Endpoint(Identity.generate(), ChannelKey(), NETWORK) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
-    handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)
+    memory = Memory.of(Pool(2 * POSITIONS_MAX))
+    executor = cast(Executor, _Inline())
+    handler = Handler(
+        Hosting(ROOT_HASH, NETWORK, span), executor, memory, lambda _: cast(Dialer, SimpleNamespace()), time.time
+    )
     dialer = _NoDialer()
     sessions = Sessions(partial(new_name, client.identity.peer_id), lambda _: cast(Dialer, dialer))
     there, back = _Wire(), _Wire()
     remote = Remote(server.identity.peer_id, server.key.public)
-    back.channel = Channel(there, server, handler.on_message)
-    there.channel = Channel(back, client, sessions.on_message, remote)
+    back.channel = Channel(there, server, handler.on_message, flow=FlowControl(no_limit))
+    there.channel = Channel(back, client, sessions.on_message, remote, FlowControl(no_limit))
     back.start()
     there.start()
     await there.channel.ready

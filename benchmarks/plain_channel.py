@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from swarm.net import channel
-from swarm.net.channel import TAG_BYTES, Sealer
+from swarm.net import greeting
+from swarm.net.frames import TAG_BYTES, Sealer
 
 EMPTY_TAG = bytes(TAG_BYTES)
 
@@ -31,12 +31,12 @@ class Plain(Sealer):
 @contextmanager
 def plain_channels() -> Iterator[None]:
     """Channels that are made within the block have plain frames. Both sides must."""
-    sealer = channel.Sealer
-    channel.Sealer = Plain  # type: ignore[misc]
+    sealer = greeting.Sealer
+    greeting.Sealer = Plain  # type: ignore[misc]
     try:
         yield
     finally:
-        channel.Sealer = sealer  # type: ignore[misc]
+        greeting.Sealer = sealer  # type: ignore[misc]
 
 
 if __name__ == "__main__":

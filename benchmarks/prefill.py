@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 from common import SEED, Samples, table, write_json
-from load import BLOCKS, DTYPES, Bench, Flow, bench, save_checkpoint
+from load import BLOCKS, DTYPES, Bench, bench, save_checkpoint
 
-from swarm.client.session.limits import ChunkLimits
+from swarm.client.session.limits import ChunkLimits, SessionLimits
+from swarm.protocol.outbox import OutboxLimits
+from swarm.protocol.tensors import CHUNK_BYTES
 
 WAYS = ("overlapped", "one by one", "one by one, large")
 
@@ -46,26 +48,17 @@ def main() -> None:
 async def measure(swarm: Bench, length: int, rounds: int) -> tuple[int, Samples, Samples]:
     """Samples of a prompt whose chunks overlap, and of one whose chunks wait for each other."""
     samples = {way: Samples(f"{length}, {way}") for way in WAYS}
+    largest = CHUNK_BYTES // (swarm.width * swarm.dtype.itemsize)
     for _ in range(rounds):
         for way, taken in samples.items():
-            (flow,) = await swarm.open(1, positions_max=length)
-            if way == "overlapped":
-                taken.ms.append(await flow.prefill(length))
-            else:
-                taken.ms.append(await one_by_one(flow, length, large=way.endswith("large")))
+            chunks = ChunkLimits(chunk_tokens_min=largest) if way.endswith("large") else ChunkLimits()
+            outbox = OutboxLimits() if way == "overlapped" else OutboxLimits(in_flight_max=1)
+            limits = SessionLimits(chunks=chunks, outbox=outbox)
+            (flow,) = await swarm.open(1, positions_max=length, limits=limits)
+            taken.ms.append(await flow.prefill(length))
             await swarm.close([flow])
     overlapped, *waiting = samples.values()
     return length, overlapped, min(waiting, key=lambda those: those.median)
-
-
-async def one_by_one(flow: Flow, length: int, *, large: bool) -> float:
-    """Send a prompt in chunks, each when the one before has come back. Returns milliseconds."""
-    limits = ChunkLimits()
-    size = limits.chunk_bytes // (flow.width * flow.dtype.itemsize)
-    if not large:
-        rate = min(hop.announcement.prefill_tps or 0.0 for hop in flow.session.route)
-        size = min(size, max(limits.chunk_tokens_min, int(limits.chunk_s * rate)))
-    return sum([await flow.prefill(min(size, length - start)) for start in range(0, length, size)])
 
 
 if __name__ == "__main__":

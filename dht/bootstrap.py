@@ -1,4 +1,4 @@
-"""A DHT node for others to join through, which also tells servers whether they can be reached."""
+"""A DHT node for others to join through, which also dials servers back for them."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from swarm.commands import Ready, Stop
 from swarm.dht.dialback import dialling_as, serve_dial_back
 from swarm.dht.node import NodeConfig, open_node
 from swarm.identity import Identity
-from swarm.net.channel import Self
+from swarm.net.endpoint import Endpoint
 from swarm.net.noise import ChannelKey
 
 _log = structlog.get_logger("swarm.bootstrap")
@@ -18,7 +18,7 @@ _log = structlog.get_logger("swarm.bootstrap")
 
 async def bootstrap(config: NodeConfig, identity: Identity, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop."""
-    me = Self(identity, ChannelKey(), config.network, config.access)
+    me = Endpoint(identity, ChannelKey(), config.network, config.access)
     async with open_node(config, clock=time.time) as node:
         await serve_dial_back(node, dialling_as(me))
         ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))

@@ -28,7 +28,8 @@ from swarm.client.session.limits import ConnectLimits
 from swarm.client.session.plan import Planner
 from swarm.client.session.standing import Standing
 from swarm.errors import ChannelClosed, NetworkError, NoRoute, SessionClosed
-from swarm.net.channel import Remote
+from swarm.net.address import dialable
+from swarm.net.endpoint import Remote
 from swarm.protocol import messages as wire
 from swarm.protocol.journal import Past
 from swarm.protocol.replay import PastSender, ReplayWindow, lacking, runs
@@ -203,7 +204,7 @@ class Attempt:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             is_shared = self._shared.dialer.has(remote)
             async with asyncio.timeout(timeout_s):
-                leg.channel = await self._shared.dialer.connect(remote, record.addresses)
+                leg.channel = await self._shared.dialer.connect(remote, dialable(record.addresses))
         except TimeoutError:
             self._late.add(leg.hop.process)
             raise leg.broken(f"not connected within {timeout_s:.1f} s") from None

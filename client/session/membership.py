@@ -2,7 +2,7 @@
 
     async with joined(model, join, identity, network="public") as swarm:
         session = await swarm.open(Blocks(0, 32), plan)
-        output = await session.step(hidden, positions=None, mask=None, want=1)
+        output = await session.step(Activations(hidden), want=1)
 
 `swarm.client.hf.swarm` is the same for threads that block.
 """
@@ -27,9 +27,10 @@ from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.errors import NetworkError, NoRoute
 from swarm.identity import Identity
-from swarm.net import channel
-from swarm.net.buffers import Buffers
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Endpoint
+from swarm.net.flow import FlowControl
+from swarm.net.limits import ChannelLimits, FrameLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.naming import new_name
 
@@ -53,9 +54,9 @@ async def joined(
     join: enters the DHT. held_bytes_max: bytes of unsent steps, and of replayed pasts, of all sessions together.
     """
     async with join() as directory:
-        buffers = Buffers(held_bytes_max)
-        me = channel.Self(identity, ChannelKey(), network, access, public=directory.public, buffers=buffers)
-        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me), limits)
+        me = Endpoint(identity, ChannelKey(), network, access, public=directory.public)
+        flow = FlowControl(ChannelLimits(FrameLimits(held_bytes_max=held_bytes_max)))
+        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me, flow=flow), limits)
         router = Router(model, directory, sessions.avoidance, preferences)
         async with Membership(router, sessions) as membership:
             yield membership
@@ -69,8 +70,11 @@ class Membership:
         self.sessions = sessions
         self._keeping: asyncio.Task[None] | None = None
 
-    async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused."""
+    async def open(self, blocks: Blocks, plan: SessionPlan, limits: SessionLimits | None = None) -> Session:
+        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused.
+
+        limits: this session's own; None for those of all.
+        """
 
         async def planner(
             missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
@@ -79,7 +83,7 @@ class Membership:
             return (await self.router.plan(missing, avoid, numeric_class, fresh, positions_needed=needed)).hops
 
         try:
-            session = await self.sessions.open(plan, blocks, planner)
+            session = await self.sessions.open(plan, blocks, planner, limits)
         except NoRoute as failure:  # diagnosed only now: servers may come while a session waits for them
             raise await self.router.diagnosed(failure) from None
         self.router.remember(session.route)

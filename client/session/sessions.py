@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
@@ -14,6 +15,7 @@ from swarm.client.session.session import Session
 from swarm.client.session.timeout import Timeout
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
+from swarm.net.gate import PROGRESS, Toll
 from swarm.protocol import messages as wire
 
 
@@ -49,20 +51,24 @@ class Sessions:
         """Whether there is a session."""
         return bool(self._by_id)
 
-    def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> None:
+    def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> Toll:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):
             session = self._by_id.get(message.session)
             if session is not None:
                 session.inlet.on_message(channel, message, activations)
+        return PROGRESS
 
-    async def open(self, plan: SessionPlan, blocks: Blocks, planner: Planner) -> Session:
+    async def open(
+        self, plan: SessionPlan, blocks: Blocks, planner: Planner, limits: SessionLimits | None = None
+    ) -> Session:
         """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
 
-        planner: finds the hops, and later those that take over from others.
+        planner: finds the hops, and later those that take over from others. limits: this session's own.
         """
+        shared = self._shared if limits is None else replace(self._shared, limits=limits)
         session_id = self._new_id()
-        session = Session(session_id, plan, blocks, planner, self._shared)
+        session = Session(session_id, plan, blocks, planner, shared)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session
         try:

@@ -1,4 +1,4 @@
-"""What some blocks remember of one session: their cache, and the attention mask of all its positions."""
+"""One session's past on some blocks: their cache, and the attention mask of all its positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -16,25 +16,23 @@ import uvicorn
 from swarm.access import Access
 from swarm.commands import Ready, Stop
 from swarm.dht.light import open_light
-from swarm.errors import BadConfiguration, ungrouped
+from swarm.errors import BadConfiguration
+from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.monitor.app import make_app
 from swarm.monitor.contacts import dialling
 from swarm.monitor.history import Database
-from swarm.monitor.probing import PROBES_MAX, ProbePlan, Prober, problem_of
-from swarm.monitor.service import Monitor, MonitorOptions
+from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
+from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
+from swarm.net.carriers.tcp import bound
 from swarm.net.reach import is_public
-from swarm.net.tcp import bound
-
-CONNECTIONS_MAX = 1024
-GRACE_S = 2  # for requests under way when the command ends
 
 _log = structlog.get_logger("swarm.monitor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthArguments:
-    """What `swarm-health` was asked to do."""
+    """The arguments of `swarm-health`."""
 
     listen: tuple[str, int]
     initial_peers: tuple[str, ...]
@@ -46,10 +44,11 @@ class HealthArguments:
     join_addresses: tuple[str, ...]
     probes: tuple[str, ...]
     probe_every_s: float
+    limits: MonitorLimits = field(default_factory=MonitorLimits)
 
 
 class HealthReady(Ready):
-    """The ready file: `url` is where the page is. `peer_id` is whom servers see when they are greeted."""
+    """The ready file: `url` is the page's. Servers see `peer_id` when they are greeted."""
 
     url: str
 
@@ -66,19 +65,25 @@ class _Server(uvicorn.Server):
 async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError."""
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
-    if len(arguments.probes) > PROBES_MAX:
-        raise BadConfiguration("--probe", f"at most {PROBES_MAX} models")
+    probes_max = ProbingLimits().probes_max
+    if len(arguments.probes) > probes_max:
+        raise BadConfiguration("--probe", f"at most {probes_max} models")
     path = arguments.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
-    own = None if path is None else identity.peer_id  # without a file it reads, and nobody on the list answers it
+    own = None if path is None else identity.peer_id  # without a file it reads, and no listed peer answers it
     access = Access.load(arguments.network_key, arguments.allow_peers, own)
     with bound(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
         public = access.network_key is None and await is_public(arguments.initial_peers)
         monitor = Monitor(
-            MonitorOptions(network=arguments.network, join_addresses=arguments.join_addresses, public=public),
+            MonitorOptions(
+                network=arguments.network,
+                join_addresses=arguments.join_addresses,
+                public=public,
+                limits=arguments.limits,
+            ),
             lambda: open_light(arguments.network, arguments.initial_peers, time.time, access),
-            dialling(identity, arguments.network, access, public=public),
+            dialling(identity, arguments.network, access, public=public, limits=arguments.limits.contacts),
             database,
             time.time,
         )
@@ -120,8 +125,8 @@ async def _live(
         access_log=False,
         log_config=None,
         server_header=False,
-        limit_concurrency=CONNECTIONS_MAX,
-        timeout_graceful_shutdown=GRACE_S,
+        limit_concurrency=1024,  # connections; more are answered with 503
+        timeout_graceful_shutdown=2,  # seconds for requests under way
     )
     server = _Server(config)
     async with asyncio.TaskGroup() as group:
@@ -134,7 +139,7 @@ async def _live(
         _log.info("ready", url=url, network=arguments.network)
         await stop.wait()
         _log.info("stopping")
-        monitor.stop()
+        monitor.board.stop()
         server.should_exit = True
         await serving
         for task in working:

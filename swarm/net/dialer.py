@@ -1,32 +1,42 @@
-"""Channels that this side opened: one for each peer, shared by all who need it, ended when nobody does."""
+"""Channels that this side opened: one for each peer, shared by all that need it, ended when none does."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from swarm.errors import ChannelClosed, NetworkError, Unreachable
-from swarm.net.channel import Channel, OnMessage, Remote, Self
-from swarm.net.tcp import dial
+from swarm.net.address import Address
+from swarm.net.carriers import tcp
+from swarm.net.channel import Channel, OnMessage
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.flow import FlowControl
+from swarm.net.limits import DialerLimits
 
-PEERS_MAX = 1024
-IDLE_S = 60.0  # an unused channel waits so long for the next session
-ADDRESSES_TRIED = 4
-ANSWER_S = 0.5  # for a doubted channel's sign of life, where there is no new one
-
-Dial = Callable[[str, Remote, Self, OnMessage], Awaitable[Channel]]
+Dial = Callable[[Address, Remote, Endpoint, OnMessage], Awaitable[Channel]]
 """`await dial(address, remote, me, on_message)`: a proven channel. Raises NetworkError."""
 
 
 class Dialer:
     """Opens and shares channels. Lives in the event loop."""
 
-    def __init__(self, me: Self, on_message: OnMessage, dial: Dial = dial) -> None:
-        self._dial_one = dial
+    def __init__(
+        self,
+        me: Endpoint,
+        on_message: OnMessage,
+        dial: Dial | None = None,
+        *,
+        flow: FlowControl | None = None,
+        limits: DialerLimits | None = None,
+    ) -> None:
+        """dial: by TCP unless given. flow: shared with the channels of a listener."""
+        self._limits = limits or DialerLimits()
+        self._dial_one = dial or partial(tcp.dial, flow=flow or FlowControl(), limits=self._limits)
         self._me = me
         self._on_message = on_message
         self._dials: dict[Remote, asyncio.Task[Channel]] = {}
         self._users: dict[Channel, int] = {}
-        self._idle: dict[Channel, asyncio.TimerHandle] = {}  # that end those that nobody uses
+        self._idle: dict[Channel, asyncio.TimerHandle] = {}  # that end the unused ones
         self._doubted: dict[Remote, Channel] = {}
         self._heard_at = float("-inf")  # on channels that have ended
 
@@ -35,17 +45,18 @@ class Dialer:
         """When bytes last came on any channel, in the loop's time."""
         return max([self._heard_at, *(channel.heard_at for channel in self._users)])
 
-    async def connect(self, remote: Remote, addresses: Sequence[str]) -> Channel:
-        """Return the channel to a peer, opening it if need be; whoever calls this calls `release` in the end.
+    async def connect(self, remote: Remote, addresses: Sequence[Address]) -> Channel:
+        """Return the channel to a peer, opening it if need be; the caller calls `release` in the end.
 
-        addresses: "host:port", tried in this order. Raises NetworkError.
+        addresses: tried in this order. Raises NetworkError.
         """
         task = self._dials.get(remote)
         if task is None:
-            if len(self._dials) >= PEERS_MAX and not self._close_one_idle():
-                raise Unreachable(remote.peer, tuple(addresses), 0.0, f"already connected to {PEERS_MAX} peers")
+            most = self._limits.peers_max
+            if len(self._dials) >= most and not self._close_one_idle():
+                raise Unreachable(remote.peer, _texts(addresses), 0.0, f"already connected to {most} peers")
             task = self._dials[remote] = asyncio.create_task(self._dial(remote, addresses))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have gone
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its users may have gone
         channel = await asyncio.shield(task)
         if channel.closed:
             raise ChannelClosed(remote.peer, channel.ended.result())
@@ -54,7 +65,7 @@ class Dialer:
         return channel
 
     def has(self, remote: Remote) -> bool:
-        """Whether there is a channel to this peer already, or somebody opens one."""
+        """Whether there is a channel to this peer already, or one is being opened."""
         return remote in self._dials
 
     def release(self, channel: Channel) -> None:
@@ -65,10 +76,10 @@ class Dialer:
         self._rest(channel)
 
     def doubt(self, channel: Channel) -> None:
-        """A channel gives no sign of life: whoever connects next gets it only if it does before a new one is there.
+        """A channel does not answer: the next user gets it only if it answers before a new one is there.
 
         A connection that has lost packets for ten seconds may take as long to go on, when a new one is there at once;
-        and a server that was busy may be so with strangers whose connections come before a new one.
+        and a server that was busy may be so with strangers' connections, which come before a new one.
         """
         for remote, attempt in self._dials.items():
             if _made(attempt, channel):
@@ -85,7 +96,7 @@ class Dialer:
         for channel in list(self._users):
             channel.close()
 
-    async def _dial(self, remote: Remote, addresses: Sequence[str]) -> Channel:
+    async def _dial(self, remote: Remote, addresses: Sequence[Address]) -> Channel:
         old = self._doubted.get(remote)
         try:
             channel = await (self._first(remote, addresses) if old is None else self._renewed(old, remote, addresses))
@@ -108,25 +119,25 @@ class Dialer:
                 del self._doubted[remote]
 
         channel.ended.add_done_callback(forget)
-        self._wait(channel)  # whoever asked may have gone
+        self._wait(channel)  # its users may have gone
         return channel
 
-    async def _renewed(self, old: Channel, remote: Remote, addresses: Sequence[str]) -> Channel:
-        """Return a new channel, or the old one if that gives a sign of life first."""
+    async def _renewed(self, old: Channel, remote: Remote, addresses: Sequence[Address]) -> Channel:
+        """Return a new channel, or the old one if that answers a ping first."""
         answer = asyncio.create_task(old.ping())
         fresh = asyncio.create_task(self._first(remote, addresses))
         try:
             await asyncio.wait((answer, fresh), return_when=asyncio.FIRST_COMPLETED)
             if fresh.done() and fresh.exception() is not None:
-                await asyncio.wait((answer,), timeout=ANSWER_S)
+                await asyncio.wait((answer,), timeout=self._limits.answer_s)
             return old if _succeeded(answer) and not _succeeded(fresh) else await fresh
         finally:
             for task in (answer, fresh):
                 task.cancel()
 
-    async def _first(self, remote: Remote, addresses: Sequence[str]) -> Channel:
-        error: NetworkError = Unreachable(remote.peer, tuple(addresses), 0.0, "it announces no address")
-        for address in addresses[:ADDRESSES_TRIED]:
+    async def _first(self, remote: Remote, addresses: Sequence[Address]) -> Channel:
+        error: NetworkError = Unreachable(remote.peer, (), 0.0, "it announces no address that can be dialled")
+        for address in addresses[: self._limits.addresses_max]:
             try:
                 return await self._dial_one(address, remote, self._me, self._on_message)
             except NetworkError as failed:
@@ -134,16 +145,16 @@ class Dialer:
         raise error
 
     def _close_one_idle(self) -> bool:
-        """Make room: end the channel that was opened first of those that nobody uses. Returns whether there is one."""
+        """Make room: end the channel that was opened first of the unused ones. Returns whether there is one."""
         idle = next((channel for channel, users in self._users.items() if users == 0 and not channel.closed), None)
         if idle is not None:
             idle.close()
         return idle is not None
 
     def _rest(self, channel: Channel) -> None:
-        """Perhaps nobody uses it now: then it waits for the next one who does, or ends if another has replaced it.
+        """Let an unused channel wait for its next user, or end it if another has replaced it.
 
-        The other side takes but a few channels from one peer.
+        The other side takes only a few channels from one peer.
         """
         if self._users.get(channel) != 0:
             return
@@ -154,7 +165,7 @@ class Dialer:
 
     def _wait(self, channel: Channel) -> None:
         self._stop_waiting(channel)
-        self._idle[channel] = asyncio.get_running_loop().call_later(IDLE_S, self._end_unused, channel)
+        self._idle[channel] = asyncio.get_running_loop().call_later(self._limits.idle_s, self._end_unused, channel)
 
     def _stop_waiting(self, channel: Channel) -> None:
         if (timer := self._idle.pop(channel, None)) is not None:
@@ -164,6 +175,10 @@ class Dialer:
         del self._idle[channel]
         if self._users.get(channel) == 0:
             channel.close()
+
+
+def _texts(addresses: Sequence[Address]) -> tuple[str, ...]:
+    return tuple(map(str, addresses))
 
 
 def _made(attempt: "asyncio.Task[Channel]", channel: Channel) -> bool:

@@ -1,13 +1,15 @@
-"""How often something may happen."""
+"""How often something may happen: a token bucket, and a fair queue for one that many share. Times are passed in."""
 
-import asyncio
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Payer = TypeVar("Payer", bound=Hashable)
 
 
-class Bucket:
-    """A token bucket that lends: whoever finds anything in it may take more than is there, and waits the longer then.
+class TokenBucket:
+    """A token bucket that lends: while it holds anything it gives any amount, and the next taker waits for the debt.
 
-    So what comes in large pieces passes, too. Times are the caller's, in seconds.
+    So large amounts pass, too. Times are in seconds.
     """
 
     __slots__ = ("_at", "_burst", "_level", "_per_s")
@@ -19,7 +21,7 @@ class Bucket:
         self._at = 0.0
 
     def take(self, now: float, amount: float = 1.0) -> float:
-        """Take, and return 0.0; or take nothing, and return the seconds until one can."""
+        """Take, and return 0.0; or take nothing, and return the seconds until it can be taken."""
         # `_fill`, inlined: this is called several times a step
         level = self._level + (now - self._at) * self._per_s if now > self._at else self._level
         self._at = now
@@ -30,18 +32,18 @@ class Bucket:
         return 0.0
 
     def owe(self, now: float, amount: float = 1.0) -> float:
-        """Take what has been used already. Returns the seconds until anybody may take again."""
+        """Take what has been used already. Returns the seconds until the debt is paid."""
         self._fill(now)
         self._level -= amount
         return self.wait_s(now)
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until anybody may take again."""
+        """Return the seconds until the debt is paid."""
         self._fill(now)
         return max(0.0, -self._level / self._per_s)
 
     def give(self, amount: float) -> None:
-        """Give back what was taken for nothing."""
+        """Give back tokens that were taken."""
         self._level = min(self._burst, self._level + amount)
 
     def change(self, per_s: float) -> None:
@@ -49,59 +51,52 @@ class Bucket:
         self._per_s = per_s
 
     def is_full(self, now: float) -> bool:
-        """Whether all that was taken has come back."""
+        """Whether all tokens that were taken have come back."""
         self._fill(now)
         return self._level >= self._burst
+
+    @property
+    def per_s(self) -> float:
+        """Tokens that come each second."""
+        return self._per_s
 
     def _fill(self, now: float) -> None:
         self._level = min(self._burst, self._level + max(0.0, now - self._at) * self._per_s)
         self._at = now
 
 
-class Payer(Protocol):
-    """Who has used something, and does not go on before it is paid for."""
+class FairQueue(TokenBucket, Generic[Payer]):
+    """A token bucket that many share. Payers that find it empty queue for it with their debts.
 
-    def paid(self, line: "Line") -> None:
-        """It is paid for, and the bucket may go on to the next one."""
-        ...
-
-
-class Line(Bucket):
-    """A bucket that many share, who wait for it in a line when there is nothing in it.
-
-    What they have used is taken when it is their turn, one after the other: so nobody is passed by, whoever leaves is
-    owed for no more, and the bucket itself never owes more than the last one took. Lives in the event loop.
+    A debt is taken when its turn has come, one after the other. So a crowd delays a payer only once, payers that leave
+    take their debts with them, and the bucket itself never owes more than the last debt.
     """
 
-    __slots__ = ("_timer", "_waiting")
+    __slots__ = ("_debts",)
 
     def __init__(self, per_s: float, burst: float) -> None:
         super().__init__(per_s, burst)
-        self._waiting: dict[Payer, float] = {}  # what each has used; whoever came first is first
-        self._timer: asyncio.TimerHandle | None = None
+        self._debts: dict[Payer, float] = {}  # first come, first served
 
     def pay(self, payer: Payer, amount: float, now: float) -> bool:
-        """Take it, if nobody waits and there is something; else stand in line, and be told when it has been taken."""
-        if not self._waiting and self.take(now, amount) == 0:
+        """Take the amount if no debt waits and there are tokens; else add it to the payer's debt. Returns whether."""
+        if not self._debts and self.take(now, amount) == 0:
             return True
-        self._waiting[payer] = self._waiting.get(payer, 0.0) + amount
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self.wait_s(now), self._next)
+        self._debts[payer] = self._debts.get(payer, 0.0) + amount
         return False
 
     def leave(self, payer: Payer) -> None:
-        """Wait no more."""
-        self._waiting.pop(payer, None)
-        if not self._waiting and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Forget a payer's debt."""
+        self._debts.pop(payer, None)
 
-    def _next(self) -> None:
-        loop = asyncio.get_running_loop()
-        payer, amount = next(iter(self._waiting.items()))
-        wait_s = self.take(loop.time(), amount)
-        if wait_s == 0:
-            del self._waiting[payer]
-        self._timer = loop.call_later(wait_s, self._next) if self._waiting else None
-        if wait_s == 0:
-            payer.paid(self)
+    def settle(self, now: float) -> Payer | None:
+        """Pay the first debt if its turn has come. Returns its payer."""
+        payer = next(iter(self._debts), None)
+        if payer is None or self.take(now, self._debts[payer]) > 0:
+            return None
+        del self._debts[payer]
+        return payer
+
+    def next_s(self, now: float) -> float | None:
+        """Return the seconds until the first debt can be paid; None if there is none."""
+        return self.wait_s(now) if self._debts else None

@@ -1,8 +1,8 @@
 """Which addresses make sense (docs/adr/0009-which-addresses-make-sense.md).
 
 A swarm is public to a member whose ways into it are all public: there, loopback, private and link-local addresses lead
-somewhere else for everybody, and are neither dialled nor counted. Whoever came in through such an address is on that
-network, and they make sense. Multicast and unspecified ones never do.
+somewhere else for each member, and are neither dialled nor counted. A member that came in through such an address is on
+that network, and they make sense to it. Multicast and unspecified ones never do.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 
-RESOLVE_TIMEOUT_S = 3.0
+from swarm.net.address import dialable
 
 
 def makes_sense(host: str, public: bool) -> bool:
-    """Tell whether to dial a host: a literal address, or a name, of which nothing is known before it is resolved."""
+    """Tell whether to dial a host: a literal address, or a name, which is judged again once it is resolved."""
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
@@ -27,8 +27,8 @@ def makes_sense(host: str, public: bool) -> bool:
 
 
 def sensible(addresses: Sequence[str], public: bool) -> tuple[str, ...]:
-    """Return those of "host:port" that make sense."""
-    return tuple(address for address in addresses if makes_sense(address.rpartition(":")[0], public))
+    """Return those of a record's addresses that can be dialled and make sense."""
+    return tuple(str(address) for address in dialable(addresses) if makes_sense(address.host, public))
 
 
 async def is_public(ways: Sequence[str]) -> bool:
@@ -49,7 +49,7 @@ async def _literals(multiaddr: str) -> tuple[str, ...]:
     if len(parts) < 3 or parts[1] not in {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr"}:
         return ()
     try:
-        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+        async with asyncio.timeout(3.0):
             return await literals(parts[2], 0)
     except (OSError, TimeoutError, UnicodeError):
         return ()

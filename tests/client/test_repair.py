@@ -11,6 +11,7 @@ from swarm.activations import Activations
 from swarm.client.session import session as session_module
 from swarm.errors import HopFailed, NoRoute
 from swarm.identity import Identity
+from swarm.net.gate import PROGRESS
 from tests.client.test_session import IDS, eventually
 from tests.support.inprocess import inprocess
 from tests.support.logits import same_logits
@@ -47,7 +48,7 @@ def crash(swarm, server):
         for session in server.handler.sessions.values():
             session.closed = True
         server.handler._tell = lambda *_: None
-        await server._listener.close()
+        await server.listener.close()
         await server.handler.dialer.close()
 
     swarm.loop.run(vanish())
@@ -122,7 +123,7 @@ def test_a_hop_may_die_in_every_way_of_generating(checkpoint, full, mode, monkey
 
 async def vanish(server):
     server.handler._tell = lambda *_: None
-    await server._listener.close()
+    await server.listener.close()
     await server.handler.dialer.close()
 
 
@@ -245,12 +246,13 @@ def crash_at_next_step(swarm, server):
 
     def on_step(_channel, step, _tensors):
         swallowed.append(step)
-        handler._on_step = lambda *_: None
+        handler._on_step = lambda *_: PROGRESS
         handler._tell = lambda *_: None
         swarm.loop._loop.create_task(vanish())
+        return PROGRESS
 
     async def vanish():
-        await server._listener.close()
+        await server.listener.close()
         await handler.dialer.close()
 
     handler._on_step = on_step

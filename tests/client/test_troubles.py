@@ -12,6 +12,7 @@ from swarm.activations import Activations
 from swarm.client.session import watch as watch_module
 from swarm.errors import StepTimeout, Unreachable
 from swarm.model.span import Span
+from swarm.net.gate import PROGRESS
 from swarm.protocol import messages as wire
 from tests.client.test_repair import crash, used_twins
 from tests.client.test_session import IDS, eventually
@@ -63,7 +64,7 @@ class Going:
 def stall(server):
     """Nothing that comes is looked at any more, as in a process that is stopped; its connections stay."""
     for name in ("_on_step", "_on_inquiry", "_on_open", "_on_reroute", "_on_rebuild", "_on_replay"):
-        setattr(server.handler, name, lambda *_: None)
+        setattr(server.handler, name, lambda *_: PROGRESS)
 
 
 def in_loop(swarm, work):
@@ -273,7 +274,7 @@ def test_a_hop_whose_past_came_but_half_gets_it_anew(checkpoint, full, monkeypat
             session.closed = True
             handler._tell = lambda *_: None
             handler.dialer.close = handler.dialer.close
-            for channel in list(middle._listener._channels):
+            for channel in list(middle.listener.admission.channels):
                 channel.close()
 
         handler._replay_on = half
@@ -367,7 +368,7 @@ def test_the_only_holder_is_connected_anew_when_its_connection_has_died(checkpoi
         going = Going(swarm, model, full)
         going.say()
         channel = going.session().live.legs[index].channel
-        channel._carrier.write = channel.receive = lambda *_: None  # as on a path that drops every packet
+        channel.send = channel.receive = lambda *_: None  # as on a path that drops every packet
         going.say()
         assert going.route_now() == going.peers
         assert going.session().live.legs[index].channel is not channel

@@ -8,10 +8,12 @@ from typing import Any
 
 import psutil
 
+from swarm.dht.member import MemberLimits
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.dht.validator import Clock
 from swarm.identity import Identity
+from swarm.net.limits import DaemonLimits
 from swarm.net.p2p import P2PConfig
 
 NETWORK = "test"
@@ -54,13 +56,16 @@ def node(
     identity: Identity | None = None,
     client: bool = False,
     clock: Clock = time.time,
+    limits: DaemonLimits | None = None,
+    member: MemberLimits = MemberLimits(),  # noqa: B008 - frozen
 ) -> AbstractAsyncContextManager[SwarmNode]:
     """A node on loopback with its own p2pd."""
     path = None
     if not client:
         path = folder / name
         (identity or Identity.generate()).save(path)
-    return open_node(NodeConfig(NETWORK, P2PConfig(path, None if client else LOOPBACK), peers), clock=clock)
+    p2p = P2PConfig(path, None if client else LOOPBACK, limits=limits or DaemonLimits())
+    return open_node(NodeConfig(NETWORK, p2p, peers, member_limits=member), clock=clock)
 
 
 def is_running(pid: int) -> bool:

@@ -31,9 +31,8 @@ from swarm.access import Access, NetworkKey
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.dht import dialback, protocol
-from swarm.dht.format import BUCKET_SIZE, FOUND_MAX, NAMED_MAX, believe, pack_dictionary, unpack_dictionary
+from swarm.dht.format import CALLS, believe, pack_dictionary, unpack_dictionary
 from swarm.dht.light.store import LightStore
-from swarm.dht.limits import TooBusy
 from swarm.dht.records import (
     canonical_json,
     check_address,
@@ -43,6 +42,7 @@ from swarm.dht.records import (
     span_key,
     span_subkey,
 )
+from swarm.dht.search import SearchLimits
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import RecordGate, pack_value
 from swarm.errors import (
@@ -51,7 +51,9 @@ from swarm.errors import (
     ClockSkew,
     HandshakeFailed,
     InvalidMessage,
+    NetworkError,
     RecordError,
+    TooBusy,
     Unreachable,
     UnsupportedArchitecture,
     UnsupportedCheckpoint,
@@ -59,8 +61,11 @@ from swarm.errors import (
 from swarm.identity import SIGNATURE_BYTES, Identity
 from swarm.model.checkpoint import CONFIG_NAME, _read_config
 from swarm.model.manifest import MANIFEST_NAME, Manifest, WeightIndex
-from swarm.net.channel import _HELLO_DOMAIN, PREFACE, Channel, Sealer, Self
-from swarm.net.noise import ChannelKey, Handshake, prologue
+from swarm.net.channel import Channel, ignore
+from swarm.net.endpoint import Endpoint
+from swarm.net.frames import FrameReader, Sealer
+from swarm.net.greeting import HELLO_DOMAIN, PREFACE, Greeting
+from swarm.net.noise import ChannelKey, ChannelSecrets, Handshake, prologue
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import TensorMeta, decode_tensors
 from tests.dht.support import NETWORK, ROOT, signed
@@ -162,7 +167,7 @@ def _messages() -> tuple[wire.Message, ...]:
 
 
 def _hello() -> wire.Hello:
-    signature = ALICE.sign(_HELLO_DOMAIN[True], HASH).hex()
+    signature = ALICE.sign(HELLO_DOMAIN[True], HASH).hex()
     return wire.Hello(public_key=ALICE.public_key.hex(), signature=signature, software="0.1.0")
 
 
@@ -229,46 +234,59 @@ RESPONDER = ChannelKey(b"r" * 32)
 INITIATOR = ChannelKey(b"i" * 32)
 
 
-def _channel(*, shaken: bool, private: bool = False) -> Channel:
-    """A responder; `shaken`: behind its handshake, with keys that are always the same."""
+SECRETS = ChannelSecrets(send_key=KEYS[1], receive_key=KEYS[0], handshake_hash=HASH)
+
+
+def _channel(*, private: bool = False) -> Channel:
     access = Access(SECRET if private else None)
-    channel = Channel(_Carrier(), Self(BOB, RESPONDER, NETWORK, access), lambda *_: None)
-    if shaken:
-        channel._handshake, channel._handshake_hash = None, HASH
-        channel._opener, channel._sealer = map(Sealer, KEYS)
-    return channel
+    return Channel(_Carrier(), Endpoint(BOB, RESPONDER, NETWORK, access), ignore)
+
+
+def _greeting() -> tuple[Greeting, FrameReader]:
+    """A responder's greeting behind its handshake, with keys that are always the same."""
+    frames = FrameReader("a stranger", 1024)
+    greeting = Greeting(Endpoint(BOB, RESPONDER, NETWORK), None, frames)
+    greeting.shaken(SECRETS)
+    return greeting, frames
 
 
 async def _receive(channel: Channel, *pieces: bytes) -> None:
     for piece in pieces:
         channel.receive(piece)
-    while channel._paused is not None and not channel.closed:
+    while channel.is_paused and not channel.closed:
         await asyncio.sleep(0.0)
-    assert channel.closed or len(channel._unread) <= sum(map(len, pieces))
+    assert channel.closed or channel.held()[0] <= sum(map(len, pieces))
     channel.close()
 
 
 async def _greet(data: bytes) -> None:
     for private in (False, True):
         half = len(data) // 2
-        await _receive(_channel(shaken=False, private=private), data[:half], data[half:])
+        await _receive(_channel(private=private), data[:half], data[half:])
+
+
+def _shaken_channel() -> Channel:
+    """A responder behind its handshake: one for each input would take most of the time."""
+    channel = _channel()
+    channel._greeting.shaken(SECRETS)
+    return channel
 
 
 async def _stream(data: bytes) -> None:
     half = len(data) // 2
-    await _receive(_channel(shaken=True), data)
-    await _receive(_channel(shaken=True), data[:half], data[half:])
+    await _receive(_shaken_channel(), data)
+    await _receive(_shaken_channel(), data[:half], data[half:])
 
 
-async def _first_frame(plaintext: bytes) -> None:
-    await _receive(_channel(shaken=True), bytes(Sealer(KEYS[0]).seal([plaintext])))
+def _first_frame(plaintext: bytes) -> None:
+    greeting, frames = _greeting()
+    frames.feed(Sealer(KEYS[0]).seal([plaintext]))
+    greeting.advance()
 
 
 async def _later_frame(plaintext: bytes) -> None:
-    channel = _channel(shaken=True)
-    channel.peer = ALICE.peer_id
-    channel.ready.set_result(None)
-    await _receive(channel, bytes(Sealer(KEYS[0]).seal([plaintext])))
+    sealer = Sealer(KEYS[0])
+    await _receive(_shaken_channel(), sealer.seal([frame_of(_hello())]), sealer.seal([plaintext]))
 
 
 def _sealed() -> bytes:
@@ -360,7 +378,7 @@ def _entries() -> bytes:
 
 
 def _read_dictionary(data: bytes) -> None:
-    assert len(unpack_dictionary(data)) <= FOUND_MAX
+    assert len(unpack_dictionary(data)) <= SearchLimits().found_max
     _run(believe(_gate(), KEY, data))
 
 
@@ -371,11 +389,11 @@ async def _read_address(data: bytes) -> None:
     except ValueError:
         return
     try:
-        literal = await dialback._resolved(text)
+        literal = await dialback.resolved(text)
     except OSError:
         return
     assert literal is not None
-    dialback._is_global(literal)
+    dialback.is_global(literal)
 
 
 # --- calls of the DHT ------------------------------------------------------------------------------------------------
@@ -405,13 +423,13 @@ def _protocol(answering: _Answering | None = None) -> Any:
     node = object.__new__(protocol.SwarmProtocol)
     node.p2p, node.node_id, node.wait_timeout = SimpleNamespace(peer_id=US), protocol.node_id_of(US), 1.0
     node.rpc_semaphore = asyncio.Semaphore()
-    node.routing_table = RoutingTable(node.node_id, BUCKET_SIZE, protocol.DEPTH_MODULO)
+    node.routing_table = RoutingTable(node.node_id, CALLS.bucket_size, 5)
     node.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
     node.get_stub = lambda peer: answering
     gate = _gate()
     storage = RecordStorage(gate.clock)
     storage.put(HELD)
-    node._equip(gate, storage, gate.clock)
+    node.equip(gate, storage, gate.clock)
     return node
 
 
@@ -428,8 +446,8 @@ def _asked(method: str, kind: Any) -> Callable[[bytes], object]:
 async def _find_answered(data: bytes) -> None:
     answers = await _protocol(_Answering(dht_pb2.FindResponse, data)).find(STRANGER, [KEY])
     for entries, near in (answers or {}).values():
-        assert len(entries) <= FOUND_MAX
-        assert len(near) <= NAMED_MAX
+        assert len(entries) <= SearchLimits().found_max
+        assert len(near) <= CALLS.named_max
 
 
 async def _others_answered(data: bytes) -> None:
@@ -456,9 +474,9 @@ class _LightHost:
 
 async def _light_find(data: bytes) -> None:
     store = LightStore(_LightHost(data), NETWORK, ["a peer"], lambda: NOW)
-    for entries, near in (await store._find(STRANGER.to_bytes(), [KEY]) or {}).values():
-        assert len(entries) <= FOUND_MAX
-        assert len(near) <= NAMED_MAX
+    for entries, near in (await store.find(STRANGER.to_bytes(), [KEY]) or {}).values():
+        assert len(entries) <= SearchLimits().found_max
+        assert len(near) <= CALLS.named_max
 
 
 async def _light_ping(data: bytes) -> None:
@@ -518,7 +536,7 @@ async def _dial_back_asked(data: bytes) -> None:
     async def dial(address: str, *_: bytes) -> None:
         raise Unreachable(address, (address,), 0.0)
 
-    helper = dialback._Helper(SimpleNamespace(gate=_gate()), dial)
+    helper = dialback.Helper(SimpleNamespace(gate=_gate()), dial)
     info = SimpleNamespace(peer_id=STRANGER, addr="/ip4/127.0.0.1/tcp/1")
     await helper.handle(info, _reader(data), _Writer())
 
@@ -527,7 +545,7 @@ async def _dial_back_answered(data: bytes) -> None:
     async def open_stream(*_: str) -> tuple[asyncio.StreamReader, _Writer]:
         return _reader(data), _Writer()
 
-    await dialback._ask(SimpleNamespace(gate=_gate(), open_stream=open_stream), ALICE.peer_id, RECORD)
+    await dialback.ask_helper(SimpleNamespace(gate=_gate(), open_stream=open_stream), ALICE.peer_id, RECORD)
 
 
 def _prefixed(data: bytes) -> bytes:
@@ -604,7 +622,7 @@ def _all() -> Sequence[Parser]:
         Parser("greeting", _async(_greet), (), (PREFACE + first, PREFACE + private, b"swarm\2")),
         Parser("handshake", _read_handshake, (), (first, private, _second_message(None), _second_message(psk))),
         Parser("sealed-stream", _async(_stream), (), (_sealed(),)),
-        Parser("hello", _async(_first_frame), (), frames[:2], _opened_frame),
+        Parser("hello", _first_frame, (NetworkError, InvalidMessage), frames[:2], _opened_frame),
         Parser("sealed-frame", _async(_later_frame), (), frames, _opened_frame),
         Parser("announcement", _read_announcement, (RecordError,), (RECORD,), _opened_record),
         Parser("entry", _read_entry, (RecordError,), (pack_value(RECORD),), _opened_entry),

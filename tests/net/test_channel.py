@@ -1,124 +1,96 @@
-"""Channels over an in-memory carrier that can be tampered with (real TCP is in test_tcp.py)."""
+"""Channels over an in-memory carrier, in virtual time. Their parts have tests of their own; sockets: test_tcp.py."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 import torch
 
-from swarm.access import EVERYBODY, Access, NetworkKey
+from swarm.access import Access
 from swarm.activations import Activations
+from swarm.config import PROTOCOL_VERSION
 from swarm.errors import ChannelClosed, HandshakeFailed, ProtocolMismatch
 from swarm.identity import Identity
-from swarm.net import channel as channel_module
-from swarm.net.channel import Channel, Remote, Self
-from swarm.net.noise import ChannelKey
-from swarm.protocol.messages import Close, Output, Step, encode
-from swarm.protocol.tensors import meta_of
+from swarm.net.channel import UNASKED, Channel
+from swarm.net.flow import FlowControl
+from swarm.net.frames import FrameReader
+from swarm.net.gate import IDLE, PROGRESS, Toll
+from swarm.net.greeting import MAGIC, PREFACE, Greeting
+from swarm.protocol.messages import Close, Hello, Output, Ping, Pong, encode
+from tests.net.support import SESSION, Pair, Pipe, channel_limits, endpoint, remote, step
 
-SESSION = "ab" * 16
-
-
-class Pipe:
-    """One direction of an in-memory connection; what is written waits in `held` until it is delivered."""
-
-    def __init__(self):
-        self.held = []
-        self.channel = None  # the one that receives
-        self.sender = None
-        self.closed = self.paused = False
-        self.back = self  # the other direction
-
-    def write(self, data):
-        self.held.append(bytes(data))
-
-    def unsent_bytes(self):
-        return sum(map(len, self.held))
-
-    def close(self):
-        self.closed = True
-        if self.sender is not None:
-            self.sender.lost("closed")
-
-    def abort(self):
-        self.held.clear()
-        self.close()
-
-    def pause_reading(self):
-        self.back.paused = True
-
-    def resume_reading(self):
-        self.back.paused = False
-
-    def deliver(self):
-        if self.paused:
-            return
-        data, self.held = b"".join(self.held), []
-        if data:
-            self.channel.receive(data)
+pytestmark = pytest.mark.virtual_clock
+LIMITS = channel_limits()
+LITTLE = {"bytes_per_s": 1000.0, "bytes_burst": 1000.0}  # of a peer's own: a greeting and a step
+AT_ONCE = 256 * 1024  # that a carrier reads
 
 
-class Pair:
-    """Two channels, connected."""
-
-    def __init__(self, *, network="public", remote=None, a_access=EVERYBODY, b_access=EVERYBODY, ids=None):
-        self.a_id, self.b_id = ids or (Identity.generate(), Identity.generate())
-        b_key = ChannelKey()
-        self.to_a, self.to_b = Pipe(), Pipe()
-        self.at_a, self.at_b = [], []
-        remote = remote or Remote(self.b_id.peer_id, b_key.public)
-        b_self, a_self = Self(self.b_id, b_key, "public", b_access), Self(self.a_id, ChannelKey(), network, a_access)
-        self.b = Channel(self.to_a, b_self, lambda *args: self.at_b.append(args[1:]))
-        self.a = Channel(self.to_b, a_self, lambda *args: self.at_a.append(args[1:]), remote)
-        self.to_a.channel, self.to_b.channel = self.a, self.b
-        self.to_a.back, self.to_b.back = self.to_b, self.to_a
-        self.to_a.sender, self.to_b.sender = self.b, self.a
-
-    def shake(self):
-        for _ in range(3):
-            self.to_b.deliver()
-            self.to_a.deliver()
-        return self
+def now():
+    return asyncio.get_running_loop().time()
 
 
-def step(number=1):
-    hidden = torch.randn(1, 3, 8)
-    return Step(session=SESSION, epoch=0, step=number, keep=0, budget_ms=1000, want=1, hidden=meta_of(hidden)), hidden
+def nothing_to_share(**changes):
+    """What channels share, of which there will be nothing for long."""
+    flow = FlowControl(channel_limits(**{**LITTLE, **changes}, all_bytes_per_s=1e-3, all_idle_per_s=1e-3))
+    flow.read.owe(now(), 1e9)
+    flow.idle.owe(now(), 1e9)
+    return flow
 
 
-async def test_both_sides_learn_who_the_other_is():
-    pair = Pair().shake()
-    assert pair.a.proven
-    assert pair.b.proven
-    assert (pair.a.peer, pair.b.peer) == (pair.b_id.peer_id, pair.a_id.peer_id)
-    assert (pair.a.remote_key, pair.b.remote_key) == (pair.b._me.key.public, pair.a._me.key.public)
+def throttled(**changes):
+    """A pair whose b reads no more than what a has free, and has a debt already."""
+    pair = Pair(flow=nothing_to_share(**changes)).shake()
+    for shape in ((1, 100, 8), (1, 1, 1)):
+        assert not pair.b.is_paused
+        pair.a.send(*step(0, shape))
+        pair.to_b.deliver()
+    assert pair.b.is_paused
+    assert pair.to_b.paused
+    pair.at_b.clear()
+    return pair
+
+
+# Messages
 
 
 async def test_a_message_arrives_as_it_was_sent():
     pair = Pair().shake()
-    message, hidden = step()
-    pair.a.send(message, Activations(hidden))
+    assert (pair.a.peer, pair.b.peer) == (pair.b_id.peer_id, pair.a_id.peer_id)
+    message, sent = step()
+    pair.a.send(message, sent)
     pair.to_b.deliver()
     ((received, got),) = pair.at_b
     assert received == message
-    assert torch.equal(got.hidden, hidden)
+    assert torch.equal(got.hidden, sent.hidden)
 
 
 async def test_messages_arrive_in_any_pieces():
     pair = Pair().shake()
     for number in range(3):
-        message, hidden = step(number)
-        pair.a.send(message, Activations(hidden))
+        pair.a.send(*step(number))
     stream = b"".join(pair.to_b.held)
     for i in range(0, len(stream), 7):
         pair.b.receive(stream[i : i + 7])
     assert [message.step for message, _ in pair.at_b] == [0, 1, 2]
 
 
+async def test_a_long_message_arrives_in_pieces():
+    pair = Pair().shake()
+    message, sent = step(1, (1, 1 << 13, 64))
+    pair.a.send(message, sent)
+    stream = b"".join(pair.to_b.held)
+    for start in range(0, len(stream), 1 << 16):
+        assert pair.at_b == []
+        pair.b.receive(stream[start : start + (1 << 16)])
+    await asyncio.sleep(1.0)  # it is more than is free
+    assert torch.equal(pair.at_b[0][1].hidden, sent.hidden)
+    assert pair.b.held()[0] == pair.to_a.unsent_bytes()  # keepalives, while it was not read
+
+
 async def test_a_flipped_bit_anywhere_is_rejected():
     for position in range(4 + 16 + 300):
         pair = Pair().shake()
-        message, hidden = step()
-        pair.a.send(message, Activations(hidden))
+        pair.a.send(*step())
         frame = bytearray(pair.to_b.held.pop())
         if position >= len(frame):
             break
@@ -132,8 +104,7 @@ async def test_a_flipped_bit_anywhere_is_rejected():
 async def test_a_frame_out_of_its_place_is_rejected(attack):
     pair = Pair().shake()
     for number in (1, 2):
-        message, hidden = step(number)
-        pair.a.send(message, Activations(hidden))
+        pair.a.send(*step(number))
     first, second = pair.to_b.held
     pair.to_b.held = []
     victim = pair.b
@@ -152,149 +123,97 @@ async def test_a_frame_out_of_its_place_is_rejected(attack):
     assert pair.at_a == []
 
 
-async def test_a_frame_of_another_channel_between_the_same_peers_is_rejected():
-    one, two = Pair().shake(), Pair().shake()
-    message, hidden = step()
-    one.a.send(message, Activations(hidden))
+async def test_a_frame_of_another_channel_is_rejected():
+    ids = Identity.generate(), Identity.generate()
+    one, two = Pair(ids=ids).shake(), Pair(ids=ids).shake()
+    one.a.send(*step())
     two.b.receive(one.to_b.held[0])
     assert two.b.closed
     assert two.at_b == []
 
 
-async def test_another_identity_behind_the_right_channel_key_is_rejected():
-    pair = Pair()
-    impostor = Pair(remote=Remote(Identity.generate().peer_id, pair.b._me.key.public))
-    impostor.b._me = pair.b._me
-    impostor.to_b.channel = Channel(impostor.to_a, pair.b._me, lambda *_: None)
-    impostor.shake()
-    assert isinstance(impostor.a.ready.exception(), HandshakeFailed)
-    assert "answered instead" in str(impostor.a.ready.exception())
-
-
-async def test_a_hello_signed_for_another_channel_proves_nothing():
-    pair = Pair()
-    pair.a._me = Self(ForeignSigner(pair.a_id), pair.a._me.key, "public")
-    pair.shake()
-    assert isinstance(pair.b.ready.exception(), HandshakeFailed)
+async def test_bytes_behind_a_message_without_tensors_are_rejected():
+    pair = Pair().shake()
+    pair.a.send(Output(session=SESSION, epoch=0, step=1), Activations(torch.ones(4)))
+    pair.to_b.deliver()
     assert pair.b.closed
+    assert pair.at_b == []
 
 
-class ForeignSigner:
-    """Presents a signature that was made over another handshake."""
-
-    def __init__(self, identity):
-        self.public_key, self._identity = identity.public_key, identity
-
-    def sign(self, domain, message):
-        return self._identity.sign(domain, bytes(32))
+async def test_a_second_hello_ends_the_channel():
+    pair = Pair().shake()
+    pair.a.send(Hello(public_key=pair.a_id.public_key.hex(), signature="00" * 64, software="1"))
+    pair.to_b.deliver()
+    assert "comes once" in pair.b.ended.result()
 
 
-async def test_a_hello_that_is_none_is_a_failed_handshake():
-    """Whatever a peer sends before it is proven, who dialled it gets a NetworkError."""
-    for garbage in ([b"no message"], list(encode(Close(session=SESSION)))):
-        pair = Pair()
-        pair.to_b.deliver()
-        handshake, _hello = pair.to_a.held
-        pair.b._sealer._number = 0
-        pair.to_a.held = [handshake, bytes(pair.b._sealer.seal(garbage))]
-        pair.to_a.deliver()
+# The greeting
+
+
+async def test_a_failed_greeting_is_a_network_error():
+    """Whatever a peer sends before it is proven, a caller of `dial` gets a NetworkError."""
+    for garbage in ([b"no message"], encode(Close(session=SESSION))):
+        me, carrier, frames = endpoint(access=Access(allowed=frozenset())), Pipe(), FrameReader("a", 1024)
+        a, b = Channel(carrier, endpoint(), lambda *_: PROGRESS, remote(me)), Greeting(me, None, frames)
+        frames.feed(carrier.held[0])
+        b.advance()  # it has a list, so its Hello would come last
+        a.receive(b.take_outgoing())
+        a.receive(b.sealer.seal(garbage))
+        assert a.closed
+        assert carrier.closed
         with pytest.raises(HandshakeFailed):
-            pair.a.ready.result()
+            a.ready.result()
 
 
-async def test_another_network_cannot_complete_a_handshake():
-    pair = Pair(network="elsewhere").shake()
-    assert isinstance(pair.b.ready.exception(), HandshakeFailed)
-    assert not pair.a.proven
-
-
-async def test_another_protocol_says_who_must_upgrade(monkeypatch):
-    pair = Pair()
-    monkeypatch.setattr(channel_module, "PROTOCOL_VERSION", 9)
-    pair.b.receive(channel_module.MAGIC + bytes([1]))  # what the older side sent
-    error = pair.b.ready.exception()
-    assert isinstance(error, ProtocolMismatch)
-    assert "the other side must upgrade" in str(error)
-    monkeypatch.undo()
-    pair.a.receive(channel_module.MAGIC + bytes([9]))
-    assert "this side must upgrade" in str(pair.a.ready.exception())
-
-
-async def test_a_private_swarm_does_not_tell_strangers_of_any_protocol_that_it_is_one():
-    for access, answers in ((EVERYBODY, [channel_module.PREFACE]), (Access(NetworkKey(b"k" * 32)), [])):
-        pair = Pair(b_access=access)
-        pair.b.receive(channel_module.MAGIC + bytes([channel_module.PROTOCOL_VERSION + 1]))
-        assert isinstance(pair.b.ready.exception(), ProtocolMismatch)
-        assert pair.to_a.held == answers
-
-
-async def test_what_is_not_our_protocol_ends_at_the_first_byte():
+async def test_a_peer_of_another_protocol_is_disconnected():
     pair = Pair()
     pair.b.receive(b"GET / HTTP/1.1\r\n")
     assert pair.b.closed
+    assert pair.to_a.closed
+    assert pair.to_a.held == []
 
 
-async def test_an_unproven_peer_cannot_make_us_buffer():
+async def test_an_older_peer_is_told_our_version():
     pair = Pair()
-    pair.to_b.deliver()
-    pair.to_a.deliver()
-    pair.b.receive((1 << 20).to_bytes(4, "big"))
+    pair.b.receive(MAGIC + bytes([PROTOCOL_VERSION - 1]))
+    assert isinstance(pair.b.ready.exception(), ProtocolMismatch)
+    assert pair.to_a.held == [PREFACE]
+
+
+async def test_a_connection_that_ends_early_says_why_it_may():
+    pair = Pair(b_access=Access(allowed=frozenset()))
+    pair.shake()
     assert pair.b.closed
+    assert isinstance(pair.b.ready.exception(), HandshakeFailed)
+    pair.a.lost("the other side ended it")
+    assert "not on" in str(pair.a.ready.exception())
 
 
-async def test_a_peer_that_does_not_read_is_cut_off_and_what_waited_for_it_is_gone():
-    pair = Pair().shake()
-    pair.a._me.buffers._held_bytes_max = 4 << 20
-    message, hidden = step()
-    big = torch.zeros(1, 1 << 16, 4)  # 1 MiB
-    for _ in range(3):
-        pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), Activations(big))
-        assert not pair.a.closed
-    pair.a.send(message.model_copy(update={"hidden": meta_of(big)}), Activations(big))
-    with pytest.raises(ChannelClosed, match="hold too much"):
-        pair.a.send(message, Activations(hidden))
+async def test_an_unlisted_peer_is_refused_and_nothing_of_it_processed():
+    listed, stranger, server = (Identity.generate() for _ in range(3))
+    access = Access(allowed=frozenset({listed.peer_id}))
+    for client, admitted in ((listed, True), (stranger, False)):
+        pair = Pair(b_access=access, ids=(client, server))
+        pair.to_b.deliver()
+        pair.to_a.deliver()
+        assert pair.to_a.held == []  # the server does not say who it is before it knows who comes
+        pair.a.send(*step())
+        pair.to_b.deliver()  # a Hello and a step at once
+        pair.to_a.deliver()
+        assert pair.a.proven == admitted
+        assert (len(pair.at_b), pair.b.proven, pair.b.closed) == (int(admitted), admitted, not admitted)
+        if not admitted:
+            assert stranger.peer_id in str(pair.b.ready.exception())
+
+
+async def test_a_peer_that_may_not_be_reached_is_not_spoken_to():
+    pair = Pair(a_access=Access(allowed=frozenset()))
     assert pair.to_b.held == []
+    with pytest.raises(HandshakeFailed, match=f"{pair.b_id.peer_id}.*list of allowed peers"):
+        await pair.a.ready
 
 
-async def test_a_frame_that_never_ends_ends_the_channel(monkeypatch):
-    monkeypatch.setattr(channel_module, "FRAME_TIMEOUT_S", 0.1)
-    pair = Pair().shake()
-    message, hidden = step()
-    pair.a.send(message, Activations(hidden))
-    frame = pair.to_b.held.pop()
-    pair.b.receive(frame[:40])
-    await asyncio.sleep(0.05)
-    pair.b.receive(frame[40:])
-    await asyncio.sleep(0.1)
-    assert not pair.b.closed  # it came in time, and nothing is unfinished
-    pair.a.send(message, Activations(hidden))
-    pair.b.receive(pair.to_b.held.pop()[:-1])
-    await asyncio.sleep(0.05)
-    pair.b.receive(b"")  # a byte now and then, or none, makes no difference
-    async with asyncio.timeout(5):
-        assert "did not come" in await pair.b.ended
-
-
-@pytest.mark.virtual_clock
-async def test_the_time_of_a_frame_counts_only_while_it_is_read():
-    """Else whoever waits in a long line is taken for somebody who does not send the rest."""
-    pair = Pair().shake()
-    message, hidden = step()
-    pair.a.send(message, Activations(hidden))
-    frame = pair.to_b.held.pop()
-    pair.b.receive(frame[:40])
-    for _ in range(20):
-        pair.b.pause(4.0)
-        await asyncio.sleep(5.0)
-    assert not pair.b.closed  # 20 seconds of a hundred were for reading
-    pair.b.receive(frame[40:])
-    assert len(pair.at_b) == 1
-    pair.a.send(message, Activations(hidden))
-    pair.b.receive(pair.to_b.held.pop()[:40])
-    for _ in range(8):
-        pair.b.pause(4.0)
-        await asyncio.sleep(9.0)
-    assert "did not come" in pair.b.ended.result()
+# Ends
 
 
 async def test_sending_on_a_closed_channel_says_so():
@@ -304,14 +223,91 @@ async def test_sending_on_a_closed_channel_says_so():
         pair.a.send(Close(session=SESSION))
 
 
+async def test_a_peer_that_does_not_read_is_cut_off():
+    pair = Pair(limits=channel_limits(frames={"held_bytes_max": 4 << 20})).shake()
+    big = step(1, (1, 1 << 16, 4))  # 1 MiB
+    for _ in range(3):
+        pair.b.send(*big)
+        assert not pair.b.closed
+    pair.b.send(*big)
+    with pytest.raises(ChannelClosed, match="hold too much"):
+        pair.b.send(*step())
+    assert pair.to_a.held == []  # what waited for it is gone
+
+
+class Holder:
+    """Another channel, that holds so much."""
+
+    def __init__(self, size):
+        self.size, self.cut = size, False
+
+    def held(self):
+        return self.size, now() + 100.0
+
+    def cut_off(self, why):
+        self.cut = True
+
+
+async def test_a_closing_channel_counts_until_its_carrier_has_ended():
+    pair = Pair(limits=channel_limits(frames={"held_bytes_max": 5 << 20})).shake()
+    pair.to_a.sender = None  # the carrier takes its time
+    pair.b.send(*step(1, (1, 1 << 16, 16)))  # 4 MiB
+    pair.b.close()
+    assert pair.flow.buffers.total > 4 << 20
+    other = Holder(2 << 20)
+    pair.flow.buffers.note(other)
+    assert pair.to_a.held == []  # let go at once
+    assert not other.cut
+    pair.b.lost("closed")
+    assert pair.flow.buffers.total == other.size
+
+
+async def test_a_frame_that_never_ends_ends_the_channel():
+    pair = Pair(limits=channel_limits(frames={"timeout_s": 10.0})).shake()
+    pair.a.send(*step())
+    frame = pair.to_b.held.pop()
+    pair.b.receive(frame[:40])
+    await asyncio.sleep(6.0)
+    pair.b.receive(frame[40:])
+    await asyncio.sleep(20.0)
+    assert not pair.b.closed  # it came in time, and nothing is unfinished
+    pair.a.send(*step())
+    pair.b.receive(pair.to_b.held.pop()[:-1])
+    began = now()
+    for _ in range(5):
+        await asyncio.sleep(1.0)
+        pair.b.receive(b"")
+    assert "did not come" in await pair.b.ended
+    assert now() - began == pytest.approx(10.0, abs=0.01)
+
+
+async def test_a_preface_that_never_ends_ends_the_channel():
+    pair = Pair(limits=channel_limits(frames={"timeout_s": 10.0}))
+    pair.b.receive(pair.to_b.held[0][:3])
+    await asyncio.sleep(11.0)
+    assert pair.b.closed
+
+
+async def test_a_frame_is_not_late_while_it_is_not_read():
+    pair = throttled(bytes_per_s=1.0, pause_s_max=1000.0, frames={"timeout_s": 10.0})
+    pair.a.send(*step())
+    pair.b.receive(pair.to_b.held.pop()[:40])
+    await asyncio.sleep(500.0)
+    assert pair.b.is_paused
+    assert not pair.b.closed
+
+
+# Pings
+
+
 async def test_a_ping_measures_the_round_trip():
-    pair = Pair().shake()
-    asyncio.get_running_loop().call_later(0.05, pair.shake)
-    async with asyncio.timeout(5):
-        assert 0.04 < await pair.a.ping() < 5
+    loop = asyncio.get_running_loop()
+    pair = Pair(clock=loop.time).shake()
+    loop.call_later(0.05, pair.shake)
+    assert await pair.a.ping() == pytest.approx(0.05)
 
 
-async def test_whoever_pings_while_others_wait_shares_their_answer():
+async def test_callers_that_ping_at_once_share_the_answer():
     pair = Pair().shake()
     pings = [asyncio.create_task(pair.a.ping()) for _ in range(100)]
     await asyncio.sleep(0)
@@ -325,7 +321,7 @@ async def test_whoever_pings_while_others_wait_shares_their_answer():
     assert {type(end) for end in ends} == {ChannelClosed}
 
 
-async def test_a_ping_that_nobody_waits_for_any_more_measures_nothing():
+async def test_a_ping_that_was_given_up_measures_nothing():
     pair = Pair().shake()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
@@ -338,70 +334,241 @@ async def test_a_ping_that_nobody_waits_for_any_more_measures_nothing():
     assert not ping.done()
     pair.to_b.held.append(later)
     pair.shake()
-    async with asyncio.timeout(5):
-        await ping
+    await ping
 
 
-async def test_bytes_behind_a_message_without_tensors_are_rejected():
-    pair = Pair().shake()
-    pair.a.send(Output(session=SESSION, epoch=0, step=1), Activations(torch.ones(4)))
-    pair.to_b.deliver()
-    assert pair.b.closed
+# Turns and debts
+
+
+async def test_a_channel_goes_on_with_bytes_that_came_while_it_was_paused():
+    pair = throttled()
+    for number in range(5):
+        pair.a.send(*step(number))
+    stream = b"".join(pair.to_b.held)
+    pair.to_b.held = []
+    pair.b.receive(stream[: len(stream) // 2])  # the carrier had it already
+    pair.b.receive(stream[len(stream) // 2 :])
     assert pair.at_b == []
+    await asyncio.sleep(10.0)
+    assert [message.step for message, _ in pair.at_b] == list(range(5))
+    assert not pair.to_b.paused
 
 
-# Private swarms
+async def test_a_channel_that_ends_while_it_is_paused_is_not_resumed():
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    pair = throttled()
+    resumed = pair.to_b.resumed
+    pair.b.lost("gone")
+    await asyncio.sleep(20.0)
+    assert (pair.to_b.resumed, pair.to_a.held, complaints) == (resumed, [], [])
 
-OURS, THEIRS = Access(NetworkKey(b"o" * 32)), Access(NetworkKey(b"t" * 32))
 
-
-async def test_members_of_a_private_swarm_talk():
-    pair = Pair(a_access=OURS, b_access=OURS).shake()
-    message, hidden = step()
-    pair.a.send(message, Activations(hidden))
+async def test_many_frames_at_once_leave_others_their_turn():
+    pair, turn = Pair().shake(), int(LIMITS.frames.turn)
+    for number in range(3 * turn):
+        pair.a.send(*step(number))
     pair.to_b.deliver()
-    assert [received for received, _ in pair.at_b] == [message]
+    assert len(pair.at_b) == turn
+    assert pair.to_b.paused
+    await asyncio.sleep(0.01)
+    assert len(pair.at_b) == 3 * turn
+    assert not pair.to_b.paused
 
 
-@pytest.mark.parametrize(("outside", "inside"), [(EVERYBODY, OURS), (THEIRS, OURS), (OURS, EVERYBODY)])
-async def test_without_the_networks_key_a_handshake_ends_with_the_first_message_and_no_answer(outside, inside):
-    pair = Pair(a_access=outside, b_access=inside)
+async def test_a_large_frame_is_a_turn_of_its_own():
+    pair = Pair().shake()
+    for number in range(3):
+        pair.a.send(*step(number, (1, 1 << 8, 1 << 10)))  # 1 MiB
     pair.to_b.deliver()
-    assert isinstance(pair.b.ready.exception(), HandshakeFailed)
-    assert pair.to_a.held == []  # not a byte: who is no member cannot even tell what answers
-    assert not pair.a.proven
+    assert len(pair.at_b) == 1
+    await asyncio.sleep(0.1)
+    assert len(pair.at_b) == 3
 
 
-async def test_a_peer_that_is_not_on_the_list_is_refused_and_nothing_of_it_is_processed():
-    listed, stranger, server = (Identity.generate() for _ in range(3))
-    access = Access(allowed=frozenset({listed.peer_id}))
-    for client, admitted in ((listed, True), (stranger, False)):
-        pair = Pair(b_access=access, ids=(client, server))
+async def test_accepted_decode_steps_do_not_count_as_bytes():
+    for worth, is_paused in ((Toll(free_bytes=1000), False), (PROGRESS, True)):
+        pair = Pair(flow=nothing_to_share()).shake()
+        pair.worth = worth
+        for number in range(10):
+            pair.a.send(*step(number))
+            pair.b.receive(pair.to_b.held.pop())
+        assert pair.b.is_paused == is_paused
+
+
+async def test_messages_that_move_nothing_are_charged_to_their_payer():
+    few = {"idle_per_s": 0.1, "idle_burst": 4.0, "bytes_burst": 1e6}
+    for pays in ("the sender", "another"):
+        pair, other = (Pair(flow=nothing_to_share(**few)).shake() for _ in range(2))
+        pair.worth = IDLE if pays == "the sender" else Toll(idle=True, payer=other.b)
+        for number in range(6):
+            pair.a.send(*step(number))
+            pair.b.receive(pair.to_b.held.pop())
+        assert (pair.b.is_paused, other.b.is_paused) == (pays == "the sender", pays == "another")
+        assert other.to_b.paused == other.b.is_paused
+
+
+async def test_a_charge_counts_the_bytes_of_the_tensors():
+    pair = Pair(flow=nothing_to_share(idle_per_s=0.1, idle_burst=4.0, idle_bytes=100, bytes_burst=1e6)).shake()
+    pair.worth = IDLE
+    for number in range(2):
+        pair.a.send(*step(number))  # 96 bytes
+        pair.b.receive(pair.to_b.held.pop())
+    assert not pair.b.is_paused
+    for number in range(2, 4):
+        pair.a.send(*step(number))
+        pair.b.receive(pair.to_b.held.pop())
+    assert pair.b.is_paused
+
+
+async def test_an_allowance_is_shared_by_all_channels_of_a_peer():
+    one = throttled()
+    for ids, shares in (((one.a_id, one.b_id), True), ((Identity.generate(), one.b_id), False)):
+        other = Pair(ids=ids, flow=one.flow).shake()
+        other.a.send(*step(0, (1, 20, 1)))
+        other.to_b.deliver()
+        assert other.b.is_paused == shares
+
+
+async def test_a_flood_of_pings_is_answered_at_the_shared_rate():
+    pair = Pair(limits=channel_limits(all_idle_per_s=50.0, all_idle_burst=1.0)).shake()
+    for nonce in range(300):
+        pair.a.send(Ping(nonce=nonce))
+    pair.to_b.deliver()
+    await asyncio.sleep(0.5)
+    allowed = LIMITS.reading.idle_burst + (50 + LIMITS.reading.idle_per_s) * 0.5
+    answered = len(pair.to_a.held)
+    assert LIMITS.reading.idle_burst < answered <= allowed + 3
+    assert not pair.b.closed
+
+
+async def test_bytes_that_come_too_fast_are_not_read_at_once():
+    pair = Pair(flow=nothing_to_share()).shake()
+    pair.b.receive((32 << 20).to_bytes(4, "big"))
+    for _ in range(8):
+        pair.b.receive(bytes(1 << 20))
+    assert pair.to_b.paused
+    assert not pair.b.closed
+    assert pair.b.held()[0] == 4 + (8 << 20)
+
+
+async def read_of(pairs, for_s):
+    """Bytes that each b reads of a frame without end when each a sends what it can."""
+    read, ends = [0] * len(pairs), now() + for_s
+    while now() < ends:
+        for i, pair in enumerate(pairs):
+            if not pair.to_b.paused:
+                pair.b.receive(bytes(AT_ONCE))
+                read[i] += AT_ONCE
+        await asyncio.sleep(0.01)
+    return read
+
+
+def crowd(flow, size):
+    """So many peers, whose channels share this, in the middle of a large frame."""
+    pairs = [Pair(flow=flow).shake() for _ in range(size)]
+    for pair in pairs:
+        pair.b.receive((32 << 20).to_bytes(4, "big"))
+    return pairs
+
+
+async def test_a_crowd_is_read_in_turn_and_leaves_no_debt():
+    per_s = 4 * AT_ONCE
+    limits = channel_limits(bytes_per_s=1.0, all_bytes_per_s=per_s, all_bytes_burst=per_s)
+    flow = FlowControl(limits)
+    *hostile, honest = pairs = crowd(flow, 64)
+    read = await read_of(pairs, 24.0)
+    first = len(pairs) * 2 * AT_ONCE  # what each has free, and the one read that tells that it has no more
+    assert first + 20 * per_s <= sum(read) <= first + 24 * per_s + per_s
+    assert max(read) - min(read) <= 2 * AT_ONCE
+    for pair in hostile:
+        pair.b.cut_off("it has gone")
+    assert flow.read.wait_s(now()) <= AT_ONCE / per_s
+    (alone,) = await read_of([honest], 4.0)
+    assert alone >= 3 * per_s
+
+
+async def test_a_throttled_peer_keeps_its_free_rate_and_gets_keepalives():
+    pairs, for_s = crowd(nothing_to_share(bytes_per_s=LIMITS.reading.bytes_per_s), 9), 20.0
+    heard = asyncio.create_task(keepalives(pairs[0], for_s))
+    read = await read_of(pairs, for_s)
+    assert min(read) >= 0.7 * LIMITS.reading.bytes_per_s * for_s
+    assert max(after - before for before, after in pairwise(await heard)) < 0.5
+
+
+# Keepalives
+
+
+async def keepalives(pair, for_s):
+    """When a hears from b. Bytes cross at once, as on a carrier whose peer reads."""
+    at, began = [], now()
+    while now() < began + for_s:
+        if pair.to_a.held:
+            at.append(round(now() - began, 2))
+            pair.to_a.deliver()
+        await asyncio.sleep(0.01)
+    return at
+
+
+async def test_a_peer_that_is_not_read_for_long_gets_keepalives():
+    """Else a client takes a server for dead that reads a crowd's prompts no faster than it may."""
+    pair = throttled(pause_s_max=2.0, bytes_per_s=1.0)
+    read_at = pair.b.heard_at
+    assert await keepalives(pair, 2.0) == pytest.approx([0.3, 0.6, 0.9, 1.2, 1.5, 1.8], abs=0.1)
+    assert pair.a.heard_at > read_at + 1.7
+    assert (pair.at_a, pair.to_b.held) == ([], [])  # it is no answer, and has none
+
+
+async def test_a_turn_that_is_over_brings_no_keepalive():
+    pair = Pair(limits=channel_limits(frames={"turn": 1.0})).shake()
+    heard = asyncio.create_task(keepalives(pair, 3.0))
+    for number in range(250):
+        pair.a.send(*step(number))
         pair.to_b.deliver()
-        pair.to_a.deliver()
-        assert pair.to_a.held == []  # the server does not say who it is before it knows who comes
-        message, hidden = step()
-        pair.a.send(message, Activations(hidden))
-        pair.to_b.deliver()  # a Hello and a step at once
-        pair.to_a.deliver()
-        assert pair.a.proven == admitted
-        assert (len(pair.at_b), pair.b.proven, pair.b.closed) == (int(admitted), admitted, not admitted)
-        if not admitted:
-            assert stranger.peer_id in str(pair.b.ready.exception())
-            pair.a.lost("the other side ended it")
-            assert "not on" in str(pair.a.ready.exception())
+        await asyncio.sleep(0.01)
+    assert await heard == []
 
 
-async def test_a_peer_that_is_not_on_the_list_is_not_spoken_to():
-    pair = Pair(a_access=Access(allowed=frozenset()))
-    assert pair.to_b.held == []
-    with pytest.raises(HandshakeFailed, match=f"{pair.b_id.peer_id}.*list of allowed peers"):
-        await pair.a.ready
+async def test_keepalives_do_not_pile_up():
+    pair = throttled(bytes_per_s=1.0)
+    await asyncio.sleep(5.0)
+    assert len(pair.to_a.held) == 1
 
 
-async def test_a_key_and_a_list_hold_together():
-    ids = Identity.generate(), Identity.generate()
-    both = Access(OURS.network_key, frozenset(identity.peer_id for identity in ids))
-    assert Pair(a_access=both, b_access=both, ids=ids).shake().b.proven
-    assert not Pair(a_access=Access(THEIRS.network_key, both.allowed), b_access=both, ids=ids).shake().b.proven
-    assert not Pair(a_access=OURS, b_access=both).shake().b.proven
+async def test_a_throttled_crowd_gets_no_more_keepalives_than_the_limit():
+    pair = throttled(bytes_per_s=1.0, keepalives={"all_per_s": 1.0, "all_burst": 1.0})
+    assert len(await keepalives(pair, 5.0)) == pytest.approx(6, abs=1)
+
+
+async def test_a_peer_that_has_proven_nothing_gets_no_keepalive():
+    pair = Pair(flow=nothing_to_share(bytes_per_s=1.0, bytes_burst=1.0))
+    pair.to_b.deliver()
+    pair.to_a.deliver()
+    pair.b.receive(b"\0")  # of a Hello
+    assert pair.b.is_paused
+    await asyncio.sleep(2.0)
+    assert not pair.b.proven
+    assert pair.to_a.held == []
+
+
+async def test_keepalives_are_free_from_a_peer_that_was_dialled():
+    few = {"idle_burst": 1.0, "idle_per_s": 0.01, "bytes_burst": 1e6}
+
+    async def until_paused(receiver, sender, pipe, every_s):
+        """How many keepalives are taken before their sender is throttled."""
+        for count in range(100):
+            if receiver.is_paused:
+                return count
+            sender.send(Pong(nonce=UNASKED))
+            pipe.deliver()
+            await asyncio.sleep(every_s)
+        return None
+
+    for every_s, least, most in ((LIMITS.keepalives.every_s, None, None), (0.01, LIMITS.keepalives.burst, 13)):
+        pair = Pair(a_flow=nothing_to_share(**few)).shake()
+        count = await until_paused(pair.a, pair.b, pair.to_a, every_s)
+        assert count is None if least is None else least <= count <= most
+    pair = Pair(flow=nothing_to_share(**few)).shake()
+    assert (
+        await until_paused(pair.b, pair.a, pair.to_b, LIMITS.keepalives.every_s) < 6
+    )  # a peer that has connected pays

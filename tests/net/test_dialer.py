@@ -2,53 +2,68 @@
 
 import asyncio
 import gc
+from dataclasses import dataclass
 
 import pytest
 
 from swarm.errors import HandshakeFailed, Unreachable
-from swarm.identity import Identity
-from swarm.net import dialer as dialer_module
-from swarm.net.channel import Remote, Self
+from swarm.net.address import parse
+from swarm.net.carriers.tcp import Listener, dial
+from swarm.net.channel import ignore
 from swarm.net.dialer import Dialer
+from swarm.net.endpoint import Remote
+from swarm.net.limits import DialerLimits
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener, dial
+from tests.net.support import endpoint, remote, until
 
 
-def somebody():
-    return Self(Identity.generate(), ChannelKey(), "public")
+@dataclass
+class Place:
+    """A listener, as a dialer reaches it."""
+
+    remote: Remote
+    listener: Listener
+
+    @property
+    def addresses(self):
+        return [self.listener.address]
+
+
+async def listening():
+    me = endpoint()
+    listener = Listener(me, "127.0.0.1", 0)
+    await listener.start(ignore)
+    return Place(remote(me), listener)
 
 
 @pytest.fixture
-async def listener():
-    listener = Listener(somebody(), "127.0.0.1", 0)
-    await listener.start(lambda *_: None)
-    yield listener
-    await listener.close()
+async def place():
+    place = await listening()
+    yield place
+    await place.listener.close()
 
 
 @pytest.fixture
 async def dialer():
-    dialer = Dialer(somebody(), lambda *_: None)
+    dialer = Dialer(endpoint(), ignore)
     yield dialer
     await dialer.close()
 
 
-def remote(listener):
-    return Remote(listener._me.identity.peer_id, listener._me.key.public)
+def drops_every_packet(channel):
+    """From now on, as a path that has died."""
+    channel.send = channel.receive = lambda *_: None
 
 
-def address(listener):
-    return f"{listener.address[0]}:{listener.address[1]}"
-
-
-async def test_all_who_need_a_peer_share_one_channel(listener, dialer):
-    first, second = await asyncio.gather(*(dialer.connect(remote(listener), [address(listener)]) for _ in range(2)))
+async def test_users_of_a_peer_share_one_channel(place, dialer):
+    first, second = await asyncio.gather(*(dialer.connect(place.remote, place.addresses) for _ in range(2)))
     assert first is second
+    assert dialer.has(place.remote)
 
 
-async def test_when_anybody_was_heard_is_remembered_when_the_channel_has_ended(listener, dialer):
+async def test_an_ended_channels_last_bytes_are_remembered(place, dialer):
     assert dialer.heard_at == float("-inf")
-    channel = await dialer.connect(remote(listener), [address(listener)])
+    channel = await dialer.connect(place.remote, place.addresses)
     before = dialer.heard_at
     await asyncio.sleep(0.01)
     await channel.ping()
@@ -59,157 +74,142 @@ async def test_when_anybody_was_heard_is_remembered_when_the_channel_has_ended(l
     assert dialer.heard_at == heard_at
 
 
-@pytest.mark.parametrize(
-    ("error", "unreachable"),
-    [
-        (None, False),
-        (ConnectionResetError(), False),
-        (BrokenPipeError(), False),
-        (TimeoutError(), True),
-        (OSError(), True),
-    ],
-)
-async def test_an_end_that_the_peer_sent_is_told_from_one_of_the_network(listener, dialer, error, unreachable):
-    channel = await dialer.connect(remote(listener), [address(listener)])
-    channel._carrier.connection_lost(error)
-    assert channel.closed
-    assert channel.unreachable == unreachable
-    channel._carrier.abort()
+async def test_addresses_are_tried_in_their_order(place):
+    tried = []
+
+    async def dial_some(address, *arguments):
+        tried.append(str(address))
+        if address.port == 1:
+            raise Unreachable("a peer", (str(address),), 0.0, "refused")
+        return await dial(address, *arguments)
+
+    dialer = Dialer(endpoint(), ignore, dial_some, limits=DialerLimits(addresses_max=2))
+    bad = [parse("192.0.2.1:1"), parse("192.0.2.2:1")]
+    assert not (await dialer.connect(place.remote, [bad[0], *place.addresses])).closed
+    assert tried == ["192.0.2.1:1", str(place.listener.address)]
+    with pytest.raises(Unreachable, match="refused"):
+        await dialer.connect(remote(endpoint()), [*bad, *place.addresses])
+    await dialer.close()
 
 
-async def test_a_channel_that_nobody_uses_ends(listener, dialer, monkeypatch):
-    monkeypatch.setattr(dialer_module, "IDLE_S", 0.05)
-    channel = await dialer.connect(remote(listener), [address(listener)])
+async def test_an_unused_channel_ends(place):
+    dialer = Dialer(endpoint(), ignore, limits=DialerLimits(idle_s=0.05))
+    channel = await dialer.connect(place.remote, place.addresses)
     await asyncio.sleep(0.1)
-    assert not channel.closed, "somebody uses it"
+    assert not channel.closed, "it is used"
     dialer.release(channel)
     async with asyncio.timeout(5):
         await asyncio.shield(channel.ended)
+    assert not dialer.has(place.remote)
 
 
-async def test_a_channel_that_is_used_now_and_again_does_not_end(listener, dialer, monkeypatch):
-    monkeypatch.setattr(dialer_module, "IDLE_S", 1.0)
-    channel = None
+async def test_a_channel_that_is_used_now_and_again_does_not_end(place):
+    dialer, channel = Dialer(endpoint(), ignore, limits=DialerLimits(idle_s=1.0)), None
     for _ in range(30):
-        again = await dialer.connect(remote(listener), [address(listener)])
+        again = await dialer.connect(place.remote, place.addresses)
         assert channel in {None, again}
         channel = again
         dialer.release(channel)
         await asyncio.sleep(0.05)
     assert not channel.closed
-    assert len(dialer._idle) == 1
-    channel.close()
-    await asyncio.sleep(0)
-    assert not dialer._idle
+    await dialer.close()
 
 
-async def test_a_channel_that_seems_dead_gives_way_to_a_new_one(listener, dialer):
-    dead = await dialer.connect(remote(listener), [address(listener)])
-    dead._carrier.write = dead.receive = lambda *_: None
+async def test_a_channel_that_seems_dead_gives_way_to_a_new_one(place, dialer):
+    dead = await dialer.connect(place.remote, place.addresses)
+    drops_every_packet(dead)
     dialer.doubt(dead)
-    new = await dialer.connect(remote(listener), [address(listener)])
+    new = await dialer.connect(place.remote, place.addresses)
     assert new is not dead
-    assert await dialer.connect(remote(listener), [address(listener)]) is new
-    assert not dead.closed, "somebody uses it"
+    assert await dialer.connect(place.remote, place.addresses) is new
+    assert not dead.closed, "it is used"
     dead.close()
     await asyncio.sleep(0)
-    assert await dialer.connect(remote(listener), [address(listener)]) is new
-    assert not dialer._doubted
+    assert await dialer.connect(place.remote, place.addresses) is new
 
 
 @pytest.mark.parametrize("unused", ["before", "after"])
-async def test_a_channel_that_has_given_way_ends_when_nobody_uses_it(listener, dialer, unused):
-    """The other side takes but a few from us, and one that is doubted again and again must not use them up."""
-    dead = await dialer.connect(remote(listener), [address(listener)])
-    dead._carrier.write = dead.receive = lambda *_: None
+async def test_a_channel_that_has_given_way_ends_once_unused(place, dialer, unused):
+    """The other side takes only a few of ours, and one that is doubted again and again must not use them up."""
+    dead = await dialer.connect(place.remote, place.addresses)
+    drops_every_packet(dead)
     dialer.doubt(dead)
     if unused == "before":
         dialer.release(dead)
         assert not dead.closed, "it may live yet"
-    new = await dialer.connect(remote(listener), [address(listener)])
+    new = await dialer.connect(place.remote, place.addresses)
     if unused == "after":
         dialer.release(dead)
     assert (dead.closed, new.closed) == (True, False)
     dialer.release(new)
-    assert not new.closed, "the next one will be given it"
+    assert not new.closed, "the next user will get it"
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["no new one", "none for long"])
-async def test_a_channel_that_only_seemed_dead_is_taken_before_there_is_a_new_one(listener, fails):
+async def test_a_doubted_channel_that_answers_first_is_kept(place, fails):
     async def dial_once(*arguments):
         if dialled:
             await asyncio.sleep(0 if fails else 60)
-            raise Unreachable("somebody", (), 0.0, "full")
+            raise Unreachable("a peer", (), 0.0, "full")
         dialled.append(await dial(*arguments))
         return dialled[0]
 
     dialled = []
-    dialer = Dialer(somebody(), lambda *_: None, dial_once)
-    channel = await dialer.connect(remote(listener), [address(listener)])
+    dialer = Dialer(endpoint(), ignore, dial_once)
+    channel = await dialer.connect(place.remote, place.addresses)
     dialer.doubt(channel)
     async with asyncio.timeout(5):
-        assert await dialer.connect(remote(listener), [address(listener)]) is channel
-        assert await dialer.connect(remote(listener), [address(listener)]) is channel
-    assert not dialer._doubted
+        assert await dialer.connect(place.remote, place.addresses) is channel
+        assert await dialer.connect(place.remote, place.addresses) is channel
     dialer.doubt(channel)
     channel.close()
     with pytest.raises(Unreachable if fails else TimeoutError):
         async with asyncio.timeout(0.05):
-            await dialer.connect(remote(listener), [address(listener)])
+            await dialer.connect(place.remote, place.addresses)
     await dialer.close()
 
 
-async def test_a_channel_whose_user_has_gone_before_it_was_open_ends(listener, dialer, monkeypatch):
-    monkeypatch.setattr(dialer_module, "IDLE_S", 0.05)
-    asking = asyncio.create_task(dialer.connect(remote(listener), [address(listener)]))
+async def test_a_channel_whose_user_gave_up_early_ends(place):
+    dialer = Dialer(endpoint(), ignore, limits=DialerLimits(idle_s=0.05))
+    asking = asyncio.create_task(dialer.connect(place.remote, place.addresses))
     await asyncio.sleep(0)
     asking.cancel()
-    async with asyncio.timeout(5):
-        while not listener._channels:
-            await asyncio.sleep(0.005)
-        while listener._channels:
-            await asyncio.sleep(0.005)
-    assert not dialer._users
-    assert not dialer._dials
+    await until(lambda: place.listener.admission.channels)
+    await until(lambda: not place.listener.admission.channels)
+    await until(lambda: not dialer.has(place.remote))
 
 
-async def test_a_failure_that_nobody_waits_for_is_not_reported_by_the_loop(dialer):
-    reported = []
+async def test_a_failure_without_users_is_not_reported_by_the_loop(dialer):
+    reported, nobody = [], Remote("a peer", ChannelKey().public)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    asking = asyncio.create_task(dialer.connect(Remote("nobody", ChannelKey().public), ["127.0.0.1:1"]))
+    asking = asyncio.create_task(dialer.connect(nobody, [parse("127.0.0.1:1")]))
     await asyncio.sleep(0)
     asking.cancel()
-    async with asyncio.timeout(5):
-        while dialer._dials:
-            await asyncio.sleep(0.005)
+    await until(lambda: not dialer.has(nobody))
     gc.collect()
     await asyncio.sleep(0)
     assert reported == []
 
 
-async def test_no_address_is_unreachable(dialer):
+async def test_a_peer_without_addresses_is_unreachable(dialer):
     with pytest.raises(Unreachable, match="no address"):
-        await dialer.connect(Remote("nobody", ChannelKey().public), [])
+        await dialer.connect(Remote("a peer", ChannelKey().public), [])
 
 
-async def test_an_announced_key_that_is_no_point_of_the_curve_fails_the_handshake(listener, dialer):
+async def test_an_announced_key_that_is_no_point_fails_the_handshake(place, dialer):
     with pytest.raises(HandshakeFailed, match="no usable point"):
-        await dialer.connect(Remote(listener._me.identity.peer_id, bytes(32)), [address(listener)])
+        await dialer.connect(Remote(place.remote.peer, bytes(32)), place.addresses)
 
 
-async def test_a_full_table_ends_what_nobody_uses_and_nothing_else(listener, dialer, monkeypatch):
-    """Else whoever has others dial many peers, and leaves them, keeps everybody else from theirs for a minute."""
-    monkeypatch.setattr(dialer_module, "PEERS_MAX", 2)
-    others = [Listener(somebody(), "127.0.0.1", 0) for _ in range(3)]
-    for other in others:
-        await other.start(lambda *_: None)
-    try:
-        used, idle = [await dialer.connect(remote(other), [address(other)]) for other in (listener, others[0])]
-        dialer.release(idle)
-        third = await dialer.connect(remote(others[1]), [address(others[1])])
-        assert (used.closed, idle.closed, third.closed) == (False, True, False)
-        with pytest.raises(Unreachable, match="already connected to 2 peers"):
-            await dialer.connect(remote(others[2]), [address(others[2])])
-    finally:
-        for other in others:
-            await other.close()
+async def test_a_full_table_ends_an_unused_channel_only():
+    """Else a client that has a server dial many peers, and leaves them, keeps others from theirs for a minute."""
+    dialer, places = Dialer(endpoint(), ignore, limits=DialerLimits(peers_max=2)), [await listening() for _ in range(4)]
+    used, idle = [await dialer.connect(place.remote, place.addresses) for place in places[:2]]
+    dialer.release(idle)
+    third = await dialer.connect(places[2].remote, places[2].addresses)
+    assert (used.closed, idle.closed, third.closed) == (False, True, False)
+    with pytest.raises(Unreachable, match="already connected to 2 peers"):
+        await dialer.connect(places[3].remote, places[3].addresses)
+    await dialer.close()
+    for place in places:
+        await place.listener.close()

@@ -14,7 +14,8 @@ import pytest
 
 from swarm.errors import P2PFailed, Unreachable
 from swarm.identity import Identity
-from swarm.net.p2p import DATA_BYTES_MAX, DESCRIPTORS_MAX, Daemon, P2PConfig, _program, running_daemon, supervise
+from swarm.net.limits import DaemonLimits
+from swarm.net.p2p import Daemon, P2PConfig, p2pd, running_daemon, supervise
 from swarm.net.program import OVERRIDE, check_program
 from tests.dht.support import is_running, soon
 
@@ -60,26 +61,24 @@ async def test_connecting_gives_up_at_its_deadline() -> None:
                 await daemon.connect(address, 0.5)
 
 
-async def test_a_p2pd_that_does_not_start_is_reported_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.net.p2p._program", lambda: "/bin/false")
+async def test_a_p2pd_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OVERRIDE, hashlib.sha256(Path("/bin/false").read_bytes()).hexdigest())
     with pytest.raises(P2PFailed, match="did not start"):
-        async with running_daemon(P2PConfig(None, None)):
+        async with running_daemon(P2PConfig(None, None, program=Path("/bin/false"))):
             pass
 
 
-async def test_another_p2pd_is_never_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_another_p2pd_is_never_started(tmp_path: Path) -> None:
     program, mark = tmp_path / "p2pd", tmp_path / "it ran"
     program.write_text(f"#!/bin/sh\ntouch '{mark}'\n")
     program.chmod(0o755)
-    monkeypatch.setattr("swarm.net.p2p._program", lambda: str(program))
     with pytest.raises(P2PFailed, match=f"{hashlib.sha256(program.read_bytes()).hexdigest()}.*{OVERRIDE}="):
-        async with running_daemon(P2PConfig(None, None)):
+        async with running_daemon(P2PConfig(None, None, program=program)):
             pass
     assert not mark.exists()
 
 
-async def test_a_p2pd_that_is_trusted_by_name_of_its_hash_takes_the_place_of_the_pinned_one(
+async def test_a_trusted_hash_takes_the_place_of_the_pinned_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(OVERRIDE, "0" * 64)
@@ -91,13 +90,11 @@ async def test_a_p2pd_that_is_trusted_by_name_of_its_hash_takes_the_place_of_the
 def test_the_binary_of_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "plan9")
     with pytest.raises(P2PFailed, match="known for this platform"):
-        check_program(Path(_program()))
+        check_program(p2pd())
 
 
-async def test_a_p2pd_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.net.p2p.BACKOFF_S", (0.01,))
-    monkeypatch.setattr("swarm.net.p2p.RESTARTS_MAX", 2)
-    started = []
+async def test_a_p2pd_that_keeps_failing_is_given_up() -> None:
+    started, limits = [], DaemonLimits(backoff_s=(0.01,), restarts_max=2)
 
     @contextlib.asynccontextmanager
     async def attach(daemon: Daemon) -> AsyncIterator[None]:
@@ -106,19 +103,19 @@ async def test_a_p2pd_that_keeps_failing_is_given_up(monkeypatch: pytest.MonkeyP
         yield
 
     with pytest.raises(P2PFailed, match="3 times in a row"):
-        await asyncio.wait_for(supervise(P2PConfig(None, None), attach), 20)
+        await asyncio.wait_for(supervise(P2PConfig(None, None, limits=limits), attach), 20)
     assert len(started) == 3
     assert not any(is_running(pid) for pid in started)
 
 
-async def test_p2pd_relays_for_nobody_and_has_limits_of_memory_and_descriptors() -> None:
+async def test_p2pd_relays_for_no_peer_and_has_limits() -> None:
     async with running_daemon(P2PConfig(None, ("127.0.0.1", 0))) as daemon:
         line = _file(daemon.pid, "cmdline").split("\0")
         assert "-relayService=0" in line
         assert "-autonat=0" in line
         limits = [row.split() for row in _file(daemon.pid, "limits").splitlines()]
-        assert ["Max", "open", "files", *[str(DESCRIPTORS_MAX)] * 2, "files"] in limits
-        assert ["Max", "data", "size", *[str(DATA_BYTES_MAX)] * 2, "bytes"] in limits
+        assert ["Max", "open", "files", *[str(DaemonLimits().descriptors_max)] * 2, "files"] in limits
+        assert ["Max", "data", "size", *[str(DaemonLimits().data_bytes_max)] * 2, "bytes"] in limits
 
 
 async def test_a_p2pd_that_dies_while_it_is_attached_to_is_replaced() -> None:

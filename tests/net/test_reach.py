@@ -7,10 +7,12 @@ from swarm.dht.directory import Directory
 from swarm.dht.store import MemoryStore
 from swarm.errors import Unreachable
 from swarm.identity import Identity
-from swarm.net.channel import Remote, Self
+from swarm.net.address import parse
+from swarm.net.carriers.tcp import dial
+from swarm.net.channel import ignore
+from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
 from swarm.net.reach import is_public, makes_sense
-from swarm.net.tcp import dial
 from tests.dht.support import NETWORK, ROOT, announcement
 
 SENSELESS = ["0.0.0.0", "[::]", "224.0.0.1", "[ff02::1]"]
@@ -73,6 +75,6 @@ async def test_a_public_swarms_readers_leave_out_addresses_that_are_near(public:
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "localhost:9", "[::1]:9"])
 async def test_a_public_swarms_members_do_not_dial_what_is_near(address: str) -> None:
     """Also not a name that resolves to it; nor can a client let a server do so."""
-    me = Self(Identity(b"a" * 32), ChannelKey(), NETWORK, EVERYBODY, public=True)
+    me = Endpoint(Identity(b"a" * 32), ChannelKey(), NETWORK, EVERYBODY, public=True)
     with pytest.raises(Unreachable, match="no sense"):
-        await dial(address, Remote("x", bytes(32)), me, lambda *_: None)
+        await dial(parse(address), Remote("x", bytes(32)), me, ignore)

@@ -1,101 +1,244 @@
-"""Channels over real sockets."""
+"""Channels and listeners over real sockets."""
 
 import asyncio
 import socket
+import time
 
 import pytest
 
-from swarm.errors import AddressInUse, HandshakeFailed, Unreachable
-from swarm.identity import Identity
-from swarm.net import tcp
-from swarm.net.channel import Remote, Self
+from swarm.errors import AddressInUse, ChannelClosed, HandshakeFailed, Unreachable
+from swarm.net.address import Tcp
+from swarm.net.carriers.tcp import Listener, TcpCarrier, dial
+from swarm.net.channel import Channel, ignore
+from swarm.net.gate import PROGRESS
+from swarm.net.limits import DialerLimits, HandshakeLimits, ListenerLimits
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener, dial
 from swarm.protocol.messages import Close
+from tests.net.support import SESSION, endpoint, remote, step, until
 
 
-def somebody():
-    return Self(Identity.generate(), ChannelKey(), "public")
+class Site:
+    """A listener, and what it has taken."""
 
+    def __init__(self, *, handshakes=None, **limits):
+        self.me, self.messages, self.served = endpoint(), [], []
+        limits = ListenerLimits(HandshakeLimits(**(handshakes or {})), **limits)
+        self.listener = Listener(self.me, "127.0.0.1", 0, limits=limits)
 
-def remote(me):
-    return Remote(me.identity.peer_id, me.key.public)
+    async def start(self, in_use=None):
+        await self.listener.start(self.take, in_use)
+        return self
+
+    def take(self, channel, message, _):
+        self.messages.append((channel.peer, message))
+        self.served.append(channel)
+        return PROGRESS
+
+    async def dialled(self, me=None, **options):
+        return await dial(self.listener.address, remote(self.me), me or endpoint(), ignore, **options)
+
+    async def carrier(self, source=None):
+        """A carrier whose channel is proven. source: an address of this machine that it comes from."""
+        loop, address, me = asyncio.get_running_loop(), self.listener.address, endpoint()
+        carrier = TcpCarrier(lambda carrier: Channel(carrier, me, ignore, remote(self.me)))
+        local = None if source is None else (source, 0)
+        await loop.create_connection(lambda: carrier, address.host, address.port, local_addr=local)
+        await carrier.channel.ready
+        return carrier
+
+    @property
+    def admission(self):
+        return self.listener.admission
 
 
 @pytest.fixture
-async def listener():
-    messages = []
-    listener = Listener(somebody(), "127.0.0.1", 0)
-    listener.messages = messages
-    await listener.start(lambda channel, message, _: messages.append((channel.peer, message)))
-    yield listener
-    await listener.close()
+async def site():
+    site = await Site().start()
+    yield site
+    await site.listener.close()
 
 
-def address(listener):
-    return f"{listener.address[0]}:{listener.address[1]}"
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def test_a_message_crosses_a_socket(listener):
-    me = somebody()
-    channel = await dial(address(listener), remote(listener._me), me, lambda *_: None)
-    channel.send(Close(session="ab" * 16))
-    await until(lambda: listener.messages)
-    assert listener.messages == [(me.identity.peer_id, Close(session="ab" * 16))]
+async def test_a_message_crosses_a_socket(site):
+    me = endpoint()
+    channel = await site.dialled(me)
+    channel.send(Close(session=SESSION))
+    await until(lambda: site.messages)
+    assert site.messages == [(me.identity.peer_id, Close(session=SESSION))]
     channel.close()
-    await until(lambda: not listener._channels)
+    await until(lambda: not site.admission.channels)
 
 
-async def test_the_wrong_key_is_a_failed_handshake(listener):
+async def test_the_wrong_key_is_a_failed_handshake(site):
     with pytest.raises(HandshakeFailed):
-        await dial(address(listener), remote(somebody()), somebody(), lambda *_: None)
-    await until(lambda: not listener._channels)
-    assert not listener._shaking
+        await dial(site.listener.address, remote(endpoint()), endpoint(), ignore)
+    await until(lambda: not site.admission.channels)
+    assert not site.admission.unproven
 
 
 async def test_a_closed_port_is_unreachable():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(Unreachable):
-        await dial(f"127.0.0.1:{port}", remote(somebody()), somebody(), lambda *_: None)
+        address = Tcp(*free.getsockname())
+    with pytest.raises(Unreachable, match=str(address)):
+        await dial(address, remote(endpoint()), endpoint(), ignore)
 
 
-async def test_a_peer_that_never_answers_is_unreachable(monkeypatch):
-    monkeypatch.setattr(tcp, "DIAL_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Unreachable):
-        await dial(f"127.0.0.1:{silent.getsockname()[1]}", remote(somebody()), somebody(), lambda *_: None)
+async def test_a_peer_that_never_answers_is_unreachable():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, limits = Tcp(*silent.getsockname()), DialerLimits(timeout_s=0.2)
+        with pytest.raises(Unreachable):
+            await dial(address, remote(endpoint()), endpoint(), ignore, limits=limits)
 
 
-async def test_whoever_says_nothing_is_disconnected(listener, monkeypatch):
-    monkeypatch.setattr(tcp, "HANDSHAKE_TIMEOUT_S", 0.1)
-    reader, writer = await asyncio.open_connection(*listener.address)
+@pytest.mark.parametrize(
+    ("error", "unreachable"),
+    [
+        (None, False),
+        (ConnectionResetError(), False),
+        (BrokenPipeError(), False),
+        (TimeoutError(), True),
+        (OSError(), True),
+    ],
+)
+async def test_a_peers_end_is_told_from_the_networks(site, error, unreachable):
+    carrier = await site.carrier()
+    carrier.connection_lost(error)
+    assert carrier.channel.closed
+    assert carrier.channel.unreachable == unreachable
+    carrier.abort()
+
+
+# Admission: its decisions are tested in test_admission.py
+
+
+async def test_a_silent_connection_is_ended():
+    site = await Site(handshakes={"timeout_s": 0.1}).start()
+    reader, writer = await asyncio.open_connection(site.listener.address.host, site.listener.address.port)
     async with asyncio.timeout(5):
         assert await reader.read() == b""
     writer.close()
-    assert not listener._shaking
+    assert not site.admission.unproven
+    await site.listener.close()
 
 
-async def test_a_port_in_use_is_named(listener):
-    with pytest.raises(AddressInUse, match=str(listener.address[1])):
-        Listener(somebody(), *listener.address)
+async def test_a_port_in_use_is_named(site):
+    address = site.listener.address
+    with pytest.raises(AddressInUse, match=str(address.port)):
+        Listener(endpoint(), address.host, address.port)
 
 
-async def test_a_paused_listener_keeps_its_address_and_hears_nobody_until_it_starts_again(listener):
-    before = await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
-    listener.pause()
+async def test_a_paused_listener_keeps_its_address(site):
+    before = await site.dialled()
+    site.listener.pause()
     await until(lambda: before.closed)
     with pytest.raises((HandshakeFailed, Unreachable)):
-        await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
-    heard = []
-    await listener.start(lambda channel, message, _: heard.append(message))
-    after = await dial(address(listener), remote(listener._me), somebody(), lambda *_: None)
-    after.send(Close(session="ab" * 16))
-    await until(lambda: heard)
-    assert listener.messages == []
+        await site.dialled()
+    assert site.messages == []
+    await site.start()
+    after = await site.dialled()
+    after.send(Close(session=SESSION))
+    await until(lambda: site.messages)
+
+
+async def test_of_too_many_mute_connections_the_oldest_ends():
+    site, mute = await Site(handshakes={"unproven_max": 2}).start(), []
+    for count in (1, 2):
+        mute.append(await asyncio.open_connection(site.listener.address.host, site.listener.address.port))
+        await until(lambda count=count: len(site.admission.unproven) == count)
+    channel = await site.dialled()
+    async with asyncio.timeout(5):
+        assert await mute[0][0].read() == b""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await mute[1][0].read()
+    for _, writer in mute:
+        writer.close()
+    channel.close()
+    await site.listener.close()
+
+
+@pytest.mark.parametrize("processes", [1, 6])
+async def test_a_peers_silent_channel_is_cut_off_for_a_new_one(processes):
+    site = await Site(channels_per_peer_max=6, silent_s=0.3).start()
+    most = 4 if processes == 1 else 6
+    me = endpoint()
+    mine = [me, *(endpoint(me.identity, key=ChannelKey()) for _ in range(processes - 1))]
+    bystander = await site.dialled()
+    channels = [await site.dialled(mine[i % processes]) for i in range(most)]
+    await until(lambda: len(site.admission.proven[me.identity.peer_id]) == most)
+    silent, *others = channels
+    await asyncio.sleep(0.35)
+    for channel in others:
+        await channel.ping()
+    channels.append(await site.dialled(me))
+    await until(lambda: silent.closed)
+    for channel in others:
+        await channel.ping()
+    one_more = await site.dialled(me)
+    await until(lambda: one_more.closed)
+    assert sum(channel.closed for channel in (*channels, bystander)) == 1
+    for channel in (*channels, bystander):
+        channel.close()
+    await until(lambda: not site.admission.proven)
+    await site.listener.close()
+
+
+async def test_silent_channels_end_and_those_in_use_do_not():
+    used = endpoint()
+    site = await Site(sweep_s=0.05, idle_s=0.2).start(lambda: {used.identity.peer_id})
+    kept, silent, talks = [await site.dialled(me) for me in (used, endpoint(), endpoint())]
+    for _ in range(8):
+        await talks.ping()
+        await asyncio.sleep(0.05)
+    assert (kept.closed, silent.closed, talks.closed) == (False, True, False)
+    await site.listener.close()
+    await until(lambda: kept.closed and talks.closed)
+
+
+async def test_a_peer_that_reads_nothing_is_cut_off():
+    site = await Site(sweep_s=0.1).start()
+    carrier = await site.carrier()
+    carrier.channel.send(Close(session=SESSION))
+    await until(lambda: site.served)
+    carrier.pause_reading()
+    carrier.pause_reading()  # again is fine
+    (served,) = site.served
+    served.send(*step(1, (1, 1 << 16, 64)))  # 16 MiB: more than the kernel takes
+    await until(lambda: served.closed)
+    assert "does not read" in served.ended.result()
+    with pytest.raises(ChannelClosed):
+        served.send(Close(session=SESSION))
+    carrier.abort()
+    await site.listener.close()
+    await asyncio.sleep(0.01)
+
+
+async def test_connections_are_accepted_at_a_rate_and_none_is_forgotten():
+    site = await Site(accepts_per_s=50.0, accepts_burst=1.0).start()
+    began = time.monotonic()
+    address = site.listener.address
+    sockets = [socket.create_connection((address.host, address.port)) for _ in range(12)]
+    await until(lambda: len(site.admission.unproven) == 12)
+    assert time.monotonic() - began > 0.15
+    for sock in sockets:
+        sock.close()
+    await until(lambda: not site.admission.unproven)
+    await site.listener.close()
+
+
+async def test_one_source_with_many_identities_keeps_no_other_out():
+    """It lets each channel say something every minute, and opens sessions with as many of its peers as it likes."""
+    greedy = [endpoint() for _ in range(8)]
+    site = await Site(channels_max=8).start(lambda: {me.identity.peer_id for me in greedy[1:]})
+    held = [await site.dialled(me) for me in greedy]
+    await until(lambda: len(site.admission.proven) == 8)
+    for gone in (1, 2):  # the one that is not in use, and then one that is
+        honest = (await site.carrier(f"127.0.0.{1 + gone}")).channel
+        await until(lambda gone=gone: sum(channel.closed for channel in held) == gone)
+        assert held[0].closed
+        await honest.ping()
+    assert len(site.admission.channels) == 8
+    for channel in held:
+        channel.close()
+    await until(lambda: len(site.admission.channels) == 2)
+    await site.listener.close()

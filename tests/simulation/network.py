@@ -7,7 +7,7 @@ is left out is the sealing and the sockets.
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -15,11 +15,12 @@ from typing import Any
 
 from swarm.activations import Activations
 from swarm.errors import ChannelClosed, HandshakeFailed, SwarmError, Unreachable
-from swarm.net.channel import OnMessage, Remote, Self
-from swarm.net.tcp import DIAL_TIMEOUT_S
+from swarm.net.address import Address
+from swarm.net.channel import OnMessage
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.limits import DialerLimits
 from swarm.protocol.messages import Message, Ping, Pong, decode, encode
 
-KERNEL_BUFFER_BYTES = 1 << 16
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
 
 
@@ -55,6 +56,8 @@ class Process:
     me: Any
     address: str
     on_message: OnMessage | None = None
+    takes: "Takes | None" = None  # is asked before `on_message`
+    sends: "Sends | None" = None  # is asked before a message is sent
     state: str = "running"  # or "stopped", "killed", "vanished"
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
     channels: dict["VirtualChannel", None] = field(default_factory=dict)
@@ -84,6 +87,13 @@ class Process:
                 self.waiting.popleft()()
 
 
+Takes = Callable[["VirtualChannel", Any, Activations | None], bool]
+"""What a liar does with a message that arrives. Returns whether that was all: then its handler does not get it."""
+
+Sends = Callable[["VirtualChannel", Any, Activations | None], Iterable[tuple[Message, Activations | None]]]
+"""What a liar sends instead of a message."""
+
+
 @dataclass(slots=True)
 class Link:
     """One direction between two processes."""
@@ -103,6 +113,7 @@ class Network:
         self.trace = trace
         self.disorder = 0.0
         self.slow_links = 0.0  # the share of links that are slow
+        self.kernel_buffer_bytes = 1 << 16  # of one connection
         self.processes: dict[str, Process] = {}  # by address
         self._seed = seed
         self._rng = Random(f"network {seed}")
@@ -144,19 +155,19 @@ class Network:
     # Connections
 
     async def dial(
-        self, source: Process, address: str, remote: Remote, me: Self, on_message: OnMessage
+        self, source: Process, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage
     ) -> "VirtualChannel":
-        """What `swarm.net.tcp.dial` does, in this network. Raises Unreachable or HandshakeFailed."""
+        """What `swarm.net.carriers.tcp.dial` does, in this network. Raises Unreachable or HandshakeFailed."""
         try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
+            async with asyncio.timeout(DialerLimits().timeout_s):
                 return await self._shake_hands(source, address, remote, me, on_message)
         except TimeoutError:
-            raise Unreachable(remote.peer, (address,), DIAL_TIMEOUT_S) from None
+            raise Unreachable(remote.peer, (str(address),), DialerLimits().timeout_s) from None
 
     async def _shake_hands(
-        self, source: Process, address: str, remote: Remote, me: Self, on_message: OnMessage
+        self, source: Process, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage
     ) -> "VirtualChannel":
-        target = self.processes.get(address)
+        target = self.processes.get(str(address))
         assert target is not None
         link = self.link(source.name, target.name)
         await asyncio.sleep(2 * link.latency_s)
@@ -165,7 +176,7 @@ class Network:
         if target.state == "vanished":
             await self.loop.create_future()
         if target.state == "killed":
-            raise Unreachable(remote.peer, (address,), 0.0, "connection refused")
+            raise Unreachable(remote.peer, (str(address),), 0.0, "connection refused")
         done: asyncio.Future[None] = self.loop.create_future()
         target.enter(lambda: done.done() or done.set_result(None))
         await done
@@ -276,6 +287,13 @@ class VirtualChannel:
             raise ChannelClosed(self.peer, self.ended.result())
         if self.process.dead:
             return
+        if self.process.sends is None:
+            self._send(message, activations)
+            return
+        for each in self.process.sends(self, message, activations):
+            self._send(*each)
+
+    def _send(self, message: Message, activations: Activations | None) -> None:
         data = b"".join(encode(message, activations))
         self._written += len(data)
         self._network.transmit(self, data)
@@ -285,7 +303,7 @@ class VirtualChannel:
         """As `Channel.unsent_bytes`: what not even the kernel has room for."""
         loop, link = self._network.loop, self._network.link(self.process.name, self.other.process.name)
         queued = max(0.0, self.busy_until - loop.time()) * link.bytes_per_s
-        return max(0, int(queued) - KERNEL_BUFFER_BYTES)
+        return max(0, int(queued) - self._network.kernel_buffer_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -318,7 +336,7 @@ class VirtualChannel:
                 waiting = self._pings.get(message.nonce)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
-            else:
+            elif self.process.takes is None or not self.process.takes(self, message, activations):
                 self._on_message(self, message, activations)  # type: ignore[arg-type]
         except SwarmError as error:
             self.hang_up(str(error))
@@ -327,12 +345,6 @@ class VirtualChannel:
     def is_paused(self) -> bool:
         """As `Channel.is_paused`."""
         return False
-
-    def note_chatter(self, activations: object = None) -> None:
-        """As `Channel.note_chatter`: here everybody has time for it."""
-
-    def note_decode(self, n_bytes: int) -> None:
-        """As `Channel.note_decode`: bytes are free here anyway."""
 
     def close(self) -> None:
         """As `Channel.close`."""

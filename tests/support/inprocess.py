@@ -22,9 +22,9 @@ from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
-from swarm.net.channel import Self
+from swarm.net.carriers.tcp import Listener
+from swarm.net.endpoint import Endpoint
 from swarm.net.noise import ChannelKey
-from swarm.net.tcp import Listener
 from swarm.server.server import Server, ServerOptions
 
 NETWORK = "inprocess"
@@ -46,7 +46,7 @@ class InProcessSwarm:
 
         async def start() -> Server:
             identity = Identity.generate()
-            me = Self(identity, ChannelKey(), NETWORK)
+            me = Endpoint(identity, ChannelKey(), NETWORK)
             options = ServerOptions(cache_tokens=cache_tokens, threads=1)
             server = Server(self.checkpoint, span, me, Listener(me, "127.0.0.1", 0), options)
             await server.start()

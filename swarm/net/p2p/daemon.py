@@ -1,8 +1,7 @@
-"""libp2p: one p2pd process under our control, and a supervisor that replaces it when it fails.
+"""One p2pd process under our control.
 
 hivemind's own `P2P.create` hides that p2pd died and leaves it behind when the parent is killed, so the process is
-started here and hivemind only attaches to it (`P2P.replicate`). What lives on top of one p2pd is built by a function of
-it, and is built again for the next one.
+started here and hivemind only attaches to it (`P2P.replicate`).
 """
 
 import asyncio
@@ -16,9 +15,9 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +34,12 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.config import load_settings
-from swarm.errors import AddressInUse, BadConfiguration, P2PFailed, Unreachable
+from swarm.errors import AddressInUse, P2PFailed, Unreachable
 from swarm.net.launch import command
+from swarm.net.limits import DaemonLimits
+from swarm.net.p2p.multiaddr import multiaddr_of, split_multiaddr
 from swarm.net.program import check_program
 
-START_TIMEOUT_S = 15.0
-STOP_TIMEOUT_S = 3.0  # then SIGKILL
-POLL_S = 0.2  # how soon a dead p2pd is noticed
-PROBE_S = 10.0  # how often, and for how long, a living p2pd is asked whether it still answers
-RESTARTS_MAX = 6  # in a row, without one that ran for RESTART_FORGET_S
-RESTART_FORGET_S = 60.0
-BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-DESCRIPTORS_MAX = 4096
-DATA_BYTES_MAX = 2 << 30  # a flooded p2pd dies and is replaced instead of taking the machine with it
-GO_MEMORY = "192MiB"  # from here on Go's collector works harder
-CONNECTIONS_LOW, CONNECTIONS_HIGH = 192, 384
-OUTPUT_LINES_MAX = 20
 _FOLDER = "swarm-p2p-"
 
 _log = structlog.get_logger("swarm.p2p")
@@ -64,13 +53,16 @@ class P2PConfig:
     listen: tuple[str, int] | None
     announce: tuple[str, ...] = ()  # multiaddrs that others see instead of the listening ones
     relay_service: bool = False
+    program: Path | None = None  # None: hivemind's
+    limits: DaemonLimits = field(default_factory=DaemonLimits)
 
 
 class Daemon:
     """One running p2pd and hivemind's connection to it. Made by `running_daemon`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, p2p: P2P, output: deque[str]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, p2p: P2P, output: deque[str], limits: DaemonLimits) -> None:
         self.p2p = p2p
+        self._limits = limits
         self._process = process
         self._output = output
 
@@ -87,7 +79,7 @@ class Daemon:
     async def addresses(self) -> tuple[str, ...]:
         """Return the multiaddrs under which others can dial us; none for a client. Raises Unreachable."""
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
-        response, _, writer = await self._ask(request, "p2pd", PROBE_S)
+        response, _, writer = await self._ask(request, "p2pd", self._limits.probe_s)
         writer.close()
         return tuple(f"{Multiaddr(address)}/p2p/{self.peer_id}" for address in response.identify.addrs)
 
@@ -136,7 +128,7 @@ class Daemon:
     async def failed(self) -> str:
         """Wait until p2pd cannot be used any more and return why."""
         loop = asyncio.get_running_loop()
-        next_probe = loop.time() + PROBE_S
+        next_probe = loop.time() + self._limits.probe_s
         while True:
             if (why := self._broken()) is not None:
                 return why
@@ -145,8 +137,8 @@ class Daemon:
                     await self.addresses()
                 except Unreachable as error:
                     return self._broken() or f"it does not answer: {error.why}"
-                next_probe = loop.time() + PROBE_S
-            await asyncio.sleep(POLL_S)
+                next_probe = loop.time() + self._limits.probe_s
+            await asyncio.sleep(self._limits.poll_s)
 
     def _broken(self) -> str | None:
         if (code := self._process.returncode) is not None:
@@ -159,7 +151,7 @@ class Daemon:
 
 
 class _PrivateP2P(P2P):  # type: ignore[misc]
-    """hivemind's P2P without its `__del__`: whoever starts it, stops it."""
+    """hivemind's P2P without its `__del__`: its owner stops it."""
 
     def __del__(self) -> None:
         pass
@@ -176,9 +168,9 @@ async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
     try:
         async with _process(config, folder) as (process, output):
             await _until_it_listens(process, config, output)
-            p2p = await _attach(folder)
+            p2p = await _attach(folder, config.limits.start_timeout_s)
             try:
-                yield Daemon(process, p2p, output)
+                yield Daemon(process, p2p, output, config.limits)
             finally:
                 await _detach(p2p)
     finally:
@@ -187,11 +179,16 @@ async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
 
 @asynccontextmanager
 async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, deque[str]]]:
-    await asyncio.to_thread(check_program, Path(_program()), load_settings().p2pd_sha256)
+    program, limits = config.program or p2pd(), config.limits
+    await asyncio.to_thread(check_program, program, load_settings().p2pd_sha256)
     line = command(
-        _program(), *_arguments(config, folder), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=DATA_BYTES_MAX
+        str(program),
+        *_arguments(config, folder),
+        descriptors_max=limits.descriptors_max,
+        data_bytes_max=limits.data_bytes_max,
     )
-    environment = {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": GO_MEMORY, "HOME": str(folder)} | {
+    go_memory = "192MiB"  # from here on Go's collector works harder
+    environment = {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": go_memory, "HOME": str(folder)} | {
         name: value for name in ("PATH", "TMPDIR", "LANG") if (value := os.environ.get(name)) is not None
     }
     process = await asyncio.create_subprocess_exec(
@@ -202,14 +199,14 @@ async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[async
         env=environment,
         start_new_session=True,  # Ctrl-C in a terminal reaches the command alone, which then stops p2pd in order
     )
-    output: deque[str] = deque(maxlen=OUTPUT_LINES_MAX)
+    output: deque[str] = deque(maxlen=20)  # lines
     reader = asyncio.create_task(_read_output(process, output))
     try:
         yield process, output
     finally:
         _signal(process, signal.SIGTERM)
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(config.limits.stop_timeout_s):
                 await process.wait()
         except TimeoutError:
             _signal(process, signal.SIGKILL)
@@ -239,7 +236,7 @@ async def _read_output(process: asyncio.subprocess.Process, output: deque[str]) 
 async def _until_it_listens(process: asyncio.subprocess.Process, config: P2PConfig, output: deque[str]) -> None:
     """Wait for the line that p2pd prints when its control socket is served."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(config.limits.start_timeout_s):
             while process.returncode is None:
                 if any(line.startswith("Peer ID:") for line in output):
                     return
@@ -252,12 +249,12 @@ async def _until_it_listens(process: asyncio.subprocess.Process, config: P2PConf
     raise P2PFailed(f"p2pd did not start: {text[-300:] or 'no output'}")
 
 
-async def _attach(folder: Path) -> P2P:
+async def _attach(folder: Path, timeout_s: float) -> P2P:
     class _Here(_PrivateP2P):
         _UNIX_SOCKET_PREFIX = f"/unix{folder}/"
 
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await _Here.replicate(Multiaddr(f"/unix{folder}/p2pd.sock"))
     except (TimeoutError, OSError, P2PDaemonError) as error:
         raise P2PFailed(f"p2pd does not answer: {error!r}") from None
@@ -288,7 +285,7 @@ def _remove_leftovers() -> None:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise AddressInUse if somebody listens there: p2pd sets SO_REUSEPORT and would silently share the port."""
+    """Raise AddressInUse if another process listens there: p2pd sets SO_REUSEPORT and would silently share the port."""
     if port == 0:
         return
     try:
@@ -301,8 +298,9 @@ def _check_free(host: str, port: int) -> None:
         raise AddressInUse(f"{host}:{port}", error.strerror or str(error)) from None
 
 
-def _program() -> str:
-    return str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd")
+def p2pd() -> Path:
+    """Return the p2pd that came with hivemind."""
+    return Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
 
 
 def _arguments(config: P2PConfig, folder: Path) -> list[str]:
@@ -314,8 +312,8 @@ def _arguments(config: P2PConfig, folder: Path) -> list[str]:
         "autonat": 0,  # dialling on strangers' orders is our own, bounded service
         "natPortMap": int(config.listen is not None and not loopback),
         "connManager": 1,
-        "connLo": CONNECTIONS_LOW,
-        "connHi": CONNECTIONS_HIGH,
+        "connLo": config.limits.connections_low,
+        "connHi": config.limits.connections_high,
         "idleTimeout": "30s",
         "persistentConnMaxMsgSize": 4 << 20,
     }
@@ -328,100 +326,6 @@ def _arguments(config: P2PConfig, folder: Path) -> list[str]:
     if config.announce:
         arguments["announceAddrs"] = ",".join(config.announce)
     return [f"-{name}={value}" for name, value in arguments.items()]
-
-
-# --- supervision -----------------------------------------------------------------------------------------------------
-
-
-async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncContextManager[Any]]) -> None:
-    """Keep a p2pd running, with what `attach` builds on it, until cancelled.
-
-    A failure while the first one starts is raised as it is (AddressInUse, Unreachable, ...). A later one is followed by
-    a restart on the same port. Raises P2PFailed after RESTARTS_MAX failures in a row.
-    """
-    loop = asyncio.get_running_loop()
-    failures, attached = 0, asyncio.Event()
-    while True:
-        began = loop.time()
-        try:
-            async with running_daemon(config) as daemon:
-                config = await _on_the_same_port(config, daemon)
-                why = await _used_until_it_fails(daemon, attach, attached)
-        except Exception as error:
-            if not attached.is_set():
-                raise
-            why = str(error) or repr(error)
-        if loop.time() - began > RESTART_FORGET_S:
-            failures = 0
-        failures += 1
-        if failures > RESTARTS_MAX:
-            raise P2PFailed(f"p2pd failed {failures} times in a row, last: {why}")
-        delay_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
-        _log.warning("p2pd failed and is replaced", why=why, failures=failures, delay_s=delay_s)
-        await asyncio.sleep(delay_s)
-
-
-async def _used_until_it_fails(
-    daemon: Daemon, attach: Callable[[Daemon], AbstractAsyncContextManager[Any]], attached: asyncio.Event
-) -> str:
-    """Attach and wait for p2pd's failure, which may come before attaching is done: hivemind then waits for ever."""
-
-    async def use() -> None:
-        async with attach(daemon):
-            attached.set()
-            await asyncio.get_running_loop().create_future()  # until cancelled
-
-    using, failing = asyncio.create_task(use()), asyncio.create_task(daemon.failed())
-    try:
-        await asyncio.wait({using, failing}, return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            if not attached.is_set():
-                raise P2PFailed(failing.result())
-            return failing.result()
-        using.result()  # raises: it does not end by itself
-        raise AssertionError("attached for ever")
-    finally:
-        for task in (using, failing):
-            task.cancel()
-        await asyncio.wait({using, failing})
-
-
-async def _on_the_same_port(config: P2PConfig, daemon: Daemon) -> P2PConfig:
-    """Port 0 was any port the first time; others know us by it now."""
-    if config.listen is None or config.listen[1] != 0:
-        return config
-    for address in await daemon.addresses():
-        parts = address.split("/")
-        if "tcp" in parts:
-            return replace(config, listen=(config.listen[0], int(parts[parts.index("tcp") + 1])))
-    return config
-
-
-# --- addresses -------------------------------------------------------------------------------------------------------
-
-
-def multiaddr_of(host: str, port: int) -> str:
-    """Write host and port as a multiaddr: /ip4/..., /ip6/... or /dns/.../tcp/port."""
-    try:
-        return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
-    except ValueError:
-        return f"/ip4/{socket.gethostbyname(host)}/tcp/{port}" if host == "localhost" else f"/dns/{host}/tcp/{port}"
-
-
-def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:
-    """Split "/ip4/.../tcp/.../p2p/12D3..." into peer id and address. Raises BadConfiguration."""
-    address, found, peer = text.rpartition("/p2p/")
-    try:
-        if not found or not address:
-            raise ValueError("it has no address, or no /p2p/ part")
-        peer_id = PeerID.from_base58(peer)
-        if (len(peer_id.to_bytes()), peer_id.to_bytes()[:2]) not in {(38, b"\x00\x24"), (34, b"\x12\x20")}:
-            raise ValueError(f"{peer!r} is no peer id")
-        return peer_id, Multiaddr(address)
-    except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
-        raise BadConfiguration(
-            f"peer address {text!r}", f"{error}; it should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW..."
-        ) from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,0 +1,1 @@
+"""What carries channels, each kind in a file of its own."""

@@ -1,0 +1,317 @@
+"""The direct carrier: TCP, by `asyncio.Protocol` (no streams: they cost a tenth of a millisecond a hop)."""
+
+import asyncio
+import resource
+import socket
+import sys
+from collections.abc import Callable, Collection
+from typing import cast
+
+from swarm.activations import Activations
+from swarm.errors import AddressInUse, BadConfiguration, Unreachable
+from swarm.net.address import Address, Tcp
+from swarm.net.admission import Admission, source_of
+from swarm.net.channel import Channel, OnMessage
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.flow import FlowControl
+from swarm.net.gate import PROGRESS, Toll
+from swarm.net.greeting import Proven
+from swarm.net.limits import DialerLimits, ListenerLimits
+from swarm.net.rate import TokenBucket
+from swarm.net.reach import literals, makes_sense
+from swarm.protocol.messages import AnyMessage
+
+InUse = Callable[[], Collection[str]]
+"""Peers whose channels may be silent for long."""
+
+
+class TcpCarrier(asyncio.Protocol):
+    """Carries one channel over one connection."""
+
+    write: Callable[[bytes], None]
+    unsent_bytes: Callable[[], int]
+
+    def __init__(self, make_channel: "Callable[[TcpCarrier], Channel]") -> None:
+        self._make_channel = make_channel
+        self._transport: asyncio.Transport | None = None
+        self.channel: Channel | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Make the channel."""
+        self._transport = connected = cast(asyncio.Transport, transport)  # uvloop's own are no subclass of it
+        # The transport's own methods: a step is written, and asked after, several times.
+        self.write, self.unsent_bytes = connected.write, connected.get_write_buffer_size
+        _keep_little_in_the_kernel(transport.get_extra_info("socket"))
+        self.channel = self._make_channel(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand bytes to the channel."""
+        assert self.channel is not None
+        self.channel.receive(data)
+
+    def eof_received(self) -> bool:
+        """End both directions."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the channel, and whether the peer or the network ended it."""
+        if self.channel is not None:
+            ended_by_peer = exc is None or isinstance(exc, ConnectionResetError | BrokenPipeError)
+            why = str(exc) if exc is not None else "the other side ended it"
+            self.channel.lost(why, unreachable=not ended_by_peer)
+
+    # Carrier
+
+    def close(self) -> None:
+        """As `Carrier.close`."""
+        assert self._transport is not None
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            patience_s = 5.0  # for the peer to read what was sent before the end
+            asyncio.get_running_loop().call_later(patience_s, self._transport.abort)
+
+    def abort(self) -> None:
+        """As `Carrier.abort`."""
+        assert self._transport is not None
+        self._transport.abort()
+
+    def pause_reading(self) -> None:
+        """As `Carrier.pause_reading`."""
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """As `Carrier.resume_reading`."""
+        assert self._transport is not None
+        self._transport.resume_reading()
+
+
+class Listener:
+    """Accepts channels on one address, as `Admission` decides."""
+
+    def __init__(
+        self,
+        me: Endpoint,
+        host: str,
+        port: int,
+        flow: FlowControl | None = None,
+        limits: ListenerLimits | None = None,
+    ) -> None:
+        """Take the address, so that nothing else can; port 0 picks one, and `address` says which.
+
+        flow: shared with the channels that this side dials. Raises AddressInUse and BadConfiguration.
+        """
+        self.flow = flow or FlowControl()
+        self._me, self._limits = me, limits or ListenerLimits()
+        self._socket = bound(host, port)
+        channels_max = min(self._limits.channels_max, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self.admission: Admission[Channel] = Admission(self._limits, channels_max)  # has the accepted channels
+        self._accepts = TokenBucket(self._limits.accepts_per_s, self._limits.accepts_burst)
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._listens = False
+        self._sweeper: asyncio.Task[None] | None = None
+        self._on_message: OnMessage | None = None  # while it accepts
+        self._in_use: InUse | None = None
+        name = self._socket.getsockname()
+        self.address = Tcp(name[0], name[1])
+
+    async def start(self, on_message: OnMessage, in_use: InUse | None = None) -> None:
+        """Accept from now on, or again after a pause. Raises AddressInUse if another process has just listened there.
+
+        in_use: without it every channel may be silent for long.
+        """
+        self._on_message, self._in_use = on_message, in_use
+        if self._listens:
+            return
+        try:
+            self._socket.listen(self._limits.backlog)
+        except OSError as error:
+            raise AddressInUse(str(self.address), error.strerror or str(error)) from None
+        self._socket.setblocking(False)
+        self._sweeper = asyncio.create_task(self._sweep())
+        self._listens = True
+        self._accept_more()
+
+    def pause(self) -> None:
+        """End every accepted channel and keep the address; until the next start, connections are closed at once."""
+        self._on_message, self._in_use = None, None  # the owner before can be forgotten
+        for channel in list(self.admission.channels):
+            channel.close()
+
+    async def close(self) -> None:
+        """Stop listening and end every accepted channel."""
+        if self._listens:
+            self._listens = False
+            asyncio.get_running_loop().remove_reader(self._socket)
+        tasks = [*self._arriving, *([self._sweeper] if self._sweeper is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
+        for channel in list(self.admission.channels):
+            channel.close()
+
+    # Connections
+
+    def _accept_more(self) -> None:
+        if self._listens:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Take one connection from the kernel, and then as few as the rate says."""
+        loop = asyncio.get_running_loop()
+        try:
+            sock, address = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            wait_s = self._limits.no_descriptors_s
+        else:
+            wait_s = self._accepts.owe(loop.time())
+            self._let_in(sock, source_of(address[0]))
+        if wait_s > 0:
+            loop.remove_reader(self._socket)
+            loop.call_later(wait_s, self._accept_more)
+
+    def _let_in(self, sock: socket.socket, source: str) -> None:
+        turn_s = self.admission.turns.wait_s(source, asyncio.get_running_loop().time())
+        busy = len(self._arriving) >= self._limits.handshakes.unproven_max
+        if self._on_message is None or busy or turn_s is None or not self._make_room():
+            sock.close()
+            return
+        task = asyncio.create_task(self._receive(sock, source, turn_s))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+
+    def _make_room(self) -> bool:
+        in_use = self._in_use() if self._in_use is not None else ()
+        entry = self.admission.make_room(len(self._arriving), in_use)
+        if entry.ends is not None:
+            entry.ends.cut_off("there are too many channels, and most of them come from where this one does")
+        return entry.stays
+
+    async def _receive(self, sock: socket.socket, source: str, turn_s: float) -> None:
+        """Begin the handshake when it is its turn."""
+        try:
+            await asyncio.sleep(turn_s)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: TcpCarrier(lambda carrier: self._channel(carrier, source)), sock
+            )
+        except OSError:  # it has gone meanwhile
+            sock.close()
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+
+    def _channel(self, carrier: TcpCarrier, source: str) -> Channel:
+        channel = Channel(carrier, self._me, self._on_message or _refuse, flow=self.flow)
+        oldest = self.admission.begin(channel, source)
+        if oldest is not None:
+            oldest.cut_off("too many connections that prove nothing")
+        deadline = asyncio.get_running_loop().call_later(self._limits.handshakes.timeout_s, _expire, channel)
+
+        def greeted(ready: asyncio.Future[Proven]) -> None:
+            deadline.cancel()
+            self.admission.greeted(channel)
+            if channel.proven and not channel.closed:
+                self._admit(channel, ready.result().process_key)
+
+        channel.ready.add_done_callback(greeted)
+        channel.ended.add_done_callback(lambda _: self.admission.forget(channel))
+        return channel
+
+    def _admit(self, channel: Channel, process: bytes) -> None:
+        entry = self.admission.prove(channel, process)
+        if entry.ends is not None:
+            entry.ends.cut_off("its peer has opened too many others since")
+        if not entry.stays:
+            channel.close()
+
+    async def _sweep(self) -> None:
+        """End the channels that are not read at the other side, and those that are silent and not in use, for ever."""
+        loop, sent = asyncio.get_running_loop(), dict[Channel, int]()
+        while True:
+            await asyncio.sleep(self._limits.sweep_s)
+            before, sent = sent, {}
+            for channel in list(self.admission.channels):
+                sent[channel] = channel.sent_bytes
+                if channel.unsent_bytes and channel.sent_bytes <= before.get(channel, 0):
+                    channel.cut_off("the peer does not read what it is sent")
+            if self._in_use is not None:
+                for channel in self.admission.idle(loop.time(), self._in_use()):
+                    channel.close()
+
+
+def _expire(channel: Channel) -> None:
+    if not channel.ready.done():
+        channel.close()
+
+
+def _refuse(channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:
+    """Take a message while the listener is paused."""
+    del message, activations
+    channel.close()
+    return PROGRESS
+
+
+async def dial(
+    address: Address,
+    remote: Remote,
+    me: Endpoint,
+    on_message: OnMessage,
+    flow: FlowControl | None = None,
+    limits: DialerLimits | None = None,
+) -> Channel:
+    """Connect and prove both sides' identities.
+
+    Raises Unreachable, HandshakeFailed or ProtocolMismatch within `limits.timeout_s`.
+    """
+    timeout_s = (limits or DialerLimits()).timeout_s
+    carrier = TcpCarrier(lambda carrier: Channel(carrier, me, on_message, remote, flow))
+    try:
+        async with asyncio.timeout(timeout_s):
+            host = await _sensible(address, me.public)
+            await asyncio.get_running_loop().create_connection(lambda: carrier, host, address.port)
+            assert carrier.channel is not None
+            await asyncio.shield(carrier.channel.ready)
+            return carrier.channel
+    except TimeoutError:
+        raise Unreachable(remote.peer, (str(address),), timeout_s) from None
+    except (OSError, ValueError) as error:
+        raise Unreachable(remote.peer, (str(address),), 0.0, str(error)) from None
+    finally:
+        if carrier.channel is not None and not carrier.channel.proven:
+            carrier.channel.close()
+
+
+async def _sensible(address: Address, public: bool) -> str:
+    """Return what to dial: for a public swarm the address itself, so that what is checked is dialled."""
+    host = (await literals(address.host, address.port))[0] if public else address.host
+    if not makes_sense(host, public):
+        raise OSError(f"{host} makes no sense as an address of {'a public' if public else 'any'} swarm")
+    return host
+
+
+def _keep_little_in_the_kernel(sock: socket.socket) -> None:
+    """Let the kernel take what it can send soon: `unsent_bytes` tells then whether the bytes get through."""
+    notsent_lowat = {"linux": 25, "darwin": 0x201}.get(sys.platform)  # TCP_NOTSENT_LOWAT
+    if notsent_lowat is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, notsent_lowat, 128 * 1024)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address but does not listen yet."""
+    sock: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except socket.gaierror as error:
+        raise BadConfiguration(f"--listen {host}:{port}", error.strerror or str(error)) from None
+    except (OSError, OverflowError) as error:
+        if sock is not None:
+            sock.close()
+        raise AddressInUse(f"{host}:{port}", getattr(error, "strerror", None) or str(error)) from None
+    return sock

@@ -1,0 +1,33 @@
+"""libp2p's addresses, written and read."""
+
+import ipaddress
+import socket
+
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm.errors import BadConfiguration
+
+
+def multiaddr_of(host: str, port: int) -> str:
+    """Write host and port as a multiaddr: /ip4/..., /ip6/... or /dns/.../tcp/port."""
+    try:
+        return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
+    except ValueError:
+        return f"/ip4/{socket.gethostbyname(host)}/tcp/{port}" if host == "localhost" else f"/dns/{host}/tcp/{port}"
+
+
+def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:
+    """Split "/ip4/.../tcp/.../p2p/12D3..." into peer id and address. Raises BadConfiguration."""
+    address, found, peer = text.rpartition("/p2p/")
+    try:
+        if not found or not address:
+            raise ValueError("it has no address, or no /p2p/ part")
+        peer_id = PeerID.from_base58(peer)
+        if (len(peer_id.to_bytes()), peer_id.to_bytes()[:2]) not in {(38, b"\x00\x24"), (34, b"\x12\x20")}:
+            raise ValueError(f"{peer!r} is no peer id")
+        return peer_id, Multiaddr(address)
+    except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
+        raise BadConfiguration(
+            f"peer address {text!r}", f"{error}; it should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW..."
+        ) from None
