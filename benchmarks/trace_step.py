@@ -125,7 +125,7 @@ def thread_names(server: LoopThread) -> dict[int, str]:
 
 
 def report(step: Sequence[Call]) -> None:
-    """Print who calls how much."""
+    """Print the calls of each thread, and of the functions that are called most."""
     rows = []
     for thread in THREADS:
         functions = [function for where, function in step if where == thread]

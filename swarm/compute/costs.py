@@ -1,6 +1,6 @@
-"""What iterations cost, learned from those that ran; and how much prefill the next one may carry.
+"""The cost of iterations, learned from those that ran; and how much prefill the next one may carry.
 
-What prefill adds to an iteration depends on what it runs beside: a few rows more cost nothing next to many, and much
+Prefill costs more or less by the steps that it runs beside: a few rows more cost nothing next to many, and much
 where they change the kernels. So costs are learned apart by the number of decode steps, in powers of two.
 """
 
@@ -83,7 +83,7 @@ class _BySize:
         self._table = {}
 
     def largest(self, limit_s: float) -> int:
-        """Return the most tokens that take no longer, or a few more to see what they take; 0 if nothing is known.
+        """Return the most tokens that take no longer, or a few more to learn their cost; 0 if nothing is known.
 
         Where a single one takes more than half of the limit, others may take that half longer than one.
         """

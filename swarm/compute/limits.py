@@ -23,13 +23,13 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class CostLimits:
-    """What prefill may cost the sessions that decode, and how fast costs are learned."""
+    """How much prefill may cost the sessions that decode, and how fast costs are learned."""
 
     prefill_tokens_unknown: int = limit(512, "tokens", "a budget before the model's speed is known")
     stretch: float = limit(0.25, "of an iteration", "prefill beside decode steps adds no more")
     unnoticed_s: float = limit(0.018, "s", "an iteration may be this long: a quarter of a quick one pays for no piece")
     alone_s: float = limit(0.2, "s", "an iteration of prefill alone: a step that comes meanwhile waits for its end")
-    bare_every: int = limit(16, "iterations", "one of so many runs without prefill, to learn what decode takes")
+    bare_every: int = limit(16, "iterations", "one of so many runs without prefill, to learn the cost of decode")
     smoothing: float = limit(0.2, "weight", "of the newest measurement")
     outlier: float = limit(1.5, "times", "a longer measurement than so many times the expected one is cut to it")
     retry_first: int = limit(8, "iterations", "until a size that took too long is tried again")

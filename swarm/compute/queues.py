@@ -16,7 +16,7 @@ from swarm.compute.task import Task, Tenure, is_gone
 
 
 class Queue(Presence):
-    """The tasks of one session, or one task that belongs to none. What is fixed of its head are fields.
+    """The tasks of one session, or one task that belongs to none. The facts of its head are fields.
 
     single: whether the head is a decode step of few rows, or belongs to no session. since: how many iterations were
     over when the head came. stepped_at: when the session's last decode step ran.
@@ -42,7 +42,7 @@ class Queue(Presence):
 
 
 class Queues:
-    """What waits."""
+    """All queues, and the order in which their heads run."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits

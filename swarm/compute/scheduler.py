@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Prefill tokens of an iteration: as granted, and what is left once debts are paid.
+    """Prefill tokens of an iteration: as granted, and as left once debts are paid.
 
     decoding: whether a session decodes, in this iteration or soon after. While none does, nothing is owed.
     """
@@ -45,7 +45,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one iteration runs: one part alone, or several that pack. dropped: tasks that do not count any more.
+    """The work of one iteration: one part alone, or several that pack. dropped: tasks that do not count any more.
 
     Without parts there is nothing to run. Hand it to `Scheduler.ran` in any case.
     """
@@ -66,7 +66,7 @@ class Scheduler:
     """Queues tasks and forms batches of them."""
 
     def __init__(self, limits: SchedulerLimits | None = None, new_costs: Callable[[CostLimits], Costs] = Costs) -> None:
-        """new_costs: makes what learns the cost of one kind of task."""
+        """new_costs: makes the learner of one kind of task's cost."""
         self._limits = limits = limits or SchedulerLimits()
         self._queues = Queues(limits)
         self._linger = Linger(limits.linger)
@@ -137,7 +137,7 @@ class Scheduler:
         return Budget(granted, granted - paid, decoding)
 
     def _shares(self, batch: Batch) -> dict[str, float]:
-        """Return how many times its share of the prefill each peer had; keep what was beyond the budget as a debt."""
+        """Return how many times its share of the prefill each peer had; keep the excess over the budget as a debt."""
         prefilled: defaultdict[str, int] = defaultdict(int)
         for task, tokens, queue in batch.parts:
             if not queue.single:

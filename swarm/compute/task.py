@@ -65,7 +65,7 @@ class Task(Protocol):
 
     @property
     def ready(self) -> Ready:
-        """What is left of it, for the planner."""
+        """Its remaining positions, for the planner."""
         ...
 
     def run(self, tokens: int) -> None:
@@ -73,11 +73,11 @@ class Task(Protocol):
         ...
 
     def result(self) -> Any:  # noqa: ANN401 - of any kind
-        """Return what is delivered when it is over."""
+        """Return its output once it is over."""
         ...
 
     def complete(self) -> Any:  # noqa: ANN401 - of any kind
-        """Compute what is left, alone. Returns the result."""
+        """Compute the remaining positions alone. Returns the result."""
         ...
 
 
@@ -143,13 +143,13 @@ class Forward:
         self._outputs: list[Tensor] = []
 
     def complete(self) -> Tensor | None:
-        """Run what is left of it, alone. Returns its result."""
+        """Run the remaining positions alone. Returns the result."""
         self.run(self.tokens - self.done)
         return self.result()
 
     @property
     def ready(self) -> Ready:
-        """What is left of it, for the planner."""
+        """Its remaining positions, for the planner."""
         tenure, span = self.tenure, self.tenure.span
         packs = span.packs and self.activations.mask is None and not tenure.is_masked
         group = (span.blocks.start, span.blocks.stop, self.activations.hidden.dtype)
@@ -227,7 +227,7 @@ class Probe:
         self._result = self._work()
 
     def result(self) -> Any:  # noqa: ANN401 - of any kind
-        """Return what the work returned."""
+        """Return the result of the work."""
         return self._result
 
 

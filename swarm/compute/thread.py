@@ -48,7 +48,7 @@ class ComputeThread:
         self._news.put((task, done, time.perf_counter()))
 
     def stop(self) -> None:
-        """Finish what is queued, then end the thread."""
+        """Finish all queued tasks, then end the thread."""
         self._news.put(None)
         self._thread.join(timeout=10)
 
@@ -60,7 +60,7 @@ class ComputeThread:
                 pass  # and nothing of a batch is kept while the next one is waited for
 
     def _iterate(self) -> bool:
-        """Run the next batch and deliver what is finished. Returns False when there will be none."""
+        """Run the next batch and deliver the finished tasks. Returns False when there will be none."""
         batch = self._next()
         if batch is None:
             return False
@@ -115,7 +115,7 @@ def deliver(finished: Sequence[tuple[Done, object]]) -> None:
     for done, result in finished:
         try:
             done(result)
-        except Exception as error:  # noqa: BLE001 - as the loop does with what it calls
+        except Exception as error:  # noqa: BLE001 - as the loop does with its callbacks
             context = {"message": "a result was not taken", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 
@@ -162,7 +162,7 @@ def _run_packed(parts: Sequence[Part]) -> dict[Task, Exception]:
 
 
 def _outcome(task: Task, failed: Mapping[Task, Exception]) -> object:
-    """Return what is delivered: a task's result, or its error."""
+    """Return the object to deliver: a task's result, or its error."""
     try:
         return failed[task] if task in failed else task.result()
     except Exception as error:  # noqa: BLE001 - as above
