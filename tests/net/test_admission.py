@@ -89,6 +89,7 @@ def test_a_peers_silent_channel_ends_for_a_new_one(processes):
     first.heard_at -= LIMITS.silent_s
     entry = proven(mine, new := Present("a peer", MINUTE), bytes([0]))
     assert (entry.stays, entry.ends) == (True, first)
+    assert first not in mine.proven["a peer"]
     mine.forget(first)
     entry = proven(mine, one_more := Present("a peer", MINUTE), bytes([0]))
     assert (entry.stays, entry.ends) == (False, None)

@@ -262,6 +262,14 @@ async def test_a_closing_channel_counts_until_its_carrier_has_ended():
     assert pair.flow.buffers.total == other.size
 
 
+async def test_an_ended_channel_holds_nothing():
+    pair = Pair().shake()
+    pair.b.send(*step(1, (1, 1 << 16, 16)))  # 4 MiB
+    assert pair.flow.buffers.total > 4 << 20
+    pair.b.lost("gone")
+    assert pair.flow.buffers.total == 0
+
+
 async def test_a_frame_that_never_ends_ends_the_channel():
     pair = Pair(limits=channel_limits(frames={"timeout_s": 10.0})).shake()
     pair.a.send(*step())
@@ -330,7 +338,7 @@ async def test_a_ping_that_was_given_up_measures_nothing():
     await asyncio.sleep(0)
     later = pair.to_b.held.pop()
     pair.shake()
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert not ping.done()
     pair.to_b.held.append(later)
     pair.shake()

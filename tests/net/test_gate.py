@@ -63,6 +63,17 @@ def test_a_debt_closes_the_gate_until_the_peers_own_tokens_cover_it():
     assert shared.next_s(1.1) is None  # the debt has left the queue
 
 
+def test_debts_add_up_while_the_gate_is_closed():
+    mine, shared = gate(proven=False), empty()
+    mine.charge_read(110, shared, 0.0)
+    mine.charge_read(15, shared, 0.0)
+    mine.charge_read(15, shared, 0.0)  # the carrier had it already
+    mine.wake(1.1)
+    assert mine.is_open
+    mine.charge_read(1, shared, 1.1)
+    assert mine.wake_at == pytest.approx(4.0, abs=0.1)
+
+
 def test_the_gate_opens_as_soon_as_the_shared_budget_has_paid():
     opened = []
     mine = ReadGate(LIMITS, lambda: opened.append(True))
