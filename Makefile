@@ -15,15 +15,16 @@ SECONDS ?= 3600
 TOOLS := .venv-tools
 SBOM := build/sbom.cdx.json
 
-.PHONY: help demo test test-long simulate fuzz lint format install lock audit clean
+.PHONY: help demo test test-long simulate fuzz docs lint format install lock audit clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       run a whole swarm on this machine, on the small checkpoint that is part of the package"
-	@echo "make test       lint, then the tests (less than 15 minutes on 2 cores)"
-	@echo "make test-long  the tests that take longer"
+	@echo "make test       the tests, lint among them (8 minutes on 2 cores)"
+	@echo "make test-long  what takes longer, the sweeps in full (less than 45 minutes on 2 cores)"
 	@echo "make simulate   swarms on a virtual clock, SEEDS=0:200 (docs/simulation.md)"
 	@echo "make fuzz       feed every PARSER for long: Hypothesis' CASES=100000, atheris' EXECUTIONS=10000000 or SECONDS=3600"
+	@echo "make docs       write the documents' tables anew, from the code's limits and from benchmarks/results"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make install    make the environment, $(VENV), and nothing else"
@@ -34,12 +35,14 @@ help:
 demo: $(STAMP)
 	$(BIN)/swarm-demo
 
-# A file's tests run one after another, two files at a time; a file of one long test does not come last.
-test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+# Two processes, each with its half of the tests; whichever is done first takes over some of the other's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+test: $(HEALTH)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-long: $(HEALTH)
-	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+	$(PYTEST) -m long --timeout 900 $(PYTEST_ARGS)
 
 simulate: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) --departures 6,60 --jobs $$(nproc)
@@ -47,6 +50,9 @@ simulate: $(STAMP)
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(addprefix --parser ,$(PARSER)) \
 		--cases $(CASES) --executions $(EXECUTIONS) --seconds $(SECONDS)
+
+docs: $(STAMP)
+	$(BIN)/python benchmarks/tables.py
 
 lint: $(HEALTH)
 	$(BIN)/ruff check .

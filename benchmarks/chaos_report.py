@@ -85,7 +85,7 @@ def report(run: Run, path: Path | None, options: dict[str, str]) -> list[str]:
     for name, value in summary.items():
         print(f"{name}: {value}")
     _print_troubles(run)
-    broken = _broken_promises(run, recoveries)
+    broken = broken_promises(run, recoveries)
     for promise in broken:
         print(f"NOT KEPT: {promise}")
     samples = [Samples("step", [1000 * step.took_s for step in steps])]
@@ -173,7 +173,7 @@ def _print_troubles(run: Run) -> None:
             print(f"{fault.kind} of server {fault.server}: {fault.note}")
 
 
-def _broken_promises(run: Run, recoveries: Sequence[Recovery]) -> list[str]:
+def broken_promises(run: Run, recoveries: Sequence[Recovery]) -> list[str]:
     broken = []
     wrong = sum(made.wrong for made in run.generations)
     if wrong:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -160,6 +161,8 @@ def write_json(path: Path | None, name: str, seed: int, samples: Sequence[Sample
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "benchmark": name,
+        "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
         "machine": _machine(),
         "seed": seed,

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 
 from swarm.activations import Activations
 from swarm.client import AutoDistributedModel
-from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, LocalSwarm, Place
+from swarm.demo.local import LocalSwarm, Place, ProcessLimits
 from swarm.demo.local import launch as launch_sealed
 from swarm.net.frames import Sealer
 from swarm.net.launch import command
@@ -96,8 +96,11 @@ def launch_plain(
 ) -> "subprocess.Popen[bytes]":
     """As `swarm.demo.local.launch`, with plain frames."""
     script = str(Path(__file__).with_name("plain_channel.py"))
+    limits = ProcessLimits()
     line = command(
-        *(sys.executable, script, module, *arguments), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=MEMORY_BYTES_MAX
+        *(sys.executable, script, module, *arguments),
+        descriptors_max=limits.descriptors_max,
+        data_bytes_max=limits.data_bytes_max,
     )
     return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, process_group=0)
 

@@ -26,6 +26,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.client.hf.runtime import LoopThread
+from swarm.compute.task import Probe
 from swarm.compute.thread import ComputeThread
 from swarm.demo.local import LocalSwarm
 from swarm.model.checkpoint import open_checkpoint
@@ -169,7 +170,7 @@ async def _compute_thread() -> ComputeThread:
 
 async def _through(compute: ComputeThread) -> None:
     back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    compute.submit(lambda: None, lambda result: back.set_result(None))
+    compute.submit(Probe(lambda: None), lambda result: back.set_result(None))
     await back
 
 

@@ -20,6 +20,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client import AutoDistributedModel
 from swarm.client.hf.swarm import Swarm
+from swarm.client.session.limits import SessionLimits
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.demo.local import LocalSwarm
@@ -128,16 +129,18 @@ class Bench:
         self.dtype = dtype
         self.run = self.client._loop.run
 
-    async def open(self, count: int, positions_max: int = 8192, blocks: int = BLOCKS) -> list[Flow]:
+    async def open(
+        self, count: int, positions_max: int = 8192, blocks: int = BLOCKS, limits: SessionLimits | None = None
+    ) -> list[Flow]:
         """Open sessions through the whole model."""
         plan = SessionPlan(
-            root=self.client._checkpoint.root,
+            root=self.client._root,
             positions_max=positions_max,
             rollback_max=0,
             step_timeout_s=600.0,
             wait_for_blocks_s=0.0,
         )
-        opened = [await self.client.membership.open(Blocks(0, blocks), plan) for _ in range(count)]
+        opened = [await self.client.membership.open(Blocks(0, blocks), plan, limits) for _ in range(count)]
         return [Flow(session, self.width, self.dtype) for session in opened]
 
     async def close(self, flows: Sequence[Flow]) -> None:

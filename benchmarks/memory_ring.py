@@ -30,6 +30,7 @@ from swarm.net.limits import ChannelLimits, ReadLimits
 from swarm.net.noise import ChannelKey
 from swarm.protocol.naming import new_name
 from swarm.server.handler import Handler
+from swarm.server.holdings import Memory
 from swarm.server.hosting import Hosting
 from swarm.server.pool import Pool
 
@@ -84,7 +85,11 @@ async def _open(hidden_size: int) -> _Ring:
     no_limit = ChannelLimits(reading=ReadLimits(bytes_burst=1e15, idle_burst=1e15))
     server, client = (Endpoint(Identity.generate(), ChannelKey(), NETWORK) for _ in range(2))
     span = cast(Span, _Echo(hidden_size))
-    handler = Handler(Hosting(ROOT_HASH, NETWORK, span), cast(Executor, _Inline()), Pool(2 * POSITIONS_MAX), time.time)
+    memory = Memory.of(Pool(2 * POSITIONS_MAX))
+    executor = cast(Executor, _Inline())
+    handler = Handler(
+        Hosting(ROOT_HASH, NETWORK, span), executor, memory, lambda _: cast(Dialer, SimpleNamespace()), time.time
+    )
     dialer = _NoDialer()
     sessions = Sessions(partial(new_name, client.identity.peer_id), lambda _: cast(Dialer, dialer))
     there, back = _Wire(), _Wire()

@@ -19,10 +19,11 @@ from common import SEED, Samples, interleaved, table, write_json
 
 from swarm.blocks import Blocks
 from swarm.client.planning.plan import plan
+from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import Request
 from swarm.client.planning.route import Optimize, Route
 from swarm.config import PROTOCOL_VERSION
-from swarm.dht.records import RTTS_MAX, Announcement, Rtt, SignedAnnouncement, Span
+from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement, Span
 from swarm.identity import Identity
 
 TARGET_MS = 20.0
@@ -89,7 +90,8 @@ def _server(
     start, stop = spans[index]
     near = [i for i, (a, b) in enumerate(spans) if i != index and (a <= stop < b or a < start <= b)]
     rtts = tuple(
-        Rtt(keys[i][:16], round(draw.lognormvariate(3.7, 0.7), 1)) for i in draw.sample(near, min(RTTS_MAX, len(near)))
+        Rtt(keys[i][:16], round(draw.lognormvariate(3.7, 0.7), 1))
+        for i in draw.sample(near, min(RECORD.rtts_max, len(near)))
     )
     now = time.time()
     return SignedAnnouncement(
@@ -122,8 +124,11 @@ def _plan(
     known: Sequence[SignedAnnouncement], servers: Sequence[SignedAnnouncement], n_blocks: int, mode: Optimize
 ) -> Route:
     rtts = {signed.announcement.public_key: 10.0 + 3.0 * i for i, signed in enumerate(known)}
+    wishes = Preferences(optimize=mode)
     wanted = Blocks(0, n_blocks)
-    return plan(Request("benchmark", wanted, tuple(servers), client_rtts=rtts, positions_needed=2048, optimize=mode))
+    return plan(
+        Request("benchmark", wanted, tuple(servers), preferences=wishes, client_rtts=rtts, positions_needed=2048)
+    )
 
 
 def report(

@@ -10,13 +10,13 @@ as the others, whatever is quicker.
 import argparse
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from common import SEED, Samples, table, write_json
 from load import BLOCKS, DTYPES, Bench, bench, save_checkpoint
 
-from swarm.client.session import chunks
+from swarm.client.session.limits import ChunkLimits, SessionLimits
+from swarm.protocol.outbox import OutboxLimits
 from swarm.protocol.tensors import CHUNK_BYTES
 
 WAYS = ("overlapped", "one by one", "one by one, large")
@@ -51,13 +51,11 @@ async def measure(swarm: Bench, length: int, rounds: int) -> tuple[int, Samples,
     largest = CHUNK_BYTES // (swarm.width * swarm.dtype.itemsize)
     for _ in range(rounds):
         for way, taken in samples.items():
-            (flow,) = await swarm.open(1, positions_max=length)
-            if way != "overlapped":
-                for leg in flow.session.legs:
-                    leg.window = 1
-            tokens_min = largest if way.endswith("large") else chunks.CHUNK_TOKENS_MIN
-            with patch.object(chunks, "CHUNK_TOKENS_MIN", tokens_min):
-                taken.ms.append(await flow.prefill(length))
+            chunks = ChunkLimits(chunk_tokens_min=largest) if way.endswith("large") else ChunkLimits()
+            outbox = OutboxLimits() if way == "overlapped" else OutboxLimits(in_flight_max=1)
+            limits = SessionLimits(chunks=chunks, outbox=outbox)
+            (flow,) = await swarm.open(1, positions_max=length, limits=limits)
+            taken.ms.append(await flow.prefill(length))
             await swarm.close([flow])
     overlapped, *waiting = samples.values()
     return length, overlapped, min(waiting, key=lambda those: those.median)

@@ -1,4 +1,4 @@
-"""A DHT node for others to join through, which also tells servers whether they can be reached."""
+"""A DHT node for others to join through, which also dials servers back for them."""
 
 import os
 import time

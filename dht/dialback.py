@@ -1,44 +1,35 @@
 """Dial-back: before a server calls itself online, another node tries to reach it as a client would.
 
 The asker sends its own signed record over a libp2p stream, which proves its peer id. The helper dials the addresses in
-the record, with the keys in the record, and says which answered. It dials nothing else: not for others, not what is no
-address of the record, and no private or loopback address unless the asker itself comes from such a network; so it is no
-port scanner for hire.
+the record, with the keys in the record, and says which answered. It dials no other address, and a private or loopback
+address only if the asker itself comes from such a network; so it is no port scanner for hire.
 
-In a private swarm record and answer are sealed: strangers' nodes, which anybody's routing table may hold, can neither
-read where a server is nor tell it that it cannot be reached.
+In a private swarm record and answer are sealed: nodes of strangers, which any routing table may hold, can neither read
+a server's addresses nor make it believe that it cannot be reached.
 """
 
 import asyncio
 import ipaddress
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import structlog
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.dht.limits import RateLimit, TooBusy
 from swarm.dht.node import SwarmNode
-from swarm.dht.records import ADDRESSES_MAX, RECORD_BYTES_MAX, SignedAnnouncement, open_announcement
-from swarm.dht.sealing import ANSWER, SEAL_BYTES
+from swarm.dht.rates import RateLimit
+from swarm.dht.records import RECORD, SignedAnnouncement, open_announcement
+from swarm.dht.sealing import SEAL_BYTES, Purpose
 from swarm.errors import InvalidMessage, RecordError, SwarmError, Unreachable
 from swarm.identity import peer_id_of
+from swarm.limits import limit
 from swarm.net.address import parse
 from swarm.net.carriers.tcp import dial
 from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint, Remote
 
 PROTOCOL = "/swarm/dial-back/1"
-DIAL_TIMEOUT_S = 5.0  # per address; they are dialled at the same time
-REQUEST_TIMEOUT_S = 5.0
-ANSWER_TIMEOUT_S = 12.0
-ANSWER_BYTES_MAX = 4096
-HELPING_MAX = 8  # askers at one time
-STREAMS_MAX = 64  # opened by others at one time
-RATE, BURST = 1 / 10, 3.0  # requests a second per asker
-HELPERS_MAX = 3  # asked, until one answers
-NEXT_HELPER_S = 2.0  # after which the next one is asked as well
 
 Dial = Callable[[str, bytes, bytes], Awaitable[None]]
 """`dial(address, public_key, channel_key)`: connect to "host:port" and shake hands, or raise SwarmError or OSError."""
@@ -46,13 +37,33 @@ Dial = Callable[[str, bytes, bytes], Awaitable[None]]
 _log = structlog.get_logger("swarm.dialback")
 
 
+@dataclass(frozen=True, slots=True)
+class DialBackLimits:
+    """How much a helper does for others, and how long an asker waits."""
+
+    dial_timeout_s: float = limit(
+        5.0, "s", "an address that has not answered by then is silent; all are dialled at once"
+    )
+    request_timeout_s: float = limit(
+        5.0, "s", "an asker that is slower with its record, or to read the answer, is left"
+    )
+    answer_timeout_s: float = limit(12.0, "s", "a helper that is slower counts as failed")
+    answer_bytes_max: int = limit(4096, "bytes", "a longer answer is rejected")
+    helping_max: int = limit(8, "askers", "at one time; more are refused")
+    streams_max: int = limit(64, "streams", "opened by others at one time; more are closed")
+    per_s: float = limit(1 / 10, "1/s", "requests of one asker; more are refused")
+    burst: float = limit(3.0, "requests", "of one asker at once")
+    helpers_max: int = limit(3, "helpers", "asked, until one answers")
+    next_helper_s: float = limit(2.0, "s", "then the next helper is asked as well")
+
+
 class Answer(BaseModel):
-    """What a helper found. `refused`: why it did not try, else empty."""
+    """A helper's findings. `refused`: why it did not try, else empty."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
-    answered: tuple[str, ...] = Field(default=(), max_length=ADDRESSES_MAX)
-    silent: tuple[str, ...] = Field(default=(), max_length=ADDRESSES_MAX)
+    answered: tuple[str, ...] = Field(default=(), max_length=RECORD.addresses_max)
+    silent: tuple[str, ...] = Field(default=(), max_length=RECORD.addresses_max)
     refused: str = Field(default="", max_length=200)
 
 
@@ -66,7 +77,7 @@ class DialledBack:
 
 
 def dialling_as(me: Endpoint) -> Dial:
-    """Return a Dial that tries what clients do: a channel, up to both sides' proven identities."""
+    """Return a Dial that opens a channel as clients do, up to both sides' proven identities."""
 
     async def try_once(address: str, public_key: bytes, channel_key: bytes) -> None:
         channel = await dial(parse(address), Remote(peer_id_of(public_key), channel_key), me, ignore)
@@ -75,46 +86,57 @@ def dialling_as(me: Endpoint) -> Dial:
     return try_once
 
 
-async def serve_dial_back(node: SwarmNode, dial: Dial) -> None:
+async def serve_dial_back(node: SwarmNode, dial: Dial, limits: DialBackLimits = DialBackLimits()) -> None:
     """Help others on this node from now on."""
-    await node.handle_stream(PROTOCOL, _Helper(node, dial).handle)
+    await node.handle_stream(PROTOCOL, Helper(node, dial, limits).handle)
 
 
-async def ask_dial_back(node: SwarmNode, signed: SignedAnnouncement) -> DialledBack:
+async def ask_dial_back(
+    node: SwarmNode, signed: SignedAnnouncement, limits: DialBackLimits = DialBackLimits()
+) -> DialledBack:
     """Let another node try to reach us. Raises Unreachable if no node helps.
 
-    A helper that is slow, or stopped, is not waited for: after NEXT_HELPER_S the next one is asked as well.
+    A helper that is slow, or stopped, is not waited for: after `next_helper_s` the next one is asked as well.
     """
     reasons: list[str] = []
     asked: set[asyncio.Task[DialledBack]] = set()
-    helpers = iter(node.neighbours()[:HELPERS_MAX])
+    helpers = iter(node.neighbours()[: limits.helpers_max])
     try:
         while True:
             helper = next(helpers, None)
             if helper is not None:
-                asked.add(asyncio.create_task(_ask_one(node, helper, signed)))
+                asked.add(asyncio.create_task(_ask_one(node, helper, signed, limits)))
             if not asked:
                 break
-            patience_s = NEXT_HELPER_S if helper is not None else None
+            patience_s = limits.next_helper_s if helper is not None else None
             done, asked = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                if error is None:
-                    return task.result()
-                if not isinstance(error, (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError)):
-                    raise error
-                reasons.append(str(error) or type(error).__name__)
+            found = _first_answer(done, reasons)
+            if found is not None:
+                return found
     finally:
         for task in asked:
             task.cancel()
         if asked:
             await asyncio.wait(asked)
-    raise Unreachable("a node that dials us back", (), ANSWER_TIMEOUT_S, "; ".join(reasons)[:300] or "none is known")
+    why = "; ".join(reasons)[:300] or "none is known"
+    raise Unreachable("a node that dials us back", (), limits.answer_timeout_s, why)
 
 
-async def _ask_one(node: SwarmNode, helper: str, signed: SignedAnnouncement) -> DialledBack:
-    async with asyncio.timeout(ANSWER_TIMEOUT_S):
-        answer = await _ask(node, helper, node.gate.seal.close(signed.data))
+def _first_answer(done: Iterable[asyncio.Task[DialledBack]], reasons: list[str]) -> DialledBack | None:
+    """Return the result of a task that has one; add the reasons of those that failed."""
+    for task in done:
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if not isinstance(error, (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError)):
+            raise error
+        reasons.append(str(error) or type(error).__name__)
+    return None
+
+
+async def _ask_one(node: SwarmNode, helper: str, signed: SignedAnnouncement, limits: DialBackLimits) -> DialledBack:
+    async with asyncio.timeout(limits.answer_timeout_s):
+        answer = await ask_helper(node, helper, node.gate.seal.close(signed.data), limits)
     if answer.refused:
         raise Unreachable(helper, (), 0.0, answer.refused)
     known = set(signed.announcement.addresses)
@@ -125,11 +147,12 @@ async def _ask_one(node: SwarmNode, helper: str, signed: SignedAnnouncement) -> 
     )
 
 
-async def _ask(node: SwarmNode, helper: str, record: bytes) -> Answer:
+async def ask_helper(node: SwarmNode, helper: str, record: bytes, limits: DialBackLimits = DialBackLimits()) -> Answer:
+    """Send a sealed record to one helper and return its answer. Raises SwarmError, OSError, IncompleteReadError."""
     reader, writer = await node.open_stream(helper, PROTOCOL)
     try:
         await _write(writer, record)
-        answer = node.gate.seal.open(await _read(reader, ANSWER_BYTES_MAX), ANSWER)
+        answer = node.gate.seal.open(await _read(reader, limits.answer_bytes_max), Purpose.ANSWER)
         return Answer.model_validate_json(answer)
     except ValidationError:
         raise InvalidMessage("dial-back answer", f"from {helper}") from None
@@ -137,27 +160,28 @@ async def _ask(node: SwarmNode, helper: str, record: bytes) -> Answer:
         writer.close()
 
 
-class _Helper:
-    """The answering side."""
+class Helper:
+    """The answering side: dials an asker back."""
 
-    def __init__(self, node: SwarmNode, dial: Dial) -> None:
-        self._node, self._dial = node, dial
-        self._rates = RateLimit(RATE, BURST)
+    def __init__(self, node: SwarmNode, dial: Dial, limits: DialBackLimits = DialBackLimits()) -> None:
+        self._node, self._dial, self._limits = node, dial, limits
+        self._rates = RateLimit(limits.per_s, limits.burst)
         self._helping = self._streams = 0
 
     async def handle(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one stream, whatever the peer does."""
+        """Serve one stream. No behaviour of the peer raises."""
         asker = str(info.peer_id.to_base58())
-        if self._streams >= STREAMS_MAX:
+        if self._streams >= self._limits.streams_max:
             writer.close()
             return
         self._streams += 1
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):  # read even what will be refused: a reset loses the answer
-                record = await _read(reader, RECORD_BYTES_MAX + SEAL_BYTES)
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                # Read even a request that will be refused: a reset would lose the answer.
+                record = await _read(reader, RECORD.bytes_max + SEAL_BYTES)
             answer = await self._answer(asker, str(info.addr), record)
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                await _write(writer, self._node.gate.seal.close(answer.model_dump_json().encode(), ANSWER))
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                await _write(writer, self._node.gate.seal.close(answer.model_dump_json().encode(), Purpose.ANSWER))
         except (OSError, TimeoutError, asyncio.IncompleteReadError, SwarmError) as error:
             _log.debug("dial-back request failed", asker=asker, why=str(error))
         finally:
@@ -165,12 +189,10 @@ class _Helper:
             writer.close()
 
     async def _answer(self, asker: str, asker_address: str, record: bytes) -> Answer:
-        try:
-            self._rates.take(asker, asyncio.get_running_loop().time())
-            if self._helping >= HELPING_MAX:
-                raise TooBusy("this node helps enough others; ask another")
-        except TooBusy as error:
-            return Answer(refused=str(error))
+        if not self._rates.take(asker, asyncio.get_running_loop().time()):
+            return Answer(refused="too many requests; slow down")
+        if self._helping >= self._limits.helping_max:
+            return Answer(refused="this node helps enough others; ask another")
         self._helping += 1
         try:
             return await self._try_all(asker, asker_address, record)
@@ -196,9 +218,9 @@ class _Helper:
 
     async def _try(self, address: str, near: bool, public_key: bytes, channel_key: bytes) -> bool:
         try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
-                literal = await _resolved(address)
-                if literal is None or (not near and not _is_global(literal)):
+            async with asyncio.timeout(self._limits.dial_timeout_s):
+                literal = await resolved(address)
+                if literal is None or (not near and not is_global(literal)):
                     return False
                 await self._dial(literal, public_key, channel_key)
         except (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError):
@@ -206,8 +228,8 @@ class _Helper:
         return True
 
 
-async def _resolved(address: str) -> str | None:
-    """Turn "name:port" into "1.2.3.4:port", so that what is checked is what is dialled."""
+async def resolved(address: str) -> str | None:
+    """Turn "name:port" into "1.2.3.4:port", so that the address that is checked is the one that is dialled."""
     host, _, port = address.rpartition(":")
     found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=1)
     if not found:
@@ -216,12 +238,13 @@ async def _resolved(address: str) -> str | None:
     return f"[{literal}]:{port}" if ":" in literal else f"{literal}:{port}"
 
 
-def _is_global(literal: str) -> bool:
+def is_global(literal: str) -> bool:
+    """Whether "1.2.3.4:port" is an address of the internet."""
     return ipaddress.ip_address(literal.rpartition(":")[0].strip("[]")).is_global
 
 
 def _is_private(multiaddr: str) -> bool:
-    """Tell whether a peer's multiaddr is of a private network or this machine; relayed ones are not."""
+    """Whether a peer's multiaddr is of a private network or this machine; relayed ones are not."""
     parts = multiaddr.split("/")
     if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in {"ip4", "ip6"}:
         return False

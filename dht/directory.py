@@ -1,8 +1,8 @@
-"""The directory: who serves which blocks of which model, as announced by the servers themselves.
+"""The directory: the servers of each model and their blocks, as announced by the servers themselves.
 
 Each announcement is stored in two places: under its span, where clients look for servers, and under its model's name,
-so that people and error messages can list what the swarm serves. An entry of the second kind binds name, root and size:
-a squatter can add one beside the true one, and cannot change or remove that.
+so that people and error messages can list the models of the swarm. An entry of the second kind binds name, root and
+size: a squatter can add one beside the true one, and cannot change or remove that.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import structlog
 from swarm.blocks import Blocks
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import (
-    LIFETIME_S,
+    RECORD,
     Announcement,
     SignedAnnouncement,
     Span,
@@ -29,21 +29,27 @@ from swarm.dht.records import (
 )
 from swarm.dht.sequence import Sequence, SequenceInMemory
 from swarm.dht.store import RecordStore
-from swarm.dht.validator import Clock, Entry, Facts, Heard
+from swarm.dht.validator import Clock, Entry, Facts, OnEntries
 from swarm.errors import RecordError
 from swarm.identity import Identity
+from swarm.limits import limit
 from swarm.net.reach import sensible
-
-SPANS_MAX = 64  # announced by one peer at one time
-SERVERS_MAX = 4096  # returned by one look-up
-OPEN_SLICE = 24  # records opened without a pause for the event loop: about 2 ms
 
 _log = structlog.get_logger("swarm.directory")
 
 
 @dataclass(frozen=True, slots=True)
+class DirectoryLimits:
+    """How much a directory announces and returns."""
+
+    spans_max: int = limit(64, "spans", "announced by one peer at one time; more raise RecordError")
+    servers_max: int = limit(4096, "records", "returned by one look-up; the last spans are left out")
+    open_slice: int = limit(24, "records", "opened without a pause for the event loop: about 2 ms")
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
-    """A record as it was announced, and how many other nodes hold it: 0 means that nobody else could be told."""
+    """A record as it was announced, and how many other nodes hold it: 0 means that no other node took it."""
 
     signed: SignedAnnouncement
     replicas: int
@@ -51,7 +57,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a look-up found. `other_protocols`: major versions of servers that were left out because of it."""
+    """The result of a look-up. `other_protocols`: major versions of servers that were left out because of it."""
 
     servers: tuple[SignedAnnouncement, ...]
     other_protocols: tuple[int, ...] = ()
@@ -59,7 +65,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ModelEntry:
-    """A model that somebody serves, or claims to. The directory of its root tells whether anybody really does."""
+    """A model that a server claims to serve. A look-up of its root returns the servers that really do."""
 
     name: str
     root: str
@@ -67,7 +73,7 @@ class ModelEntry:
 
 
 class Directory:
-    """Announces for one identity and looks up for anybody. Without an identity it only looks up."""
+    """Announces one identity's spans, and looks up all servers. Without an identity it only looks up."""
 
     def __init__(
         self,
@@ -78,8 +84,10 @@ class Directory:
         clock: Clock,
         sequence: Sequence | None = None,
         public: bool = False,
+        limits: DirectoryLimits = DirectoryLimits(),
     ) -> None:
         """sequence: of the identity's records; else one in memory. public: see `swarm.net.reach`."""
+        self._limits = limits
         self._store, self._identity, self._network, self._clock = store, identity, network, clock
         self._sequence = sequence or SequenceInMemory()
         self.public = public
@@ -91,8 +99,8 @@ class Directory:
         Its `sequence`, `issued` and `expires` are set here. Raises RecordError, or NetworkError when cut off.
         """
         place = (announcement.root, announcement.blocks)
-        if place not in self._announced and len(self._announced) >= SPANS_MAX:
-            raise RecordError(f"more than {SPANS_MAX} spans of one peer")
+        if place not in self._announced and len(self._announced) >= self._limits.spans_max:
+            raise RecordError(f"more than {self._limits.spans_max} spans of one peer")
         signed = self._signed(announcement)
         self._announced[place] = signed.announcement
         stored, facts = self._sealed(signed)
@@ -100,7 +108,7 @@ class Directory:
         return Published(signed, replicas[0])
 
     async def withdraw(self, blocks: Blocks | None = None) -> None:
-        """Take back what was announced, or only this span: the records are replaced by ones that say so."""
+        """Withdraw all announced spans, or only this one: their records are replaced by ones that say so."""
         entries = []
         for place, announcement in list(self._announced.items()):
             if blocks is not None and announcement.span != blocks:
@@ -113,36 +121,36 @@ class Directory:
             await self._store.put(entries)
 
     async def servers(self, root: str, n_blocks: int) -> tuple[SignedAnnouncement, ...]:
-        """Return everybody's living announcements of a model, ordered by span and owner. Raises NetworkError."""
+        """Return all living announcements of a model, ordered by span and owner. Raises NetworkError."""
         return (await self.survey(root, n_blocks)).servers
 
-    async def survey(self, root: str, n_blocks: int, heard: Heard | None = None) -> Survey:
-        """Return the living announcements, and what had to be left out. Raises NetworkError.
+    async def survey(self, root: str, n_blocks: int, on_entries: OnEntries | None = None) -> Survey:
+        """Return the living announcements, and the protocols that were left out. Raises NetworkError.
 
-        heard: takes records as they come, before the last node has answered; for `updated`.
+        on_entries: takes records as they come, before the last node has answered; for `updated`.
         """
-        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), heard)
+        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), on_entries)
         servers, others = [], set()
         for i, stored in enumerate(_flat(found.values())):
-            if i % OPEN_SLICE == OPEN_SLICE - 1:
+            if i % self._limits.open_slice == self._limits.open_slice - 1:
                 await asyncio.sleep(0)
             try:
                 servers.append(self._opened(stored))
             except RecordError as error:
                 others |= self._protocol_of(stored)
                 _log.debug("record left out", why=error.why)
-        return Survey(_usable(servers, root, n_blocks), tuple(sorted(others)))
+        return Survey(self._usable(servers, root, n_blocks), tuple(sorted(others)))
 
-    def updated(self, survey: Survey, root: str, n_blocks: int, heard: Iterable[Entry]) -> Survey:
-        """Put what was heard of the next survey into the last one. Of a server and a span the newest record counts."""
+    def updated(self, survey: Survey, root: str, n_blocks: int, entries: Iterable[Entry]) -> Survey:
+        """Merge records of the next survey into the last one. Of a server and a span the newest record counts."""
         newest = {(signed.announcement.public_key, signed.announcement.blocks): signed for signed in survey.servers}
-        for entry in heard:
+        for entry in entries:
             with suppress(RecordError):
                 signed = self._opened(entry.data)
                 place = signed.announcement.public_key, signed.announcement.blocks
                 if place not in newest or newest[place].announcement.sequence < signed.announcement.sequence:
                     newest[place] = signed
-        return Survey(_usable(list(newest.values()), root, n_blocks), survey.other_protocols)
+        return Survey(self._usable(list(newest.values()), root, n_blocks), survey.other_protocols)
 
     async def models(self, name: str | None = None) -> tuple[ModelEntry, ...]:
         """Return the models that are announced, or those of one name. Raises NetworkError."""
@@ -165,7 +173,11 @@ class Directory:
         if announcement.network != self._network:
             raise RecordError(f"it is for the network {announcement.network!r}, this one is {self._network!r}")
         now = self._clock()
-        times: dict[str, Any] = {"sequence": self._sequence.next(now), "issued": now, "expires": now + LIFETIME_S}
+        times: dict[str, Any] = {
+            "sequence": self._sequence.next(now),
+            "issued": now,
+            "expires": now + RECORD.lifetime_s,
+        }
         stamped = announcement.model_copy(update=times)
         data = sign_announcement(stamped, self._identity)
         return SignedAnnouncement(stamped, data)
@@ -187,7 +199,7 @@ class Directory:
         return SignedAnnouncement(announcement.model_copy(update={"addresses": addresses}), data)
 
     def _protocol_of(self, stored: bytes) -> set[int]:
-        """Return the record's protocol if it is only that which we cannot use."""
+        """Return the record's protocol if the record holds and is of another protocol than ours."""
         try:
             data = self._store.gate.seal.open(stored)
             envelope = open_envelope(data, now=self._clock(), network=self._network)
@@ -195,21 +207,20 @@ class Directory:
             return set()
         return {envelope.protocol} - {PROTOCOL_VERSION}
 
-
-def _usable(servers: list[SignedAnnouncement], root: str, n_blocks: int) -> tuple[SignedAnnouncement, ...]:
-    """Those of a model that are not withdrawn, ordered by span and owner."""
-    usable = [
-        signed
-        for signed in _of_latest_process(servers)
-        if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
-        and signed.announcement.state != "withdrawn"
-    ]
-    usable.sort(key=lambda signed: (signed.announcement.blocks, signed.announcement.public_key))
-    return tuple(usable[:SERVERS_MAX])
+    def _usable(self, servers: list[SignedAnnouncement], root: str, n_blocks: int) -> tuple[SignedAnnouncement, ...]:
+        """Return the records of a model that are not withdrawn, ordered by span and owner."""
+        usable = [
+            signed
+            for signed in _of_latest_process(servers)
+            if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
+            and signed.announcement.state != "withdrawn"
+        ]
+        usable.sort(key=lambda signed: (signed.announcement.blocks, signed.announcement.public_key))
+        return tuple(usable[: self._limits.servers_max])
 
 
 def _of_latest_process(servers: list[SignedAnnouncement]) -> list[SignedAnnouncement]:
-    """Leave out what a peer announced before it was started again, with other blocks: that channel key is gone."""
+    """Leave out records of a peer from before its restart, with other blocks: that channel key is gone."""
     latest: dict[str, Announcement] = {}
     for record in (signed.announcement for signed in servers):
         known = latest.get(record.public_key)

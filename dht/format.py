@@ -1,69 +1,85 @@
-"""What every reader of the DHT shares: the form of an answer, and the bounds of a call. Neither hivemind nor libp2p."""
+"""The form of an answer and the bounds of a call, shared by all readers of the DHT. Neither hivemind nor libp2p."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgpack
 
-from swarm.dht.records import RECORD_BYTES_MAX, packed_text
+from swarm.dht.records import RECORD, packed_text
 from swarm.dht.sealing import SEAL_BYTES
-from swarm.dht.storage import SUBKEYS_MAX
 from swarm.dht.validator import Entry, RecordGate, pack_value
 from swarm.errors import RecordError, RecordExpired
+from swarm.limits import limit
 
-BUCKET_SIZE = 20
-REPLICAS = 5
-CALL_TIMEOUT_S = 3.0
-FIND_TIMEOUT_S = 1.5  # in a search, where others answer as well: some five round trips for who is not connected yet
-KEYS_MAX = 4  # keys in one find: 4 full keys fill half of p2pd's largest message, 4 MiB
-FALSE_MAX = 8  # forged or misplaced records in one answer; then the rest of it is not looked at
-NAMED_MAX = 2 * BUCKET_SIZE  # neighbours in one answer for one key, so that a crowd of liars does not hide all others
-FOUND_MAX = NAMED_MAX * SUBKEYS_MAX  # records that one search keeps per key: all that it can be told, or liars fill it
-VERIFY_SLICE = 24  # records checked without a pause: about 2 ms
-RATE, BURST = 50.0, 400.0  # others' calls a second, per peer; a stored entry counts like a call
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Bounds of the calls between two nodes. All nodes share them: a caller keeps to the bounds of the other side."""
+
+    bucket_size: int = limit(20, "nodes", "of one bucket of the routing table; a newcomer waits for a gap")
+    replicas: int = limit(5, "nodes", "keep each record, at least")
+    timeout_s: float = limit(3.0, "s", "a peer that does not answer a call by then is forgotten")
+    find_timeout_s: float = limit(1.5, "s", "the same in a search: about five round trips to an unconnected peer")
+    keys_max: int = limit(4, "keys", "in one find; 4 full keys fill half of p2pd's largest message, 4 MiB")
+    named_max: int = limit(40, "nodes", "named for one key, two buckets: a crowd of liars does not hide all others")
+    stores_max: int = limit(64, "entries", "in one store; a longer request is rejected")
+    answer_bytes_max: int = limit(3 << 20, "bytes", "records in one answer; keys beyond are answered as not found")
+    calls_max: int = limit(64, "calls", "of our own at one time; more wait")
+    handled_max: int = limit(64, "calls", "of others at one time; more are refused")
+    per_s: float = limit(50.0, "1/s", "others' calls, per peer; a stored entry counts like a call")
+    burst: float = limit(400.0, "calls", "of one peer at once; more are refused")
+
+
+CALLS = CallLimits()
 _DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subkeys
-_NOTHING_ELSE = {
-    f"max_{kind}_len": 0 for kind in ("array", "map", "bin", "str")
-}  # msgpack makes room for what is claimed
 
 
 def pack_dictionary(entries: Sequence[Entry]) -> bytes:
     """Return hivemind's wire form of a dictionary of subkeys."""
     items = [[entry.place.subkey, pack_value(entry.data), entry.facts.expires] for entry in entries]
     latest = max((entry.facts.expires for entry in entries), default=0.0)
-    inner = msgpack.packb([SUBKEYS_MAX, latest, items], use_bin_type=True)
+    inner = msgpack.packb([RECORD.entries_per_key, latest, items], use_bin_type=True)
     return bytes(msgpack.packb(msgpack.ExtType(_DICTIONARY_TAG, inner)))
 
 
 def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
-    """Invert pack_dictionary into (packed subkey, packed value, expiry); what is malformed is left out."""
-    try:
-        outer = msgpack.unpackb(value, max_ext_len=len(value), **_NOTHING_ELSE)
+    """Invert pack_dictionary into (packed subkey, packed value, expiry); malformed items are left out."""
+    try:  # every kind has a bound, because msgpack allocates the length that a header claims
+        nothing_else = {f"max_{kind}_len": 0 for kind in ("array", "map", "bin", "str")}
+        outer = msgpack.unpackb(value, max_ext_len=len(value), **nothing_else)
         if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY_TAG:
             return []
-        limits = {"max_array_len": SUBKEYS_MAX, "max_bin_len": RECORD_BYTES_MAX + SEAL_BYTES + 3, "max_str_len": 256}
-        _, _, items = msgpack.unpackb(outer.data, raw=False, max_map_len=0, max_ext_len=0, **limits)
+        bytes_max = RECORD.bytes_max + SEAL_BYTES + 3
+        bounds = {"max_array_len": RECORD.entries_per_key, "max_bin_len": bytes_max, "max_str_len": 256}
+        _, _, items = msgpack.unpackb(outer.data, raw=False, max_map_len=0, max_ext_len=0, **bounds)
         return [(packed_text(s), v, e) for s, v, e in items if _is_item(s, v, e)]
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
         return []
 
 
-async def believe(gate: RecordGate, key: bytes, value: bytes, slice_records: int = VERIFY_SLICE) -> list[Entry]:
-    """Pick the records that hold out of an answer for one key, `slice_records` at a time without a pause."""
+async def believe(gate: RecordGate, key: bytes, value: bytes) -> list[Entry]:
+    """Pick the records that hold out of an answer for one key, some at a time without a pause."""
     believed: list[Entry] = []
+    at_once = gate.limits.verify_slice
     false = 0
     for i, (subkey, packed, expiration) in enumerate(unpack_dictionary(value)):
         try:
             believed.append(gate.admit(key, subkey, packed, expiration))
-        except RecordExpired:  # clocks differ a little: nobody's fault
+        except RecordExpired:  # clocks differ a little: not the node's fault
             pass
         except RecordError:
             false += 1
-            if false >= FALSE_MAX:
+            if false >= 8:  # forged or misplaced records: the rest of the answer is not read
                 break
-        if i % slice_records == slice_records - 1:
+        if i % at_once == at_once - 1:
             await asyncio.sleep(0)
     return believed
+
+
+def peers_named(peers: Sequence[bytes], count_max: int = CALLS.named_max) -> list[bytes]:
+    """Return the peer ids that an answer names for one key, without those that are too long to be any."""
+    return [bytes(peer) for peer in peers[:count_max] if len(peer) <= 64]
 
 
 def _is_item(subkey: object, value: object, expiration: object) -> bool:

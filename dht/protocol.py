@@ -1,12 +1,12 @@
-"""The three calls of hivemind's DHT (ping, store, find) with our rules for what is believed, kept and answered.
+"""The three calls of hivemind's DHT (ping, store, find) with our rules of belief, storage and answers.
 
 The wire format is hivemind's, so that other readers of it work; all of hivemind's own handlers are replaced, because
-they trust what arrives: see validator.py and storage.py. Also:
+they trust all that arrives: see validator.py and storage.py. Also:
 
-- A node's id is the hash of its peer id. Others are neither learnt from calls nor from answers, so nobody can choose an
-  id next to a key for less than the price of grinding keys.
-- What another node would cache for us is refused, and nothing is handed over to new nodes: owners refresh every 20 s,
-  and a stranger cannot make this node send its whole storage by inventing nodes.
+- A node's id is the hash of its peer id. Other ids are neither learnt from calls nor from answers, so a peer cannot
+  choose an id next to a key for less than the price of grinding keys.
+- Entries that a node sends for our cache are refused, and no entries are handed over to new nodes: owners refresh every
+  20 s, and a stranger cannot make this node send its whole storage by inventing nodes.
 - Records are verified in slices, with a turn for the event loop in between.
 """
 
@@ -24,32 +24,13 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
-from swarm.dht.format import (
-    BUCKET_SIZE,
-    BURST,
-    CALL_TIMEOUT_S,
-    FIND_TIMEOUT_S,
-    KEYS_MAX,
-    NAMED_MAX,
-    RATE,
-    REPLICAS,
-    VERIFY_SLICE,
-    believe,
-    pack_dictionary,
-)
-from swarm.dht.limits import RateLimit, TooBusy
+from swarm.dht.format import CALLS, CallLimits, believe, pack_dictionary, peers_named
+from swarm.dht.rates import RateLimit
 from swarm.dht.records import packed_text
 from swarm.dht.search import Found, position
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
-from swarm.errors import InvalidMessage, RecordError
-
-DEPTH_MODULO = 5
-CALLS_MAX = 64  # our own calls at one time
-STORES_MAX = 64  # entries in one store
-ANSWER_BYTES_MAX = 3 << 20
-HANDLED_MAX = 64  # others' calls at one time
-PEER_ID_BYTES_MAX = 64
+from swarm.errors import InvalidMessage, RecordError, TooBusy
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +49,33 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
 
     @classmethod
     async def build(
-        cls, p2p: P2P, *, gate: RecordGate, storage: RecordStorage, clock: Clock, client: bool
+        cls,
+        p2p: P2P,
+        *,
+        gate: RecordGate,
+        storage: RecordStorage,
+        clock: Clock,
+        client: bool,
+        limits: CallLimits = CALLS,
     ) -> "SwarmProtocol":
         """Make the protocol of one node; unless it is a client, it answers calls when this returns."""
         node_id = node_id_of(p2p.peer_id)
-        sizes = BUCKET_SIZE, DEPTH_MODULO, REPLICAS, CALL_TIMEOUT_S, CALLS_MAX, 1  # the last one: hivemind's cache
-        self = cast(SwarmProtocol, await cls.create(p2p, node_id, *sizes, True, DenyAll(), None))
-        self._equip(gate, storage, clock)
+        sizes = limits.bucket_size, 5, limits.replicas  # 5: depth modulo, as Kademlia's paper has it
+        calls = limits.timeout_s, limits.calls_max, 1  # 1: the size of hivemind's own cache, which nothing uses
+        self = cast(SwarmProtocol, await cls.create(p2p, node_id, *sizes, *calls, True, DenyAll(), None))
+        self.equip(gate, storage, clock, limits)
         if not client:
             self.client_mode = False
             self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
             await self.add_p2p_handlers(p2p)
         return self
 
-    def _equip(self, gate: RecordGate, storage: RecordStorage, clock: Clock) -> None:
-        self.gate, self.records, self.clock = gate, storage, clock
+    def equip(self, gate: RecordGate, storage: RecordStorage, clock: Clock, limits: CallLimits = CALLS) -> None:
+        """Give it the parts that hivemind's own `create` does not know."""
+        self.gate, self.records, self.clock, self.limits = gate, storage, clock, limits
         self.unanswered: deque[PeerID] = deque(maxlen=64)  # routing-table entries to be pinged when there is time
         self._handling = 0
-        self._rates = RateLimit(RATE, BURST)
+        self._rates = RateLimit(limits.per_s, limits.burst)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -106,27 +96,29 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """Keep the entries that hold; one that does not hold never affects another."""
         n = len(request.keys)
-        if n > STORES_MAX or not n == len(request.subkeys) == len(request.values) == len(request.expiration_time):
+        same = n == len(request.subkeys) == len(request.values) == len(request.expiration_time)
+        if n > self.limits.stores_max or not same:
             raise InvalidMessage("store request", "too many entries, or lists of different lengths")
         async with self._admitted(context.remote_id, max(1, n)):
             self._meet(request.peer.node_id, context.remote_id)
-            response = dht_pb2.StoreResponse(peer=self.node_info)
+            response, at_once = dht_pb2.StoreResponse(peer=self.node_info), self.gate.limits.verify_slice
             for i in range(n):
                 in_cache = i < len(request.in_cache) and request.in_cache[i]
                 parts = request.keys[i], request.subkeys[i], request.values[i], request.expiration_time[i]
                 response.store_ok.append(not in_cache and self._store_one(*parts))
-                if i % VERIFY_SLICE == VERIFY_SLICE - 1:
+                if i % at_once == at_once - 1:
                     await asyncio.sleep(0)
             return response
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """Answer with what is stored under the keys, and with the nodes nearest to them."""
-        if len(request.keys) > KEYS_MAX or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
-            raise InvalidMessage("find request", f"more than {KEYS_MAX} keys, or a key that is not a hash")
+        """Answer with the records under the keys, and with the nodes nearest to them."""
+        keys_max = self.limits.keys_max
+        if len(request.keys) > keys_max or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
+            raise InvalidMessage("find request", f"more than {keys_max} keys, or a key that is not a hash")
         async with self._admitted(context.remote_id, max(1, len(request.keys))):
             self._meet(request.peer.node_id, context.remote_id)
             response = dht_pb2.FindResponse(peer=self.node_info)
-            left = ANSWER_BYTES_MAX
+            left = self.limits.answer_bytes_max
             for key in request.keys:
                 result = self._find_one(key, left, exclude=node_id_of(context.remote_id))
                 left -= len(result.value)
@@ -135,8 +127,9 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
 
     @asynccontextmanager
     async def _admitted(self, peer: PeerID, cost: float) -> AsyncIterator[None]:
-        self._rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost)
-        if self._handling >= HANDLED_MAX:
+        if not self._rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost):
+            raise TooBusy("too many requests; slow down")
+        if self._handling >= self.limits.handled_max:
             raise TooBusy("this node is busy; try another")
         self._handling += 1
         try:
@@ -158,7 +151,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value, expiration_time=expires)
         else:
             result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
-        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), k=NAMED_MAX, exclude=exclude)
+        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), k=self.limits.named_max, exclude=exclude)
         for node_id, peer in near:
             result.nearest_node_ids.append(node_id.to_bytes())
             result.nearest_peer_ids.append(peer.to_bytes())
@@ -182,7 +175,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     # --- we call others ----------------------------------------------------------------------------------------------
 
     async def ping(self, peer: PeerID) -> Pong | None:
-        """Return who answers and its clock, or None."""
+        """Return the answering node's id and clock, or None."""
         asked = self.clock()
         response = await self._call(peer, "rpc_ping", dht_pb2.PingRequest(peer=self.node_info))
         if response is None or not math.isfinite(response.dht_time):
@@ -196,7 +189,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         return pong.node_id if pong is not None else None
 
     async def store(self, peer: PeerID, entries: Sequence[Entry]) -> tuple[bool, ...] | None:
-        """Ask a node to keep entries (at most STORES_MAX). Returns what it accepted, or None without an answer."""
+        """Ask a node to keep entries (at most `stores_max`). Returns which it accepted, or None without an answer."""
         request = dht_pb2.StoreRequest(
             keys=[entry.place.key for entry in entries],
             subkeys=[packed_text(entry.place.subkey) for entry in entries],
@@ -211,13 +204,13 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         return tuple(response.store_ok)
 
     async def call_store(self, *_: object, **__: object) -> None:
-        """hivemind's form of `store`; nothing of ours uses it, and it would send what is not ours."""
+        """hivemind's form of `store`; nothing of ours uses it, and it would send records of others."""
         raise NotImplementedError("use SwarmProtocol.store")
 
     async def find(self, peer: PeerID, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
-        """Ask a node for keys (at most KEYS_MAX). Returns only what holds; None without a usable answer."""
+        """Ask a node for keys (at most `keys_max`). Returns records that hold; None without a usable answer."""
         request = dht_pb2.FindRequest(keys=keys, peer=self.node_info)
-        response = await self._call(peer, "rpc_find", request, FIND_TIMEOUT_S)
+        response = await self._call(peer, "rpc_find", request, self.limits.find_timeout_s)
         if response is None or len(response.results) != len(keys):
             return None
         found: dict[bytes, Found] = {}
@@ -227,7 +220,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
                 entries = await believe(self.gate, key, result.value)
             found[key] = (
                 entries,
-                [peer for peer in result.nearest_peer_ids[:NAMED_MAX] if len(peer) <= PEER_ID_BYTES_MAX],
+                peers_named(result.nearest_peer_ids, self.limits.named_max),
             )
         return found
 
@@ -240,13 +233,14 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         peer: PeerID,
         method: str,
         request: Any,  # noqa: ANN401 - protobuf messages
-        timeout_s: float = CALL_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> Any:  # noqa: ANN401
-        """Make one call and note whether the peer is alive. None stands for any failure."""
+        """Make one call and note whether the peer is alive. Returns None after any failure."""
+        timeout_s = self.limits.timeout_s if timeout_s is None else timeout_s
         try:
             async with self.rpc_semaphore:
                 response = await getattr(self.get_stub(peer), method)(request, timeout=timeout_s)
-        except Exception:  # noqa: BLE001 - whatever the peer or p2pd made of it
+        except Exception:  # noqa: BLE001 - the peer or p2pd failed
             self._forget(peer)
             return None
         self._meet(response.peer.node_id, peer)

@@ -1,13 +1,12 @@
-"""Announcements: what a server says about one span, signed by the identity that serves it.
+"""Announcements: a server's claims about one span, signed by the identity that serves it.
 
 A record is `signature (64 bytes, Ed25519) + payload`, at most 2048 bytes, where the payload is canonical JSON: UTF-8,
 sorted keys, no spaces, no NaN. Bytes that are not their own canonical form are rejected: one announcement has exactly
 one encoding.
 
-Two readers share this module. A *storing* node needs to know only where a record belongs, whose it is and how long it
-lives: that is an `Envelope`, and it holds for every major version of the protocol, so that versions mix in one DHT. A
-*using* node opens the whole `Announcement` of its own major version. Fields that neither knows are signed, kept and
-ignored.
+Two readers share this module. A *storing* node needs only a record's place, its owner and its lifetime: that is an
+`Envelope`, and it holds for every major version of the protocol, so that versions mix in one DHT. A *using* node opens
+the whole `Announcement` of its own major version. Fields that neither knows are signed, kept and ignored.
 
 Nothing here imports hivemind or torch: light readers and simulators use this module too.
 """
@@ -26,18 +25,27 @@ from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.config import NETWORK_PATTERN, PROTOCOL_VERSION
 from swarm.errors import ClockSkew, RecordError, RecordExpired
 from swarm.identity import SIGNATURE_BYTES, Identity, peer_id_of, verify
+from swarm.limits import limit
 
-RECORD_BYTES_MAX = 2048  # 256 of them fill half of one DHT message; a relay of records stays cheap
-LIFETIME_S = 60.0  # a dead server's record is gone after this
-REFRESH_S = 20.0  # two refreshes may get lost before a live server's record is gone
-SKEW_MAX_S = 30.0  # clocks farther apart are reported as ClockSkew
-ADDRESSES_MAX = 8
-RTTS_MAX = 16
-PUBLIC_NAME_MAX = 64  # characters
-DEVICE_MAX = 64  # characters
-SPANS_PER_KEY = 8  # first blocks that share one DHT key: a model of 128 blocks has 16 keys
-MODEL_SHARDS = 16  # DHT keys over which the names of models are spread
-INTEGER_MAX = 2**53 - 1  # what every JSON reader represents exactly
+
+@dataclass(frozen=True, slots=True)
+class RecordLimits:
+    """Bounds of a record, on which all nodes of a swarm agree: no node can have others."""
+
+    bytes_max: int = limit(2048, "bytes", "a longer record is rejected; 256 of them fill half of one DHT message")
+    lifetime_s: float = limit(60.0, "s", "a dead server's record is gone after this")
+    refresh_s: float = limit(20.0, "s", "announced this often, so that two refreshes may get lost")
+    skew_max_s: float = limit(30.0, "s", "clocks farther apart are reported as ClockSkew")
+    addresses_max: int = limit(8, "addresses", "a record with more is rejected")
+    rtts_max: int = limit(16, "round trips", "a record with more is rejected")
+    public_name_chars: int = limit(64, "characters", "a record with a longer public name is rejected")
+    device_chars: int = limit(64, "characters", "a record with a longer device name is rejected")
+    spans_per_key: int = limit(8, "first blocks", "share one DHT key: a model of 128 blocks has 16 keys")
+    model_shards: int = limit(16, "keys", "the names of models are spread over so many DHT keys")
+    entries_per_key: int = limit(256, "entries", "a newcomer is refused when a key has so many")
+
+
+RECORD = RecordLimits()
 
 _DOMAIN = b"swarm announcement"
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -74,7 +82,7 @@ def _hex(n_bytes: int) -> StringConstraints:
 Hex32 = Annotated[str, _hex(32)]
 Printable = Annotated[str, AfterValidator(check_printable)]
 Address = Annotated[str, StringConstraints(max_length=128), AfterValidator(check_address)]
-Count = Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+Count = Annotated[int, Field(ge=0, le=2**53 - 1)]  # every JSON reader represents these exactly
 Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Moment = Annotated[float, Field(gt=0, le=1e11, allow_inf_nan=False)]  # wall seconds since 1970
 
@@ -94,7 +102,7 @@ class Rtt(NamedTuple):
 
 
 class Envelope(BaseModel):
-    """What a storing node must know of a record of any version: its place in the DHT, its owner and its time."""
+    """The part of a record of any version that a storing node needs: its place in the DHT, its owner and its time."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -113,8 +121,8 @@ class Envelope(BaseModel):
     def _consistent(self) -> Self:
         if not self.blocks.start < self.blocks.stop <= self.n_blocks:
             raise ValueError("blocks out of range")
-        if not 0 < self.expires - self.issued <= LIFETIME_S:
-            raise ValueError(f"lifetime is not within {LIFETIME_S:.0f} s")
+        if not 0 < self.expires - self.issued <= RECORD.lifetime_s:
+            raise ValueError(f"lifetime is not within {RECORD.lifetime_s:.0f} s")
         return self
 
     @property
@@ -138,7 +146,7 @@ class Announcement(Envelope):
 
     version: Annotated[Printable, StringConstraints(min_length=1, max_length=32)]
     numeric_class: str = Field(pattern=r"^[a-z0-9][a-z0-9_.+-]{0,31}$", description='dtype and quantisation: "float32"')
-    addresses: Annotated[tuple[Address, ...], Field(max_length=ADDRESSES_MAX)]
+    addresses: Annotated[tuple[Address, ...], Field(max_length=RECORD.addresses_max)]
     channel_key: Hex32
     decode_tps: Rate | None = None
     prefill_tps: Rate | None = None
@@ -147,9 +155,9 @@ class Announcement(Envelope):
     batches: bool | None = Field(default=None, description="whether it runs steps of many sessions as one")
     state: Literal["joining", "online", "draining", "withdrawn"]
     automatic: bool = Field(default=False, description="the server chose the span itself and moves where it is needed")
-    rtts: Annotated[tuple[Rtt, ...], Field(max_length=RTTS_MAX)] = ()
-    public_name: Annotated[Printable, StringConstraints(max_length=PUBLIC_NAME_MAX)] = ""
-    device: Annotated[Printable, StringConstraints(max_length=DEVICE_MAX)] = ""
+    rtts: Annotated[tuple[Rtt, ...], Field(max_length=RECORD.rtts_max)] = ()
+    public_name: Annotated[Printable, StringConstraints(max_length=RECORD.public_name_chars)] = ""
+    device: Annotated[Printable, StringConstraints(max_length=RECORD.device_chars)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +174,8 @@ def sign_announcement(announcement: Announcement, identity: Identity) -> bytes:
         raise RecordError("an identity signs its own announcements only")
     payload = canonical_json(announcement.model_dump(mode="json"))
     data = identity.sign(_DOMAIN, payload) + payload
-    if len(data) > RECORD_BYTES_MAX:
-        raise RecordError(f"size: {len(data)} bytes, at most {RECORD_BYTES_MAX} are allowed")
+    if len(data) > RECORD.bytes_max:
+        raise RecordError(f"size: {len(data)} bytes, at most {RECORD.bytes_max} are allowed")
     return data
 
 
@@ -176,19 +184,19 @@ def open_announcement(
 ) -> Announcement:
     """Check a record of this protocol version completely. `now` in wall seconds; `verified`: its signature was checked.
 
-    late_s: for how long after its end a record still counts, for who needs its keys and addresses alone.
+    late_s: a record counts for so long after its end, where only its keys and addresses are needed.
     Raises RecordError with the reason: size, encoding, field, signature, time, network or protocol.
     """
     fields = _fields(data)
     envelope = _checked(data, fields, now, network, verified, late_s)
     if envelope.protocol != PROTOCOL_VERSION:
-        who = "this side" if envelope.protocol > PROTOCOL_VERSION else "the other side"
-        raise RecordError(f"protocol: theirs is {envelope.protocol}, ours {PROTOCOL_VERSION}; {who} must upgrade")
+        older = "this side" if envelope.protocol > PROTOCOL_VERSION else "the other side"
+        raise RecordError(f"protocol: theirs is {envelope.protocol}, ours {PROTOCOL_VERSION}; {older} must upgrade")
     return _parse(Announcement, data)
 
 
 def open_envelope(data: bytes, *, now: float, network: str, verified: bool = False) -> Envelope:
-    """Check what holds for records of every protocol version. Raises RecordError like open_announcement."""
+    """Check the part that records of every protocol version have. Raises RecordError like open_announcement."""
     return _checked(data, _fields(data), now, network, verified, 0.0)
 
 
@@ -196,34 +204,34 @@ def check_expiry(issued: float, expires: float, now: float) -> None:
     """Raise RecordExpired unless a record with these times is alive at `now` (all wall seconds)."""
     if expires <= now:
         raise RecordExpired(f"expired {now - expires:.1f} s ago")
-    if issued > now + SKEW_MAX_S:
+    if issued > now + RECORD.skew_max_s:
         raise RecordExpired(f"from the future: issued {issued - now:.1f} s ahead of this clock")
 
 
 def check_clock(skews_s: Sequence[float]) -> None:
-    """Raise ClockSkew if this clock is wrong by what others say, each its own difference: the closest one counts."""
+    """Raise ClockSkew if this clock is too far from all others. skews_s: its difference from each of them."""
     skew_s = min(skews_s, key=abs, default=0.0)
-    if abs(skew_s) > SKEW_MAX_S:
-        raise ClockSkew(skew_s=skew_s, allowed_s=SKEW_MAX_S)
+    if abs(skew_s) > RECORD.skew_max_s:
+        raise ClockSkew(skew_s=skew_s, allowed_s=RECORD.skew_max_s)
 
 
 def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
-    """Return the one accepted encoding. Raises ValueError for what JSON cannot carry."""
+    """Return the one accepted encoding. Raises ValueError for a value that JSON cannot carry."""
     return _CANONICAL.encode(value).encode()
 
 
 # --- places in the DHT -----------------------------------------------------------------------------------------------
-# scope: the network's name, or in a private swarm what only members know (`swarm.dht.sealing`).
+# scope: the network's name, or in a private swarm a secret of its members (`swarm.dht.sealing`).
 
 
 def span_keys(scope: str, root: str, n_blocks: int) -> tuple[str, ...]:
     """Return every key under which spans of this model are stored."""
-    return tuple(span_key(scope, root, first) for first in range(0, n_blocks, SPANS_PER_KEY))
+    return tuple(span_key(scope, root, first) for first in range(0, n_blocks, RECORD.spans_per_key))
 
 
 def span_key(scope: str, root: str, first_block: int) -> str:
     """Return the key of the spans that begin near `first_block`."""
-    return f"swarm/spans/{scope}/{root}/{first_block // SPANS_PER_KEY}"
+    return f"swarm/spans/{scope}/{root}/{first_block // RECORD.spans_per_key}"
 
 
 def span_subkey(public_key: str, blocks: tuple[int, int]) -> str:
@@ -233,16 +241,16 @@ def span_subkey(public_key: str, blocks: tuple[int, int]) -> str:
 
 def model_keys(scope: str) -> tuple[str, ...]:
     """Return every key under which names of models are stored."""
-    return tuple(f"swarm/models/{scope}/{shard}" for shard in range(MODEL_SHARDS))
+    return tuple(f"swarm/models/{scope}/{shard}" for shard in range(RECORD.model_shards))
 
 
 def model_key(scope: str, name: str) -> str:
     """Return the key under which the entries of one name are stored."""
-    return model_keys(scope)[hashlib.sha256(name.encode()).digest()[0] % MODEL_SHARDS]
+    return model_keys(scope)[hashlib.sha256(name.encode()).digest()[0] % RECORD.model_shards]
 
 
 def model_subkey(envelope: Envelope) -> str:
-    """Return the subkey of a model's entry: nobody can change one, only add one."""
+    """Return the subkey of a model's entry. A peer can add another entry, and cannot change this one."""
     facts = canonical_json([envelope.model, envelope.root, envelope.n_blocks])
     return hashlib.sha256(facts).hexdigest()[:40]
 
@@ -266,7 +274,7 @@ def packed_text(text: str) -> bytes:
 
 def _fields(data: bytes) -> dict[str, Any]:
     """Read the payload's JSON object, which must be in its canonical form."""
-    if not SIGNATURE_BYTES < len(data) <= RECORD_BYTES_MAX:
+    if not SIGNATURE_BYTES < len(data) <= RECORD.bytes_max:
         raise RecordError(f"size: {len(data)} bytes")
     payload = data[SIGNATURE_BYTES:]
     try:

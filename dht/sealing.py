@@ -1,12 +1,13 @@
-"""What others see of a private swarm's records: noise in places that only members can compute.
+"""Seals: in a private swarm, strangers see noise, in places that only members can compute.
 
-A record's place in the DHT tells on its own which model is served, by whom and which blocks, so in a private swarm the
-places are as secret as what stands there: the key's name has a secret in it, and the subkey is a MAC of the subkey.
+A record's place in the DHT names the model, the owner and the blocks, so in a private swarm the place is as secret as
+the record: the key's name has a secret in it, and the subkey is a MAC of the subkey.
 """
 
 import hashlib
 import hmac
 import os
+from enum import Enum
 from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
@@ -16,42 +17,47 @@ from swarm.access import NetworkKey
 from swarm.errors import RecordError
 
 NONCE_BYTES = 12  # random: after 2^32 records under one key two could be the same, which takes 1,000 servers 2 years
-SEAL_BYTES = NONCE_BYTES + 16
-RECORD = b"record"
-ANSWER = b"dial-back answer"
+SEAL_BYTES = NONCE_BYTES + 16  # the nonce before and the tag after
+
+
+class Purpose(Enum):
+    """The kind of data that is closed: data of one kind does not open as another."""
+
+    RECORD = b"record"
+    ANSWER = b"dial-back answer"
 
 
 class Seal(Protocol):
-    """How what this side shows to other nodes is protected from those that are no members."""
+    """Protects a swarm's data from nodes that are no members."""
 
     scope: str
-    """What stands for the network in the names of DHT keys."""
+    """The network in the names of DHT keys."""
 
-    def close(self, data: bytes, purpose: bytes = RECORD) -> bytes:
-        """Return what others may see of `data`."""
+    def close(self, data: bytes, purpose: Purpose = Purpose.RECORD) -> bytes:
+        """Return the form of `data` that others may see."""
         ...
 
-    def open(self, data: bytes, purpose: bytes = RECORD) -> bytes:
-        """Invert `close`. Raises RecordError for what no member closed for this purpose."""
+    def open(self, data: bytes, purpose: Purpose = Purpose.RECORD) -> bytes:
+        """Invert `close`. Raises RecordError for data that no member closed for this purpose."""
         ...
 
     def subkey(self, text: str) -> str:
-        """Return what stands for a subkey."""
+        """Return the form of a subkey that others may see."""
         ...
 
 
 class OpenSeal:
-    """A public swarm's: everything lies open. What holds is the signature."""
+    """A public swarm's: it hides nothing. Records are protected by their signatures alone."""
 
     def __init__(self, network: str) -> None:
         self.scope = network
 
-    def close(self, data: bytes, purpose: bytes = RECORD) -> bytes:
+    def close(self, data: bytes, purpose: Purpose = Purpose.RECORD) -> bytes:
         """Return it as it is."""
         del purpose
         return data
 
-    def open(self, data: bytes, purpose: bytes = RECORD) -> bytes:
+    def open(self, data: bytes, purpose: Purpose = Purpose.RECORD) -> bytes:
         """Return it as it is."""
         del purpose
         return data
@@ -69,15 +75,15 @@ class KeyedSeal:
         self._aead = AESGCM(key.derive("records"))
         self._subkeys = key.derive("DHT subkeys")
 
-    def close(self, data: bytes, purpose: bytes = RECORD) -> bytes:
+    def close(self, data: bytes, purpose: Purpose = Purpose.RECORD) -> bytes:
         """Return nonce, ciphertext and tag."""
         nonce = os.urandom(NONCE_BYTES)
-        return nonce + self._aead.encrypt(nonce, data, purpose)
+        return nonce + self._aead.encrypt(nonce, data, purpose.value)
 
-    def open(self, data: bytes, purpose: bytes = RECORD) -> bytes:
+    def open(self, data: bytes, purpose: Purpose = Purpose.RECORD) -> bytes:
         """Invert `close`. Raises RecordError."""
         try:
-            return self._aead.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], purpose)
+            return self._aead.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], purpose.value)
         except (InvalidTag, ValueError):  # ValueError: too short for a nonce
             raise RecordError("seal: not made with this swarm's network key") from None
 

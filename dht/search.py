@@ -1,14 +1,14 @@
-"""The search for the nodes around a key, and for what they hold, among nodes of which some lie.
+"""The search for the nodes around a key, and for their records, among nodes of which some lie.
 
-Anybody can say anything about who else is there, so (docs/adr/0008-a-search-among-liars.md):
+A node can name any neighbours, real or not, so (docs/adr/0008-a-search-among-liars.md):
 
-- A search follows PATHS disjoint paths: each has candidates of its own, begins at a node picked at random, and asks
-  nobody whom another path has asked. What a liar names leads its own path astray, no other one.
-- Only nodes that answered count as near. A made-up neighbour costs a call, and whose neighbours do not answer is not
-  listened to any further.
-- How far a search looks is measured elsewhere: `Surroundings` knows how large a part of the key space usually has
-  EXPECTED nodes, from random places, where nobody can have settled beforehand. Liars that crowd around a key do
-  not push the honest nodes out of that part; they only make it take longer, up to ASKED_MAX.
+- A search follows disjoint paths: each has candidates of its own, begins at a node picked at random, and asks no node
+  that another path has asked. The names that a liar gives lead its own path astray, no other one.
+- Only nodes that answered count as near. A made-up neighbour costs a call; the names that a node gives are ignored once
+  too many of them did not answer.
+- The radius of a search is measured elsewhere: `Surroundings` knows the part of the key space that has `expected` nodes
+  on average, from random places, where liars cannot have settled beforehand. Liars that crowd around a key do not push
+  the honest nodes out of that part; they only make the search take longer, up to `asked_max`.
 
 Neither hivemind nor libp2p: nodes and light readers share it. A node is named by its peer id, in bytes.
 """
@@ -22,25 +22,36 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swarm.dht.format import FOUND_MAX, KEYS_MAX, NAMED_MAX, REPLICAS
-from swarm.dht.validator import Entry, Heard
+from swarm.dht.format import CALLS
+from swarm.dht.records import RECORD
+from swarm.dht.validator import Entry, OnEntries
+from swarm.limits import limit
 
-PATHS = 4
-DOORS = 2 * PATHS  # where they begin: if all of these lie, the search is lost, with one in five liars once in 400,000
-EXPECTED = 2 * REPLICAS  # nodes that usually lie within the radius
-CROWD = 2 * EXPECTED  # more within the radius are no accident (one key in 500)
-ASKED_MAX = NAMED_MAX  # nodes of whose answers about one key we take notice
-BLAMED_MAX = 3  # neighbours that somebody may name in vain, beyond those that answered
-CALLS_MAX = (1 + BLAMED_MAX) * ASKED_MAX  # for one key, answered or not
-SLOW_S = 0.5  # then the next node is asked as well
-STRAGGLERS_S = 1.0  # that the last ones get when enough have answered
-UNDER_WAY_MAX = 4  # calls of one path
-SAMPLES = 5  # places that Surroundings remembers
-EVERYWHERE = 1 << 160
+EVERYWHERE = 1 << 160  # the largest distance between two places: SHA-1 has 160 bits
 
 Found = tuple[Sequence[Entry], Sequence[bytes]]  # records under one key, and nodes nearer to it
 Call = Callable[[bytes, Sequence[bytes]], Awaitable[Mapping[bytes, Found] | None]]
-"""`call(peer, keys)`: ask one node for at most KEYS_MAX keys. None without a usable answer; it raises nothing."""
+"""`call(peer, keys)`: ask one node for at most `keys_max` keys. None without a usable answer; it raises nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """How wide and how long a search looks."""
+
+    paths: int = limit(4, "paths", "disjoint: a liar leads only its own path astray")
+    doors: int = limit(8, "nodes", "where they begin, two a path; with one liar in five, all lie once in 400,000")
+    expected: int = limit(2 * CALLS.replicas, "nodes", "lie within the radius on average")
+    crowd: int = limit(4 * CALLS.replicas, "nodes", "more within the radius are no accident (one key in 500)")
+    asked_max: int = limit(CALLS.named_max, "nodes", "whose answers about one key count; then the search ends")
+    blamed_max: int = limit(3, "neighbours", "of one node without an answer, beyond those with one; then it is ignored")
+    calls_max: int = limit(4 * CALLS.named_max, "calls", "for one key, answered or not; then the search ends")
+    found_max: int = limit(
+        CALLS.named_max * RECORD.entries_per_key, "records", "kept for one key: all that can be found"
+    )
+    slow_s: float = limit(0.5, "s", "then the next node is asked as well")
+    stragglers_s: float = limit(1.0, "s", "that the last nodes get when enough have answered")
+    under_way_max: int = limit(4, "calls", "of one path at one time")
+    samples: int = limit(5, "places", "that Surroundings remembers; the widest counts")
 
 
 def position(peer: bytes) -> int:
@@ -50,51 +61,53 @@ def position(peer: bytes) -> int:
 
 @dataclass(slots=True)
 class Result:
-    """What a search found for one key. nodes: those that answered, nearest first."""
+    """The records and nodes around one key. nodes: those that answered, nearest first."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     holders: Counter[str] = field(default_factory=Counter)
     nodes: list[bytes] = field(default_factory=list)
+    limits: SearchLimits = SearchLimits()
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Merge one node's records: the newest in each place wins, and counts who holds the same."""
+        """Merge one node's records: the newest in each place wins; the holders of each place are counted."""
         for entry in entries:
             subkey = entry.place.subkey
             held = self.entries.get(subkey)
-            if held is None and len(self.entries) >= FOUND_MAX:
+            if held is None and len(self.entries) >= self.limits.found_max:
                 continue
             if held is None or held.place.rank < entry.place.rank:
                 self.entries[subkey] = entry
             self.holders[subkey] += 1
 
     def ordered(self) -> tuple[Entry, ...]:
-        """Return the records, those first that most nodes hold: what liars alone hold comes last."""
+        """Return the records, those first that most nodes hold: those that only liars hold come last."""
         return tuple(self.entries[subkey] for subkey, _ in self.holders.most_common())
 
 
 class Surroundings:
-    """How near nodes usually are, as seen from random places. The widest of the latest samples counts."""
+    """The distance between neighbours, as seen from random places. The widest of the latest samples counts."""
 
-    def __init__(self) -> None:
-        self._samples: deque[int] = deque(maxlen=SAMPLES)
+    def __init__(self, limits: SearchLimits = SearchLimits()) -> None:
+        self._expected = limits.expected
+        self._samples: deque[int] = deque(maxlen=limits.samples)
 
     @property
     def radius(self) -> int:
-        """The distance within which EXPECTED nodes usually lie; everywhere while unknown."""
+        """The distance within which `expected` nodes lie on average; everywhere while unknown."""
         return max(self._samples, default=EVERYWHERE)
 
     def learn(self, place: int, nodes: Sequence[bytes]) -> None:
         """Take in a search for a random place: `nodes` answered, nearest first."""
-        enough = len(nodes) >= EXPECTED
-        self._samples.append(position(nodes[EXPECTED - 1]) ^ place if enough else EVERYWHERE)
+        enough = len(nodes) >= self._expected
+        self._samples.append(position(nodes[self._expected - 1]) ^ place if enough else EVERYWHERE)
 
 
 class Searcher:
     """Makes searches through `call`. Several keys are asked for in one call where they have a node in common."""
 
-    def __init__(self, call: Call, random_source: random.Random) -> None:
-        self.surroundings = Surroundings()
-        self._call, self._random = call, random_source
+    def __init__(self, call: Call, random_source: random.Random, limits: SearchLimits = SearchLimits()) -> None:
+        self.surroundings = Surroundings(limits)
+        self._call, self._random, self._limits = call, random_source, limits
         self._waiting: dict[bytes, dict[bytes, list[asyncio.Future[Found | None]]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -103,31 +116,37 @@ class Searcher:
         keys: Iterable[bytes],
         known: Iterable[bytes],
         radius: int | None = None,
-        heard: Heard = lambda entries: None,
+        on_entries: OnEntries = lambda entries: None,
     ) -> dict[bytes, Result]:
         """Search for keys (20 bytes), beginning with the nodes that we know. radius: else the surroundings' own.
 
-        heard: takes each node's records as they come.
+        on_entries: takes each node's records as they come.
         """
         radius = self.surroundings.radius if radius is None else radius
-        everybody = sorted(set(known))
-        places = {peer: position(peer) for peer in everybody}
+        nodes = sorted(set(known))
+        places = {peer: position(peer) for peer in nodes}
         blame: Counter[bytes] = Counter()
-        searches = [_Search(key, radius, self._ask, blame, heard) for key in dict.fromkeys(keys)]
+        searches = [_Search(key, radius, self._ask, blame, on_entries, self._limits) for key in dict.fromkeys(keys)]
         for search in searches:
-            search.begin(places, self._random.sample(everybody, min(DOORS, len(everybody))))
+            search.begin(places, self._random.sample(nodes, min(self._limits.doors, len(nodes))))
         async with asyncio.TaskGroup() as group:
             for search in searches:
                 group.create_task(search.run())
         return {search.key: search.result for search in searches}
 
     async def explore(self, known: Iterable[bytes], places: int, own: bytes | None = None) -> None:
-        """Learn how near nodes are to each other, at random places; and who is near `own`, our place, if given."""
+        """Measure distances between nodes at random places, and find the neighbours of `own`, our place, if given."""
         targets = {self._random.randbytes(20): True for _ in range(places)}
         wanted = targets if own is None else targets | {own: False}
         for key, result in (await self.search(wanted, known, radius=0)).items():
             if wanted[key] and result.nodes:
                 self.surroundings.learn(int.from_bytes(key), result.nodes)
+
+    def keepers(self, result: Result, key: bytes) -> tuple[bytes, ...]:
+        """Return the nodes that are to keep records of a key: all within the radius, and CALLS.replicas at least."""
+        place, radius = int.from_bytes(key), self.surroundings.radius
+        within = sum(position(peer) ^ place <= radius for peer in result.nodes)
+        return tuple(result.nodes[: min(self._limits.asked_max, max(CALLS.replicas, within))])
 
     async def close(self) -> None:
         """End the calls that are still under way."""
@@ -136,7 +155,7 @@ class Searcher:
         if self._calls:
             await asyncio.wait(self._calls)
 
-    # --- calls: whoever asks one node in the same turn of the loop shares a call -------------------------------------
+    # --- calls: searches that ask one node in the same turn of the loop share a call ---------------------------------
 
     async def _ask(self, peer: bytes, key: bytes) -> Found | None:
         answer: asyncio.Future[Found | None] = asyncio.get_running_loop().create_future()
@@ -149,8 +168,8 @@ class Searcher:
     def _flush(self, peer: bytes) -> None:
         waiting = self._waiting.pop(peer)
         keys = list(waiting)
-        for first in range(0, len(keys), KEYS_MAX):
-            part = {key: waiting[key] for key in keys[first : first + KEYS_MAX]}
+        for first in range(0, len(keys), CALLS.keys_max):
+            part = {key: waiting[key] for key in keys[first : first + CALLS.keys_max]}
             call = asyncio.create_task(self._call_for(peer, part))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
@@ -169,7 +188,7 @@ class Searcher:
 
 @dataclass(slots=True)
 class _Path:
-    """One path's candidates: (distance, peer, who named it), nearest first."""
+    """One path's candidates: (distance, peer, the peer that named it), nearest first."""
 
     doors: list[bytes] = field(default_factory=list)
     candidates: list[tuple[int, bytes, bytes]] = field(default_factory=list)
@@ -185,23 +204,25 @@ class _Search:
         radius: int,
         ask: Callable[[bytes, bytes], Awaitable[Found | None]],
         blame: Counter[bytes],
-        heard: Heard,
+        on_entries: OnEntries,
+        limits: SearchLimits,
     ) -> None:
         self.key = key
-        self.result = Result()
+        self.result = Result(limits=limits)
+        self._limits = limits
         self._place, self._radius = int.from_bytes(key), radius
-        self._ask, self._blame, self._heard = ask, blame, heard
-        self._paths = [_Path() for _ in range(PATHS)]
+        self._ask, self._blame, self._on_entries = ask, blame, on_entries
+        self._paths = [_Path() for _ in range(limits.paths)]
         self._asked: set[bytes] = set()
         self._answered: list[int] = []  # distances, in order
 
     def begin(self, places: Mapping[bytes, int], doors: Sequence[bytes]) -> None:
         """Deal the nodes that we know to the paths. `doors`: nodes that are asked first, wherever they are."""
-        nearest = heapq.nsmallest(NAMED_MAX, places, key=lambda peer: places[peer] ^ self._place)
+        nearest = heapq.nsmallest(CALLS.named_max, places, key=lambda peer: places[peer] ^ self._place)
         for i, peer in enumerate(nearest):
-            self._offer(self._paths[i % PATHS], peer, b"")
+            self._offer(self._paths[i % len(self._paths)], peer, b"")
         for i, door in enumerate(doors):
-            self._paths[i % PATHS].doors.append(door)
+            self._paths[i % len(self._paths)].doors.append(door)
 
     async def run(self) -> None:
         """Walk all paths to their ends."""
@@ -214,7 +235,7 @@ class _Search:
         under_way: set[asyncio.Task[None]] = set()
         try:
             while True:
-                step = self._next(path) if len(under_way) < UNDER_WAY_MAX else None
+                step = self._next(path) if len(under_way) < self._limits.under_way_max else None
                 if step is not None:
                     under_way.add(asyncio.create_task(self._visit(path, *step)))
                 if not under_way:
@@ -234,33 +255,33 @@ class _Search:
 
     def _patience_s(self, path: _Path, more: bool) -> float | None:
         if more:
-            return 0.0 if path.doors else SLOW_S
-        return STRAGGLERS_S if len(self._answered) >= REPLICAS else None
+            return 0.0 if path.doors else self._limits.slow_s
+        return self._limits.stragglers_s if len(self._answered) >= CALLS.replicas else None
 
     def _next(self, path: _Path) -> tuple[bytes, bytes] | None:
-        """Claim whom this path asks next, and say who named it; None at the path's end."""
+        """Claim the node that this path asks next; returns it and the node that named it, None at the path's end."""
         while path.doors:
             door = path.doors.pop()
             if door not in self._asked:
                 self._asked.add(door)
                 return door, b""
-        while path.candidates and len(self._asked) < CALLS_MAX:
+        while path.candidates and len(self._asked) < self._limits.calls_max:
             distance, peer, namer = path.candidates[0]
             if self._is_enough(distance):
                 return None
             heapq.heappop(path.candidates)
-            if peer not in self._asked and self._blame[namer] < BLAMED_MAX:
+            if peer not in self._asked and self._blame[namer] < self._limits.blamed_max:
                 self._asked.add(peer)
                 return peer, namer
         return None
 
     def _is_enough(self, distance: int) -> bool:
-        """Tell whether a node at this distance need not be asked any more."""
+        """Whether a node at this distance need not be asked any more."""
         nearer = bisect_left(self._answered, distance)
         if distance <= self._radius:
-            return nearer >= ASKED_MAX
+            return nearer >= self._limits.asked_max
         within = bisect_left(self._answered, self._radius)
-        return nearer - (within if within > CROWD else 0) >= EXPECTED
+        return nearer - (within if within > self._limits.crowd else 0) >= self._limits.expected
 
     async def _visit(self, path: _Path, peer: bytes, namer: bytes) -> None:
         found = await self._ask(peer, self.key)
@@ -272,18 +293,11 @@ class _Search:
         insort(self._answered, position(peer) ^ self._place)
         self.result.nodes.append(peer)
         self.result.add(entries)
-        self._heard(entries)
-        for other in near[:NAMED_MAX]:
+        self._on_entries(entries)
+        for other in near[: CALLS.named_max]:
             self._offer(path, other, peer)
 
     def _offer(self, path: _Path, peer: bytes, namer: bytes) -> None:
         if peer not in path.known and peer not in self._asked:
             path.known.add(peer)
             heapq.heappush(path.candidates, (position(peer) ^ self._place, peer, namer))
-
-
-def keepers(result: Result, key: bytes, radius: int) -> tuple[bytes, ...]:
-    """Return the nodes that are to keep records of a key: all that lie within the radius, and REPLICAS at least."""
-    place = int.from_bytes(key)
-    within = sum(position(peer) ^ place <= radius for peer in result.nodes)
-    return tuple(result.nodes[: min(ASKED_MAX, max(REPLICAS, within))])

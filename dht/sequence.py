@@ -1,7 +1,7 @@
 """Sequence numbers of an identity's records, which grow over restarts, even if the clock went back meanwhile.
 
-They follow the clock (milliseconds). What may be given out is reserved in a file, an hour at a time, before it is given
-out: the next process begins above it. A file that is lost, or cannot be written, leaves the clock.
+They follow the clock (milliseconds). Numbers are reserved in a file, an hour at a time, before they are given out: the
+next process begins above them. A file that is lost, or cannot be written, leaves the clock.
 """
 
 import contextlib
@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 import structlog
-
-RESERVED = 3_600_000  # numbers: so many milliseconds pass until the file is written again
-_DIGITS_MAX = 15  # below 2**53 in any case
 
 _log = structlog.get_logger("swarm.directory")
 
@@ -39,15 +36,16 @@ class SequenceInMemory:
 class SequenceInFile:
     """Numbers that grow over restarts. One process at a time, which holds the identity's lock."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, reserved: int = 3_600_000) -> None:
+        """reserved: numbers, one for each millisecond, that are given out before the file is written again."""
+        self._path, self._step = path, reserved
         self._last = self._reserved = _read(path)
 
     def next(self, now: float) -> int:
         """Return the clock's milliseconds, or more."""
         self._last = max(int(now * 1000), self._last + 1)
         if self._last > self._reserved:
-            self._reserved = self._last + RESERVED
+            self._reserved = self._last + self._step
             self._write()
         return self._last
 
@@ -67,4 +65,4 @@ def _read(path: Path) -> int:
         text = path.read_text().strip()
     except (OSError, ValueError):  # ValueError: not text
         return 0
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX else 0
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else 0  # 15 digits: below 2**53

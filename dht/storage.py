@@ -1,27 +1,36 @@
-"""The records that this node keeps for others: bounded everywhere, and nobody can spoil what somebody else stored.
+"""The records that this node keeps for others: bounded everywhere, and no peer can spoil the record of another.
 
 It replaces hivemind's TimedStorage, which a stranger can make forget (a rejected store shortens a key's life),
 overwrite (a plain value replaces a dictionary) and grow without end (rejected stores stay in its heap).
 
-When it is full, what is already there stays and newcomers are refused: honest servers refresh every 20 s and keep their
-places, and a flood of fresh identities finds none.
+A full storage keeps its records and refuses newcomers: honest servers refresh every 20 s and keep their places, and a
+flood of fresh identities finds none.
 """
 
-from swarm.dht.validator import Clock, Entry
+from dataclasses import dataclass
 
-SUBKEYS_MAX = 256  # entries of one key
-OWNED_MAX = 8  # entries of one key that one owner may hold: its spans that begin within 8 blocks
-BYTES_MAX = 48 << 20  # with what the gate remembers, 64 MiB
-ENTRY_OVERHEAD_BYTES = 1536  # the Python objects around one record, which may be alone under its key
-SWEEP_S = 5.0  # how often expired entries are looked for everywhere
+from swarm.dht.records import RECORD
+from swarm.dht.validator import Clock, Entry
+from swarm.limits import limit
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLimits:
+    """How much a node keeps for others."""
+
+    entries_per_key: int = limit(RECORD.entries_per_key, "entries", "a newcomer is refused when a key has so many")
+    owned_max: int = limit(8, "entries", "of one owner under one key: its spans that begin within 8 blocks")
+    bytes_max: int = limit(48 << 20, "bytes", "a newcomer is refused; 64 MiB with the digests that the gate remembers")
+    entry_overhead_bytes: int = limit(1536, "bytes", "charged for the Python objects around one record")
+    sweep_s: float = limit(5.0, "s", "expired entries of all keys are dropped this often")
 
 
 class RecordStorage:
     """Entries by key and subkey, until they expire."""
 
-    def __init__(self, clock: Clock, *, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(self, clock: Clock, limits: StorageLimits = StorageLimits()) -> None:
         self._clock = clock
-        self._bytes_max = bytes_max
+        self._limits = limits
         self._keys: dict[bytes, dict[str, Entry]] = {}
         self._swept = clock()
         self.bytes = 0
@@ -43,9 +52,9 @@ class RecordStorage:
         elif self._is_full(held, entry):
             return False
         if known is not None:
-            self.bytes -= _size(known)
+            self.bytes -= self._size(known)
         self._keys.setdefault(key, held)[subkey] = entry
-        self.bytes += _size(entry)
+        self.bytes += self._size(entry)
         return True
 
     def entries(self, key: bytes) -> tuple[Entry, ...]:
@@ -57,28 +66,29 @@ class RecordStorage:
 
     def _is_full(self, held: dict[str, Entry], entry: Entry) -> bool:
         owned = sum(other.facts.owner == entry.facts.owner for other in held.values())
-        return len(held) >= SUBKEYS_MAX or owned >= OWNED_MAX or self.bytes + _size(entry) > self._bytes_max
+        limits = self._limits
+        full = self.bytes + self._size(entry) > limits.bytes_max
+        return full or len(held) >= limits.entries_per_key or owned >= limits.owned_max
 
     def _alive(self, key: bytes) -> dict[str, Entry]:
-        """Drop what has expired under one key and return the rest."""
+        """Drop the expired entries of one key and return the others."""
         held = self._keys.get(key)
         if held is None:
             return {}
         now = self._clock()
         for subkey in [subkey for subkey, entry in held.items() if entry.facts.expires <= now]:
-            self.bytes -= _size(held.pop(subkey))
+            self.bytes -= self._size(held.pop(subkey))
         if not held:
             del self._keys[key]
         return held
 
     def _sweep(self) -> None:
         now = self._clock()
-        if 0 <= now - self._swept < SWEEP_S:
+        if 0 <= now - self._swept < self._limits.sweep_s:
             return
         self._swept = now
         for key in list(self._keys):
             self._alive(key)
 
-
-def _size(entry: Entry) -> int:
-    return len(entry.data) + ENTRY_OVERHEAD_BYTES
+    def _size(self, entry: Entry) -> int:
+        return len(entry.data) + self._limits.entry_overhead_bytes

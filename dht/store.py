@@ -1,4 +1,4 @@
-"""What a directory needs of the network below it, and a form of it in memory.
+"""The store below a directory: its interface, and a form of it in memory.
 
 `swarm.dht.node.SwarmNode` is the real one. `MemoryStore` behaves like a whole network of such nodes in one object: with
 the same checks and the same bounds, for tests and simulators.
@@ -11,7 +11,7 @@ from typing import Protocol
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import key_id
 from swarm.dht.storage import RecordStorage
-from swarm.dht.validator import Clock, Entry, Heard, RecordGate
+from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
 
 
 class RecordStore(Protocol):
@@ -19,15 +19,15 @@ class RecordStore(Protocol):
 
     @property
     def gate(self) -> RecordGate:
-        """What decides which records hold."""
+        """The gate that accepts records or rejects them."""
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Store entries. Returns, for each, how many other nodes hold it now. Raises NetworkError."""
 
-    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
         """Return the newest living records under each key, as they are stored. Raises NetworkError.
 
-        heard: perhaps told of records as they come, for those who can use some before the last node has answered.
+        on_entries: may be called with records as they come, before the last node has answered.
         """
 
 
@@ -47,7 +47,7 @@ class MemoryStore:
         """Store entries; 1 for each that was kept."""
         return tuple(int(self.storage.put(entry)) for entry in entries)
 
-    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
         """Return the living records under each key."""
-        del heard
+        del on_entries
         return {key: tuple(entry.data for entry in self.storage.entries(key_id(key))) for key in keys}

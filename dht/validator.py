@@ -1,7 +1,7 @@
-"""What may be stored: default-deny. Only our signed records, only in their own places, only while they live.
+"""The gate before storage: default-deny. Only our signed records, only in their own places, only while they live.
 
-Keys arrive hashed, so the place of a record is derived from what its owner signed and compared with where somebody
-wants to put it. Neither the sender nor the expiry that the sender claims is trusted.
+Keys arrive hashed, so the place of a record is derived from its signed fields and compared with the key of the store
+request. Neither the sender nor the expiry that the sender claims is trusted.
 """
 
 import hashlib
@@ -23,17 +23,25 @@ from swarm.dht.records import (
 )
 from swarm.dht.sealing import seal_for
 from swarm.errors import RecordError
+from swarm.limits import limit
 
-VERIFIED_MAX = 8192  # remembered digests: a look-up of a whole large model fits, at about 1 KiB each
-EXPIRY_SLACK_S = 1.0  # what a DHT entry's expiry may differ from the record's own: float conversions, no more
 _BIN16 = b"\xc5"  # msgpack: bytes with a 16-bit length; every record is longer than 255 bytes
 
 Clock = Callable[[], float]  # wall seconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
+class GateLimits:
+    """How much a gate remembers and forgives."""
+
+    verified_max: int = limit(8192, "digests", "the oldest is verified again; a large model's look-up fits, 1 KiB each")
+    verify_slice: int = limit(24, "records", "checked without a pause for the event loop: about 2 ms")
+    expiry_slack_s: float = limit(1.0, "s", "a DHT entry's expiry may differ by this from its record's: float rounding")
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where one record belongs. `rank`: of two records in one place, the one that has more of it wins."""
+    """Where one record belongs. `rank`: of two records in one place, the higher one wins."""
 
     key: bytes
     subkey: str
@@ -42,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was verified about one record. `owner`: public key, hex. `issued`, `expires`: wall seconds."""
+    """The verified facts of one record. `owner`: public key, hex. `issued`, `expires`: wall seconds."""
 
     owner: str
     issued: float
@@ -60,28 +68,30 @@ class Entry:
     place: Place
 
 
-Heard = Callable[[Sequence[Entry]], None]
+OnEntries = Callable[[Sequence[Entry]], None]
 """Takes the records that one node holds, as they come."""
 
 
 class RecordGate:
-    """Decides what is a record of this network, and where it belongs; remembers what it has verified.
+    """Accepts the records of this network, each in its own places; remembers those that it has verified.
 
-    seal: what is stored is closed with it, and what it does not open is no record.
+    seal: closes each stored record. Data that it does not open is no record.
     """
 
-    def __init__(self, network: str, clock: Clock, access: Access = EVERYBODY) -> None:
+    def __init__(
+        self, network: str, clock: Clock, access: Access = EVERYBODY, limits: GateLimits = GateLimits()
+    ) -> None:
         self.network = network
         self.clock = clock
         self.seal = seal_for(network, access.network_key)
-        self._access = access
+        self._access, self.limits = access, limits
         self._verified: OrderedDict[bytes, Facts] = OrderedDict()
 
     def admit(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> Entry:
         """Check one DHT value (hivemind's packed form) against its place. Raises RecordError."""
         data = unpack_value(value)
         facts = self.facts(data)
-        if not math.isfinite(expiration) or abs(expiration - facts.expires) > EXPIRY_SLACK_S:
+        if not math.isfinite(expiration) or abs(expiration - facts.expires) > self.limits.expiry_slack_s:
             raise RecordError("the entry's expiry is not the record's")
         for place in (facts.span, facts.model):
             if place.key == key and packed_text(place.subkey) == subkey:
@@ -89,9 +99,9 @@ class RecordGate:
         raise RecordError("misplaced: the record belongs under another key")
 
     def facts(self, data: bytes, *, ours: bool = False) -> Facts:
-        """Verify what is stored, or remember that it was. Raises RecordError; RecordExpired if it does not live now.
+        """Verify a stored record, once for each digest. Raises RecordError; RecordExpired if it does not live now.
 
-        ours: this side has just signed it, which need not be verified.
+        ours: this side has just signed it, so its signature need not be verified.
         """
         digest = hashlib.sha256(data).digest()
         facts = self._verified.get(digest)
@@ -116,7 +126,7 @@ class RecordGate:
             model=Place(key_id(model_key(scope, record.model)), subkey(model_subkey(record)), record.expires),
         )
         self._verified[digest] = facts
-        if len(self._verified) > VERIFIED_MAX:
+        if len(self._verified) > self.limits.verified_max:
             self._verified.popitem(last=False)
         return facts
 

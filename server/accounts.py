@@ -1,87 +1,92 @@
 """What each peer may take of a server: openings, steps and bytes of activations per second.
 
-An account belongs to a proven identity. Activations are charged to their session's owner, whoever sends them, and
-refused with a time to come back at; a past is taken on credit, and what is paid brings the next pieces. What moves no
-session forward is counted by the channel that brings it (`swarm.net.gate.Toll`), of which less is read: that costs
-nothing, where answers would cost something. Sessions and cache have limits of their own (`handler`, `pool`).
+An account belongs to a proven identity. Activations are charged to their session's owner, also if a hop sends them, and
+refused with a time to come back at. A past is taken on credit: the next pieces come when the debt is paid. Messages
+that move no session forward are charged to channels, which read less then: answers would cost more. Sessions and
+memory have limits of their own (`admission`, `pool`).
 
-Identities are free: this keeps one peer from taking everything, and cannot stop a crowd.
+Identities are free, so accounts keep one peer from taking everything, and cannot stop a crowd.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from swarm.net.rate import TokenBucket
-from swarm.server.session import Declined
-
-STEPS_PER_S, STEPS_BURST = 2000.0, 4000.0  # pieces of a past included
-BYTES_PER_S, BYTES_BURST = 128.0 * 2**20, 512.0 * 2**20  # of activations
-DEBT_S_MAX = 0.5  # then pieces are refused too; a client that hears nothing for longer begins to doubt the hop
-OPENINGS_PER_S, OPENINGS_BURST = 8.0, 64.0  # and reroutes: they make caches and connections
-ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST = 100.0, 96.0  # of all peers together
+from swarm.server.limits import AccountLimits
+from swarm.server.refusals import Declined
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Account:
     """One peer's."""
 
-    steps: TokenBucket = field(default_factory=lambda: TokenBucket(STEPS_PER_S, STEPS_BURST))
-    bytes: TokenBucket = field(default_factory=lambda: TokenBucket(BYTES_PER_S, BYTES_BURST))
-    openings: TokenBucket = field(default_factory=lambda: TokenBucket(OPENINGS_PER_S, OPENINGS_BURST))
+    steps: TokenBucket
+    bytes: TokenBucket
+    openings: TokenBucket
+
+    @classmethod
+    def of(cls, limits: AccountLimits) -> "Account":
+        """Make a full one."""
+        return cls(
+            TokenBucket(limits.steps_per_s, limits.steps_burst),
+            TokenBucket(limits.bytes_per_s, limits.bytes_burst),
+            TokenBucket(limits.openings_per_s, limits.openings_burst),
+        )
 
     def is_settled(self, now: float) -> bool:
         """Whether forgetting it would change nothing."""
         return all(bucket.is_full(now) for bucket in (self.steps, self.bytes, self.openings))
 
+    def debt_s(self, now: float) -> float:
+        """Return the seconds until what was taken on credit is paid."""
+        return max(self.steps.wait_s(now), self.bytes.wait_s(now))
+
 
 class Accounts:
-    """Those of all peers that did something lately."""
+    """Those of all peers that did something lately. `now`: seconds, on any one clock."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._accounts: dict[str, Account] = {}
-        self._openings = TokenBucket(ALL_OPENINGS_PER_S, ALL_OPENINGS_BURST)
+    def __init__(self, limits: AccountLimits | None = None) -> None:
+        self.limits = limits or AccountLimits()  # of accounts that are made from now on
+        self.peers: dict[str, Account] = {}
+        self._openings = TokenBucket(self.limits.all_openings_per_s, self.limits.all_openings_burst)
 
-    def __len__(self) -> int:
-        return len(self._accounts)
-
-    def charge_opening(self, peer: str) -> None:
-        """Charge what makes caches and connections. Raises Declined."""
-        now = self._clock()
-        if (wait_s := self._of(peer).openings.take(now)) > 0:
-            raise Declined("busy", f"more than {OPENINGS_PER_S:.0f} openings a second", wait_s)
+    def charge_opening(self, peer: str, now: float) -> Declined | None:
+        """Charge a request that makes caches and connections. Returns why not."""
+        limits = self.limits
+        if (wait_s := self.of(peer).openings.take(now)) > 0:
+            return Declined("busy", f"more than {limits.openings_per_s:.0f} openings a second", wait_s)
         if (wait_s := self._openings.take(now)) > 0:
-            raise Declined("busy", f"more than {ALL_OPENINGS_PER_S:.0f} openings a second by all peers", wait_s)
+            return Declined("busy", f"more than {limits.all_openings_per_s:.0f} openings a second by all peers", wait_s)
+        return None
 
-    def charge_activations(self, owner: str, n_bytes: int) -> None:
-        """Charge a step. Raises Declined."""
-        now, account = self._clock(), self._of(owner)
+    def charge_step(self, owner: str, n_bytes: int, now: float) -> Declined | None:
+        """Charge a step and its activations. Returns why not."""
+        account = self.peers.get(owner) or self.of(owner)
         if (wait_s := account.steps.take(now)) > 0:
-            raise Declined("busy", f"more than {STEPS_PER_S:.0f} steps a second", wait_s)
+            return Declined("busy", f"more than {self.limits.steps_per_s:.0f} steps a second", wait_s)
         if (wait_s := account.bytes.take(now, n_bytes)) > 0:
-            raise Declined("busy", f"more than {BYTES_PER_S / 2**20:.0f} MiB of activations a second", wait_s)
+            return self._too_many_bytes(wait_s)
+        return None
 
-    def lend_activations(self, owner: str, n_bytes: int) -> None:
-        """Charge a piece of the past, on credit where that is needed. Raises Declined."""
-        if (wait_s := self.debt_s(owner)) > DEBT_S_MAX:
-            raise Declined("busy", f"more than {BYTES_PER_S / 2**20:.0f} MiB of activations a second", wait_s)
-        now, account = self._clock(), self._of(owner)
+    def lend(self, owner: str, n_bytes: int, now: float) -> Declined | None:
+        """Charge a piece of a past, on credit where that is needed. Returns why not."""
+        account = self.of(owner)
+        if (wait_s := account.debt_s(now)) > self.limits.debt_s_max:
+            return self._too_many_bytes(wait_s)
         account.steps.owe(now)
         account.bytes.owe(now, n_bytes)
+        return None
 
-    def debt_s(self, owner: str) -> float:
-        """Return the seconds until what was taken on credit is paid."""
-        now, account = self._clock(), self._of(owner)
-        return max(account.steps.wait_s(now), account.bytes.wait_s(now))
-
-    def sweep(self) -> None:
-        """Forget those that are settled."""
-        now = self._clock()
-        for peer in [peer for peer, account in self._accounts.items() if account.is_settled(now)]:
-            del self._accounts[peer]
-
-    def _of(self, peer: str) -> Account:
-        account = self._accounts.get(peer)
+    def of(self, peer: str) -> Account:
+        """Return a peer's account; a new one is full."""
+        account = self.peers.get(peer)
         if account is None:
-            account = self._accounts[peer] = Account()
+            account = self.peers[peer] = Account.of(self.limits)
         return account
+
+    def sweep(self, now: float) -> None:
+        """Forget those that are settled."""
+        for peer in [peer for peer, account in self.peers.items() if account.is_settled(now)]:
+            del self.peers[peer]
+
+    def _too_many_bytes(self, wait_s: float) -> Declined:
+        return Declined("busy", f"more than {self.limits.bytes_per_s / 2**20:.0f} MiB of activations a second", wait_s)

@@ -7,7 +7,7 @@ from typing import Literal
 import structlog
 
 from swarm.dht.directory import Directory
-from swarm.dht.records import REFRESH_S, Announcement, SignedAnnouncement
+from swarm.dht.records import RECORD, Announcement, SignedAnnouncement
 from swarm.errors import NetworkError
 
 State = Literal["joining", "online", "draining"]
@@ -31,7 +31,7 @@ class Announcer:
         if self._alone != (published.replicas == 0):
             self._alone = not self._alone
             if self._alone:
-                _log.warning("no other node takes this server's announcement: nobody can find it until one does")
+                _log.warning("no other node takes this server's announcement: no client can find it until one does")
             else:
                 _log.info("announced to others again", replicas=published.replicas)
         return published.signed
@@ -45,7 +45,7 @@ class Announcer:
             except NetworkError as error:
                 _log.warning("not announced", why=str(error))
             try:
-                async with asyncio.timeout(REFRESH_S):
+                async with asyncio.timeout(RECORD.refresh_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue

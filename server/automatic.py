@@ -2,41 +2,50 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from random import Random
 
 import structlog
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
 from swarm.dht.records import Announcement
 from swarm.errors import NetworkError
+from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.server.placement import candidates, choose_span, holders_of, should_move
 
-CLAIM_S = 1.0  # a claim needs so long at least to reach the others
-CLAIMS_MAX = 6  # servers that start at the same moment get out of each other's way in so many rounds, or later
-
 Claim = Callable[[Blocks], Awaitable[object]]
-"""`claim(blocks)`: announce that a span will be here, instead of what was claimed before."""
+"""`claim(blocks)`: announce that a span will be here, instead of the one that was claimed before."""
 
 _log = structlog.get_logger("swarm.server")
 
 
+@dataclass(frozen=True, slots=True)
+class AutomaticLimits:
+    """How patiently a server claims its first span."""
+
+    claim_s: float = limit(1.0, "s", "a claim is given at least so long to reach the others")
+    claims_max: int = limit(6, "claims", "after which a server that starts with others keeps its last one")
+
+
 class Automatic:
-    """What one server knows of its swarm, and where it decides to be."""
+    """Chooses the span of one server, from the announcements of its swarm."""
 
     def __init__(
         self,
         directory: Directory,
         checkpoint: Checkpoint,
         key: str,
-        numeric_class: str,
+        numeric_class: NumericClass,
         every_s: float,
         random: Random,
+        limits: AutomaticLimits = AutomaticLimits(),
     ) -> None:
         """key: our public key, hex. every_s: between two looks, more or less; 0: never look again."""
         self._directory, self._checkpoint, self._key = directory, checkpoint, key
-        self._numeric_class, self._every_s, self._random = numeric_class, every_s, random
+        self._numeric_class, self._every_s, self._random, self._limits = numeric_class, every_s, random, limits
 
     async def first(self, length: int, claim: Claim) -> Blocks:
         """Choose and claim the first span. Raises NetworkError.
@@ -45,7 +54,7 @@ class Automatic:
         """
         loop = asyncio.get_running_loop()
         claimed: Blocks | None = None
-        for _ in range(CLAIMS_MAX):
+        for _ in range(self._limits.claims_max):
             there = [a for a in await self._survey() if a.state != "joining" or a.public_key < self._key]
             holders = holders_of(there, self._numeric_class)
             blocks = choose_span(self._checkpoint.n_blocks, length, holders, self._key)
@@ -54,7 +63,7 @@ class Automatic:
             began = loop.time()
             await claim(blocks)
             claimed = blocks
-            await asyncio.sleep(max(CLAIM_S, 2 * (loop.time() - began)))  # others may be as slow as we are
+            await asyncio.sleep(max(self._limits.claim_s, 2 * (loop.time() - began)))  # others may be as slow as we are
         assert claimed is not None
         return claimed
 

@@ -1,4 +1,4 @@
-"""`swarm-serve`: host blocks of a model for everybody."""
+"""`swarm-serve`: host blocks of a model for the swarm."""
 
 import re
 from dataclasses import replace
@@ -20,14 +20,10 @@ from swarm.commands import (
     run_click,
     run_until_stopped,
 )
-from swarm.dht.records import PUBLIC_NAME_MAX, check_address, check_printable
-from swarm.server.arguments import AUTO, REBALANCE_EVERY_S, ServeArguments
+from swarm.dht.records import RECORD, check_address, check_printable
+from swarm.server.arguments import AUTO, ServeArguments
 from swarm.server.lean import leave_out_what_no_server_needs
 from swarm.version import __version__
-
-DATA_PORT = 31330
-P2P_PORT = 31331
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class Size(click.ParamType[int]):
@@ -36,11 +32,11 @@ class Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse to bytes, or fail with what is wrong."""
+        """Parse to bytes, or fail with the reason."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(value).strip(), re.IGNORECASE)
         if match is None:
             self.fail(f"{value!r} is not a size; write it as 20GB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+        return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 class HostPortText(click.ParamType[str]):
@@ -60,15 +56,15 @@ class HostPortText(click.ParamType[str]):
 
 
 class PublicName(click.ParamType[str]):
-    """What the swarm calls a server."""
+    """A server's name for people."""
 
     name = "text"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check that a record can carry it."""
         text = str(value)
-        if len(text) > PUBLIC_NAME_MAX:
-            self.fail(f"at most {PUBLIC_NAME_MAX} characters", param, ctx)
+        if len(text) > RECORD.public_name_chars:
+            self.fail(f"at most {RECORD.public_name_chars} characters", param, ctx)
         try:
             return check_printable(text)
         except ValueError as error:
@@ -106,7 +102,7 @@ class Root(click.ParamType[str]):
 @click.option(
     "--rebalance-every",
     type=click.FloatRange(0),
-    default=REBALANCE_EVERY_S,
+    default=300.0,  # plus or minus a half, so that servers do not all look at once
     show_default=True,
     metavar="SECONDS",
     help="how often a server that chose its blocks looks whether others need it more, and moves; 0: never",
@@ -114,13 +110,11 @@ class Root(click.ParamType[str]):
 @click.option(
     "--listen",
     type=HOST_PORT,
-    default=f"0.0.0.0:{DATA_PORT}",
+    default="0.0.0.0:31330",
     show_default=True,
     help="for activations; port 0 picks a free one",
 )
-@click.option(
-    "--p2p-listen", type=HOST_PORT, default=f"0.0.0.0:{P2P_PORT}", show_default=True, help="for the DHT (libp2p)"
-)
+@click.option("--p2p-listen", type=HOST_PORT, default="0.0.0.0:31331", show_default=True, help="for the DHT (libp2p)")
 @click.option(
     "--announce-address",
     type=HostPortText(),
@@ -146,7 +140,7 @@ class Root(click.ParamType[str]):
     "--cache-memory",
     type=Size(),
     default=None,
-    help="size of the KV pool in memory; by default 0.6 of what the host, or 0.9 of what the GPU has left",
+    help="size of the KV pool in memory; by default 0.6 of the free memory of the host, or 0.9 of the GPU's",
 )
 @click.option(
     "--journal-memory",
@@ -168,7 +162,7 @@ class Root(click.ParamType[str]):
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
 @click.option("--max-disk-space", type=Size(), default=None, help="the most that downloads may take, such as 100GB")
-@click.option("--public-name", type=PublicName(), default="", help="what this server is called, for people")
+@click.option("--public-name", type=PublicName(), default="", help="this server's name, for people")
 @common_options
 def command(
     model: str | None,
@@ -179,7 +173,7 @@ def command(
     log_level: str,
     **options: Any,  # noqa: ANN401 - click passes them by name
 ) -> None:
-    """Host blocks of MODEL, a hub id or a local directory, for everybody in the swarm.
+    """Host blocks of MODEL, a hub id or a local directory, for the swarm.
 
     \b
     Join a swarm:    swarm-serve org/name --initial-peers /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...
@@ -193,14 +187,15 @@ def command(
     """
     if not model:
         raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
-    arguments = ServeArguments(model=model, **options)
-    if not arguments.automatic:
-        Blocks.parse(arguments.blocks)
-        if arguments.num_blocks is not None:
+    arguments = ServeArguments.of({"model": model, **options})
+    if not arguments.span.automatic:
+        Blocks.parse(arguments.span.blocks)
+        if arguments.span.num_blocks is not None:
             raise click.UsageError("--blocks says which blocks, --num-blocks how many: pass one of them")
     path = identity or default_identity("server")
     with hold_identity(path) as held, ready_writer(ready_file) as ready:
-        arguments = replace(arguments, access=Access.load(network_key, allow_peers, held.peer_id))
+        access = Access.load(network_key, allow_peers, held.peer_id)
+        arguments = replace(arguments, network=replace(arguments.network, access=access))
         with ending_at_once():
             leave_out_what_no_server_needs()
             from swarm.server.serve import serve  # noqa: PLC0415 - torch: a wrong argument is answered without it

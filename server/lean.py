@@ -1,4 +1,4 @@
-"""What a server leaves out: 40 MB and a third of a second of imports that only trainers and object detectors need."""
+"""Imports that a server leaves out: 40 MB and a third of a second for trainers and object detectors alone."""
 
 import importlib.util
 import sys

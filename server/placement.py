@@ -1,28 +1,28 @@
-"""Which blocks a server with an automatic span should hold. Pure: announcements in, a span out.
+"""The choice of blocks for a server with an automatic span. Pure: announcements in, a span out.
 
-**What is served.** A server that holds L blocks and decodes T tokens/s through all of them gives T tokens/s to *each*
+**The goal.** A server that holds L blocks and decodes T tokens/s through all of them gives T tokens/s to *each*
 of its blocks; a shorter span would be faster (T is about its power, in block-tokens/s, over L), the same span
 elsewhere is as fast. So block b is served x_b = sum of T over the servers whose span contains b, and the swarm's
 bottleneck is min x_b: no distribution of sessions over routes gets more tokens/s through the model.
 
-**What is best.** min x_b alone says nothing while several blocks are equally bad, so spans are compared by the *level*,
+**The measure.** min x_b alone says nothing while several blocks are equally bad, so spans are compared by the *level*,
 the geometric mean of the power means  (sum_b x_b^-p / n)^(-1/p)  for p = 4, 16 and 64. Each is min x_b where all blocks
 are served alike, and rises whenever any block is served better, the more the worse that one is. The soft ones lead out
 of corners in which a sharp one gets stuck; the sharp ones look at the bottleneck. (Petals compares sorted lists of
 throughputs, which has no scale on which a gain could be too small to be worth it.)
 
-**Who moves.** Every server computes the same queue of candidates from the same public state: of each automatic server
-its best other span, if that raises the level by more than MOVE_GAIN of the server's own share of the swarm's power
+**The mover.** Every server computes the same queue of candidates from the same public state: of each automatic server
+its best other span, if that raises the level by more than `move_gain` of the server's own share of the swarm's power
 (one that brings 1 % of the power moves for 0.02 % more), the largest gain first, then by key. The first one moves. The
-r-th one waits for LOOKS_PER_RANK r looks in a row: so a first one that never moves, because it lies or hangs, delays
+r-th one waits for `looks_per_rank` r looks in a row: so a first one that never moves, because it lies or hangs, delays
 the others and does not stop them. Looks are at random times. Moves in order of gain end a few per cent higher than
 moves in any order, and are half as many.
 
 **It ends.** Take one move after the other, each from a true view. The level is a function of the state alone (blocks
 below a ten-thousandth of their fair share count as that), every move strictly raises it, and there are finitely many
-states. (Terms are cut off at e^18 times the worst block's, and a move that reaches the cut is refused: so what
-is compared is the level itself.) Views that are a minute old can make two servers move for the same gap; one of them
-then has a reason to move on, and the simulation in `benchmarks/placement.py` shows that this ends too.
+states. (Terms are cut off at e^18 times the worst block's, and a move that reaches the cut is refused: so the level
+itself is compared.) Views that are a minute old can make two servers move for the same gap; one of them then has a
+reason to move on, and the simulation in `benchmarks/placement.py` shows that this ends too.
 """
 
 import math
@@ -33,19 +33,25 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement
+from swarm.limits import limit
 
 SHARPNESS = (4.0, 16.0, 64.0)  # p; a single one ends a few per cent lower, or gets stuck
-MOVE_GAIN = 0.02  # of the mover's share of the swarm's power: what a move must add to the level
-LOOKS_PER_RANK = 2  # that a candidate waits for each one before it
-FLOOR_SHARE = 1e-4  # of a block's fair share: what counts for a block that nobody serves
-POWER_SPREAD_MAX = 100.0  # times the median: a claim of more power counts as that much
-_CUT = 18.0  # e^18 is far above BLOCKS_MAX, and sums with it are exact enough to compare terms of 1
-_EXACT = 1e-7  # of a sum: what rounding may leave of it
-_SLICE = 1 << 20  # numbers in one matrix: many servers are looked at in slices
+_EXACT = 1e-7  # rounding leaves less than this share of a sum
 
 Rates = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementLimits:
+    """When a server moves. All servers of a swarm have the same, or they would compute different queues."""
+
+    move_gain: float = limit(0.02, "share", "of the mover's share of the power that a move must add to the level")
+    looks_per_rank: int = limit(2, "looks", "that a candidate waits for each one before it")
+    floor_share: float = limit(1e-4, "share", "of its fair share that an unserved block counts with")
+    power_spread_max: float = limit(100.0, "times", "the median power; a claim of more counts as that much")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +65,30 @@ class Holder:
 
     @property
     def power(self) -> float:
-        """Block-tokens per second: what stays the same wherever, and however long, its span is."""
+        """Block-tokens per second: the same for every place and length of its span."""
         return self.tps * len(self.blocks)
 
 
-def holders_of(announcements: Iterable[Announcement], numeric_class: str | None = None) -> tuple[Holder, ...]:
-    """Return who holds or will soon hold blocks: servers that are online or joining, of one numeric class.
+def holders_of(
+    announcements: Iterable[Announcement],
+    numeric_class: NumericClass | None = None,
+    limits: PlacementLimits = PlacementLimits(),
+) -> tuple[Holder, ...]:
+    """Return the servers that hold or will soon hold blocks: online or joining, of one numeric class.
 
-    Who has not measured yet counts with the median server's power, and nobody with more than POWER_SPREAD_MAX times it.
+    A server that has not measured yet counts with the median power, and none with more than power_spread_max times it.
     """
-    there = [a for a in announcements if a.state in {"online", "joining"} and numeric_class in {None, a.numeric_class}]
+    wanted = None if numeric_class is None else str(numeric_class)
+    there = [a for a in announcements if a.state in {"online", "joining"} and wanted in {None, a.numeric_class}]
     measured = [a.decode_tps * len(a.span) for a in there if a.decode_tps is not None]
-    usual = median(measured) if measured else 1.0
+    typical = median(measured) if measured else 1.0
+
+    def power(a: Announcement) -> float:
+        claimed = typical if a.decode_tps is None else a.decode_tps * len(a.span)
+        return min(claimed, limits.power_spread_max * typical)
+
     return tuple(
-        Holder(a.public_key, a.span, _power(a, usual) / len(a.span), a.automatic)
+        Holder(a.public_key, a.span, power(a) / len(a.span), a.automatic)
         for a in sorted(there, key=lambda a: (a.public_key, a.span))
     )
 
@@ -98,39 +114,46 @@ def power_bound(n_blocks: int, holders: Sequence[Holder]) -> float:
     return high
 
 
-def choose_span(n_blocks: int, length: int, holders: Sequence[Holder], key: str) -> Blocks:
-    """Return where a server that is about to start should put its span: where the level rises most.
+def choose_span(
+    n_blocks: int, length: int, holders: Sequence[Holder], key: str, limits: PlacementLimits = PlacementLimits()
+) -> Blocks:
+    """Return the best span for a server that is about to start: where the level rises most.
 
-    Ties fall to the blocks with fewest holders, then to the first ones. What `key` itself holds does not count.
+    Ties fall to the blocks with fewest holders, then to the first ones. The blocks of `key` itself do not count.
     """
     length = min(length, n_blocks)
     others = [holder for holder in holders if holder.key != key]
-    usual = median([holder.power for holder in others]) if others else 1.0
-    me = Holder(key, Blocks(0, length), usual / length, True)
-    gains = _gains(n_blocks, [*others, me], [len(others)])[0]
+    typical = median([holder.power for holder in others]) if others else 1.0
+    me = Holder(key, Blocks(0, length), typical / length, True)
+    gains = _gains(n_blocks, [*others, me], [len(others)], limits)[0]
     count = np.concatenate(([0.0], np.cumsum(served(n_blocks, [replace(h, tps=1.0) for h in others]))))
     ties = [s for s in range(n_blocks - length + 1) if gains[s] >= gains.max() - _EXACT]
     start = min(ties, key=lambda s: (count[s + length] - count[s], s))
     return Blocks(start, start + length)
 
 
-def candidates(n_blocks: int, holders: Sequence[Holder]) -> tuple[tuple[str, Blocks], ...]:
-    """Return who would gain the swarm enough by moving, and whereto; the best first."""
+def candidates(
+    n_blocks: int, holders: Sequence[Holder], limits: PlacementLimits = PlacementLimits()
+) -> tuple[tuple[str, Blocks], ...]:
+    """Return the servers that would gain the swarm enough by moving, and whereto; the best first."""
     movable = [i for i, holder in enumerate(holders) if holder.automatic]
     total = sum(holder.power for holder in holders)
     found = []
-    for at in range(0, len(movable), rows := max(1, _SLICE // n_blocks)):
+    rows = max(1, (1 << 20) // n_blocks)  # many servers are looked at in slices: matrices of a million numbers
+    for at in range(0, len(movable), rows):
         part = movable[at : at + rows]
-        gains = _gains(n_blocks, holders, part)
+        gains = _gains(n_blocks, holders, part, limits)
         starts = gains.argmax(axis=1)
         for row, (i, start) in enumerate(zip(part, starts.tolist(), strict=True)):
             gain = float(gains[row, start])
-            if gain > math.log1p(MOVE_GAIN * holders[i].power / total):
+            if gain > math.log1p(limits.move_gain * holders[i].power / total):
                 found.append((-gain, holders[i].key, Blocks(start, start + len(holders[i].blocks))))
     return tuple((key, blocks) for _, key, blocks in sorted(found))
 
 
-def should_move(queue: Sequence[tuple[str, Blocks]], key: str, patience: int) -> tuple[Blocks | None, int]:
+def should_move(
+    queue: Sequence[tuple[str, Blocks]], key: str, patience: int, limits: PlacementLimits = PlacementLimits()
+) -> tuple[Blocks | None, int]:
     """Return the span to which this server should move now, or None; and the patience for its next look.
 
     queue: the candidates. patience: at how many looks in a row before this one it was a candidate whose turn it was
@@ -138,16 +161,17 @@ def should_move(queue: Sequence[tuple[str, Blocks]], key: str, patience: int) ->
     """
     for rank, (candidate, blocks) in enumerate(queue):
         if candidate == key:
-            return (blocks, 0) if patience >= rank * LOOKS_PER_RANK else (None, patience + 1)
+            return (blocks, 0) if patience >= rank * limits.looks_per_rank else (None, patience + 1)
     return None, 0
 
 
-def _gains(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int]) -> Rates:
+def _gains(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int], limits: PlacementLimits) -> Rates:
     """Return by how much the level's logarithm rises if a mover goes to a start: [movers, starts].
 
     Starts from which the span would not fit, or that would leave some block far worse than any is now, have -inf.
     """
-    floor = FLOOR_SHARE * sum(holder.power for holder in holders) / n_blocks
+    cut = 18.0  # e^18 is far above BLOCKS_MAX, and sums with it are exact enough to compare terms of 1
+    floor = limits.floor_share * sum(holder.power for holder in holders) / n_blocks
     x = np.maximum(served(n_blocks, holders), floor)
     x0 = x.min()
     start, length, tps = (
@@ -160,18 +184,12 @@ def _gains(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int]) -> R
     now, apart, there = (np.log(np.maximum(y, floor) / x0) for y in (x, without, without + tps))
     gains = np.where(stop > n_blocks, -np.inf, 0.0)
     for p in SHARPNESS:
-        before, after = (np.exp(np.minimum(-p * y, _CUT)) for y in (apart, there))
+        before, after = (np.exp(np.minimum(-p * y, cut)) for y in (apart, there))
         more = np.zeros((len(movers), n_blocks + 1))
         np.cumsum(after - before, axis=1, out=more[:, 1:])
         sums = before.sum(axis=1, keepdims=True) - more[:, :-1]
         sums += np.take_along_axis(more, np.minimum(stop, n_blocks), axis=1)
         total = np.exp(-p * now).sum()
         gain = np.log(total / np.maximum(sums, _EXACT * total)) / p
-        gains += np.where(sums < math.exp(_CUT) / 2, gain, -np.inf) / len(SHARPNESS)
+        gains += np.where(sums < math.exp(cut) / 2, gain, -np.inf) / len(SHARPNESS)
     return gains
-
-
-def _power(announcement: Announcement, usual: float) -> float:
-    if announcement.decode_tps is None:
-        return usual
-    return min(announcement.decode_tps * len(announcement.span), POWER_SPREAD_MAX * usual)

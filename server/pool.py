@@ -1,28 +1,19 @@
-"""Pools: of what a server has, how much there is in all, and which session holds how much of it.
+"""Pools: how much of something a server has in all, and how much of it each peer holds.
 
-A peer may hold up to PEER_FACTOR times what stays free (dynamic thresholds: Choudhury and Hahne, IEEE/ACM
-Transactions on Networking 6(2), 1998). So one alone gets most of a pool, several share it evenly, and whoever comes
-next finds room.
+A peer may hold up to PEER_FACTOR times the share that stays free (dynamic thresholds: Choudhury and Hahne, IEEE/ACM
+Transactions on Networking 6(2), 1998). A peer that is alone gets most of a pool, several share it evenly, and the next
+one finds room.
 
 The unit of the KV pool is a token: one row's one position in all blocks of the span. Memory is taken, and charged, in
-pages when positions arrive, whatever a session was opened for, and is given back by rollbacks and at the end.
-Layers with a sliding window stop costing when their window is full; recurrent states cost the same from the first
-position on, like a slot. Other pools count bytes: of activations that wait, of outputs that are kept.
+pages when positions arrive, whatever a session was opened for. Rollbacks and the end give it back. Layers with a
+sliding window stop costing when their window is full; recurrent states cost the same from the first position on, like a
+slot. Other pools count bytes: of activations that wait, of outputs that are kept.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-PEER_FACTOR = 8
-
-
-class NoRoom(Exception):
-    """A pool has not so much more now."""
-
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(f"{needed} more do not fit, {free} are there for you")
-        self.needed = needed
-        self.free = free
+PEER_FACTOR = 8  # the ratio in the formula above: 8/9 of a pool for one peer, which leaves 1/9 for the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +31,15 @@ class Prices:
     page: int = 1
 
     def tokens(self, rows: int, positions: int, rollback_max: int) -> int:
-        """What a session of so many rows and positions is charged."""
+        """Return the tokens that a session of so many rows and positions is charged."""
         if positions == 0:
             return 0
-        whole = self._paged(positions)
-        spared = sum(max(0, whole - self._paged(window + rollback_max)) * share for window, share in self.windows)
+        whole = -(-positions // self.page) * self.page
+        spared = 0.0
+        for window, share in self.windows:
+            kept = -(-(window + rollback_max) // self.page) * self.page
+            spared += max(0, whole - kept) * share
         return rows * (self.slot_tokens + whole - int(spared))
-
-    def _paged(self, positions: int) -> int:
-        return -(-positions // self.page) * self.page
 
 
 class Pool:
@@ -60,7 +51,7 @@ class Pool:
         self.held: Counter[str] = Counter()  # by each peer
 
     def free(self, peer: str = "") -> int:
-        """How much more a peer may hold; without one, somebody who has nothing."""
+        """Return how much more a peer may hold; without one, a peer that has nothing."""
         held = self.held[peer]
         most = PEER_FACTOR * (self.capacity - self.used + held) // (PEER_FACTOR + 1)
         return max(0, most - held)
@@ -74,35 +65,32 @@ class Pool:
         """Start a lease of a peer's that holds nothing yet."""
         return Lease(self, peer)
 
-    def change(self, peer: str, more: int) -> None:
-        """Let a peer hold more, or less where it is negative. Raises NoRoom, and then nothing has changed."""
-        if more > 0 and more > (free := self.free(peer)):
-            raise NoRoom(more, free)
-        self.used += more
-        self.held[peer] += more
-        if not self.held[peer]:
-            del self.held[peer]
 
-
-@dataclass(slots=True)
 class Lease:
     """One session's share of a pool."""
 
-    pool: Pool
-    peer: str
-    amount: int = 0
+    __slots__ = ("amount", "peer", "pool")
+
+    def __init__(self, pool: Pool, peer: str) -> None:
+        self.pool = pool
+        self.peer = peer
+        self.amount = 0
 
     @property
     def room(self) -> int:
         """How much larger it may become."""
         return self.pool.free(self.peer)
 
-    def resize(self, amount: int) -> None:
-        """Hold so much from now on. Raises NoRoom, and then nothing has changed."""
-        if amount != self.amount:
-            self.pool.change(self.peer, amount - self.amount)
-            self.amount = amount
-
-    def release(self) -> None:
-        """Give everything back."""
-        self.resize(0)
+    def resize(self, amount: int) -> bool:
+        """Hold so much from now on. Returns False where there is no room, and then nothing has changed."""
+        more, pool, held = amount - self.amount, self.pool, self.pool.held[self.peer]
+        # `Pool.free`, inlined: a step resizes several leases
+        if more > 0 and more > PEER_FACTOR * (pool.capacity - pool.used + held) // (PEER_FACTOR + 1) - held:
+            return False
+        self.amount = amount
+        pool.used += more
+        if held + more:
+            pool.held[self.peer] = held + more
+        else:
+            pool.held.pop(self.peer, None)
+        return True

@@ -1,21 +1,17 @@
 """The life of `swarm-serve`: load, join, be reached, serve, leave."""
 
 import asyncio
-import contextlib
 import gc
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
 import structlog
-import torch
 
 from swarm.blocks import Blocks
 from swarm.commands import Ready, Stop
@@ -24,13 +20,11 @@ from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import SignedAnnouncement
 from swarm.dht.sequence import SequenceInFile
-from swarm.errors import BadConfiguration, NetworkError, RootMismatch, SwarmError, Unreachable, ungrouped
+from swarm.errors import NetworkError, RootMismatch, SwarmError, Unreachable
+from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
-from swarm.model.checkpoint import Checkpoint, open_checkpoint
-from swarm.model.kernels import choose_kernels
-from swarm.model.loading import block_bytes, expected_dtype, fetch_span, load_span
-from swarm.model.span import Span, numeric_class_of
+from swarm.model.checkpoint import Checkpoint
 from swarm.net.address import Tcp
 from swarm.net.carriers.tcp import Listener
 from swarm.net.endpoint import Endpoint
@@ -40,12 +34,9 @@ from swarm.net.reach import is_public
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
-from swarm.server.measure import blocks_that_fit, cache_prices, tokens_that_fit
-from swarm.server.pool import Prices
-from swarm.server.server import Server, ServerOptions, claim
-
-REACHED_RETRY_S = 30.0  # how often a server that cannot be reached asks again
-LEAVE_TIMEOUT_S = 5.0
+from swarm.server.claims import Claims
+from swarm.server.loader import Loaded, Opened, in_thread, open_model
+from swarm.server.server import Server, ServerOptions
 
 Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.server")
@@ -60,46 +51,28 @@ class ServerReady(Ready):
     blocks: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What is known before the network is. span, pool_tokens: loaded already, where the command says which blocks."""
-
-    checkpoint: Checkpoint
-    device: torch.device
-    length: int = 0  # of the span that is to be chosen
-    loaded: "_Loaded | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A span, its KV pool's capacity and what that charges."""
-
-    span: Span
-    pool_tokens: int
-    prices: Prices
-
-
 async def serve(
     arguments: ServeArguments, identity: Identity, identity_path: Path, ready: Callable[[Ready], None], stop: Stop
 ) -> None:
     """Serve until asked to stop. Raises UsageError, CheckpointError or NetworkError while starting."""
-    announced = tuple(multiaddr_of(*address) for address in arguments.p2p_announce_address)
-    ways_in = arguments.initial_peers or announced or (multiaddr_of(*arguments.p2p_listen),)
-    public = arguments.access.network_key is None and await is_public(ways_in)
-    me = Endpoint(identity, ChannelKey(), arguments.network, arguments.access, public=public)
-    listener = Listener(me, *arguments.listen)
-    p2p = P2PConfig(identity_path, arguments.p2p_listen, announced)
-    config = NodeConfig(me.network, p2p, arguments.initial_peers, me.access)
+    wanted = arguments.network
+    announced = tuple(multiaddr_of(*address) for address in wanted.p2p_announce_address)
+    ways_in = wanted.initial_peers or announced or (multiaddr_of(*wanted.p2p_listen),)
+    public = wanted.access.network_key is None and await is_public(ways_in)
+    me = Endpoint(identity, ChannelKey(), wanted.network, wanted.access, public=public)
+    listener = Listener(me, *wanted.listen)
+    p2p = P2PConfig(identity_path, wanted.p2p_listen, announced)
+    config = NodeConfig(me.network, p2p, wanted.initial_peers, me.access)
     with ungrouped():
         async with asyncio.TaskGroup() as group:
-            opening = group.create_task(_in_thread(lambda: _open(arguments)))
+            opening = group.create_task(in_thread(lambda: open_model(arguments)))
             async with open_node(config, clock=time.time) as node:
                 opened = await opening
                 sequence = SequenceInFile(identity_path.with_name(f"{identity_path.name}.sequence"))
                 directory = Directory(
                     node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
                 )
-                await _check_root(directory, opened.checkpoint, arguments.root)
+                await _check_root(directory, opened.loader.checkpoint, arguments.checkpoint.root)
                 await serve_dial_back(node, dialling_as(me))
                 host = _Host(arguments, me, listener, node, directory, opened, ready, stop)
                 try:
@@ -118,56 +91,56 @@ class _Host:
         listener: Listener,
         node: SwarmNode,
         directory: Directory,
-        opened: _Opened,
+        opened: Opened,
         ready: Callable[[Ready], None],
         stop: Stop,
     ) -> None:
-        self._arguments, self._me, self._listener = arguments, me, listener
-        self._node, self._directory, self._ready, self._stop = node, directory, ready, stop
-        self._checkpoint, self._device, self._length = opened.checkpoint, opened.device, opened.length
-        dtype = expected_dtype(opened.checkpoint, _dtype(arguments))
-        self._numeric_class = numeric_class_of(opened.checkpoint.config, dtype)
-        key = me.identity.public_key.hex()
-        every_s = arguments.rebalance_every if arguments.automatic else 0.0
-        self._automatic = Automatic(directory, opened.checkpoint, key, self._numeric_class, every_s, Random())  # noqa: S311 - when to look is no secret
-        self._options = ServerOptions(
+        self._me, self._listener, self._node = me, listener, node
+        self._ready, self._stop, self._drain_timeout_s = ready, stop, arguments.drain_timeout
+        self._loader, self._length = opened.loader, opened.length
+        every_s = arguments.rebalance_every if arguments.span.automatic else 0.0
+        options = ServerOptions(
             cache_tokens=0,
-            announce=arguments.announce_address or (_reachable(listener.address),),
-            threads=arguments.threads,
+            announce=arguments.network.announce_address or (_reachable(listener.address),),
+            threads=arguments.span.threads,
             public_name=arguments.public_name,
             journal_bytes=arguments.journal_memory,
             automatic=every_s > 0,
         )
+        checkpoint, numeric_class = opened.loader.checkpoint, opened.loader.numeric_class
+        self._claims = Claims(directory, checkpoint, me, numeric_class, options)
+        key = me.identity.public_key.hex()
+        self._automatic = Automatic(directory, checkpoint, key, numeric_class, every_s, Random())  # noqa: S311 - when to look is no secret
 
-    async def run(self, loaded: _Loaded | None) -> None:
+    async def run(self, loaded: Loaded | None) -> None:
         """Serve one span after the other until asked to stop; then withdraw."""
         if loaded is None:
-            loaded = await self._load(await self._automatic.first(self._length, self._claim))
+            loaded = await self._load(await self._automatic.first(self._length, self._claims.make))
         while loaded is not None and (goal := await self._serve(loaded)) is not None:
             before, loaded = loaded.span.blocks, None  # two spans may not fit into memory
             loaded = await self._or_stopped(self._load(goal, before))
         try:
-            async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await self._directory.withdraw()
+            async with asyncio.timeout(5.0):  # then the announcement expires by itself
+                await self._claims.directory.withdraw()
         except (TimeoutError, NetworkError) as error:
             _log.warning("not withdrawn; the announcement expires by itself", why=str(error))
 
-    async def _serve(self, loaded: _Loaded) -> Blocks | None:
+    async def _serve(self, loaded: Loaded) -> Blocks | None:
         """Host one span: its whole life, from the first connection to the drain. Returns whereto to move, if at all."""
         gc.freeze()  # what is there now stays: a full collection would stop all sessions for half a second
         keep_free_memory()
-        options = replace(self._options, cache_tokens=loaded.pool_tokens, prices=loaded.prices)
-        server = Server(self._checkpoint, loaded.span, self._me, self._listener, options)
+        options = replace(self._claims.options, cache_tokens=loaded.pool_tokens, prices=loaded.prices)
+        server = Server(self._loader.checkpoint, loaded.span, self._me, self._listener, options)
         await server.start()
         goal = None
         try:
-            announcer = Announcer(self._directory, server.announcement)
+            announcer = Announcer(self._claims.directory, server.announcement)
             async with asyncio.TaskGroup() as group:
-                life = group.create_task(_announce(announcer, server, self._node, self._checkpoint, self._ready))
+                life = group.create_task(_announce(announcer, server, self._node, self._loader.checkpoint, self._ready))
                 goal = await self._leave(server, announcer)
                 life.cancel()
             if goal is not None:
-                await self._withdraw(loaded.span.blocks)
+                await self._claims.withdraw(loaded.span.blocks)
         finally:
             await server.stop(moving=goal is not None)
         return goal
@@ -175,27 +148,27 @@ class _Host:
     async def _leave(self, server: Server, announcer: Announcer) -> Blocks | None:
         """Wait until this server is to leave its span, and let its sessions move. Returns whereto, or None: to stop.
 
-        A session that nobody else can take over keeps the server where it is, unless it is to stop.
+        A session that no other server can take over keeps this one where it is, unless it is to stop.
         """
-        within_s = self._arguments.drain_timeout
+        within_s = self._drain_timeout_s
         while True:
             goal = await self._or_stopped(self._goal(server.span.blocks))
             _log.info("leaving", sessions=len(server.handler.sessions), within_s=within_s, moving_to=goal and str(goal))
             if goal is not None:
-                await self._claim(goal)
+                await self._claims.make(goal)
             announcer.change("draining")
             await server.handler.drain(within_s)
             if goal is None or self._stop.asked:
                 return None
             if not server.handler.sessions:
                 return goal
-            _log.warning("stays: it has sessions that nobody else can take", blocks=str(server.span.blocks))
-            server.handler.draining = False
+            _log.warning("stays: it has sessions that no other server can take", blocks=str(server.span.blocks))
+            server.handler.admission.draining = False
             announcer.change("online")
-            await self._withdraw(goal)
+            await self._claims.withdraw(goal)
 
     async def _or_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | None:
-        """Return what some work returns, or None as soon as this server is asked to stop."""
+        """Return the result of some work, or None as soon as this server is asked to stop."""
         async with asyncio.TaskGroup() as group:
             stopped, working = group.create_task(self._stop.wait()), group.create_task(work)
             await asyncio.wait((stopped, working), return_when=asyncio.FIRST_COMPLETED)
@@ -204,59 +177,39 @@ class _Host:
         return None if self._stop.asked else working.result()
 
     async def _goal(self, blocks: Blocks) -> Blocks:
-        """Wait until this server is needed elsewhere, and fetch what it needs there while it serves. Returns where."""
+        """Wait until this server is needed elsewhere, and fetch that span while it serves. Returns the span."""
         while True:
             goal = await self._automatic.goal()
             _log.info("needed elsewhere", blocks=str(blocks), goal=str(goal))
             try:
-                await _in_thread(partial(fetch_span, self._checkpoint, goal))
+                await self._loader.fetch(goal)
             except SwarmError as error:
                 _log.warning("cannot move: stays where it is", goal=str(goal), why=str(error))
                 continue
             return goal
 
-    async def _claim(self, blocks: Blocks) -> None:
-        """Say that a span will be here, so that no other server takes it for missing; and no other than this one."""
-        now = time.time()
-        await self._directory.announce(
-            claim(self._checkpoint, self._me, blocks, self._numeric_class, self._options, now)
-        )
-
-    async def _load(self, blocks: Blocks, otherwise: Blocks | None = None) -> _Loaded:
+    async def _load(self, blocks: Blocks, otherwise: Blocks | None = None) -> Loaded:
         """Load a span while its claim is kept alive; where that fails, the one that was here before."""
-        gc.unfreeze()  # the span before this one is garbage now, cycles and all
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        claims = Announcer(
-            self._directory,
-            lambda _: claim(self._checkpoint, self._me, blocks, self._numeric_class, self._options, time.time()),
-        )
+        claims = Announcer(self._claims.directory, lambda _: self._claims.of(blocks))
         async with asyncio.TaskGroup() as group:
             announcing = group.create_task(claims.run())
             try:
-                return await _in_thread(partial(_load, self._arguments, self._checkpoint, blocks, self._device))
+                return await self._loader.load(blocks)
             except SwarmError as error:
                 if otherwise is None:
                     raise
                 _log.error("did not load; back to the blocks before", blocks=str(blocks), why=str(error))
             finally:
                 announcing.cancel()
-        await self._withdraw(blocks)
+        await self._claims.withdraw(blocks)
         return await self._load(otherwise)
-
-    async def _withdraw(self, blocks: Blocks) -> None:
-        try:
-            await self._directory.withdraw(blocks)
-        except NetworkError as error:
-            _log.warning("not withdrawn; the announcement expires by itself", blocks=str(blocks), why=str(error))
 
 
 async def _announce(
     announcer: Announcer, server: Server, node: SwarmNode, checkpoint: Checkpoint, ready: Callable[[Ready], None]
 ) -> None:
     while not await _reached(node, await announcer.announce()):  # noqa: ASYNC110 - nothing wakes it
-        await asyncio.sleep(REACHED_RETRY_S)
+        await asyncio.sleep(30.0)  # the operator may have forwarded the port by then
     announcer.state = "online"
     await announcer.announce()
     span = server.span
@@ -275,7 +228,7 @@ async def _announce(
         "online",
         blocks=str(span.blocks),
         model=checkpoint.model,
-        numeric_class=span.numeric_class,
+        numeric_class=str(span.numeric_class),
         weights_mb=span.weight_bytes >> 20,
         cache_tokens=server.pool.capacity,
         address=server.data_address,
@@ -288,14 +241,14 @@ async def _announce(
 
 
 async def _reached(node: SwarmNode, signed: SignedAnnouncement) -> bool:
-    """Let another peer try to reach us: a record that nobody can use would only cost clients their time."""
+    """Let another peer try to reach us: a record that leads nowhere would only cost clients their time."""
     if not node.neighbours():
-        _log.warning("nobody is there yet to check that this server can be reached from outside")
+        _log.warning("no other node is there yet to check that this server can be reached from outside")
         return True
     try:
         result = await ask_dial_back(node, signed)
     except Unreachable as error:
-        _log.warning("nobody could check that this server can be reached", why=str(error))
+        _log.warning("no other node could check that this server can be reached", why=str(error))
         return True
     if not result.answered:
         _log.error(
@@ -304,60 +257,6 @@ async def _reached(node: SwarmNode, signed: SignedAnnouncement) -> bool:
             asked=result.helper,
         )
     return bool(result.answered)
-
-
-def _open(arguments: ServeArguments) -> _Opened:
-    """Open the checkpoint; load the span if it is known already, or tell how many blocks fit."""
-    checkpoint = open_checkpoint(
-        arguments.model,
-        revision=arguments.revision,
-        token=arguments.token,
-        cache_dir=arguments.cache_dir,
-        max_disk_bytes=arguments.max_disk_space,
-        root=arguments.root,
-    )
-    if not arguments.automatic:
-        blocks = Blocks.parse(arguments.blocks, checkpoint.n_blocks)
-        device = _device(arguments.device)
-        return _Opened(checkpoint, device, loaded=_load(arguments, checkpoint, blocks, device))
-    device = _device(arguments.device)
-    if arguments.num_blocks is not None:
-        checkpoint.check(Blocks(0, arguments.num_blocks))
-        return _Opened(checkpoint, device, arguments.num_blocks)
-    one = block_bytes(checkpoint, _dtype(arguments))
-    fit = blocks_that_fit(one, device)
-    if fit == 0:
-        raise BadConfiguration("--blocks auto", f"one block takes {one >> 20} MB, and {device} has no room for it")
-    return _Opened(checkpoint, device, min(fit, checkpoint.n_blocks))
-
-
-def _load(arguments: ServeArguments, checkpoint: Checkpoint, blocks: Blocks, device: torch.device) -> _Loaded:
-    """Load a span, and see how many tokens its KV pool can hold."""
-    try:
-        span = load_span(checkpoint, blocks, dtype=_dtype(arguments), device=device)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise BadConfiguration("--blocks", f"blocks {blocks} do not fit into the memory of {device}") from None
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)  # of this thread, so that kernels are timed as they will run
-    packed = choose_kernels(span)
-    _log.info("kernels chosen", weights="packed by oneDNN" if packed else "as they are", batches=span.packs)
-    with torch.inference_mode():
-        prices = cache_prices(span)
-    return _Loaded(span, arguments.cache_tokens or tokens_that_fit(span, prices, arguments.cache_memory), prices)
-
-
-def _dtype(arguments: ServeArguments) -> torch.dtype | str:
-    return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-
-
-def _device(name: str | None) -> torch.device:
-    """Return the device of this name, or the one to take where none is named. Raises BadConfiguration."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device).sum().item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it asserts
-        raise BadConfiguration(f"--device {name}", str(error).splitlines()[0][:200]) from None
-    return device
 
 
 async def _check_root(directory: Directory, checkpoint: Checkpoint, confirmed: str | None) -> None:
@@ -380,25 +279,3 @@ def _reachable(address: Tcp) -> str:
             except OSError:
                 host = "127.0.0.1"
     return str(Tcp(host, address.port))
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Run blocking work in a thread that does not keep a cancelled process alive."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error is not None else done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any longer
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return await done

@@ -1,18 +1,20 @@
-"""A running server: the span, its sessions and its listener. What it announces is built here; the DHT is elsewhere."""
+"""A running server: the span, its sessions and its listener. It builds its announcement; the DHT is elsewhere."""
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.compute.task import Probe
 from swarm.compute.thread import ComputeThread
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement
 from swarm.dht.records import Span as AnnouncedSpan
+from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
 from swarm.net.carriers.tcp import Listener
@@ -20,26 +22,35 @@ from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
 from swarm.server.announcer import State
 from swarm.server.handler import Handler
+from swarm.server.holdings import Memory
 from swarm.server.hosting import Hosting
+from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.measure import Throughput, device_name, measure_throughput
 from swarm.server.pool import Pool, Prices
 from swarm.server.roundtrips import RoundTrips
 from swarm.version import __version__
 
-INFLOW_SHARE = 2.0  # activations are read so many times as fast as the span computes them, one session at a time
-INFLOW_LEAST = 4.0 * 2**20  # bytes per second
-ADDRESSES_BESIDE_RTTS = 4  # with more of them round trips might not fit into a record
-
 _log = structlog.get_logger("swarm.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds on one server, and on what peers ask of it."""
+
+    inflow_share: float = limit(2.0, "times", "activations are read so much faster than the span computes a prefill")
+    inflow_bytes_per_s_min: float = limit(4.0 * 2**20, "bytes/s", "are read at least, however slow the span is")
+    addresses_beside_rtts: int = limit(4, "addresses", "with more, a record has no room for round trips")
+    memory: MemoryLimits = field(default_factory=MemoryLimits)
+    handler: HandlerLimits = field(default_factory=HandlerLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """How a server serves. announce: addresses ("host:port") to announce; empty takes the one it listens on.
 
-    cache_tokens, prices: the KV pool's capacity, and what it charges; None a token for each. journal_bytes: host memory
-    for what repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the span was
-    chosen by the server, which may move.
+    cache_tokens, prices: the KV pool's capacity and its charges; None a token for each. journal_bytes: host memory
+    for outputs that repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the server
+    chose the span itself, and may move.
     """
 
     cache_tokens: int
@@ -49,6 +60,7 @@ class ServerOptions:
     journal_bytes: int = 1 << 30
     automatic: bool = False
     prices: Prices | None = None
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 class Server:
@@ -66,43 +78,55 @@ class Server:
         """listener: bound already, so that a port in use was noticed before the weights were loaded."""
         self.span = span
         self.throughput: Throughput | None = None
-        self.pool = Pool(options.cache_tokens)
+        limits, cache = options.limits, Pool(options.cache_tokens)
+        self.memory = Memory.of(cache, prices=options.prices, journal_bytes=options.journal_bytes, limits=limits.memory)
         self._checkpoint = checkpoint
         self.me = me
-        self._listener = listener
+        self.listener = listener
         self.options = options
         self._wall_clock = wall_clock
-        self._executor = ComputeThread(asyncio.get_running_loop(), options.threads)
-        hosting = Hosting(checkpoint.root, me.network, span, options.prices or Prices(), options.journal_bytes)
-        self.handler = Handler(hosting, self._executor, self.pool, wall_clock)
-        self.handler.dialer = Dialer(me, self.handler.on_message, flow=listener.flow)
-        self.round_trips = RoundTrips(self.handler.dialer)
+        self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
+        self.handler = Handler(
+            Hosting(checkpoint.root, me.network, span),
+            self.executor,
+            self.memory,
+            lambda take: Dialer(me, take, flow=listener.flow),
+            wall_clock,
+            limits=limits.handler,
+        )
+        self.round_trips = RoundTrips(self.handler.links.dialer)
         self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def pool(self) -> Pool:
+        """The cache, in tokens."""
+        return self.memory.cache
 
     async def start(self) -> None:
         """Accept channels from now on."""
-        await self._listener.start(self.handler.on_message, self.handler.peers_in_use)
+        await self.listener.start(self.handler.on_message, self.handler.peers_in_use)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
     async def stop(self, *, moving: bool = False) -> None:
         """End every session and every channel. moving: the address is kept, for the next span's server."""
         if self._sweeper is not None:
             self._sweeper.cancel()
+            await asyncio.wait((self._sweeper,))
         await self.handler.close()
         if moving:
-            self._listener.pause()
+            self.listener.pause()
         else:
-            await self._listener.close()
-        await self.handler.dialer.close()
-        await asyncio.to_thread(self._executor.stop)  # a long step must not keep the loop from a second signal
+            await self.listener.close()
+        await self.handler.links.dialer.close()
+        await asyncio.to_thread(self.executor.stop)  # a long step must not keep the loop from a second signal
 
     @property
     def data_address(self) -> str:
         """Where channels are accepted, as "host:port"."""
-        return str(self._listener.address)
+        return str(self.listener.address)
 
     async def measure(self) -> None:
-        """Measure the span's throughput, in the compute thread and so between other people's steps.
+        """Measure the span's throughput, in the compute thread and so between the steps of sessions.
 
         A span that does not bear it serves all the same, and announces no throughput.
         """
@@ -114,16 +138,16 @@ class Server:
             if not done.done():  # else the server is leaving
                 done.set_result(result if isinstance(result, Throughput) else None)
 
-        self._executor.submit(Probe(lambda: measure_throughput(self.span)), finish)
+        self.executor.submit(Probe(lambda: measure_throughput(self.span)), finish)
         self.throughput = await done
         if self.throughput is not None:
-            token_bytes = self.span.hidden_size * self.span.dtype.itemsize
+            limits, token_bytes = self.options.limits, self.span.hidden_size * self.span.dtype.itemsize
             computed = self.throughput.prefill_tps * token_bytes
-            self._listener.flow.read.change(max(INFLOW_LEAST, INFLOW_SHARE * computed))
+            self.listener.flow.read.change(max(limits.inflow_bytes_per_s_min, limits.inflow_share * computed))
 
     def announcement(self, state: State) -> Announcement:
-        """What is true of this server now. Sequence and times are set when it is signed."""
-        measured = self.throughput
+        """Return the announcement of this server as it is now. Sequence and times are set when it is signed."""
+        measured, few = self.throughput, len(self.options.announce) <= self.options.limits.addresses_beside_rtts
         bare = claim(
             self._checkpoint, self.me, self.span.blocks, self.span.numeric_class, self.options, self._wall_clock()
         )
@@ -136,16 +160,21 @@ class Server:
                 "load": float(self.handler.steps_under_way),
                 "batches": self.span.packs,
                 "state": state,
-                "rtts": self.round_trips.latest if len(self.options.announce) <= ADDRESSES_BESIDE_RTTS else (),
+                "rtts": self.round_trips.latest if few else (),
                 "device": device_name(self.span.device),
             }
         )
 
 
 def claim(
-    checkpoint: Checkpoint, me: Endpoint, blocks: Blocks, numeric_class: str, options: ServerOptions, now: float
+    checkpoint: Checkpoint,
+    me: Endpoint,
+    blocks: Blocks,
+    numeric_class: NumericClass,
+    options: ServerOptions,
+    now: float,
 ) -> Announcement:
-    """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and nobody calls it.
+    """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and no client calls it.
 
     Sequence and times are set when it is signed.
     """
@@ -158,7 +187,7 @@ def claim(
         model=checkpoint.public_name,
         n_blocks=checkpoint.n_blocks,
         blocks=AnnouncedSpan(blocks.start, blocks.stop),
-        numeric_class=numeric_class,
+        numeric_class=str(numeric_class),
         addresses=(),
         channel_key=me.key.public.hex(),
         state="joining",

@@ -1,7 +1,7 @@
-"""Who may take part in a private swarm: those who have its key, and those who are on the list.
+"""Access to a private swarm: for peers that have its key, and for peers on a list.
 
 The *network key* is 32 random bytes that all members share. It is never used itself: each purpose has a key derived
-from it (HKDF-SHA256), so that the handshake's secret tells nothing about the one that seals records.
+from it (HKDF-SHA256), so that the handshake's secret reveals nothing about the one that seals records.
 
 The *list of allowed peers* names identities. It needs no secret, and it can tell members apart.
 """
@@ -18,9 +18,6 @@ from swarm.errors import BadConfiguration
 from swarm.identity import public_key_of
 
 KEY_BYTES = 32
-PEERS_MAX = 4096  # on a list
-LIST_BYTES_MAX = 1 << 20
-_MAKE_ONE = "(umask 077; openssl rand -hex 32 > {path})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +36,30 @@ class NetworkKey:
     @classmethod
     def load(cls, path: Path) -> "NetworkKey":
         """Read a key file: 64 hex digits, for its owner's eyes alone. Raises BadConfiguration."""
-        what, make_one = f"network key {path}", f"to make one: {_MAKE_ONE.format(path=path)}"
+        setting = f"network key {path}"
+        make_one = f"to make one: (umask 077; openssl rand -hex 32 > {path})"
         try:
             with path.open("rb") as file:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 text = file.read(2 * KEY_BYTES + 3)
         except FileNotFoundError:
-            raise BadConfiguration(what, f"there is no such file; {make_one}") from None
+            raise BadConfiguration(setting, f"there is no such file; {make_one}") from None
         except OSError as error:
-            raise BadConfiguration(what, error.strerror or str(error)) from None
+            raise BadConfiguration(setting, error.strerror or str(error)) from None
         if mode & 0o077:
-            raise BadConfiguration(what, f"others can read it; run: chmod 600 {path}")
+            raise BadConfiguration(setting, f"others can read it; run: chmod 600 {path}")
         try:
             secret = bytes.fromhex(text.decode().strip())
         except ValueError:
             secret = b""
         if len(secret) != KEY_BYTES:
-            raise BadConfiguration(what, f"it is not {2 * KEY_BYTES} hex digits; {make_one}")
+            raise BadConfiguration(setting, f"it is not {2 * KEY_BYTES} hex digits; {make_one}")
         return cls(secret)
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may take part; by default everybody."""
+    """The peers that may take part; by default all."""
 
     network_key: NetworkKey | None = None
     allowed: frozenset[str] | None = None  # peer ids; None: all
@@ -74,7 +72,7 @@ class Access:
     def load(cls, network_key: Path | None, allow_peers: Path | None, own: str | None = None) -> "Access":
         """Read both files, where they are given. Raises BadConfiguration.
 
-        own: this side's peer id. It has to be on the list, or nobody who has the same list would take it in.
+        own: this side's peer id. It has to be on the list, or no peer with the same list would take it in.
         """
         allowed = None if allow_peers is None else _read_list(allow_peers)
         if allow_peers is not None and allowed is not None and own is not None and own not in allowed:
@@ -86,16 +84,16 @@ EVERYBODY = Access()
 
 
 def _read_list(path: Path) -> frozenset[str]:
-    """Read peer ids, one in a line; what follows a # is for people."""
-    what = f"allowed peers {path}"
+    """Read peer ids, one in a line; text behind a # is for people."""
+    setting, peers_max, bytes_max = f"allowed peers {path}", 4096, 1 << 20
     try:
         with path.open("rb") as file:
-            data = file.read(LIST_BYTES_MAX + 1)
+            data = file.read(bytes_max + 1)
         text = data.decode()
     except OSError as error:
-        raise BadConfiguration(what, error.strerror or str(error)) from None
+        raise BadConfiguration(setting, error.strerror or str(error)) from None
     except UnicodeDecodeError:
-        raise BadConfiguration(what, "it is no text in UTF-8") from None
+        raise BadConfiguration(setting, "it is no text in UTF-8") from None
     peers = set()
     for number, line in enumerate(text.splitlines(), 1):
         peer = line.partition("#")[0].strip()
@@ -104,8 +102,8 @@ def _read_list(path: Path) -> frozenset[str]:
         try:
             public_key_of(peer)
         except ValueError:
-            raise BadConfiguration(what, f"line {number}: {peer[:64]!r} is no peer id such as 12D3KooW...") from None
+            raise BadConfiguration(setting, f"line {number}: {peer[:64]!r} is no peer id such as 12D3KooW...") from None
         peers.add(peer)
-    if len(peers) > PEERS_MAX or len(data) > LIST_BYTES_MAX:
-        raise BadConfiguration(what, f"more than {PEERS_MAX} peers, or {LIST_BYTES_MAX} bytes")
+    if len(peers) > peers_max or len(data) > bytes_max:
+        raise BadConfiguration(setting, f"more than {peers_max} peers, or {bytes_max} bytes; make it shorter")
     return frozenset(peers)

@@ -1,4 +1,4 @@
-"""What all commands share: options, logging, the ready file, signals, and from an error to an exit code.
+"""The common part of all commands: options, logging, the ready file, signals, and from an error to an exit code.
 
     @click.command("swarm-bootstrap")
     @common_options
@@ -6,8 +6,8 @@
 
     def main() -> None: run_click(command)
 
-Exit codes: 0 after SIGTERM or SIGINT, 2 for what the caller can correct (UsageError), 1 for any other SwarmError; in
-both cases with one line on stderr. A second signal ends the process at once, and p2pd with it.
+Exit codes: 0 after SIGTERM or SIGINT, 2 for an error that the caller can correct (UsageError), 1 for any other
+SwarmError; in both cases with one line on stderr. A second signal ends the process at once, and p2pd with it.
 """
 
 import asyncio
@@ -33,7 +33,6 @@ from swarm.errors import BadConfiguration, SwarmError, UsageError
 from swarm.events import configure_events, printable
 from swarm.identity import Identity, IdentityLock
 
-ENVIRONMENT_PREFIX = "SWARM"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -41,7 +40,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class Ready(BaseModel):
-    """What a ready file says. Commands extend it."""
+    """The contents of a ready file. Commands extend it."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -51,7 +50,7 @@ class Ready(BaseModel):
 
 
 class Stop:
-    """The wish to end, from a signal. Whoever waits for it ends in order; work that does not is cancelled."""
+    """The wish to end, from a signal. A command that waits for it ends in order; one that does not is cancelled."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -82,7 +81,7 @@ def run_click(command: click.Command) -> NoReturn:
     try:
         settings = load_settings().model_dump(exclude_none=True)
         status = command.main(
-            standalone_mode=False, auto_envvar_prefix=ENVIRONMENT_PREFIX, default_map=settings, prog_name=command.name
+            standalone_mode=False, auto_envvar_prefix="SWARM", default_map=settings, prog_name=command.name
         )
         _leave(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:
@@ -146,14 +145,14 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit without tearing the interpreter down: what is to be cleaned up has been, by context managers.
+    """Exit without tearing the interpreter down: context managers have cleaned up.
 
     A native thread that still runs, such as one that reads weights, would make the teardown abort; torch's own takes
     a second or more.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        with contextlib.suppress(OSError):  # the reader may be gone
             stream.flush()
     os._exit(code)
 
@@ -217,7 +216,7 @@ def hold_identity(path: Path) -> Iterator[Identity]:
 
 
 def default_identity(command: str) -> Path:
-    """Return where a command keeps its key file unless it is told otherwise."""
+    """Return where a command keeps its key file by default."""
     return DATA_DIR / f"{command}.identity"
 
 
@@ -235,7 +234,7 @@ class HostPort(click.ParamType[tuple[str, int]]):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> tuple[str, int]:
-        """Parse, or fail with what is wrong."""
+        """Parse, or fail with the reason."""
         if isinstance(value, tuple):
             return value
         match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s/]+):(\d{1,5})", str(value))
@@ -268,7 +267,7 @@ def split_peers(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 
 
 def access_options(function: Command) -> Command:
-    """Add the options that say who may take part."""
+    """Add the options of private swarms."""
     options = (
         click.option(
             "--network-key",

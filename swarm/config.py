@@ -18,16 +18,19 @@ from swarm.errors import BadConfiguration
 
 NETWORK_PATTERN = r"^[a-z0-9-]{1,32}$"
 PROTOCOL_VERSION = 1  # the major version: peers of different majors do not talk
-CONFIG_DIR = Path(platformdirs.user_config_dir("swarm"))
 CACHE_DIR = Path(platformdirs.user_cache_dir("swarm"))
 DATA_DIR = Path(platformdirs.user_data_dir("swarm"))
-CONFIG_FILES = (CONFIG_DIR / "swarm.toml", Path("swarm.toml"))  # later ones win
 
 
 class Settings(BaseSettings):
-    """What may stand in `swarm.toml` or, as SWARM_<NAME>, in the environment. Command-line options win over both."""
+    """The settings in `swarm.toml` or, as SWARM_<NAME>, in the environment. Command-line options win over both."""
 
-    model_config = SettingsConfigDict(env_prefix="SWARM_", frozen=True, extra="forbid", toml_file=CONFIG_FILES)
+    model_config = SettingsConfigDict(
+        env_prefix="SWARM_",
+        frozen=True,
+        extra="forbid",
+        toml_file=(Path(platformdirs.user_config_dir("swarm"), "swarm.toml"), Path("swarm.toml")),  # later ones win
+    )
 
     model: str | None = Field(None, description="hub id or local directory")
     revision: str | None = Field(None, description="branch, tag or commit of a hub repository")

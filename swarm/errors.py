@@ -1,13 +1,13 @@
 """Every error that the swarm raises on purpose.
 
     SwarmError
-    ├── UsageError               what the caller asked for cannot be: commands exit 2
+    ├── UsageError               a wish of the caller that cannot be: commands exit 2
     │   ├── BadBlocks            a block range that is reversed, empty or out of range
     │   ├── ModelNotFound        no such directory or repository
     │   ├── UnsupportedCheckpoint   no safetensors, or files that do not fit together
     │   ├── UnsupportedArchitecture a family that cannot be split safely
     │   ├── PromptTooLong        more positions than the model or the session allows
-    │   ├── AddressInUse         a port that somebody else listens on
+    │   ├── AddressInUse         a port that another process listens on
     │   ├── IdentityInUse        another process holds the same identity file
     │   └── BadConfiguration     a setting, a file or an environment variable
     ├── CheckpointError
@@ -15,10 +15,12 @@
     │   ├── RootMismatch         this checkpoint is not the one that the swarm serves
     │   └── DownloadFailed       the hub, the connection or the disk
     ├── NetworkError
-    │   ├── Unreachable          nobody answered at these addresses
-    │   ├── HandshakeFailed      the other side did not prove who it is
-    │   ├── ProtocolMismatch     two major versions of the protocol: says who must upgrade
+    │   ├── Unreachable          no answer at these addresses
+    │   ├── HandshakeFailed      the other side did not prove its identity
+    │   ├── ProtocolMismatch     two major versions of the protocol: names the side that must upgrade
     │   ├── P2PFailed            the libp2p daemon does not run
+    │   ├── DirectoryTimeout     the DHT was not read in time; shown by the health page, not raised to callers
+    │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, not raised to callers
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
     ├── InvalidMessage           a peer's message that does not validate
@@ -26,28 +28,35 @@
     │   ├── RecordExpired        one that lived, or will live
     │   └── ClockSkew            clocks more than 30 s apart
     ├── RouteError
-    │   └── NoRoute              blocks that nobody serves
+    │   └── NoRoute              blocks that no server has
     └── SessionError
+        ├── RollbackImpossible   a cache cannot return to an earlier length; servers refuse the step with its text
         ├── StepTimeout          no answer within the step's deadline
         ├── HopFailed            a hop of the route ended or broke
         ├── Refused              a hop declines: no room, draining, not yours
         ├── EdgeDown             two hops cannot reach each other (repaired; never raised to callers)
         └── SessionClosed        the session has ended
 
-Errors carry facts as attributes and callers branch on the class; the text is for people, and says what to do next.
+Errors carry facts as attributes and callers branch on the class; the text is for people, and says how to go on. All of
+them are raised to callers, unless their line says otherwise. One thing is raised that is no error:
+`swarm.model.span.SpanDone` ends a parent's call behind the last hosted block, and never leaves the span.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class SwarmError(Exception):
-    """Base of every error below."""
+    """Base of every error below. says: the text, with the names of facts in it."""
+
+    says: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return self.says.format_map(vars(self)) if self.says else super().__str__()
 
 
 class UsageError(SwarmError):
-    """What the caller asked for cannot be; a command prints the text as one line and exits with 2."""
+    """A wish of the caller that cannot be; a command prints the text as one line and exits with 2."""
 
 
 @dataclass(eq=False)
@@ -67,81 +76,67 @@ class BadBlocks(UsageError):
 class ModelNotFound(UsageError):
     """Neither a local directory with a config.json nor a repository on the hub."""
 
+    says: ClassVar[str] = "no such model {model!r}: {why}"
     model: str
     why: str
-
-    def __str__(self) -> str:
-        return f"no such model {self.model!r}: {self.why}"
 
 
 @dataclass(eq=False)
 class UnsupportedCheckpoint(UsageError):
     """A checkpoint without safetensors, or whose files do not fit together."""
 
+    says: ClassVar[str] = "cannot use the checkpoint {model!r}: {why}"
     model: str
     why: str
-
-    def __str__(self) -> str:
-        return f"cannot use the checkpoint {self.model!r}: {self.why}"
 
 
 @dataclass(eq=False)
 class UnsupportedArchitecture(UsageError):
     """A model family that cannot be split into spans safely."""
 
+    says: ClassVar[str] = "cannot split {model_type!r} models into spans: {why}"
     model_type: str
     why: str
-
-    def __str__(self) -> str:
-        return f"cannot split {self.model_type!r} models into spans: {self.why}"
 
 
 @dataclass(eq=False)
 class PromptTooLong(UsageError):
     """More positions than the model, or the session, allows."""
 
+    says: ClassVar[str] = "{positions} positions are more than {limited_by} allows ({limit}); shorten the prompt"
     positions: int
     limit: int
     limited_by: str
-
-    def __str__(self) -> str:
-        return f"{self.positions} positions are more than {self.limited_by} allows ({self.limit}); shorten the prompt"
 
 
 @dataclass(eq=False)
 class AddressInUse(UsageError):
     """A listening address that cannot be had."""
 
+    says: ClassVar[str] = "cannot listen on {address}: {why}; choose another port, or port 0 for any"
     address: str
     why: str
-
-    def __str__(self) -> str:
-        return f"cannot listen on {self.address}: {self.why}; choose another port, or port 0 for any"
 
 
 @dataclass(eq=False)
 class IdentityInUse(UsageError):
     """Another process serves under the same identity file."""
 
+    says: ClassVar[str] = "another process uses the identity {path}; stop it, or pass --identity with another file"
     path: str
-
-    def __str__(self) -> str:
-        return f"another process uses the identity {self.path}; stop it, or pass --identity with another file"
 
 
 @dataclass(eq=False)
 class BadConfiguration(UsageError):
     """A setting, a configuration file or an environment variable that cannot be used."""
 
-    what: str
+    says: ClassVar[str] = "bad configuration, {setting}: {why}"
+    setting: str
     why: str
-
-    def __str__(self) -> str:
-        return f"bad configuration, {self.what}: {self.why}"
 
 
 class CheckpointError(SwarmError):
-    """The files of a checkpoint are not what they should be, or cannot be had."""
+    """The files of a checkpoint are damaged or others than expected, or cannot be had."""
 
 
 @dataclass(eq=False)
@@ -179,11 +174,9 @@ class RootMismatch(CheckpointError):
 class DownloadFailed(CheckpointError):
     """A file could not be downloaded or written."""
 
+    says: ClassVar[str] = "could not download {file}: {why}"
     file: str
     why: str
-
-    def __str__(self) -> str:
-        return f"could not download {self.file}: {self.why}"
 
 
 class NetworkError(SwarmError):
@@ -192,27 +185,25 @@ class NetworkError(SwarmError):
 
 @dataclass(eq=False)
 class Unreachable(NetworkError):
-    """Nobody answered at the given addresses within the deadline."""
+    """No answer at the given addresses within the deadline."""
 
-    what: str
+    target: str
     addresses: tuple[str, ...]
     after_s: float
     why: str = "no answer"
 
     def __str__(self) -> str:
         places = ", ".join(self.addresses) or "no address"
-        return f"{self.what} cannot be reached at {places} within {self.after_s:.0f} s: {self.why}"
+        return f"{self.target} cannot be reached at {places} within {self.after_s:.0f} s: {self.why}"
 
 
 @dataclass(eq=False)
 class HandshakeFailed(NetworkError):
     """The other side did not prove to be the peer that was asked for, or does not speak our handshake."""
 
+    says: ClassVar[str] = "handshake with {peer} failed: {why}"
     peer: str
     why: str
-
-    def __str__(self) -> str:
-        return f"handshake with {self.peer} failed: {self.why}"
 
 
 @dataclass(eq=False)
@@ -224,51 +215,55 @@ class ProtocolMismatch(NetworkError):
     ours: int
 
     def __str__(self) -> str:
-        who = "this side" if self.theirs > self.ours else "the other side"
-        return f"{self.peer} speaks protocol {self.theirs}, this side speaks {self.ours}: {who} must upgrade"
+        older = "this side" if self.theirs > self.ours else "the other side"
+        return f"{self.peer} speaks protocol {self.theirs}, this side speaks {self.ours}: {older} must upgrade"
 
 
 @dataclass(eq=False)
 class P2PFailed(NetworkError):
     """The libp2p daemon does not start, or keeps failing."""
 
+    says: ClassVar[str] = "libp2p does not work here: {why}"
     why: str
 
-    def __str__(self) -> str:
-        return f"libp2p does not work here: {self.why}"
+
+@dataclass(eq=False)
+class DirectoryTimeout(NetworkError):
+    """A reading of the whole DHT that took too long."""
+
+    says: ClassVar[str] = "the DHT was not read within {after_s:.0f} s"
+    after_s: float
+
+
+class TooBusy(NetworkError):
+    """A request beyond the limits of this node; the text goes back to the peer."""
 
 
 @dataclass(eq=False)
 class ChannelClosed(NetworkError):
     """The connection to a peer ended."""
 
+    says: ClassVar[str] = "the connection to {peer} ended: {why}"
     peer: str
     why: str
-
-    def __str__(self) -> str:
-        return f"the connection to {self.peer} ended: {self.why}"
 
 
 @dataclass(eq=False)
 class FrameRejected(NetworkError):
     """A frame that fails authentication, is out of order, or breaks a limit. The channel ends with it."""
 
+    says: ClassVar[str] = "a frame from {peer} was rejected: {why}"
     peer: str
     why: str
-
-    def __str__(self) -> str:
-        return f"a frame from {self.peer} was rejected: {self.why}"
 
 
 @dataclass(eq=False)
 class InvalidMessage(SwarmError):
     """A peer's message that does not validate."""
 
-    what: str
+    says: ClassVar[str] = "invalid {kind}: {why}"
+    kind: str
     why: str
-
-    def __str__(self) -> str:
-        return f"invalid {self.what}: {self.why}"
 
 
 @dataclass(eq=False)
@@ -307,11 +302,11 @@ class RouteError(SwarmError):
 
 @dataclass(eq=False)
 class NoRoute(RouteError):
-    """Blocks that nobody serves, or nobody who may be used."""
+    """Blocks that no server has, or no server that may be used."""
 
     model: str
     missing: tuple[int, ...]
-    why: str = "nobody serves them"
+    why: str = "no server has them"
 
     def __str__(self) -> str:
         return f"no route through {self.model!r}: blocks {runs_text(self.missing)}: {self.why}"
@@ -319,6 +314,10 @@ class NoRoute(RouteError):
 
 class SessionError(SwarmError):
     """A running session cannot go on."""
+
+
+class RollbackImpossible(SessionError):
+    """A cache cannot return to an earlier length: the past is gone, or was never kept."""
 
 
 @dataclass(eq=False)
@@ -332,7 +331,7 @@ class StepTimeout(SessionError):
     def __str__(self) -> str:
         return (
             f"no answer to a step within {self.after_s:.1f} s, it waits for {self.peer} (blocks {self.span}): "
-            "begin anew, and allow steps more time (step_timeout_s) if it is but slow"
+            "begin anew, and allow steps more time (step_timeout_s) if it is only slow"
         )
 
 
@@ -340,17 +339,15 @@ class StepTimeout(SessionError):
 class HopFailed(SessionError):
     """A hop of the route ended or broke."""
 
+    says: ClassVar[str] = "hop {peer} (blocks {span}) failed: {why}"
     peer: str
     span: str
     why: str
 
-    def __str__(self) -> str:
-        return f"hop {self.peer} (blocks {self.span}) failed: {self.why}"
-
 
 @dataclass(eq=False)
 class Refused(SessionError):
-    """A hop declines what was asked; not a failure of the hop."""
+    """A hop declines a request; not a failure of the hop."""
 
     peer: str
     span: str
@@ -382,27 +379,9 @@ class EdgeDown(SessionError):
 class SessionClosed(SessionError):
     """The session has ended and takes no more steps."""
 
+    says: ClassVar[str] = "the session has ended: {why}; {remedy}"
     why: str
     remedy: str = "open a new one"
-
-    def __str__(self) -> str:
-        return f"the session has ended: {self.why}; {self.remedy}"
-
-
-@contextmanager
-def ungrouped() -> Iterator[None]:
-    """Raise what a TaskGroup within the block raises: the error itself where it is but one."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise _only(group) from None
-
-
-def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    if len(group.exceptions) > 1:
-        return group
-    inner = group.exceptions[0]
-    return _only(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 def runs_text(numbers: tuple[int, ...]) -> str:

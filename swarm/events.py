@@ -1,4 +1,4 @@
-"""What happens, as structured events: for people on a terminal, else as JSON lines. Never prompts, never tensors."""
+"""Structured events: for people on a terminal, else as JSON lines. Never prompts, never tensors."""
 
 import contextlib
 import io
@@ -9,14 +9,13 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, ExcInfo, WrappedLogger
 
-UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"  # stands for what would move a cursor, ring or rename a terminal's window
-
 
 def printable(text: str) -> str:
-    """Return what a terminal may be given: one line of text, as long as before, whoever wrote it."""
+    """Return a stranger's text as a terminal may be given it: one line, as long as before."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else " " if c.isspace() else UNPRINTABLE for c in text)
+    # A replaced character would move a cursor, ring, or rename a terminal's window.
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def configure_events(level: str) -> None:

@@ -1,4 +1,4 @@
-"""Who a peer is: one Ed25519 key in one file, which is also its libp2p peer id.
+"""A peer's identity: one Ed25519 key in one file, which is also its libp2p peer id.
 
 The file is libp2p's own form of a private key (a two-field protobuf), so that p2pd reads the very same file.
 """
@@ -17,10 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from swarm.errors import BadConfiguration, IdentityInUse
 
-PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-PEER_ID_MAX = 64  # characters
-PEER_IDS_REMEMBERED = 4096  # base58 costs more than all else that is done with a key, but signatures
 _PRIVATE_PREFIX = b"\x08\x01\x12\x40"  # protobuf: key type Ed25519, 64 bytes: seed and public key
 _PUBLIC_PREFIX = b"\x00\x24\x08\x01\x12\x20"  # multihash identity, 36 bytes: key type Ed25519, 32 bytes
 
@@ -103,8 +100,8 @@ class IdentityLock:
 
 
 def verify(public_key: bytes, domain: bytes, message: bytes, signature: bytes) -> bool:
-    """Tell whether `signature` over `message` for this purpose was made by the key. Never raises."""
-    if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+    """Whether `signature` over `message` for this purpose was made by the key. Never raises."""
+    if len(public_key) != 32 or len(signature) != SIGNATURE_BYTES:
         return False
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _separated(domain, message))
@@ -113,19 +110,19 @@ def verify(public_key: bytes, domain: bytes, message: bytes, signature: bytes) -
     return True
 
 
-@lru_cache(maxsize=PEER_IDS_REMEMBERED)
+@lru_cache(maxsize=4096)  # base58 costs more than all else that is done with a key, but signatures
 def peer_id_of(public_key: bytes) -> str:
     """Return the libp2p peer id (base58, "12D3KooW...") of a 32-byte Ed25519 public key."""
     return base58.b58encode(_PUBLIC_PREFIX + public_key).decode()
 
 
-@lru_cache(maxsize=PEER_IDS_REMEMBERED)
+@lru_cache(maxsize=4096)
 def public_key_of(peer_id: str) -> bytes:
     """Return the 32-byte Ed25519 key inside a peer id. Raises ValueError for any other kind of peer id."""
-    if len(peer_id) > PEER_ID_MAX:  # reading base58 takes the square of its length
-        raise ValueError(f"{peer_id[:PEER_ID_MAX]!r}... is too long for a peer id")
+    if len(peer_id) > 64:  # reading base58 takes the square of its length
+        raise ValueError(f"{peer_id[:64]!r}... is too long for a peer id")
     data = base58.b58decode(peer_id)
-    if len(data) != len(_PUBLIC_PREFIX) + PUBLIC_KEY_BYTES or not data.startswith(_PUBLIC_PREFIX):
+    if len(data) != len(_PUBLIC_PREFIX) + 32 or not data.startswith(_PUBLIC_PREFIX):
         raise ValueError(f"{peer_id!r} is not the peer id of an Ed25519 key")
     return data[len(_PUBLIC_PREFIX) :]
 

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from swarm.client.hf.auto import AutoDistributedModel
 from swarm.demo.local import LocalSwarm
 from swarm.errors import BadBlocks, BadConfiguration, NoRoute, PromptTooLong, RootMismatch, Unreachable, UsageError
-from swarm.server.serve import _in_thread
+from swarm.server.loader import in_thread
 from tests.families import make
+from tests.support import warm
+from tests.support.often import rest_is_long
 
 DEADLINE_S = 90
 NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWFMDVnT56zXjeXTfXZUPKEiFD6YCeEViLNE5eAq21BB3e"
@@ -36,43 +38,62 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def swarm(model):
     """A bootstrap node and one server of half of the blocks."""
-    with LocalSwarm(model, ["0:3"]) as swarm:
+    with LocalSwarm(model, ["0:3"], launch=warm.launch) as swarm:
         yield swarm
 
 
 def serve(folder, *arguments, **env):
-    """Run swarm-serve and return its exit code and its last line."""
+    """Run swarm-serve in a fork of a warm process; return its exit code and its last line."""
+    env = {"XDG_CACHE_HOME": str(folder / "cache"), **env}
+    code, printed = warm.start(folder, "swarm.server.cli", *line_of(folder, arguments), env=env).ended(DEADLINE_S)
+    return code, error_in(printed)
+
+
+def serve_without_torch(folder, *arguments):
+    """Run swarm-serve where importing torch, which takes seconds, ends in a traceback."""
+    (folder / "first").mkdir(exist_ok=True)
+    (folder / "first" / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    path = os.pathsep.join([str(folder / "first"), *filter(None, [os.environ.get("PYTHONPATH")])])
     run = subprocess.run(
-        [
-            *(sys.executable, "-m", "swarm.server.cli", "--listen", "127.0.0.1:0", "--p2p-listen", "127.0.0.1:0"),
-            *("--identity", str(folder / "identity"), "--network", "local", *map(str, arguments)),
-        ],
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **env},
+        (sys.executable, "-m", "swarm.server.cli", *line_of(folder, arguments)),
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         check=False,
     )
-    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) <= 1, run.stderr
-    assert "Traceback" not in run.stderr, run.stderr
-    return run.returncode, errors[0] if errors else run.stderr
+    return run.returncode, error_in(run.stderr)
 
 
-@pytest.fixture
-def no_torch(tmp_path):
-    """A PYTHONPATH where importing torch, which takes seconds, ends in a traceback."""
-    (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "torch.py").write_text("raise RuntimeError('torch was imported')")
-    return os.pathsep.join([str(tmp_path / "first"), *filter(None, [os.environ.get("PYTHONPATH")])])
+def line_of(folder, arguments):
+    own = ("--listen", "127.0.0.1:0", "--p2p-listen", "127.0.0.1:0", "--identity", str(folder / "identity"))
+    return (*own, "--network", "local", *map(str, arguments))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "says"),
-    [("4:2", "it is reversed"), ("3:3", "it is empty"), ("a:b", "not a range"), ("-1:2", "not a range")],
-)
-def test_a_block_range_that_is_none_is_refused_at_once(tmp_path, model, no_torch, blocks, says):
-    code, line = serve(tmp_path, model, f"--blocks={blocks}", PYTHONPATH=no_torch)
+def error_in(printed):
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(errors) <= 1, printed
+    assert "Traceback" not in printed, printed
+    return errors[0] if errors else printed
+
+
+BLOCKS = [("4:2", "it is reversed"), ("3:3", "it is empty"), ("a:b", "not a range"), ("-1:2", "not a range")]
+OPTIONS = [
+    ("--num-blocks", "2", "pass one of them"),
+    ("--network", "Not A Name", "small letters"),
+    ("--public-name", "x" * 65, "at most 64"),
+    ("--public-name", " x", "not printable"),
+    ("--announce-address", "under_score:80", "cannot be announced"),
+    ("--announce-address", "host:0", "port 0"),
+    ("--root", "abc", "64 hex digits"),
+    ("--ready-file", "/no/such/folder/ready", "no such directory"),
+    ("--dtype", "int8", "not one of"),
+]
+
+
+@pytest.mark.parametrize(("blocks", "says"), BLOCKS)
+def test_a_block_range_that_is_none_is_refused(tmp_path, model, blocks, says):
+    code, line = serve(tmp_path, model, f"--blocks={blocks}")
     assert (code, blocks in line, says in line) == (2, True, True), line
 
 
@@ -82,23 +103,19 @@ def test_blocks_out_of_range_name_the_range(tmp_path, model):
     assert "the model has blocks 0:6" in line
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "says"),
-    [
-        ("--num-blocks", "2", "pass one of them"),
-        ("--network", "Not A Name", "small letters"),
-        ("--public-name", "x" * 65, "at most 64"),
-        ("--public-name", " x", "not printable"),
-        ("--announce-address", "under_score:80", "cannot be announced"),
-        ("--announce-address", "host:0", "port 0"),
-        ("--root", "abc", "64 hex digits"),
-        ("--ready-file", "/no/such/folder/ready", "no such directory"),
-        ("--dtype", "int8", "not one of"),
-    ],
-)
-def test_an_option_that_no_server_could_keep_is_refused_at_once(tmp_path, model, no_torch, option, value, says):
-    code, line = serve(tmp_path, model, "--blocks", "0:2", option, value, PYTHONPATH=no_torch)
+@pytest.mark.parametrize(("option", "value", "says"), OPTIONS)
+def test_an_option_that_no_server_could_keep_is_refused(tmp_path, model, option, value, says):
+    code, line = serve(tmp_path, model, "--blocks", "0:2", option, value)
     assert (code, says in line) == (2, True), line
+
+
+AT_ONCE = [(f"--blocks={blocks}",) for blocks, _ in BLOCKS] + [("--blocks", "0:2", *option[:2]) for option in OPTIONS]
+
+
+@pytest.mark.parametrize("number", rest_is_long(range(len(AT_ONCE)), [0, 4]))
+def test_wrong_arguments_are_refused_before_torch_is_imported(tmp_path, model, number):
+    code, line = serve_without_torch(tmp_path, model, *AT_ONCE[number])
+    assert code == 2, line
 
 
 @pytest.mark.parametrize("device", ["toaster", "cuda:99"])
@@ -117,32 +134,31 @@ def test_a_device_that_is_not_there_is_named(tmp_path, model, device):
         ((), b"x", "SWARM_MODEL"),
     ],
 )
-def test_swarm_generate_says_what_is_wrong_in_one_line(arguments, given, says):
-    line = (sys.executable, "-m", "swarm.client.cli", *arguments, "--initial-peers", NOWHERE)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
-    run = subprocess.run(line, input=given, env=env, capture_output=True, timeout=DEADLINE_S, check=False)
-    errors = run.stderr.decode().splitlines()
-    assert (run.returncode, len(errors), says in errors[-1]) == (2, 1, True), run.stderr
+def test_swarm_generate_says_what_is_wrong_in_one_line(tmp_path, arguments, given, says):
+    line = (*arguments, "--initial-peers", NOWHERE)
+    code, printed = warm.start(tmp_path, "swarm.client.cli", *line, given=given).ended(DEADLINE_S)
+    errors = printed.splitlines()
+    assert (code, len(errors), says in errors[-1]) == (2, 1, True), printed
 
 
-def test_an_interrupt_while_libraries_are_imported_is_no_error():
+@pytest.mark.parametrize("after_s", rest_is_long([0.1, 0.4, 0.7, 1.0], [0.4]))
+def test_an_interrupt_while_libraries_are_imported_is_no_error(after_s):
     program = "from swarm.client.cli import main; print('begins', flush=True); main()"
     line = (sys.executable, "-c", program, "/no/such/model", "--prompt", "x", "--initial-peers", NOWHERE)
-    for after_s in (0.1, 0.4, 0.7, 1.0):
-        run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert run.stdout.readline() == "begins\n"
-        time.sleep(after_s)
-        run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=DEADLINE_S)
-        assert "Traceback" not in errors, errors
-        assert run.returncode in {130, 2}, "2: it was done before"
+    run = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout.readline() == "begins\n"
+    time.sleep(after_s)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=DEADLINE_S)
+    assert "Traceback" not in errors, errors
+    assert run.returncode in {130, 2}, "2: it was done before"
 
 
-def test_a_missing_model_says_what_a_model_is(tmp_path, no_torch):
+def test_a_missing_model_says_what_a_model_is(tmp_path):
     code, line = serve(tmp_path, tmp_path / "nothing", "--blocks", "0:1")
     assert code == 2
     assert "no such model" in line
-    code, line = serve(tmp_path, "--blocks", "0:1", PYTHONPATH=no_torch)
+    code, line = serve_without_torch(tmp_path, "--blocks", "0:1")
     assert code == 2
     assert "SWARM_MODEL" in line
 
@@ -195,7 +211,7 @@ def test_a_load_that_outlives_a_server_that_could_not_start_ends_silently(monkey
         released.wait(DEADLINE_S)
 
     async def give_up():
-        waiting = asyncio.ensure_future(_in_thread(load))
+        waiting = asyncio.ensure_future(in_thread(load))
         await asyncio.to_thread(started.wait, DEADLINE_S)
         waiting.cancel()
 

@@ -64,7 +64,7 @@ def test_what_a_peer_says_is_text_on_a_terminal(words):
 
 
 def test_the_line_that_a_command_ends_with_is_text(monkeypatch):
-    monkeypatch.setattr(commands, "_leave", lambda code: None)
+    monkeypatch.setattr(commands, "_leave", lambda code: None)  # there is no other way in: a command ends its process
     with a_terminal() as terminal:
         commands._end(f"no such model {HOSTILE}", 2)
     assert "all good" in terminal.getvalue()

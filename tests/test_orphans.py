@@ -2,15 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from swarm.demo.local import LocalSwarm
+from tests.support import warm
+from tests.support.often import rest_is_long
+from tests.support.swarms import eventually
 
 CHECKPOINT = Path(__file__).parent.parent / "swarm" / "demo" / "checkpoint"
 DEADLINE_S = 90
@@ -18,18 +18,13 @@ DEADLINE_S = 90
 
 def descendants(process, at_least):
     """Wait until a process has so many descendants; return them."""
-    deadline = time.monotonic() + DEADLINE_S
-    while len(found := psutil.Process(process.pid).children(recursive=True)) < at_least:
+
+    def found():
         assert process.poll() is None
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
+        children = psutil.Process(process.pid).children(recursive=True)
+        return children if len(children) >= at_least else None
 
-
-def run(module, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    return eventually(found, DEADLINE_S)
 
 
 def assert_all_end(children):
@@ -40,18 +35,20 @@ def assert_all_end(children):
     assert gone
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_demo_takes_its_servers_along(number):
-    demo = run("swarm.demo.cli")
+@pytest.mark.slow("the demo's processes import on their own")
+@pytest.mark.parametrize("number", rest_is_long([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [signal.SIGKILL]))
+def test_the_demo_takes_its_servers_along(tmp_path, number):
+    demo = warm.start(tmp_path, "swarm.demo.cli").process
     children = descendants(demo, 6)  # a bootstrap node, servers, and their p2pd
     os.kill(demo.pid, number)
     demo.wait(30)
     assert_all_end(children)
 
 
-def test_a_killed_swarm_generate_leaves_no_p2pd():
-    with LocalSwarm(CHECKPOINT) as swarm:
-        client = run("swarm.client.cli", str(CHECKPOINT), "--prompt", "x", "--initial-peers", swarm.initial_peers[0])
+def test_a_killed_swarm_generate_leaves_no_p2pd(tmp_path):
+    with LocalSwarm(CHECKPOINT, launch=warm.launch) as swarm:
+        line = (str(CHECKPOINT), "--prompt", "x", "--initial-peers", swarm.initial_peers[0])
+        client = warm.start(tmp_path, "swarm.client.cli", *line).process
         children = descendants(client, 1)
         client.kill()
         client.wait(30)

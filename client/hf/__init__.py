@@ -1,1 +1,1 @@
-"""What `transformers` sees of a distributed model. Everything here runs in the caller's thread and blocks."""
+"""The side of a distributed model that `transformers` sees. It runs in the caller's thread and blocks."""

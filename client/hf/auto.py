@@ -63,10 +63,10 @@ class AutoDistributedModel:
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
         cache_dir, network, network_key, allow_peers or identity are left out they come from SWARM_* or swarm.toml.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
-        root: what the checkpoint's root must be. network_key: key file of a private swarm. allow_peers: file with the
-        ids of all peers that this client deals with. identity: key file; by default a fresh identity for this model,
-        which is on no server's list.
-        local_blocks: run so many of the first blocks here, so that no server sees what enters them. It raises the price
+        root: the checkpoint's, if it must be this one. network_key: key file of a private swarm. allow_peers: file with
+        the ids of all peers that this client deals with. identity: key file; by default a fresh identity for this
+        model, which is on no server's list.
+        local_blocks: run so many of the first blocks here, so that no server sees their input. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md).
         step_timeout_s: the longest that one step may take, repairs included; a day at most. wait_for_blocks_s: how long
         to wait for a server of blocks that no server has.
@@ -76,7 +76,7 @@ class AutoDistributedModel:
         "throughput" for the route whose slowest server is fastest, for batches.
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
-        `inference_session` and `close` beside what `transformers` gives it.
+        `inference_session` and `close` beside the methods of `transformers`.
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
         preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers)

@@ -1,4 +1,4 @@
-"""A `transformers` cache whose keys and values are on the servers: here is only how long it is and what to do to it."""
+"""A `transformers` cache whose keys and values are on the servers: it knows their length and the next changes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -49,13 +49,13 @@ class RemoteCache(Cache):
 
     @property
     def length(self) -> int:
-        """Positions that the servers hold, once what was taken back is."""
+        """Positions that the servers hold after the next step's rollback."""
         return self._layer.length
 
     def step(self, activations: Activations, *, want: int) -> Tensor:
         """Run new positions through the blocks. Shapes as in `Session.step`.
 
-        What cuts a step off, such as Ctrl-C, ends the session: how far its blocks have come is not known then.
+        An interrupt such as Ctrl-C ends the session, because the state of the blocks is not known then.
         """
         if self._session is None:
             if self.length:
@@ -80,7 +80,7 @@ class RemoteCache(Cache):
         if self._session is not None:
             self._session.close()
 
-    # What `generate()` does to caches
+    # Called by `generate()`
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last positions; a negative number of them, as in `transformers`."""
@@ -91,7 +91,7 @@ class RemoteCache(Cache):
         self._layer.length = max(0, self.length + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was."""
+        """Row i gets the past of row beam_idx[i]."""
         self._gather(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -103,13 +103,13 @@ class RemoteCache(Cache):
         self._gather([row for row in range(len(self._rows_now)) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
-        """Prepare for rollbacks: what a rollback needs is agreed on when the session opens."""
+        """Prepare for rollbacks: their size is agreed on when the session opens."""
         if self._session is None:
             self._rollback_max = max(self._rollback_max, ASSISTED_ROLLBACK)
         elif self._rollback_max == 0 and any(kind in {"sliding", "conv"} for kind in self._traits.kinds):
             raise UsageError(
-                f"{self._traits.model_type} models forget what is beyond their window: to roll this conversation back, "
-                "open it with model.inference_session(rollback_max=...)"
+                f"{self._traits.model_type} models forget positions beyond their window: to roll this conversation "
+                "back, open it with model.inference_session(rollback_max=...)"
             )
 
     def reset(self) -> None:
@@ -133,7 +133,7 @@ class RemoteCache(Cache):
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of what a mask covers; the mask itself is made on the servers."""
+        """Length and offset of a mask; the servers make the mask itself."""
         del layer_idx
         return self.length + query_length, 0
 
@@ -173,7 +173,7 @@ class _RemoteLayer(CacheLayerMixin):
         """Nothing to allocate."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - the parent's signature
-        """No block runs here, so that nobody calls this."""
+        """Never called, because no block runs here."""
         raise AssertionError("a client holds no keys and values")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

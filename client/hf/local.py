@@ -75,7 +75,7 @@ class _Session:
         want: int,
     ) -> Tensor:
         """As `swarm.client.session.session.Session.step`."""
-        if keep + activations.tokens > self._positions_max:  # what is behind would refuse it when it is too late here
+        if keep + activations.tokens > self._positions_max:  # before the blocks here compute
             raise PromptTooLong(keep + activations.tokens, self._positions_max, "the session")
         with self._computing, torch.inference_mode():
             self._past.rewind(keep, rows)

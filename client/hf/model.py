@@ -1,8 +1,8 @@
 """A hollow `transformers` model whose blocks are a route through the swarm.
 
-The model is the family's own class with embeddings, final norm and head. What `generate()` and hand-written loops do to
-it is left alone, but for three things: block 0 is a call around the route, the cache is a `RemoteCache`, and on the way
-in the model's own arguments are looked at (2-D attention mask, positions, how many logits are wanted).
+The model is the family's own class with embeddings, final norm and head. `generate()`
+and hand-written loops use it as it is. Three things differ: block 0 is a call around the route, the cache is a
+`RemoteCache`, and hooks read the model's own arguments (2-D attention mask, positions, number of wanted logits).
 """
 
 import inspect
@@ -21,15 +21,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
+from swarm.client.hf.hollow import HollowModel, without_gradient
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.model.traits import Traits
 from swarm.protocol.messages import POSITIONS_MAX, ROLLBACK_MAX
-
-POSITIONS_DEFAULT = 1 << 20  # for models that declare no limit
-UNSUPPORTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class Backend(Protocol):
@@ -53,7 +51,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class _Call:
-    """What the running forward was called with."""
+    """The arguments of the running forward."""
 
     mask: Tensor | None = None  # 2-D, of all positions
     want_all: bool = True
@@ -128,8 +126,8 @@ class RemoteBlockList:
         return RemoteRange(self._model, Blocks.parse(f"{start}:{stop}", len(self)))
 
 
-class DistributedModel(PreTrainedModel):
-    """What a distributed model has beyond its family's class. Mixed in before that class by `distribute`."""
+class DistributedModel(HollowModel):
+    """The additions of a distributed model. `distribute` mixes it in before the family's class."""
 
     backend: Backend
     _calls: threading.local
@@ -139,7 +137,7 @@ class DistributedModel(PreTrainedModel):
     def route(self) -> ExplainedRoute:
         """The hops that the model runs through; each has `peer_id`, `blocks` and `latency_ms`.
 
-        `route.explain()` says what each is estimated to cost, and why other servers were not chosen.
+        Printed, it is a table. `route.explain()` adds why other servers were not chosen.
         """
         return self.backend.route()
 
@@ -153,7 +151,7 @@ class DistributedModel(PreTrainedModel):
         """Keep the state on the servers between calls, for a chat.
 
         Within the block, every `generate()` and forward without a cache of its own continues this one: pass the whole
-        conversation, only what is new is computed. max_length: positions that the conversation may reach.
+        conversation, only its new positions are computed. max_length: positions that the conversation may reach.
         rollback_max: positions that may be taken back at a time, where the model has sliding windows; 4096 at most.
         """
         if self._chat is not None:
@@ -172,7 +170,7 @@ class DistributedModel(PreTrainedModel):
         """
         if not 0 <= rollback_max <= ROLLBACK_MAX:
             raise UsageError(f"rollback_max={rollback_max}: 0 to {ROLLBACK_MAX} positions can be taken back at a time")
-        limit = self.backend.traits.positions_max or POSITIONS_DEFAULT
+        limit = self.backend.traits.positions_max or 1 << 20  # where the model declares no limit
         positions_max = min(max_length or limit, limit, POSITIONS_MAX)
         blocks = Blocks(0, self.backend.traits.n_blocks)
         backend, opened = self.backend, []
@@ -199,7 +197,7 @@ class DistributedModel(PreTrainedModel):
     # Where `transformers` calls
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the family's class has it
-        """As in `transformers`. The leases of caches that it made and does not return are freed, come what may."""
+        """As in `transformers`. It frees the leases of caches that it made and does not return."""
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
             kwargs[name] = self._chat
@@ -241,7 +239,7 @@ class DistributedModel(PreTrainedModel):
         """Look at the arguments of the outermost forward."""
         if len(args) > 1:
             kwargs = {**inspect.signature(type(self).forward).bind_partial(self, *args).arguments, **kwargs}
-        for name in UNSUPPORTED:
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name):
                 raise UsageError(f"{name} is not available: the blocks run on other machines")
         embeds = kwargs.get("inputs_embeds")
@@ -279,9 +277,12 @@ class DistributedModel(PreTrainedModel):
         """Whether the family's blocks hand on fp32 whatever they compute in, as Mamba's do; its own ends expect it."""
         return bool(getattr(self.config.get_text_config(decoder=True), "residual_in_fp32", False))
 
-    @torch.no_grad()
     def _run_blocks(self, hidden: Tensor) -> Tensor:
         """Stand for all blocks: hidden states [batch, tokens, hidden_size] go once around the route."""
+        return without_gradient(hidden, self._around(hidden))
+
+    @torch.no_grad()
+    def _around(self, hidden: Tensor) -> Tensor:
         call, self._calls.current = self._calls.current, None
         batch, tokens, width = hidden.shape
         past = call.cache.length if call.cache is not None else 0
@@ -305,7 +306,7 @@ class DistributedModel(PreTrainedModel):
             output = output.to(self.backend.dtype)  # the ends of most families fail on any other
         missing = tokens - output.shape[1]
         if missing:
-            output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # nobody looks at these
+            output = torch.cat([hidden.new_zeros(batch, missing, width), output], dim=1)  # not looked at
         return output
 
 

@@ -91,6 +91,6 @@ class LoopThread:
                 for task in pending:
                     task.cancel()
                 self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            self._loop.run_until_complete(asyncio.sleep(0))  # the last callbacks: somebody may wait for a task's end
+            self._loop.run_until_complete(asyncio.sleep(0))  # the last callbacks: a thread may wait for a task's end
         finally:
             self._loop.close()

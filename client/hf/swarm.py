@@ -1,4 +1,4 @@
-"""A client's membership for threads that block: its event loop runs in a thread of its own. What a model stands on."""
+"""A client's membership for threads that block: its event loop runs in a thread of its own."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,8 +33,9 @@ class ClientOptions:
     """How a client behaves. Raises BadConfiguration.
 
     step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most a day.
-    wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: which peers the client
-    uses, and what for. local_blocks: the first ones, which run here. limits: how long its sessions wait and try.
+    wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: the peers that the
+    client uses, and the aim of its routes. local_blocks: the first ones, which run here. limits: how long sessions wait
+    and how often they try.
     """
 
     network: str = "public"
@@ -46,7 +47,7 @@ class ClientOptions:
     limits: SessionLimits = field(default_factory=SessionLimits)
 
     def __post_init__(self) -> None:
-        most_s = 24 * 3600.0  # what a message can say
+        most_s = 24 * 3600.0  # the most that a message can say
         if not 0 < self.step_timeout_s <= most_s:
             why = f"{self.step_timeout_s}; it is more than 0 and at most {most_s:.0f} seconds"
             raise BadConfiguration("step_timeout_s", why)
@@ -160,7 +161,7 @@ class WaitingSession:
         rows: Sequence[int] | None,
         want: int,
     ) -> Tensor:
-        """As `Session.step`, from and to any device; the first one raises also what opening raises."""
+        """As `Session.step`, from and to any device; the first one raises the errors of opening, too."""
         if activations.rows > ROWS_MAX:
             raise UsageError(f"a batch of {activations.rows} is more than a session can have ({ROWS_MAX}); split it")
         device = activations.hidden.device

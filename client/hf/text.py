@@ -1,4 +1,4 @@
-"""Text in, text out: what `swarm-generate` does with a distributed model."""
+"""Text in, text out: `swarm-generate` with a distributed model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ def stream_text(
     model = AutoDistributedModel.from_pretrained(name, revision=revision, token=token, cache_dir=cache_dir, **joining)
     try:
         tokenizer = load_tokenizer(name, revision=revision, token=token, cache_dir=cache_dir)
-        _ = model.route  # what nobody serves is said before the prompt is printed
+        _ = model.route  # missing blocks are reported before the prompt is printed
         streamer = TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
         continue_prompt(model, tokenizer, prompt, options, streamer)
     finally:

@@ -1,4 +1,4 @@
-"""What a token costs on a route, by estimate. Pure.
+"""The estimated cost of one token on a route. Pure.
 
 A route's estimate is the time of one token, in milliseconds:
 
@@ -20,7 +20,7 @@ PREFIX = 16  # hex digits of a public key that name a peer in announced round tr
 def estimated(hops: Sequence[Hop], request: Request) -> Route:
     """Return these hops as a route with its estimates."""
     home_ms = client_trip_ms(hops[-1].announcement, request)
-    return Route(tuple(hops), tuple(_estimates(hops, request)), home_ms, request.optimize)
+    return Route(tuple(hops), tuple(_estimates(hops, request)), home_ms, request.preferences.optimize)
 
 
 def block_ms(announcement: Announcement, limits: PlanningLimits) -> float:

@@ -30,9 +30,10 @@ class Eligibility:
     """Tells servers that a request may use from those that it may not."""
 
     def __init__(self, request: Request) -> None:
+        allowed = request.preferences.allowed_peers
         self._request = request
-        self._blocked = keys_of(request.blocked_peers)
-        self._allowed = None if request.allowed_peers is None else keys_of(request.allowed_peers)
+        self._blocked = keys_of(request.preferences.blocked_peers)
+        self._allowed = None if allowed is None else keys_of(allowed)
         self._avoided = {key_and_process(avoided) for avoided in request.avoid}
 
     def usable(self) -> list[SignedAnnouncement]:
@@ -78,12 +79,12 @@ class Offer:
 
     @property
     def announcement(self) -> Announcement:
-        """What the server announces."""
+        """The server's announcement."""
         return self.signed.announcement
 
 
 def offers_of(request: Request, servers: Iterable[SignedAnnouncement]) -> list[Offer]:
-    """Return what these servers may be given: of those with room alone where they cover the wanted blocks.
+    """Return the blocks that these servers may be given; if servers with room cover the wanted blocks, only theirs.
 
     In an order that does not depend on that of `servers`: the planner breaks ties by it.
     """

@@ -37,7 +37,7 @@ class Explanation:
 
     @property
     def optimize(self) -> Optimize:
-        """What the route was planned for."""
+        """The aim of the plan."""
         return self.route.optimize
 
     @property
@@ -74,7 +74,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ExplainedRoute(Route):
-    """The route that a user gets: it can explain itself. request: what it was planned from, or is compared with now."""
+    """The route that a user gets: it can explain itself. request: its plan's, with the servers known now."""
 
     request: Request = field(compare=False)
 
@@ -118,7 +118,7 @@ def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tup
     if not covered(request.wanted, offers):
         return {}
     stages = stages_of(request, offers)
-    limit = quickest_pace(stages, request.limits).limit if request.optimize == "throughput" else None
+    limit = quickest_pace(stages, request.limits).limit if request.preferences.optimize == "throughput" else None
     found: dict[tuple[str, tuple[int, int]], float] = {}
     for offer, ms in zip(offers, Search(stages, limit).through().tolist(), strict=True):
         place = (offer.announcement.public_key, offer.announcement.blocks)

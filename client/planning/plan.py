@@ -46,7 +46,7 @@ def _best(request: Request, offers: Sequence[Offer]) -> tuple[Cost, Route] | Non
     if not covered(request.wanted, offers):
         return None
     stages = stages_of(request, offers)
-    pace = quickest_pace(stages, request.limits) if request.optimize == "throughput" else None
+    pace = quickest_pace(stages, request.limits) if request.preferences.optimize == "throughput" else None
     limit, stage_ms, paced = (pace.limit, pace.stage_ms, pace.ways) if pace is not None else (None, 0.0, ())
     search = Search(stages, limit)
     cheapest = search.path()

@@ -1,19 +1,26 @@
-"""What a user prefers: which peers may be used, for which blocks, and what a route is planned for."""
+"""A user's preferences: the peers that may be used, for which blocks, and the aim of a plan."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 from swarm.blocks import Blocks
-from swarm.client.planning.request import Trusted
 from swarm.client.planning.route import Optimize
 from swarm.errors import BadConfiguration
 from swarm.identity import public_key_of
 
+Trusted = tuple[tuple[Blocks, frozenset[str]], ...]
+"""Ranges of blocks, each with the only peers (ids) that may be given any of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Peers (ids) that all routes and all repairs keep to, None for any; and what routes are planned for."""
+    """The peers (ids) that all routes and all repairs keep to, and the aim of plans.
+
+    allowed_peers, blocked_peers: only the former unless None, never the latter. trusted_peers: blocks of these ranges
+    go to their peers alone. optimize: "latency" takes the route with the least time per token. "throughput" first makes
+    the slowest server of the route about as fast as it can be, and takes the least time per token among such routes.
+    """
 
     allowed_peers: frozenset[str] | None = None
     blocked_peers: frozenset[str] = frozenset()
@@ -28,7 +35,7 @@ class Preferences:
         optimize: str,
         trusted_peers: Mapping[str, Iterable[str]] | None = None,
     ) -> "Preferences":
-        """Take what a user passes. Raises BadConfiguration or BadBlocks."""
+        """Check a user's arguments. Raises BadConfiguration or BadBlocks."""
         modes: tuple[Optimize, ...] = get_args(Optimize)
         mode = next((mode for mode in modes if mode == optimize), None)
         if mode is None:

@@ -1,4 +1,4 @@
-"""What a route is planned from: the announcements, measured round trips, and what the user asks for. Values only."""
+"""The input of a plan: announcements, measured round trips, and the user's wishes. Values only."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -6,18 +6,15 @@ from functools import cached_property
 from statistics import median
 
 from swarm.blocks import Blocks
-from swarm.client.planning.route import Optimize
+from swarm.client.planning.preferences import Preferences
 from swarm.dht.records import SignedAnnouncement
 from swarm.identity import public_key_of
 from swarm.limits import limit
 
-Trusted = tuple[tuple[Blocks, frozenset[str]], ...]
-"""Ranges of blocks, each with the only peers (ids) that may be given any of it."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlanningLimits:
-    """What the planner assumes of servers that it knows little of, and where it stops to improve a route."""
+    """Assumptions about servers that have not measured themselves, and where the planner stops to improve a route."""
 
     unknown_rtt_ms: float = limit(40.0, "ms", "a round trip that neither peer has measured: half-way round a continent")
     unmeasured_tps: float = limit(20.0, "tokens/s", "the decode rate of a server that has not measured itself yet")
@@ -31,15 +28,12 @@ class PlanningLimits:
 
 @dataclass(frozen=True)
 class Request:
-    """What a route is planned from.
+    """The input of a plan.
 
     dtype: only classes that compute in it, as "float32". numeric_class: only this one, as the repair of a route needs.
-    avoid: peer ids, or processes as in `Hop.process`. allowed_peers, blocked_peers: peer ids; only the former unless
-    None, never the latter. trusted_peers: blocks of these ranges go to their peers alone.
-    client_rtts: round trips in ms that the client has measured, by public key (hex).
-    positions_needed: cached tokens; servers with less room are taken only where others leave blocks uncovered.
-    optimize: "latency" takes the route with the least time per token. "throughput" first makes the slowest server of
-    the route about as fast as it can be, and takes the least time per token among such routes.
+    avoid: peer ids, or processes as in `Hop.process`. client_rtts: round trips in ms that the client has measured, by
+    public key (hex). positions_needed: cached tokens; servers with less room are taken only where others leave blocks
+    uncovered.
     """
 
     model: str
@@ -48,18 +42,15 @@ class Request:
     dtype: str | None = None
     numeric_class: str | None = None
     avoid: Collection[str] = ()
-    allowed_peers: Collection[str] | None = None
-    blocked_peers: Collection[str] = ()
-    trusted_peers: Trusted = ()
+    preferences: Preferences = field(default_factory=Preferences)
     client_rtts: Mapping[str, float] = field(default_factory=dict)
     positions_needed: int = 0
-    optimize: Optimize = "latency"
     limits: PlanningLimits = field(default_factory=PlanningLimits)
 
     @cached_property
     def pins(self) -> tuple[tuple[Blocks, set[str]], ...]:
         """The trusted peers by their public keys."""
-        return tuple((blocks, keys_of(peers)) for blocks, peers in self.trusted_peers)
+        return tuple((blocks, keys_of(peers)) for blocks, peers in self.preferences.trusted_peers)
 
     @cached_property
     def client_rtt_ms(self) -> float:

@@ -1,4 +1,4 @@
-"""A route: the hops that cover a range of blocks in order, and what each is estimated to cost. Values only."""
+"""A route: the hops that cover a range of blocks in order, and the estimated cost of each. Values only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Optimize = Literal["latency", "throughput"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Hop:
-    """One span of a route: `blocks` of what a peer serves."""
+    """One span of a route: some blocks of a peer's span."""
 
     signed: SignedAnnouncement
     blocks: Blocks
@@ -20,7 +20,7 @@ class Hop:
 
     @property
     def announcement(self) -> Announcement:
-        """What the peer announces."""
+        """The peer's announcement."""
         return self.signed.announcement
 
     @property
@@ -51,7 +51,7 @@ def process_of(announcement: Announcement) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HopEstimate:
-    """What one hop adds to a token, in milliseconds. trip_ms: one way, from the hop before or from the client."""
+    """One hop's part of a token's time, in milliseconds. trip_ms: one way, from the hop before or from the client."""
 
     peer_id: str
     blocks: Blocks

@@ -25,7 +25,7 @@ class RouterLimits:
     """How old a reading of the directory may be, and how much a router remembers."""
 
     survey_age_s: float = limit(10.0, "s", "a new route is planned from a reading that is no older")
-    survey_fresh_s: float = limit(1.0, "s", "a younger reading counts as what the directory says now")
+    survey_fresh_s: float = limit(1.0, "s", "a younger reading counts as the present state of the directory")
     early_s: float = limit(0.1, "s", "interval at which a waiting repair tries the records that have come so far")
     rtts_max: int = limit(1024, "peers", "measured round trips that are remembered, the latest ones")
 
@@ -65,7 +65,7 @@ class Reading(Enum):
 def reading_for(age_s: float, limits: RouterLimits, *, repairing: bool, fresh: bool) -> Reading:
     """Decide whether a plan reads the directory.
 
-    A repair does not wait for it: a survey of any age is enough to try. fresh: only what the directory says now is.
+    A repair does not wait for it: a survey of any age is enough to try. fresh: only the present state is enough.
     """
     if fresh:
         return Reading.FIRST if age_s >= limits.survey_fresh_s else Reading.NO
@@ -209,10 +209,7 @@ class Router:
             dtype=self._model.dtype,
             numeric_class=numeric_class,
             avoid=avoid,
-            allowed_peers=self.preferences.allowed_peers,
-            blocked_peers=self.preferences.blocked_peers,
-            trusted_peers=self.preferences.trusted_peers,
+            preferences=self.preferences,
             client_rtts=dict(self._rtts),
             positions_needed=positions_needed,
-            optimize=self.preferences.optimize,
         )

@@ -83,7 +83,7 @@ class Search:
 
 
 def _enterer(stages: Stages) -> Callable[[Floats, Ints], Floats]:
-    """Return what finds the least of left[s] + trip(s, t) over all s, for some servers t."""
+    """Return a function that finds the least of left[s] + trip(s, t) over all s, for some servers t."""
     trips = stages.trips
     known = np.zeros((len(stages.start), len(stages.start)), dtype=bool)
     known[trips.source, trips.target] = True
@@ -116,7 +116,7 @@ def _enterer(stages: Stages) -> Callable[[Floats, Ints], Floats]:
 
 
 def _window_least(begun: Floats, limit: Ints, stages: Stages) -> Callable[[int], Floats]:
-    """Return what finds, after block `at`, the least of the latest limit[t] rows of begun[:at + 1, t] for every t."""
+    """Return a function that finds, after block `at`, the least of the latest limit[t] rows of begun[:at + 1, t]."""
     if (limit >= stages.stop - stages.start).all():
         least = np.full(begun.shape[1], np.inf)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,14 +97,13 @@ def stages_of(request: Request, offers: Sequence[Offer]) -> Stages:
 def _announced(announcements: Sequence[Announcement]) -> tuple[Ints, Ints, Floats]:
     """Return the measured one-way trips: the server that announces each, the other server, and the time in ms."""
     by_prefix = {a.public_key[:PREFIX]: index for index, a in enumerate(announcements)}
-    said = list(chain.from_iterable(a.rtts for a in announcements))
-    if not said:
-        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
-    peers, rtt_ms = zip(*said, strict=True)
-    source = np.repeat(np.arange(len(announcements)), [len(a.rtts) for a in announcements])
-    target = np.array(list(map(by_prefix.get, peers, repeat(-1))), dtype=np.int64)
+    rtts = [a.rtts for a in announcements]
+    said = list(chain.from_iterable(rtts))  # 16,000 of 1,000 servers: all that follows is a loop in C
+    source = np.repeat(np.arange(len(announcements)), list(map(len, rtts)))
+    target = np.fromiter(map(by_prefix.get, map(itemgetter(0), said), repeat(-1)), np.int64, len(said))
+    trip_ms = np.fromiter(map(itemgetter(1), said), np.float64, len(said)) / 2
     usable = target >= 0  # the others are not among these servers
-    return source[usable], target[usable], np.array(rtt_ms, dtype=np.float64)[usable] / 2
+    return source[usable], target[usable], trip_ms[usable]
 
 
 def _trips_between(n_servers: int, source: Ints, target: Ints, ms: Floats, default_ms: float) -> Trips:

@@ -85,6 +85,11 @@ class Avoidance:
         ]
         return tuple(key for _, key in sorted(found, reverse=True))
 
+    @property
+    def failures(self) -> dict[str, int]:
+        """How often each process has failed; a failure is forgotten if no other follows within `forget_s`."""
+        return {key: entry.failures for key, entry in self._entries.items() if isinstance(key, str) and entry.failures}
+
     def _strike(self, key: str | Edge, first_s: float) -> None:
         now = self._clock()
         entry = self._entry(key, now)

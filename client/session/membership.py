@@ -2,7 +2,7 @@
 
     async with joined(model, join, identity, network="public") as swarm:
         session = await swarm.open(Blocks(0, 32), plan)
-        output = await session.step(hidden, positions=None, mask=None, want=1)
+        output = await session.step(Activations(hidden), want=1)
 
 `swarm.client.hf.swarm` is the same for threads that block.
 """
@@ -70,8 +70,11 @@ class Membership:
         self.sessions = sessions
         self._keeping: asyncio.Task[None] | None = None
 
-    async def open(self, blocks: Blocks, plan: SessionPlan) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused."""
+    async def open(self, blocks: Blocks, plan: SessionPlan, limits: SessionLimits | None = None) -> Session:
+        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused.
+
+        limits: this session's own; None for those of all.
+        """
 
         async def planner(
             missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
@@ -80,7 +83,7 @@ class Membership:
             return (await self.router.plan(missing, avoid, numeric_class, fresh, positions_needed=needed)).hops
 
         try:
-            session = await self.sessions.open(plan, blocks, planner)
+            session = await self.sessions.open(plan, blocks, planner, limits)
         except NoRoute as failure:  # diagnosed only now: servers may come while a session waits for them
             raise await self.router.diagnosed(failure) from None
         self.router.remember(session.route)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
@@ -58,13 +59,16 @@ class Sessions:
                 session.inlet.on_message(channel, message, activations)
         return PROGRESS
 
-    async def open(self, plan: SessionPlan, blocks: Blocks, planner: Planner) -> Session:
+    async def open(
+        self, plan: SessionPlan, blocks: Blocks, planner: Planner, limits: SessionLimits | None = None
+    ) -> Session:
         """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
 
-        planner: finds the hops, and later those that take over from others.
+        planner: finds the hops, and later those that take over from others. limits: this session's own.
         """
+        shared = self._shared if limits is None else replace(self._shared, limits=limits)
         session_id = self._new_id()
-        session = Session(session_id, plan, blocks, planner, self._shared)
+        session = Session(session_id, plan, blocks, planner, shared)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session
         try:

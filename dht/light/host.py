@@ -1,7 +1,7 @@
 """py-libp2p in a thread of its own: connects to peers and makes unary calls for an asyncio loop.
 
 py-libp2p runs on trio; a web server runs on asyncio. Requests cross over by `TrioToken.run_sync_soon`, answers by
-`call_soon_threadsafe`. Whatever breaks in py-libp2p breaks this thread alone, and every waiting call then fails.
+`call_soon_threadsafe`. A failure in py-libp2p ends this thread alone, and every waiting call then fails.
 """
 
 import asyncio
@@ -26,15 +26,10 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from multiaddr import Multiaddr
 
+from swarm.dht.light.limits import HostLimits
 from swarm.dht.light.messages import CallRequest, Frame, varint
 from swarm.errors import BadConfiguration, Unreachable
 
-CALLS_MAX = 32  # at one time
-WAITING_MAX = 4096  # calls that wait for their turn
-ANSWER_BYTES_MAX = 4 << 20  # of one call: p2pd's own largest message
-ADDRESSES_MAX = 8  # of one peer
-ADDRESSES_LIVE_S = 600
-START_TIMEOUT_S = 20.0
 KAD = TProtocol("/ipfs/kad/1.0.0")
 
 Result = TypeVar("Result")
@@ -55,10 +50,11 @@ async def open_host() -> "AsyncIterator[LightHost]":
 class LightHost:
     """A libp2p host that dials and never listens. Its methods belong to the loop that started it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: HostLimits = HostLimits()) -> None:  # noqa: B008 - frozen
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._pending: set[asyncio.Future[Any]] = set()
-        self._turns = asyncio.Semaphore(CALLS_MAX)
+        self._turns = asyncio.Semaphore(limits.calls_max)
         self._up: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="libp2p", daemon=True)
 
@@ -71,22 +67,22 @@ class LightHost:
         """Start the thread and wait until it can dial."""
         self._thread.start()
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(self._limits.start_timeout_s):
                 await self._up
         except TimeoutError:
-            raise Unreachable("py-libp2p", (), START_TIMEOUT_S, "it did not start") from None
+            raise Unreachable("py-libp2p", (), self._limits.start_timeout_s, "it did not start") from None
 
     async def stop(self) -> None:
         """End every connection and the thread."""
         if self.alive and self._up.done() and not self._up.exception():
             self._token.run_sync_soon(self._nursery.cancel_scope.cancel)
-        await asyncio.to_thread(self._thread.join, START_TIMEOUT_S)
+        await asyncio.to_thread(self._thread.join, self._limits.start_timeout_s)
 
     async def connect(self, multiaddr: str, timeout_s: float) -> bytes:
         """Connect to "/ip4/.../tcp/.../p2p/12D3...". Returns the peer's id. Raises BadConfiguration, Unreachable."""
         try:
             info = info_from_p2p_addr(Multiaddr(multiaddr))
-        except Exception as error:  # noqa: BLE001 - the parsers raise whatever they like
+        except Exception as error:  # noqa: BLE001 - the parsers raise many kinds
             why = f"{error}; it should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW..."
             raise BadConfiguration(f"peer address {multiaddr[:200]!r}", why[:300]) from None
         await self._do(lambda: self._connect(info), str(info.peer_id), timeout_s)
@@ -94,27 +90,27 @@ class LightHost:
 
     async def call(self, peer: bytes, method: str, data: bytes, timeout_s: float, via: bytes | None = None) -> bytes:
         """Make one unary call of hivemind's. via: a peer that knows the addresses of this one. Raises Unreachable."""
-        who = ID(peer)
-        return await self._do(lambda: self._call(who, method, data, via), str(who), timeout_s)
+        called = ID(peer)
+        return await self._do(lambda: self._call(called, method, data, via), str(called), timeout_s)
 
     # --- from loop to thread and back --------------------------------------------------------------------------------
 
-    async def _do(self, work: Callable[[], Awaitable[Result]], who: str, timeout_s: float) -> Result:
-        if len(self._pending) >= WAITING_MAX:
-            raise Unreachable(who, (), 0.0, "too many calls are under way")
+    async def _do(self, work: Callable[[], Awaitable[Result]], peer: str, timeout_s: float) -> Result:
+        if len(self._pending) >= self._limits.waiting_max:
+            raise Unreachable(peer, (), 0.0, "too many calls are under way")
         future: asyncio.Future[Result] = self._loop.create_future()
         self._pending.add(future)
         try:
             async with self._turns:
                 if not self.alive:
-                    raise Unreachable(who, (), 0.0, "py-libp2p has ended")
-                self._token.run_sync_soon(self._nursery.start_soon, self._job, work, future, who, timeout_s)
+                    raise Unreachable(peer, (), 0.0, "py-libp2p has ended")
+                self._token.run_sync_soon(self._nursery.start_soon, self._job, work, future, peer, timeout_s)
                 return await future
         finally:
             self._pending.discard(future)
 
     async def _job(
-        self, work: Callable[[], Awaitable[Any]], future: asyncio.Future[Any], who: str, timeout_s: float
+        self, work: Callable[[], Awaitable[Any]], future: asyncio.Future[Any], peer: str, timeout_s: float
     ) -> None:
         """Run in the thread: one request, its deadline, and its answer on the way back."""
         result, failure = None, None
@@ -122,9 +118,9 @@ class LightHost:
             with trio.fail_after(timeout_s):
                 result = await work()
         except trio.TooSlowError:
-            failure = Unreachable(who, (), timeout_s)
+            failure = Unreachable(peer, (), timeout_s)
         except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - py-libp2p raises many kinds, and groups of them
-            failure = Unreachable(who, (), 0.0, f"{type(error).__name__}: {error}"[:200])
+            failure = Unreachable(peer, (), 0.0, f"{type(error).__name__}: {error}"[:200])
         self._loop.call_soon_threadsafe(_settle, future, result, failure)
 
     # --- in the thread -----------------------------------------------------------------------------------------------
@@ -133,7 +129,7 @@ class LightHost:
         why = "it was stopped"
         try:
             trio.run(self._live)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this thread and nothing else
+        except BaseException as error:  # noqa: BLE001 - it ends this thread and nothing else
             why = f"{type(error).__name__}: {error}"[:200]
             _log.warning("py-libp2p ended", why=why)
         finally:
@@ -155,7 +151,9 @@ class LightHost:
             await trio.sleep_forever()
 
     async def _connect(self, info: PeerInfo) -> None:
-        self._host.get_peerstore().add_addrs(info.peer_id, info.addrs[:ADDRESSES_MAX], ADDRESSES_LIVE_S)
+        self._host.get_peerstore().add_addrs(
+            info.peer_id, info.addrs[: self._limits.addresses_max], self._limits.addresses_live_s
+        )
         await self._host.connect(info)
 
     async def _call(self, peer: ID, method: str, data: bytes, via: bytes | None) -> bytes:
@@ -179,8 +177,8 @@ class LightHost:
         answer = KadMessage.FromString(await self._exchange(via, KAD, request.SerializeToString()))
         for closer in answer.closerPeers:
             if closer.id == peer.to_bytes():
-                addresses = [Multiaddr(address) for address in list(closer.addrs)[:ADDRESSES_MAX]]
-                self._host.get_peerstore().add_addrs(peer, addresses, ADDRESSES_LIVE_S)
+                addresses = [Multiaddr(address) for address in list(closer.addrs)[: self._limits.addresses_max]]
+                self._host.get_peerstore().add_addrs(peer, addresses, self._limits.addresses_live_s)
 
     async def _exchange(self, peer: ID, protocol: TProtocol, message: bytes) -> bytes:
         """Send one length-prefixed message on a new stream and return the one that comes back."""
@@ -188,7 +186,7 @@ class LightHost:
         try:
             await stream.write(varint(len(message)) + message)
             size = await _read_varint(stream)
-            if size > ANSWER_BYTES_MAX:
+            if size > self._limits.answer_bytes_max:
                 raise ValueError(f"its answer has {size} bytes")
             return await _read_exactly(stream, size)
         finally:
@@ -220,7 +218,7 @@ async def _read_varint(stream: Any) -> int:  # noqa: ANN401 - py-libp2p's stream
 
 
 def _settle(future: asyncio.Future[Any], result: object, failure: Exception | None) -> None:
-    if future.done():  # whoever asked has gone
+    if future.done():  # the asker has gone
         return
     if failure is not None:
         future.set_exception(failure)

@@ -9,24 +9,27 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _Field = descriptor_pb2.FieldDescriptorProto
-_BYTES, _DOUBLE, _INT = _Field.TYPE_BYTES, _Field.TYPE_DOUBLE, _Field.TYPE_INT32
 
 # message -> (field, number, type or the name of a message, repeated)
 _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
-    "NodeInfo": [("node_id", 1, _BYTES, False)],
+    "NodeInfo": [("node_id", 1, _Field.TYPE_BYTES, False)],
     "PingRequest": [("peer", 2, "NodeInfo", False)],
-    "PingResponse": [("peer", 2, "NodeInfo", False), ("dht_time", 4, _DOUBLE, False)],
-    "FindRequest": [("keys", 2, _BYTES, True), ("peer", 3, "NodeInfo", False)],
+    "PingResponse": [("peer", 2, "NodeInfo", False), ("dht_time", 4, _Field.TYPE_DOUBLE, False)],
+    "FindRequest": [("keys", 2, _Field.TYPE_BYTES, True), ("peer", 3, "NodeInfo", False)],
     "FindResult": [
-        ("type", 1, _INT, False),
-        ("value", 2, _BYTES, False),
-        ("nearest_peer_ids", 5, _BYTES, True),
+        ("type", 1, _Field.TYPE_INT32, False),
+        ("value", 2, _Field.TYPE_BYTES, False),
+        ("nearest_peer_ids", 5, _Field.TYPE_BYTES, True),
     ],
     "FindResponse": [("results", 2, "FindResult", True), ("peer", 3, "NodeInfo", False)],
-    "CallRequest": [("peer", 1, _BYTES, False), ("proto", 2, _Field.TYPE_STRING, False), ("data", 3, _BYTES, False)],
-    "CallResponse": [("response", 1, _BYTES, False), ("error", 2, _BYTES, False)],
+    "CallRequest": [
+        ("peer", 1, _Field.TYPE_BYTES, False),
+        ("proto", 2, _Field.TYPE_STRING, False),
+        ("data", 3, _Field.TYPE_BYTES, False),
+    ],
+    "CallResponse": [("response", 1, _Field.TYPE_BYTES, False), ("error", 2, _Field.TYPE_BYTES, False)],
     "Frame": [
-        ("callId", 1, _BYTES, False),
+        ("callId", 1, _Field.TYPE_BYTES, False),
         ("callUnary", 3, "CallRequest", False),
         ("unaryResponse", 4, "CallResponse", False),
     ],

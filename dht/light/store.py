@@ -16,31 +16,17 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from swarm.access import EVERYBODY, Access
-from swarm.dht.format import (
-    BURST,
-    CALL_TIMEOUT_S,
-    NAMED_MAX,
-    RATE,
-    believe,
-)
+from swarm.dht.format import CALLS, believe, peers_named
+from swarm.dht.light.limits import ReaderLimits
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
-from swarm.dht.limits import RateLimit, TooBusy
+from swarm.dht.rates import RateLimit
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.search import Found, Searcher
-from swarm.dht.validator import Clock, Entry, Heard, RecordGate
+from swarm.dht.validator import Clock, Entry, GateLimits, OnEntries, RecordGate
 from swarm.errors import SwarmError, Unreachable
 
 if TYPE_CHECKING:
     from swarm.dht.light.host import LightHost  # py-libp2p: only where it runs
-
-CONNECT_TIMEOUT_S = 7.0
-GET_TIMEOUT_S = 20.0
-PLACES = 3  # random places at which a reader looks how near nodes are
-VERIFY_SLICE = 8  # records checked without a pause: about 2 ms; a web server shares this loop
-NODES_MAX = 1024  # remembered; those that were seen last
-INITIAL_PEERS_MAX = 32
-PACE = 0.9  # of what a node grants to one asker
-PACE_S = 0.1  # how often a call that waits for its turn looks again
 
 Value = TypeVar("Value")
 _log = structlog.get_logger("swarm.light")
@@ -66,15 +52,23 @@ class LightStore:
     """Reads the DHT. Lives in the asyncio loop."""
 
     def __init__(
-        self, host: "LightHost", network: str, initial_peers: Sequence[str], clock: Clock, access: Access = EVERYBODY
+        self,
+        host: "LightHost",
+        network: str,
+        initial_peers: Sequence[str],
+        clock: Clock,
+        access: Access = EVERYBODY,
+        limits: ReaderLimits = ReaderLimits(),  # noqa: B008 - frozen
     ) -> None:
-        self.gate = RecordGate(network, clock, access)
+        # Checked in shorter slices than elsewhere: a web server shares this loop.
+        self.gate = RecordGate(network, clock, access, GateLimits(verify_slice=8))
         self._host, self._clock = host, clock
-        self._initial = tuple(initial_peers)[:INITIAL_PEERS_MAX]
+        self._limits = limits
+        self._initial = tuple(initial_peers)[: limits.initial_peers_max]
         self._nodes: dict[bytes, None] = {}  # that have answered, in the order of their last answer
-        self._namers: dict[bytes, bytes] = {}  # peer -> who named it, and so knows its addresses
-        self._searcher = Searcher(self._find, random.Random())  # noqa: S311 - spreads load, keeps no secret
-        self._rates = RateLimit(RATE * PACE, BURST * PACE)
+        self._namers: dict[bytes, bytes] = {}  # peer -> the node that named it, and so knows its addresses
+        self._searcher = Searcher(self.find, random.Random())  # noqa: S311 - spreads load, keeps no secret
+        self._rates = RateLimit(CALLS.per_s * limits.pace, CALLS.burst * limits.pace)
         self._verifying = asyncio.Lock()
         self._explored = False
 
@@ -89,26 +83,29 @@ class LightStore:
         skews = [answer for answer in answers if isinstance(answer, float)]
         if not skews:
             reasons = sorted({str(answer.why) for answer in answers if isinstance(answer, Unreachable)})
-            raise Unreachable("the swarm", self._initial, CONNECT_TIMEOUT_S, "; ".join(reasons)[:300])
+            raise Unreachable("the swarm", self._initial, self._limits.connect_timeout_s, "; ".join(reasons)[:300])
         check_clock(skews)
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Refuse: a reader announces nothing."""
         raise NotImplementedError("a light store only reads")
 
-    async def get(self, keys: Sequence[str], heard: Heard | None = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key. Raises Unreachable."""
         if not self._nodes:
             await self.join()
         places = {key_id(key): key for key in keys}
         try:
-            async with asyncio.timeout(GET_TIMEOUT_S):
+            async with asyncio.timeout(self._limits.get_timeout_s):
                 if not self._explored:
-                    await self._searcher.explore(self._nodes, PLACES)
+                    await self._searcher.explore(self._nodes, self._limits.places)
                     self._explored = True
-                found = await self._searcher.search(places, self._nodes, heard=heard or (lambda entries: None))
+                found = await self._searcher.search(
+                    places, self._nodes, on_entries=on_entries or (lambda entries: None)
+                )
         except TimeoutError:
-            raise Unreachable("the swarm (looking up records)", self._initial, GET_TIMEOUT_S) from None
+            after_s = self._limits.get_timeout_s
+            raise Unreachable("the swarm (looking up records)", self._initial, after_s) from None
         if keys and not any(result.nodes for result in found.values()):
             self._nodes = {}  # begin again with the initial peers
             raise Unreachable("the swarm (looking up records)", self._initial, 0.0, "no node answers")
@@ -120,8 +117,8 @@ class LightStore:
 
     # --- the search --------------------------------------------------------------------------------------------------
 
-    async def _find(self, peer: bytes, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
-        """Ask one node; remember whom it names, and forget it if it does not answer."""
+    async def find(self, peer: bytes, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
+        """Ask one node; remember the nodes that it names, and forget it if it does not answer."""
         try:
             data = FindRequest(keys=keys).SerializeToString()
             answer = await self._call(peer, "find", data, FindResponse, len(keys), self._namers.get(peer))
@@ -129,33 +126,33 @@ class LightStore:
             self._nodes.pop(peer, None)
             _log.debug("a node does not answer", why=str(error)[:200])
             return None
-        _remember(self._nodes, peer, None)
+        self._remember(self._nodes, peer, None)
         found: dict[bytes, Found] = {}
         for key, result in zip(keys, answer.results, strict=False):
-            near = [bytes(other) for other in list(result.nearest_peer_ids)[:NAMED_MAX] if len(other) <= 64]
+            near = peers_named(result.nearest_peer_ids)
             for other in near:
-                _remember(self._namers, other, peer)
+                self._remember(self._namers, other, peer)
             entries = await self._believed(key, result.value) if result.type == FOUND_DICTIONARY else []
             found[key] = entries, near
         return found
 
     async def _believed(self, key: bytes, value: bytes) -> list[Entry]:
         async with self._verifying:  # many answers at once must not each take a slice of one turn of the loop
-            return await believe(self.gate, key, value, VERIFY_SLICE)
+            return await believe(self.gate, key, value)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
     async def _greet(self, multiaddr: str) -> "float | Unreachable":
         """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""
         try:
-            peer = await self._host.connect(multiaddr, CONNECT_TIMEOUT_S)
+            peer = await self._host.connect(multiaddr, self._limits.connect_timeout_s)
             asked = self._clock()
             pong = await self._call(peer, "ping", PingRequest().SerializeToString(), PingResponse, 1, None)
         except Unreachable as error:
             return error
         if not math.isfinite(pong.dht_time):
             return Unreachable("a peer", (multiaddr,), 0.0, "its clock is no number")
-        _remember(self._nodes, peer, None)
+        self._remember(self._nodes, peer, None)
         return (asked + self._clock()) / 2 - float(pong.dht_time)
 
     async def _call(
@@ -169,22 +166,18 @@ class LightStore:
     ) -> Any:  # noqa: ANN401 - a message of that class
         """Call a node when it is our turn. Raises Unreachable."""
         await self._turn(peer, cost)
-        raw = await self._host.call(peer, f"DHTProtocol.rpc_{method}", data, CALL_TIMEOUT_S, via)
+        raw = await self._host.call(peer, f"DHTProtocol.rpc_{method}", data, CALLS.timeout_s, via)
         try:
             return kind.FromString(raw)
         except DecodeError:
             raise Unreachable("a node", (), 0.0, "its answer is malformed") from None
 
     async def _turn(self, peer: bytes, cost: int) -> None:
-        while True:
-            try:
-                return self._rates.take(peer.hex(), asyncio.get_running_loop().time(), cost)
-            except TooBusy:
-                await asyncio.sleep(PACE_S)
+        while not self._rates.take(peer.hex(), asyncio.get_running_loop().time(), cost):  # noqa: ASYNC110 - time alone refills it
+            await asyncio.sleep(self._limits.pace_s)
 
-
-def _remember(into: "dict[bytes, Value]", peer: bytes, value: "Value") -> None:
-    into.pop(peer, None)
-    into[peer] = value
-    if len(into) > NODES_MAX:
-        del into[next(iter(into))]
+    def _remember(self, into: "dict[bytes, Value]", peer: bytes, value: "Value") -> None:
+        into.pop(peer, None)
+        into[peer] = value
+        if len(into) > self._limits.nodes_max:
+            del into[next(iter(into))]

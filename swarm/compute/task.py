@@ -1,13 +1,13 @@
-"""What the compute thread is given: tasks, and the tenure that a session's tasks belong to."""
+"""The compute thread's work: tasks, and the tenure that a session's tasks belong to."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from swarm.activations import Activations
-from swarm.compute.batch import SINGLE_ROWS_MAX, Ready
+from swarm.compute.batch import Ready
 from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
 from swarm.model.span import Span
@@ -20,12 +20,13 @@ class Tenure:
     `past` belongs to the compute thread; its memory is free when the last task has let go.
     """
 
-    __slots__ = ("__weakref__", "_past", "over", "owner", "rollback_max", "span")
+    __slots__ = ("__weakref__", "_past", "n_blocks", "over", "owner", "rollback_max", "span")
 
     def __init__(self, owner: str, span: Span, rollback_max: int) -> None:
         """owner: the peer whose turn it is when tasks run. rollback_max: the most positions that a task takes back."""
         self.owner = owner
         self.span = span
+        self.n_blocks = len(span.blocks)
         self.rollback_max = rollback_max
         self.over = False
         self._past: SpanPast | None = None
@@ -43,10 +44,81 @@ class Tenure:
         return self._past is not None and self._past.mask is not None
 
 
+class Task(Protocol):
+    """One thing to compute. The scheduler reads its fields, and the thread runs it.
+
+    tenure: whose tasks run in order; None where it belongs to no session. owner: the peer whose turn it takes. cost:
+    tasks with the same take as long as each other; None where its cost tells nothing about others. rows: of its batch.
+    tokens: positions of each row. done: how many of them are computed.
+    """
+
+    owner: str
+    cost: Hashable | None
+    rows: int
+    tokens: int
+    done: int
+
+    @property
+    def tenure(self) -> Tenure | None:
+        """The session's past that it belongs to."""
+        ...
+
+    @property
+    def ready(self) -> Ready:
+        """What is left of it, for the planner."""
+        ...
+
+    def run(self, tokens: int) -> None:
+        """Compute the next positions alone."""
+        ...
+
+    def result(self) -> Any:  # noqa: ANN401 - of any kind
+        """Return what is delivered when it is over."""
+        ...
+
+    def complete(self) -> Any:  # noqa: ANN401 - of any kind
+        """Compute what is left, alone. Returns the result."""
+        ...
+
+
+class Packable(Task, Protocol):
+    """A task that can run together with others of its group."""
+
+    def segment(self, tokens: int) -> Any:  # noqa: ANN401 - the group's own kind
+        """Return its next positions, for `forward_packed`; None if it is gone."""
+        ...
+
+    def forward_packed(self, segments: Sequence[Any]) -> Sequence[Any]:
+        """Compute segments of its group at once. Returns an output for each; where it raises, nothing changed."""
+        ...
+
+    def take(self, output: Any) -> None:  # noqa: ANN401 - the group's own kind
+        """Keep the output of its segment."""
+        ...
+
+
+def is_gone(task: Task) -> bool:
+    """Whether a task does not count any more."""
+    return task.tenure is not None and task.tenure.over
+
+
 class Forward:
     """New positions of a session on their way through its span: alone, packed with others', in pieces."""
 
-    __slots__ = ("_began", "_keep", "_outputs", "_rows", "_want", "activations", "done", "tenure")
+    __slots__ = (
+        "_began",
+        "_keep",
+        "_outputs",
+        "_rows",
+        "_want",
+        "activations",
+        "cost",
+        "done",
+        "owner",
+        "rows",
+        "tenure",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -59,8 +131,11 @@ class Forward:
     ) -> None:
         """keep, rows: as in a Step. want: trailing positions that are returned; None returns all."""
         self.tenure = tenure
+        self.owner = tenure.owner
+        self.cost: Hashable | None = tenure.n_blocks
         self.activations = activations
-        self.done = 0  # positions that were computed
+        self.rows, self.tokens, _ = activations.hidden.shape
+        self.done = 0
         self._keep = keep
         self._rows = rows
         self._want = want
@@ -73,53 +148,33 @@ class Forward:
         return self.result()
 
     @property
-    def rows(self) -> int:
-        """Its batch."""
-        return self.activations.rows
-
-    @property
-    def tokens(self) -> int:
-        """Positions of each row."""
-        return self.activations.tokens
-
-    @property
-    def is_single(self) -> bool:
-        """Whether it is a single step of few rows."""
-        return self.tokens == 1 and self.rows <= SINGLE_ROWS_MAX
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it does not count any more."""
-        return self.tenure.over
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to compute."""
-        return self.is_gone or self.done == self.tokens
-
-    @property
     def ready(self) -> Ready:
-        """How the planner sees what is left."""
-        span = self.tenure.span
-        packs = span.packs and self.activations.mask is None and not self.tenure.is_masked
-        group = (span.blocks, self.activations.hidden.dtype)
-        return Ready(self.tenure.owner, group, self.rows, self.tokens - self.done, packs)
+        """What is left of it, for the planner."""
+        tenure, span = self.tenure, self.tenure.span
+        packs = span.packs and self.activations.mask is None and not tenure.is_masked
+        group = (span.blocks.start, span.blocks.stop, self.activations.hidden.dtype)
+        return Ready(self.owner, group, self.rows, self.tokens - self.done, packs)
 
     def segment(self, tokens: int) -> Segment | None:
-        """The next positions, to run in a packed step, whose output goes to `take`; None if it is gone."""
-        if self.is_gone:
+        """Return the next positions, for a packed step; None if it is gone."""
+        if self.tenure.over:
             return None
         past = self._begin()
         assert past.mask is None
         part = self.activations.part(self.done, self.done + tokens).to(self.tenure.span.device)
         return Segment(part.hidden, past.cache, part.positions)
 
+    def forward_packed(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """Run segments of its group as one step."""
+        return self.tenure.span.forward_packed(segments)
+
     def run(self, tokens: int) -> None:
         """Compute the next positions alone."""
-        if self.is_gone:
+        if self.tenure.over:
             return
         past = self._begin()
-        self.take(past.forward(self.tenure.span, self.activations.part(self.done, self.done + tokens)))
+        new = self.activations if tokens == self.tokens else self.activations.part(self.done, self.done + tokens)
+        self.take(past.forward(self.tenure.span, new))
 
     def take(self, output: Tensor) -> None:
         """Keep the output of the next positions."""
@@ -128,7 +183,7 @@ class Forward:
 
     def result(self) -> Tensor | None:
         """Return the output on the host when all is computed; None once it is gone."""
-        if self.is_gone or not self._outputs:
+        if self.tenure.over or not self._outputs:
             return None
         output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
         if self._want is not None and self._want < self.tokens:
@@ -147,18 +202,35 @@ class Forward:
 class Probe:
     """Something that runs alone in the compute thread: a measurement, a clean-up."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_result", "_work", "done")
+
+    tenure: Tenure | None = None
+    owner = ""
+    cost: Hashable | None = None
+    rows = tokens = 1
+    ready = Ready(owner="", group=None, rows=1, tokens=1, packs=False, cuts=False)
 
     def __init__(self, work: Callable[[], Any]) -> None:
         """work: is called once."""
         self._work = work
+        self._result: Any = None
+        self.done = 0
 
     def complete(self) -> Any:  # noqa: ANN401 - of any kind
         """Run it. Returns its result."""
-        return self._work()
+        self.run(1)
+        return self._result
+
+    def run(self, tokens: int) -> None:
+        """Run it; `tokens` is 1."""
+        self.done = tokens
+        self._result = self._work()
+
+    def result(self) -> Any:  # noqa: ANN401 - of any kind
+        """Return what the work returned."""
+        return self._result
 
 
-Task: TypeAlias = Forward | Probe
 Done = Callable[[Any], None]
 """Called in the loop with what a task returned or raised; None for one that did not count any more."""
 

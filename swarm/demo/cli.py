@@ -37,12 +37,13 @@ def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
     configure_logging(log_level)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order
     began = time.monotonic()
-    # In float32, since in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
+    # In float32, because in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
     with LocalSwarm(
         CHECKPOINT, SPANS, options=("--dtype", "float32"), on_start=lambda name: click.echo(f"starting {name}")
     ) as swarm:
         click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on four servers\n")
         _generate(swarm, prompt, max_new_tokens)
+    click.echo(how_to_go_on(Path(sys.executable).parent))
 
 
 def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
@@ -69,6 +70,16 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     if tokens.tolist() != expected.tolist():
         raise SwarmError("the swarm's tokens differ from the local model's")
     click.echo(f"the local model gives the same {tokens.shape[1]} tokens")
+
+
+def how_to_go_on(folder: Path) -> str:
+    """Return one line that says how to start a swarm of one's own. folder: of this environment's commands."""
+    names = ("swarm-bootstrap", "swarm-serve")
+    start, serve = (str(folder / name) if (folder / name).exists() else name for name in names)
+    return (
+        f"to start a swarm of your own: {start} --listen 127.0.0.1:31337, and in another terminal "
+        f"{serve} {CHECKPOINT} --initial-peers ADDRESS, with the address that the first one prints"
+    )
 
 
 def _kill_the_middle(swarm: LocalSwarm, model: "DistributedModel") -> None:

@@ -15,21 +15,26 @@ from typing import Any, BinaryIO, Self
 
 from swarm.errors import SwarmError
 from swarm.identity import Identity
+from swarm.limits import limit
 from swarm.net.launch import command
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 10.0
-POLL_S = 0.02
-DESCRIPTORS_MAX = 4096
-MEMORY_BYTES_MAX = 1 << 46  # no limit of ours
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """Bounds of a process of the local swarm."""
+
+    descriptors_max: int = limit(4096, "descriptors", "open at one time; an open beyond fails")
+    data_bytes_max: int = limit(1 << 46, "bytes", "of memory: no bound of ours")
+    start_timeout_s: float = limit(120.0, "s", "a process that is not ready by then has failed")
+    stop_timeout_s: float = limit(10.0, "s", "that a process gets to end; then it is killed")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a process runs.
 
-    folder: of its log and identity. host: what it listens on. namespace: the network that it is in, by its name for
-    `ip netns`; "" for this process's own. env: more variables.
+    folder: of its log and identity. host: the address it listens on. namespace: its network, by name for `ip netns`;
+    "" for this process's own. env: more variables.
     """
 
     folder: Path
@@ -46,8 +51,11 @@ def launch(
 ) -> "subprocess.Popen[bytes]":
     """Run a module of the swarm in a process of its own that cannot outlive this one, and prints into `log`."""
     inside = ("ip", "netns", "exec", place.namespace) if place.namespace else ()
+    limits = ProcessLimits()
     line = inside + command(
-        *(sys.executable, "-m", module, *arguments), descriptors_max=DESCRIPTORS_MAX, data_bytes_max=MEMORY_BYTES_MAX
+        *(sys.executable, "-m", module, *arguments),
+        descriptors_max=limits.descriptors_max,
+        data_bytes_max=limits.data_bytes_max,
     )
     # In a process group of its own: Ctrl-C is for us, and we end our children in order.
     return subprocess.Popen(  # noqa: S603 - our own commands
@@ -77,16 +85,16 @@ class LocalProcess:
         self._asked = False
         self.ready: dict[str, Any] = {}
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> "LocalProcess":
-        """Wait until it says that it is ready. Raises SwarmError with what it printed if it ends or takes too long."""
+    def wait_ready(self, timeout_s: float = ProcessLimits().start_timeout_s) -> "LocalProcess":
+        """Wait until it says that it is ready. Raises SwarmError with its last lines if it ends or takes too long."""
         while not self.is_ready():
             if time.monotonic() - self.started_at > timeout_s:
                 raise SwarmError(f"{self.name} was not ready after {timeout_s:.0f} s: {self.last_lines()}")
-            time.sleep(POLL_S)
+            time.sleep(0.02)
         return self
 
     def is_ready(self) -> bool:
-        """Whether it has said that it is ready; `ready` is what it said. Raises SwarmError if it ended before."""
+        """Whether it has said that it is ready; `ready` is its ready file. Raises SwarmError if it ended before."""
         if not self.ready:
             if self._ready_file.exists():
                 self.ready = json.loads(self._ready_file.read_text())
@@ -94,7 +102,7 @@ class LocalProcess:
                 raise SwarmError(f"{self.name} ended with code {self.process.returncode}: {self.last_lines()}")
         return bool(self.ready)
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+    def stop(self, timeout_s: float = ProcessLimits().stop_timeout_s) -> int:
         """Ask it to end (SIGTERM), insist after a while (SIGKILL). Returns its exit code."""
         self.ask_to_stop()
         try:
@@ -115,17 +123,52 @@ class LocalProcess:
         self.process.wait()
 
     def last_lines(self) -> str:
-        """What it printed last."""
+        """Return the last lines that it printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+class _Processes:
+    """Starts the commands of one swarm, all alike, and stops them."""
+
+    def __init__(
+        self,
+        common: Sequence[str],
+        env: dict[str, str],
+        identities: Mapping[str, Identity],
+        on_start: Callable[[str], None],
+        launch: Launch,
+    ) -> None:
+        self._common, self._env, self._identities = common, env, identities
+        self._on_start, self._launch = on_start, launch
+        self._started: list[LocalProcess] = []
+
+    def start(self, name: str, module: str, arguments: Sequence[str], place: Place) -> LocalProcess:
+        """Start one command; `wait_ready` waits for it."""
+        self._on_start(name)
+        identity = place.folder / f"{name}.identity"
+        if name in self._identities:
+            self._identities[name].save(identity)
+        common = ("--listen", f"{place.host}:0", "--identity", str(identity), *self._common)
+        process = LocalProcess(name, module, (*common, *arguments), place, self._env, self._launch)
+        self._started.append(process)
+        return process
+
+    def stop(self) -> None:
+        """Stop all but the first at once: servers withdraw their announcements while the bootstrap node listens."""
+        for process in self._started[1:]:
+            process.ask_to_stop()
+        for process in reversed(self._started):
+            process.stop()
+        self._started.clear()
 
 
 class LocalSwarm:
     """A bootstrap node and servers. A context manager: every process has ended when the block has.
 
     spans: block ranges such as "0:4", one server each. options: more arguments for every server.
-    host: what all of them listen on. identities: of processes by their names ("bootstrap", "server-0", ...); others
-    make their own. on_start: called with each process's name as it is started, for people who watch. launch: starts
-    the processes.
+    host: the address all of them listen on. identities: of processes by their names ("bootstrap", "server-0", ...);
+    others make their own. on_start: called with each process's name as it is started, for people that watch. launch:
+    starts the processes.
     """
 
     def __init__(
@@ -142,27 +185,22 @@ class LocalSwarm:
         on_start: Callable[[str], None] = lambda name: None,
         launch: Launch = launch,
     ) -> None:
-        self.model = str(model)
-        self.network = network
+        self.model, self.network = str(model), network
         self.servers: list[LocalProcess] = []
         self.bootstrap: LocalProcess
         self._spans = tuple(spans)
         self._options = ("--threads", "1", *options)
-        self._common = ("--network", network, "--log-level", log_level)
-        self._env = {**os.environ, **(env or {})}
+        common = ("--network", network, "--log-level", log_level)
+        self._processes = _Processes(common, {**os.environ, **(env or {})}, dict(identities or {}), on_start, launch)
         self._host = host
-        self._identities = dict(identities or {})
-        self._on_start = on_start
-        self._launch = launch
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as closing:
             self.folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="swarm-local-")))
             self._place = Place(self.folder, self._host)
-            closing.callback(self._stop_all)
-            self._processes: list[LocalProcess] = []
-            self.bootstrap = self._start("bootstrap", "swarm.dht.cli", (), self._place)
+            closing.callback(self._processes.stop)
+            self.bootstrap = self._processes.start("bootstrap", "swarm.dht.cli", (), self._place)
             self.bootstrap.wait_ready()
             for blocks in self._spans:
                 self.start_server(blocks)
@@ -178,7 +216,7 @@ class LocalSwarm:
 
     @property
     def initial_peers(self) -> tuple[str, ...]:
-        """What others join through."""
+        """The addresses that others join through."""
         return tuple(self.bootstrap.ready["addresses"])
 
     def start_server(self, blocks: str, *options: str, place: Place | None = None) -> LocalProcess:
@@ -187,23 +225,6 @@ class LocalSwarm:
         arguments = (self.model, "--blocks", blocks, "--p2p-listen", f"{place.host}:0", *self._options)
         peers = ("--initial-peers", ",".join(self.initial_peers))
         name = f"server-{len(self.servers)}"
-        server = self._start(name, "swarm.server.cli", (*arguments, *peers, *options), place)
+        server = self._processes.start(name, "swarm.server.cli", (*arguments, *peers, *options), place)
         self.servers.append(server)
         return server
-
-    def _start(self, name: str, module: str, arguments: Sequence[str], place: Place) -> LocalProcess:
-        self._on_start(name)
-        identity = place.folder / f"{name}.identity"
-        if name in self._identities:
-            self._identities[name].save(identity)
-        common = ("--listen", f"{place.host}:0", "--identity", str(identity), *self._common)
-        process = LocalProcess(name, module, (*common, *arguments), place, self._env, self._launch)
-        self._processes.append(process)
-        return process
-
-    def _stop_all(self) -> None:
-        """Servers first, all at once: they withdraw their announcements while the bootstrap node still listens."""
-        for server in self.servers:
-            server.ask_to_stop()
-        for process in reversed(self._processes):
-            process.stop()

@@ -1,4 +1,4 @@
-"""What the demo shows beside the text: when tokens came, and what the local model says."""
+"""The demo beside its text: the times of the tokens, and the local model to compare with."""
 
 import time
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class TimedStreamer(TextStreamer):
 
 
 def local_model(checkpoint: Path) -> PreTrainedModel:
-    """Load the whole model here, as everybody else would."""
+    """Load the whole model here, as without a swarm."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
     model.eval()
     return model

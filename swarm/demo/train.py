@@ -5,7 +5,7 @@
 needs nothing but this package and the Python that runs it: the corpus is the source of that Python's own standard
 library, the tokenizer a byte-level BPE trained on it. The checkpoint exists so that exactness, and later speculative
 decoding, show on text with real structure: a model of random weights has near-ties everywhere and repeats itself.
-docs/demo-checkpoint.md records how the shipped one was made and what it says.
+docs/demo-checkpoint.md records how the shipped one was made, and its samples.
 """
 
 import hashlib
@@ -26,18 +26,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from swarm.model.checkpoint import open_checkpoint
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-VOCABULARY = 2048
 CONTEXT = 1024  # positions; the last fifth of the training uses all of them
-SHORT = 256  # positions of a training window before that: most of what a small model can learn is local
-TOKENS_PER_STEP = 4096
-HELD_OUT_EVERY = 25  # one file in this many is never trained on
-# What is not library code, or is data in the shape of code.
-LEFT_OUT = {
-    "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "encodings",
-    "site-packages", "dist-packages", "lib-dynload", "__phello__",
-}  # fmt: skip
-# One token per line break with its indentation; a word keeps the space before it; digits stand alone.
-PIECES = r"\n *| ?[A-Za-z_]+|\d| ?[^\sA-Za-z_\d]+|\s+"
 # A request is a comment and the answer the code below it: the one kind of dialogue that the corpus has. A longer
 # conversation always starts with the text of the shorter one, so that a session can go on.
 CHAT_TEMPLATE = (
@@ -46,12 +35,6 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ message.content }}{{ '\n\n\n' }}"
     "{% else %}{{ '# ' + message.content + '\n' }}{% endif %}"
     "{% endfor %}"
-)
-SAMPLE_PROMPTS = (
-    "def read_lines(path):\n",
-    "def _parse_header(self, line):\n    ",
-    "class Queue:\n    def __init__(self",
-    'def is_valid(name):\n    """Return True if',
 )
 
 
@@ -94,14 +77,18 @@ def main(out: Path, steps: int, learning_rate: float, seed: int, autocast: bool)
 def library_sources() -> list[str]:
     """The text of every module of this Python's standard library that is written to be read, in order of its path."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
+    left_out = {  # not library code, or data in the shape of code
+        "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "encodings",
+        "site-packages", "dist-packages", "lib-dynload", "__phello__",
+    }  # fmt: skip
+    paths = (path for path in root.rglob("*.py") if left_out.isdisjoint(path.relative_to(root).parts))
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(paths))
     return [text.expandtabs(8) for text in texts if text.strip()]
 
 
 def split(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Split into what is trained on and what is held out: by content, so that it does not depend on the order."""
-    held_out = [hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_EVERY == 0 for text in texts]
+    """Split into texts to train on and held-out ones, one in 25: by content, so that the order does not count."""
+    held_out = [hashlib.sha256(text.encode()).digest()[0] % 25 == 0 for text in texts]
     return (
         [text for text, out in zip(texts, held_out, strict=True) if not out],
         [text for text, out in zip(texts, held_out, strict=True) if out],
@@ -110,16 +97,18 @@ def split(texts: list[str]) -> tuple[list[str], list[str]]:
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE: every text has an encoding, and decodes to itself."""
+    # One token per line break with its indentation; a word keeps the space before it; digits are alone.
+    pieces = r"\n *| ?[A-Za-z_]+|\d| ?[^\sA-Za-z_\d]+|\s+"
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=2048,
         special_tokens=[BOS, EOS, PAD],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -180,31 +169,43 @@ def train(
 
     Muon takes 0.08 s of a step's 0.5 s, and its loss falls faster than AdamW's from the first steps on.
     """
-    named = dict(model.named_parameters())
-    matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in named.items() if p.ndim == 1 or "embed" in name]
-    optimizers: tuple[torch.optim.Optimizer, ...] = (
-        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    )
+    optimizers = optimizers_of(model)
     model.train()
     smoothed: float | None = None
     progress = tqdm(range(steps), desc="training", unit="step", mininterval=2.0)
     for step in progress:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate * schedule(step, steps)
-        positions = SHORT if step < 0.8 * steps else CONTEXT
-        batch = windows(corpus, rng, positions)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        smoothed = loss.item() if smoothed is None else 0.98 * smoothed + 0.02 * loss.item()
+        positions = 256 if step < 0.8 * steps else CONTEXT  # most of a small model's learning is local
+        loss = learn(model, optimizers, windows(corpus, rng, positions), autocast=autocast)
+        smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
         progress.set_postfix(loss=f"{smoothed:.3f}", refresh=False)
     model.eval()
+
+
+def optimizers_of(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
+    """Return Muon for the blocks' matrices and AdamW for the rest."""
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named.items() if p.ndim == 1 or "embed" in name]
+    return (
+        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    )
+
+
+def learn(
+    model: LlamaForCausalLM, optimizers: tuple[torch.optim.Optimizer, ...], batch: torch.Tensor, *, autocast: bool
+) -> float:
+    """Take one step on a batch, int64 [windows, positions]. Returns its loss in nats per token."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return float(loss.item())
 
 
 def schedule(step: int, steps: int) -> float:
@@ -216,11 +217,11 @@ def schedule(step: int, steps: int) -> float:
 
 
 def windows(corpus: Corpus, rng: np.random.Generator, positions: int) -> torch.Tensor:
-    """Draw a batch, [TOKENS_PER_STEP / positions, positions].
+    """Draw a batch of 4,096 tokens, [4096 / positions, positions].
 
     Half of the windows begin where a top-level line begins, behind BOS, as a prompt does; the others begin anywhere.
     """
-    n = TOKENS_PER_STEP // positions
+    n = 4096 // positions
     behind_bos = n // 2
     begins = np.concatenate(
         [
@@ -245,13 +246,19 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def report(directory: Path, held_out: Corpus) -> None:
-    """Load the checkpoint as any user would; print what it weighs, how well it predicts and what it writes."""
+    """Load the checkpoint as any user would; print its size, its loss and some samples."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     size = (directory / "model.safetensors").stat().st_size
     loss = held_out_loss(model, held_out)
     click.echo(f"{size / 1e6:.2f} MB; held-out loss {loss:.3f} nats a token, {len(held_out.ids):,} tokens")
-    for prompt in SAMPLE_PROMPTS:
+    prompts = (
+        "def read_lines(path):\n",
+        "def _parse_header(self, line):\n    ",
+        "class Queue:\n    def __init__(self",
+        'def is_valid(name):\n    """Return True if',
+    )
+    for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         text = tokenizer.decode(model.generate(**inputs, max_new_tokens=80, do_sample=False)[0][1:])
         click.echo(f"{'-' * 80}\n{text}")

@@ -1,12 +1,12 @@
 """A span's cache: the keys, values and states of the hosted blocks alone, at the blocks' absolute indices.
 
 A plain `DynamicCache` is silently wrong when block 0 is not hosted: parents ask layer 0 how long the past is. Here
-the blocks that are elsewhere are dummies, and what parents ask is answered from a counter of positions.
+the blocks that are elsewhere are dummies, and the questions of parents are answered from a counter of positions.
 
 Rolling back needs the past that sliding-window and convolution layers would throw away. They record it from the first
 step on if the session was opened with a rollback; after each step everything beyond the window and that rollback is
-dropped. Recording makes convolutions take another path through their family's code, so it is not on where nobody
-needs it.
+dropped. Recording makes convolutions take another path through their family's code, so it is off where no rollback
+was agreed.
 """
 
 import sys
@@ -23,12 +23,8 @@ from transformers.cache_utils import (
 )
 
 from swarm.blocks import Blocks
-from swarm.errors import SessionError
-from swarm.model.growing import growing
-
-
-class RollbackImpossible(SessionError):
-    """A cache cannot return to an earlier length: the past is gone, or was never kept."""
+from swarm.errors import RollbackImpossible
+from swarm.model.growing import GrowingLimits, growing
 
 
 class SpanCache:
@@ -68,6 +64,8 @@ class SpanCache:
         """Count the positions of a step that went through; drop the past that no rollback can ask for any more."""
         self.inner.seen += n_positions
         self.inner.pending = 0
+        if not self.rollback_max:  # then no layer records
+            return
         for layer in self.layers:
             if getattr(layer, "record_past", False):
                 _trim(layer, self.rollback_max)
@@ -76,36 +74,32 @@ class SpanCache:
         """Roll back to the first `n_positions` positions. Raises RollbackImpossible, and then nothing has changed."""
         removed = self.length - n_positions
         if not 0 <= n_positions <= self.length:
-            raise RollbackImpossible(f"cannot keep {n_positions} positions of {self.length}")
+            raise RollbackImpossible(f"a cache of {self.length} positions cannot keep {n_positions}")
         if n_positions == 0:
             self.inner = self.inner.fresh()
         elif removed:
             if not self.can_roll_back:
-                raise RollbackImpossible(
-                    "this model's recurrent state cannot be rolled back; replay the session instead"
-                )
+                raise RollbackImpossible("this model's recurrent state cannot be rolled back: replay the session")
             if removed > self.rollback_max and any(_forgets(layer) for layer in self.layers):
                 raise RollbackImpossible(f"cannot roll back {removed} positions, {self.rollback_max} were agreed on")
             if not all(_remembers(layer, removed) for layer in self.layers):
-                raise RollbackImpossible(
-                    "the past before a window is gone: positions were taken back too often in a row"
-                )
+                raise RollbackImpossible("a window's past is gone after several rollbacks in a row: replay the session")
             for layer in self.layers:
                 _remove_last(layer, removed)
             self.inner.seen = n_positions
 
     def snapshot(self) -> list[tuple[Any, dict[str, Any]]]:
-        """What `restore` needs to undo a step that breaks half-way. Layers of keys and values only; copies nothing."""
+        """Return the state that `restore` puts back after a broken step. Keys and values only; copies nothing."""
         return [(layer, dict(vars(layer))) for layer in self.layers]
 
     def restore(self, snapshot: list[tuple[Any, dict[str, Any]]]) -> None:
-        """Undo what has happened to the layers since."""
+        """Undo all later changes of the layers."""
         for layer, before in snapshot:
             vars(layer).clear()
             vars(layer).update(before)
 
     def gather(self, rows: Tensor) -> None:
-        """Make row i of the batch what row `rows[i]` was. rows: int64 [any length]; reorders, repeats and selects."""
+        """Replace row i of the batch by row `rows[i]`. rows: int64 [any length]; reorders, repeats and selects."""
         self.inner.reorder_cache(rows)
 
     def _tensors(self) -> list[Tensor]:
@@ -117,7 +111,13 @@ class SpanCache:
         return found
 
 
-def new_cache(config: PretrainedConfig, decoder_module: str, blocks: Blocks, rollback_max: int) -> SpanCache:
+def new_cache(
+    config: PretrainedConfig,
+    decoder_module: str,
+    blocks: Blocks,
+    rollback_max: int,
+    limits: GrowingLimits = GrowingLimits(),  # noqa: B008 - frozen
+) -> SpanCache:
     """Make an empty cache for some blocks of a model.
 
     config: the whole model's; decoder_module: name of the Python module that defines its decoder.
@@ -125,17 +125,17 @@ def new_cache(config: PretrainedConfig, decoder_module: str, blocks: Blocks, rol
     special = getattr(sys.modules[decoder_module], "MiniMaxCache", None)
     if special is not None:  # the one family whose decoder insists on its own class
         return SpanCache(_minimax_inner(special), rollback_max)
-    return SpanCache(_Inner(config, blocks, record=rollback_max > 0), rollback_max)
+    return SpanCache(_Inner(config, blocks, limits, record=rollback_max > 0), rollback_max)
 
 
 class _Inner(DynamicCache):
-    """What the parent sees: a cache of all its blocks, of which those elsewhere are dummies."""
+    """The cache that the parent sees: of all its blocks, of which those elsewhere are dummies."""
 
-    def __init__(self, config: PretrainedConfig, blocks: Blocks, *, record: bool) -> None:
+    def __init__(self, config: PretrainedConfig, blocks: Blocks, limits: GrowingLimits, *, record: bool) -> None:
         super().__init__(config=config)
-        self.arguments = (config, blocks, record)
+        self.arguments = (config, blocks, limits, record)
         self.start = blocks.start
-        self.layers = [growing(layer) if i in blocks else DummyLayer() for i, layer in enumerate(self.layers)]
+        self.layers = [growing(layer, limits) if i in blocks else DummyLayer() for i, layer in enumerate(self.layers)]
         self.seen = 0
         self.pending = 0  # positions of the running step: the blocks before this span have seen them
         for layer in self.layers:
@@ -144,8 +144,8 @@ class _Inner(DynamicCache):
 
     def fresh(self) -> "_Inner":
         """Make an empty cache of the same kind."""
-        config, blocks, record = self.arguments
-        return _Inner(config, blocks, record=record)
+        config, blocks, limits, record = self.arguments
+        return _Inner(config, blocks, limits, record=record)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the past's length as layer `layer_idx` has it, hosted or not."""
@@ -160,7 +160,7 @@ class _Inner(DynamicCache):
         return layer.get_mask_sizes(query_length)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Tell whether there is a past; for the whole model that is so whatever layers are hosted."""
+        """Whether there is a past; for the whole model all hosted layers have the same one."""
         if layer_idx is None and not any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers):
             return self.seen > 0
         return bool(super().has_previous_state(layer_idx, state_idx))
@@ -230,7 +230,7 @@ def _remove_last(layer: Any, removed: int) -> None:  # noqa: ANN401 - a cache la
 
 
 def _trim(layer: Any, rollback_max: int) -> None:  # noqa: ANN401 - a cache layer of any family
-    """Drop what neither the next step nor a rollback needs. Views: the next step copies what is left anyway."""
+    """Drop the past that neither the next step nor a rollback needs. Views: the next step copies the rest anyway."""
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
         kept = layer.sliding_window - 1 + rollback_max
         layer.keys = layer.keys[..., -kept:, :]

@@ -17,9 +17,6 @@ from swarm.model.traits import Traits, traits_of
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-OPTIONAL_NAMES = ("generation_config.json",)  # taken along for the client where they exist; not part of the manifest
-CONFIG_BYTES_MAX = 4 << 20
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class Source(Protocol):
@@ -35,12 +32,12 @@ class Source(Protocol):
         """Return the hashes of these files, without fetching weights."""
 
     def discard(self, name: str) -> None:
-        """Forget our copy of a file that turned out to be damaged. What the user put there stays."""
+        """Forget our copy of a file that turned out to be damaged. A file of the user stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint: what it is, and where its files come from."""
+    """An opened checkpoint: its facts, and the source of its files."""
 
     model: str  # as the user wrote it
     config: PretrainedConfig
@@ -56,7 +53,7 @@ class Checkpoint:
 
     @property
     def public_name(self) -> str:
-        """What the model is called in announcements: the hub id, or a directory's own name without its path."""
+        """The model's name in announcements: the hub id, or a directory's own name without its path."""
         return Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
 
     @property
@@ -151,7 +148,7 @@ class LocalSource:
         )
 
     def discard(self, name: str) -> None:
-        """Nothing: the file is the user's."""
+        """Do nothing: the file is the user's."""
 
 
 def _weight_files(model: str, names: tuple[str, ...], source: Source) -> tuple[tuple[str, ...], WeightIndex | None]:
@@ -161,7 +158,7 @@ def _weight_files(model: str, names: tuple[str, ...], source: Source) -> tuple[t
     if INDEX_NAME in names:
         index = WeightIndex.parse(model, source.fetch((INDEX_NAME,))[INDEX_NAME].read_bytes())
         return index.files, index
-    if any(name.endswith(PICKLES) for name in names):
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
         why = "its weights are pickles, which can run code when they are read; convert it to safetensors"
         raise UnsupportedCheckpoint(model, why)
     raise UnsupportedCheckpoint(model, f"it has neither {SINGLE_NAME} nor {INDEX_NAME}")
@@ -169,8 +166,8 @@ def _weight_files(model: str, names: tuple[str, ...], source: Source) -> tuple[t
 
 def _read_config(model: str, path: Path) -> PretrainedConfig:
     """Read a config without ever running code that comes with it."""
-    if path.stat().st_size > CONFIG_BYTES_MAX:
-        raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is larger than {CONFIG_BYTES_MAX} bytes")
+    if path.stat().st_size > 4 << 20:  # read into memory as a whole
+        raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is larger than 4 MiB; get the model's own")
     try:
         raw = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -1,17 +1,18 @@
 """The short way for decode: call the hosted blocks with the arguments that their parent would give them.
 
 A parent spends 170 to 550 us a step on masks, rotary tables and its own calls before the first block runs, and again
-on every hop. For one token without padding all of that is a function of the position and of the batch's size. So what
-the parent passes is recorded: constants as they are, tensors for a whole stretch of positions. Whatever else an
-argument may depend on shows as a difference between recordings, and then the parent is called for every step.
+on every hop. For one token without padding all of that is a function of the position and of the batch's size. So the
+parent's arguments are recorded: constants as they are, tensors for a whole stretch of positions. Any other dependence
+shows as a difference between recordings, and then the parent is called for every step.
 
 `Span.forward_through_parent` is the slow twin. A span takes the short way only if both gave the same bits when it was
-loaded, and on a stretch only after its first, middle and last positions gave what the parent passes for them alone.
+loaded, and on a stretch only after its first, middle and last positions agreed with the parent's arguments for them
+alone.
 """
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,38 +25,39 @@ from transformers.cache_utils import (
 )
 
 from swarm.blocks import Blocks
+from swarm.limits import limit
 from swarm.model.cache import SpanCache
 
-STRETCH_POSITIONS = 256  # tabulated at a time: about 2 ms of the parent's time
-STRETCHES_MAX = 64  # kept at a time, least recently used out first; 256 KiB each for a head of 128 in fp32
-TABLES_BYTES_MAX = 32 << 20  # of all stretches together: where masks are passed they have the length of the past
-
 _Path = tuple[int | str, ...]  # block, 0 for positional and 1 for keyword arguments, then indices and keys
-Record = list[tuple[tuple[Any, ...], dict[str, Any]]]  # per block: what the parent calls it with
-Recorder = Callable[
-    [SpanCache, Tensor, int], Record
-]  # cache, positions [1, tokens], batch -> the hosted blocks' record
+Record = list[tuple[tuple[Any, ...], dict[str, Any]]]  # per block: the parent's arguments
+Recorder = Callable[[SpanCache, Tensor, int], Record]
+"""`record(cache, positions, batch)`, positions [1, tokens]: the hosted blocks' record of one call."""
 
 
-class NotDirectError(Exception):
-    """The blocks' arguments depend on more than position and batch."""
+@dataclass(frozen=True, slots=True)
+class DirectLimits:
+    """How much the short way remembers."""
+
+    stretch_positions: int = limit(256, "positions", "tabulated at a time: about 2 ms of the parent's time")
+    stretches_max: int = limit(64, "stretches", "the least recently used goes; 256 KiB each for a head of 128 in fp32")
+    tables_bytes_max: int = limit(32 << 20, "bytes", "of all stretches: masks among them have the length of the past")
 
 
 @dataclass(frozen=True, slots=True)
 class _Changing:
-    """Stands for a tensor that the position decides: number `index` of a stretch."""
+    """In a template, a tensor that the position decides: number `index` of a stretch."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """Stands for the session's cache."""
+    """In a template, the session's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Fresh:
-    """Stands for an empty container that the parent makes for every call."""
+    """In a template, an empty container that the parent makes for every call."""
 
     kind: type
 
@@ -88,9 +90,11 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """What blocks are called with at the positions of a stretch. Blocks with the same arguments share a template."""
+    """The blocks' arguments at positions [first, stop). Blocks with the same arguments share a template."""
 
     first: int
+    stop: int
+    batch: int
     tables: tuple[_Table, ...]
     templates: tuple[Any, ...]
     template_of: dict[int, int]
@@ -102,12 +106,17 @@ class _Stretch:
 
 
 class DirectPath:
-    """Calls a span's blocks for one token, with what `record` found that their parent passes."""
+    """Calls a span's blocks for one token, with the arguments that `record` found. Made by `learned`."""
 
     def __init__(
-        self, layers: dict[int, nn.Module], record: Recorder, new_cache: Callable[[], SpanCache], device: torch.device
+        self,
+        layers: dict[int, nn.Module],
+        record: Recorder,
+        new_cache: Callable[[], SpanCache],
+        device: torch.device,
+        limits: DirectLimits = DirectLimits(),
     ) -> None:
-        """Try the first positions. Raises NotDirectError where position and batch do not decide the arguments."""
+        self._limits = limits
         self._forwards = {index: layer.forward for index, layer in layers.items()}
         self._record = record
         self._new_cache = new_cache
@@ -116,33 +125,41 @@ class DirectPath:
         # Masks may change at the first position, and where a window fills up.
         self._edges = sorted({0, 1, *(edge for window in windows for edge in (window - 1, window) if edge > 1)})
         self._stretches: OrderedDict[tuple[int, int], _Stretch | None] = OrderedDict()
-        self._tabulate(*self._bounds(1), batch=1)
+        self._latest: _Stretch | None = None
+
+    def learned(self) -> "DirectPath | None":
+        """Try the first positions. Returns itself, or None where position and batch do not decide the arguments."""
+        return self if self._tabulate(*self._bounds(1), batch=1) is not None else None
 
     def step(self, hidden: Tensor, cache: SpanCache, blocks: Blocks) -> Tensor | None:
         """Run blocks on the position that comes next. hidden: [batch, 1, hidden_size]. Returns the same shape.
 
         None means that the parent has to be called: on this stretch its arguments cannot be foretold.
         """
-        stretch = self._stretch(cache.length, hidden.shape[0])
+        inner, batch = cache.inner, hidden.shape[0]
+        position = inner.seen
+        stretch = self._latest
+        if stretch is None or not stretch.first <= position < stretch.stop or stretch.batch != batch:
+            stretch = self._latest = self._stretch(position, batch)
         if stretch is None:
             return None
-        inner = cache.inner
-        offset = cache.length - stretch.first
-        tensors = [table.at(offset) for table in stretch.tables]
+        offset = position - stretch.first
+        tensors = [table.rows[offset] if table.rows else table.at(offset) for table in stretch.tables]
         filled = [_fill(template, tensors, inner) for template in stretch.templates]
         inner.pending = 1
-        for index in blocks:
+        for index in range(blocks.start, blocks.stop):
             args, kwargs = filled[stretch.template_of[index]]
             result = self._forwards[index](hidden, *args, **kwargs)
             hidden = result[0] if isinstance(result, tuple) else result
         return hidden
 
     def _bounds(self, position: int) -> tuple[int, int]:
-        """The stretch that a position belongs to."""
-        first = position // STRETCH_POSITIONS * STRETCH_POSITIONS
+        """Return the stretch that a position belongs to."""
+        length = self._limits.stretch_positions
+        first = position // length * length
         at = bisect_right(self._edges, position)
-        following = self._edges[at] if at < len(self._edges) else first + STRETCH_POSITIONS
-        return max(first, self._edges[at - 1]), min(first + STRETCH_POSITIONS, following)
+        following = self._edges[at] if at < len(self._edges) else first + length
+        return max(first, self._edges[at - 1]), min(first + length, following)
 
     def _stretch(self, position: int, batch: int) -> _Stretch | None:
         first, stop = self._bounds(position)
@@ -154,39 +171,38 @@ class DirectPath:
             stretch = self._tabulate(first, stop, batch)
         except Exception:  # noqa: BLE001 - nothing has happened to the session; the parent does the step
             stretch = None
-        if stretch is not None and stretch.nbytes > TABLES_BYTES_MAX:
+        limits = self._limits
+        if stretch is not None and stretch.nbytes > limits.tables_bytes_max:
             stretch = None
         self._stretches[key] = stretch
-        while len(self._stretches) > STRETCHES_MAX or self._nbytes() > TABLES_BYTES_MAX:
+        while len(self._stretches) > limits.stretches_max or self._nbytes() > limits.tables_bytes_max:
             self._stretches.popitem(last=False)
         return stretch
 
     def _nbytes(self) -> int:
         return sum(stretch.nbytes for stretch in self._stretches.values() if stretch is not None)
 
-    def _tabulate(self, first: int, stop: int, batch: int) -> _Stretch:
-        """Record a stretch of positions at once, and some of them alone. Raises NotDirectError where they disagree."""
+    def _tabulate(self, first: int, stop: int, batch: int) -> _Stretch | None:
+        """Record a stretch of positions at once, and some of them alone. Returns None where they disagree."""
         probes = sorted({first, (first + stop) // 2, stop - 1})
-        singles = []
+        singles, found = [], []
         for position in probes:
             cache, calls = self._recorded(position, position + 1, past=position, batch=batch)
-            singles.append((_templates(calls, cache), calls))
-        (templates, paths), _ = singles[0]
-        if not all(_alike(other, templates) for (other, _), _ in singles):
-            raise NotDirectError("what blocks are called with changes with the position")
+            singles.append(calls)
+            found.append(_Templates(calls, cache))
+        templates, paths = found[0].templates, found[0].paths
+        if found[0].unknown or not all(_alike(other.templates, templates) for other in found):
+            return None
         # Rows come from these positions without any past, or there would be masks of their number times its length.
         bulk = self._recorded(first, stop, past=0, batch=batch)[1]
         offsets = [position - first for position in probes]
-        tables = tuple(_table(_at(bulk, path), [_at(calls, path) for _, calls in singles], offsets) for path in paths)
-        distinct: list[Any] = []
-        for template in templates:
-            if not any(_alike(template, known) for known in distinct):
-                distinct.append(template)
-        template_of = {
-            index: next(number for number, known in enumerate(distinct) if _alike(template, known))
-            for index, template in zip(self._forwards, templates, strict=True)
-        }
-        return _Stretch(first, tables, tuple(distinct), template_of)
+        tables = [_table(_at(bulk, path), [_at(calls, path) for calls in singles], offsets) for path in paths]
+        followed = tuple(table for table in tables if table is not None)
+        if len(followed) < len(tables):
+            return None
+        distinct, numbers = _without_repeats(templates)
+        template_of = dict(zip(self._forwards, numbers, strict=True))
+        return _Stretch(first, stop, batch, followed, tuple(distinct), template_of)
 
     def _recorded(self, first: int, stop: int, *, past: int, batch: int) -> tuple[SpanCache, Record]:
         """Record a step of some positions, on a cache that only claims to have a past."""
@@ -195,20 +211,25 @@ class DirectPath:
         return cache, self._record(cache, torch.arange(first, stop, device=self._device)[None], batch)
 
 
-def _table(bulk: Any, singles: list[Tensor], offsets: list[int]) -> _Table:  # noqa: ANN401 - a tensor, if all is well
-    """Find how a tensor changes over a stretch, given it at some offsets alone. Raises NotDirectError."""
-    first, last = singles[0], singles[-1]
-    candidates = [_Table(first)]
-    differing = [i for i in range(first.dim()) if first.dim() == last.dim() and first.shape[i] != last.shape[i]]
-    if len(differing) == 1:
-        candidates.append(_Table(last, axis=differing[0], length=first.shape[differing[0]]))
-    if isinstance(bulk, Tensor) and bulk.dim() == first.dim():
-        axes = [axis for axis in range(bulk.dim()) if bulk.shape[axis] == offsets[-1] + 1]
-        candidates += [_Table(bulk, rows=tuple(bulk.split(1, axis))) for axis in axes]
-    for table in candidates:
+def _table(bulk: Any, singles: list[Tensor], offsets: list[int]) -> _Table | None:  # noqa: ANN401 - a tensor, if all is well
+    """Find how a tensor changes over a stretch, given it at some offsets alone. Returns None if no table fits."""
+    for table in _candidates(bulk, singles, offsets[-1] + 1):
         if all(_is_at(table, offset, single) for offset, single in zip(offsets, singles, strict=True)):
             return table
-    raise NotDirectError("a tensor does not follow the position")
+    return None
+
+
+def _candidates(bulk: Any, singles: list[Tensor], positions: int) -> Iterator[_Table]:  # noqa: ANN401 - as in `_table`
+    """Yield a tensor that is always the same, one that grows along an axis, and the rows of the bulk recording."""
+    first, last = singles[0], singles[-1]
+    yield _Table(first)
+    differing = [i for i in range(first.dim()) if first.dim() == last.dim() and first.shape[i] != last.shape[i]]
+    if len(differing) == 1:
+        yield _Table(last, axis=differing[0], length=first.shape[differing[0]])
+    if isinstance(bulk, Tensor) and bulk.dim() == first.dim():
+        for axis in range(bulk.dim()):
+            if bulk.shape[axis] == positions:
+                yield _Table(bulk, rows=tuple(bulk.split(1, axis)))
 
 
 def _is_at(table: _Table, offset: int, single: Tensor) -> bool:
@@ -218,29 +239,53 @@ def _is_at(table: _Table, offset: int, single: Tensor) -> bool:
     return tensor.dtype == single.dtype and tensor.shape == single.shape and torch.equal(tensor, single)
 
 
-def _templates(calls: Record, cache: SpanCache) -> tuple[list[Any], list[_Path]]:
-    """Replace cache and tensors in recorded arguments by what stands for them; say where each tensor is found first."""
-    seen: list[Tensor] = []
-    paths: list[_Path] = []
+class _Templates:
+    """Recorded arguments, with markers in the places of the cache and of tensors.
 
-    def replace(value: Any, path: _Path) -> Any:  # noqa: ANN401 - any argument of any block
-        if value is cache.inner:
+    paths: where each tensor is found first. unknown: whether any argument is of a kind that cannot be foretold.
+    """
+
+    def __init__(self, calls: Record, cache: SpanCache) -> None:
+        self._inner = cache.inner
+        self._seen: list[Tensor] = []
+        self.paths: list[_Path] = []
+        self.unknown = False
+        self.templates = [self._marked(call, (number,)) for number, call in enumerate(calls)]
+
+    def _marked(self, value: Any, path: _Path) -> Any:  # noqa: ANN401 - any argument of any block
+        if value is self._inner:
             return _Past()
         if isinstance(value, Tensor):
-            if not any(known is value for known in seen):
-                seen.append(value)
-                paths.append(path)
-            return _Changing(next(index for index, known in enumerate(seen) if known is value))
+            return self._changing(value, path)
         if isinstance(value, tuple):
-            return tuple(replace(item, (*path, at)) for at, item in enumerate(value))
+            return tuple(self._marked(item, (*path, at)) for at, item in enumerate(value))
         if type(value) is dict:
-            return {key: replace(item, (*path, key)) for key, item in value.items()}
-        empty = hasattr(value, "__setitem__") and not len(value)
-        if not empty and value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
-            raise NotDirectError(f"a block takes a {type(value).__name__}")
-        return _Fresh(type(value)) if empty else value
+            return {key: self._marked(item, (*path, key)) for key, item in value.items()}
+        if hasattr(value, "__setitem__") and not len(value):
+            return _Fresh(type(value))
+        if value is not None and not isinstance(value, (bool, int, float, str, torch.dtype)):
+            self.unknown = True
+        return value
 
-    return [replace(call, (number,)) for number, call in enumerate(calls)], paths
+    def _changing(self, tensor: Tensor, path: _Path) -> _Changing:
+        for index, known in enumerate(self._seen):
+            if known is tensor:
+                return _Changing(index)
+        self._seen.append(tensor)
+        self.paths.append(path)
+        return _Changing(len(self._seen) - 1)
+
+
+def _without_repeats(templates: list[Any]) -> tuple[list[Any], list[int]]:
+    """Return the distinct templates, and for each template its number among them."""
+    distinct: list[Any] = []
+    numbers = []
+    for template in templates:
+        number = next((at for at, known in enumerate(distinct) if _alike(template, known)), len(distinct))
+        if number == len(distinct):
+            distinct.append(template)
+        numbers.append(number)
+    return distinct, numbers
 
 
 def _at(value: Any, path: _Path) -> Any:  # noqa: ANN401 - nested arguments
@@ -254,19 +299,19 @@ def _at(value: Any, path: _Path) -> Any:  # noqa: ANN401 - nested arguments
 
 
 def _fill(template: Any, tensors: list[Tensor], inner: Any) -> Any:  # noqa: ANN401 - nested arguments
-    """Put a position's tensors and a session's cache into a template."""
-    kind = type(template)
-    if kind is _Changing:
-        return tensors[template.index]
-    if kind is tuple:
-        return tuple([_fill(item, tensors, inner) for item in template])
-    if kind is dict:
-        return {key: _fill(value, tensors, inner) for key, value in template.items()}
-    if kind is _Past:
-        return inner
-    if kind is _Fresh:
-        return template.kind()
-    return template
+    """Put a position's tensors and a session's cache into a template: a tuple or dict, whose items may be others."""
+    filled: list[Any] = []
+    for item in template.values() if type(template) is dict else template:
+        kind = type(item)
+        if kind is _Changing:
+            filled.append(tensors[item.index])
+        elif kind is _Past:
+            filled.append(inner)
+        elif kind is dict or (kind is tuple and item):
+            filled.append(_fill(item, tensors, inner))
+        else:
+            filled.append(item.kind() if kind is _Fresh else item)
+    return dict(zip(template, filled, strict=True)) if type(template) is dict else tuple(filled)
 
 
 def _alike(left: object, right: object) -> bool:

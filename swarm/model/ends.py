@@ -51,7 +51,7 @@ def replace_blocks(model: PreTrainedModel, traits: Traits, remote: Remote) -> Re
     """Let `remote` compute all blocks of a model from `load_ends`.
 
     remote is called once in every forward with the hidden state [batch, tokens, hidden_size] that block 0 would get,
-    and returns what the last block would, in the same shape and dtype. Positions, attention mask and cache are the
+    and returns the last block's output, in the same shape and dtype. Positions, attention mask and cache are the
     caller's to take from the model's own arguments. Replaces an earlier `remote`.
     """
     decoder, name = decoder_of(model)

@@ -3,17 +3,18 @@
 The stock layers put the past and the new positions together in a new tensor at every step, and so it is here while
 there is so little that copying it costs less than the bookkeeping. From then on a layer holds a buffer with room behind
 its last position. In a computer's own memory that room is address space alone: the system gives a page when it is first
-written to, so a buffer is reserved several times as long as it is, and what is held is what is used. Devices have no
-such thing; there one part in sixteen is to spare. Layers with a sliding window move on through their buffer and start
-anew when they reach its end.
+written to, so a buffer is reserved several times as long as it is, and holds only the pages that are used. Devices have
+no such thing; there one part in sixteen is to spare. Layers with a sliding window move on through their buffer and
+start anew when they reach its end.
 
-Whatever else happens to a layer (a gather, a rollback) makes new tensors or views, as it does in the stock layers: a
-view that still lies in the buffer goes on there, anything else gets a buffer of its own with the next step.
+A gather or a rollback makes new tensors or views, as it does in the stock layers: a view that still lies in the buffer
+goes on there, any other tensor gets a buffer of its own with the next step.
 """
 
 import mmap
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,12 +22,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-PAGE_TOKENS = 16  # what memory is taken and charged in, per row
-SLACK_SHARE = 16  # a growing buffer on a device has one part in so many to spare
-RESERVED_TIMES = 4  # address space for so many times what a layer has
-RESERVED_TOKENS_MIN = 1024
-SMALL_BYTES = 64 * 1024  # of the keys, or values, of one layer: copied in 3 microseconds
-WINDOW_SLACK_SHARE = 4  # for windows: a full one moves back to its buffer's start once in a quarter of its length
+from swarm.limits import limit
+
+PAGE_TOKENS = 16  # memory is taken and charged in units of so many positions, per row
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingLimits:
+    """How much room a growing layer takes ahead."""
+
+    small_bytes: int = limit(64 * 1024, "bytes", "less of one layer's keys is copied at each step, in 3 us, not grown")
+    slack_share: int = limit(16, "parts", "of a buffer on a device, of which one is to spare")
+    window_slack_share: int = limit(4, "parts", "of a window's buffer, of which one is to spare before it moves back")
+    reserved_times: int = limit(4, "times", "the length of a layer that is reserved as address space")
+    reserved_tokens_min: int = limit(1024, "positions", "reserved as address space at least")
 
 
 def pages(tokens: int) -> int:
@@ -35,7 +44,7 @@ def pages(tokens: int) -> int:
 
 
 def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that takes none until it is written to, not even as one of the huge pages that a system may prefer."""
+    """Reserve memory that takes none until it is written to, not even as one huge page that a system may prefer."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     space = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=flags)
     space.madvise(mmap.MADV_NOHUGEPAGE)
@@ -45,16 +54,17 @@ def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class _Buffer:
     """Memory for the keys, or the values, of one layer: [rows, heads, capacity, size]."""
 
-    def __init__(self, slack_share: int, *, reserves: bool) -> None:
-        """reserves: whether it takes address space ahead; who writes to all of it in turn would hold it all."""
-        self._slack_share = slack_share
-        self._reserves = reserves
+    def __init__(self, limits: GrowingLimits, *, window: bool = False) -> None:
+        """window: it moves through its buffer and writes to all of it, so it reserves no address space."""
+        self._limits = limits
+        self._slack_share = limits.window_slack_share if window else limits.slack_share
+        self._reserves = not window
         self._memory: Tensor | None = None
 
     def append(self, past: Tensor | None, new: Tensor) -> Tensor:
         """Return past and new positions as one view of the buffer. past: [rows, heads, length, size], or empty."""
         length = past.shape[-2] if past is not None and past.dim() == new.dim() else 0
-        if length and past is not None and past.nbytes < SMALL_BYTES:
+        if length and past is not None and past.nbytes < self._limits.small_bytes:
             self._memory = None
             return torch.cat([past, new], dim=-2)
         total = length + new.shape[-2]
@@ -70,7 +80,7 @@ class _Buffer:
         """Memory for so many positions and some more."""
         rows, heads, _, size = new.shape
         if self._reserves and new.device.type == "cpu" and sys.platform == "linux":
-            tokens = max(RESERVED_TOKENS_MIN, pages(RESERVED_TIMES * total))
+            tokens = max(self._limits.reserved_tokens_min, pages(self._limits.reserved_times * total))
             with suppress(OSError):  # no more mappings, or a system that promises no more than it has
                 return _reserve((rows, heads, tokens, size), new.dtype)
         return new.new_empty(rows, heads, pages(total) + total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS, size)
@@ -89,9 +99,10 @@ class _Buffer:
 class GrowingLayer(DynamicLayer):
     """A stock layer whose `update` does not copy the past."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: GrowingLimits = GrowingLimits()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = _Buffer(SLACK_SHARE, reserves=True), _Buffer(SLACK_SHARE, reserves=True)
+        self._limits = limits
+        self._buffers: tuple[_Buffer, _Buffer] | None = None  # once they are worth their bookkeeping
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         """Append; returns all keys and values."""
@@ -100,19 +111,28 @@ class GrowingLayer(DynamicLayer):
             return stock
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self._buffers
-        self.keys = keys.append(self.keys, key_states)
-        self.values = values.append(self.values, value_states)
+        keys, values = self.keys, self.values
+        assert keys is not None
+        assert values is not None
+        small = self._limits.small_bytes
+        if keys.dim() == key_states.dim() and keys.shape[-2] and max(keys.nbytes, values.nbytes) < small:
+            self._buffers = None
+            self.keys = torch.cat([keys, key_states], dim=-2)
+            self.values = torch.cat([values, value_states], dim=-2)
+            return self.keys, self.values
+        if self._buffers is None:
+            self._buffers = _Buffer(self._limits), _Buffer(self._limits)
+        self.keys = self._buffers[0].append(keys, key_states)
+        self.values = self._buffers[1].append(values, value_states)
         return self.keys, self.values
 
 
 class GrowingSlidingLayer(DynamicSlidingWindowLayer):
     """A stock layer with a window whose `update` seldom copies it."""
 
-    def __init__(self, sliding_window: int) -> None:
+    def __init__(self, sliding_window: int, limits: GrowingLimits = GrowingLimits()) -> None:
         super().__init__(sliding_window)
-        slack = WINDOW_SLACK_SHARE
-        self._buffers = _Buffer(slack, reserves=False), _Buffer(slack, reserves=False)
+        self._buffers = _Buffer(limits, window=True), _Buffer(limits, window=True)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         """Append; returns the keys and values that the new positions can see, as the stock layer does."""
@@ -131,12 +151,12 @@ class GrowingSlidingLayer(DynamicSlidingWindowLayer):
         return _last(all_keys, visible), _last(all_values, visible)
 
 
-def growing(layer: Any) -> Any:  # noqa: ANN401 - a cache layer of any family
+def growing(layer: Any, limits: GrowingLimits = GrowingLimits()) -> Any:  # noqa: ANN401 - a cache layer of any family
     """Return the layer that takes the place of a stock one, still empty; any other is returned as it is."""
     if type(layer) is DynamicLayer:
-        return GrowingLayer()
+        return GrowingLayer(limits)
     if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingSlidingLayer(layer.sliding_window)
+        return GrowingSlidingLayer(layer.sliding_window, limits)
     return layer
 
 

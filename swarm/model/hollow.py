@@ -2,8 +2,8 @@
 
 Slicing a config or wrapping architectures by hand goes wrong one family at a time. Here the parent stays the class
 that `transformers` has for the config, with all its blocks at their absolute indices; masks, rotary tables and alibi
-come from it, and weights are loaded by its own `from_pretrained`, which never materialises what has no place in the
-model.
+come from it, and weights are loaded by its own `from_pretrained`, which never materialises a tensor without a place in
+the model.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,9 @@ from transformers.models.auto.modeling_auto import (
 from swarm.blocks import Blocks
 from swarm.errors import UnsupportedArchitecture
 
-PLACEHOLDER_ATTRIBUTE = "_swarm_hollow"
-
 
 class Placeholder(nn.Module):
-    """Stands where a block is that lives elsewhere; hands its input on, in the family's block return structure.
+    """Takes the place of a block that lives elsewhere; hands its input on, in the family's block return structure.
 
     Parents read static attributes of their blocks (`block_type`, `attention_type`, ...): those come from `original`,
     which is a block on the meta device, or the hosted block itself in the subclasses of `swarm.model.span`.
@@ -47,7 +45,7 @@ class Placeholder(nn.Module):
 
     @property
     def original(self) -> nn.Module:
-        """The block that this stands for."""
+        """The block whose place this takes."""
         module = self.__dict__["_original"][0]
         assert isinstance(module, nn.Module)
         return module
@@ -62,7 +60,7 @@ class Placeholder(nn.Module):
 
 
 class Absent(nn.Module):
-    """Stands where an embedding, a head or a vision tower is that this process does not hold."""
+    """Takes the place of an embedding, a head or a vision tower that this process does not hold."""
 
     weight = None
 
@@ -121,11 +119,7 @@ def hollow_class(config: PretrainedConfig, blocks: Blocks | None) -> type[PreTra
         parent.__init__(self, config, *args, **kwargs)
         _hollow(self, blocks)
 
-    return type(
-        parent.__name__,
-        (parent,),
-        {"__init__": __init__, "__module__": parent.__module__, PLACEHOLDER_ATTRIBUTE: parent},
-    )
+    return type(parent.__name__, (parent,), {"__init__": __init__, "__module__": parent.__module__})
 
 
 def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -150,7 +144,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the model's list of blocks; placeholders stand for those that are not here."""
+    """Return the model's list of blocks, with placeholders for those that are not here."""
     decoder, name = decoder_of(model)
     layers = getattr(decoder, name)
     assert isinstance(layers, nn.ModuleList)
@@ -171,7 +165,7 @@ def _decoders(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def _weight(layers: nn.ModuleList) -> int:
-    """Count a list's parameters; placeholders count as what they stand for."""
+    """Count a list's parameters; placeholders count as their originals."""
     return sum(
         parameter.numel()
         for layer in layers.children()
@@ -180,7 +174,7 @@ def _weight(layers: nn.ModuleList) -> int:
 
 
 def _hollow(model: PreTrainedModel, blocks: Blocks | None) -> None:
-    """Replace what this part of the model does not hold."""
+    """Replace the modules that this part of the model does not hold."""
     decoder, name = decoder_of(model)
     layers = getattr(decoder, name)
     for index in range(len(layers)):
@@ -193,7 +187,7 @@ def _hollow(model: PreTrainedModel, blocks: Blocks | None) -> None:
 
 
 def _drop_towers(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
-    """Drop what is beside the decoder in a composite model (vision tower, projector); head and embeddings stay."""
+    """Drop the modules beside the decoder of a composite model (vision tower, projector); head and embeddings stay."""
     path = _path_of(model, decoder)
     keep = [model.get_output_embeddings(), model.get_input_embeddings()]
     holder = path.rpartition(".")[0]

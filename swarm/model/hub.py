@@ -1,4 +1,4 @@
-"""A repository of the Hugging Face hub as a source of files: what is listed, hashed and fetched."""
+"""A repository of the Hugging Face hub as a source of files: listed, hashed and fetched."""
 
 import contextlib
 import errno
@@ -24,15 +24,9 @@ from swarm.model.manifest import Digest, Manifest, sha256_of, write_atomically
 
 logger = logging.getLogger(__name__)
 
-METADATA_TIMEOUT_S = 15.0
-PLAIN_BYTES_MAX = (
-    64 << 20
-)  # files that the hub has no SHA-256 for are fetched to be hashed; it stores large ones otherwise
-DISK_MARGIN_BYTES = 64 << 20  # stays free on the disk that we download to
-
 
 class HubFile(BaseModel):
-    """What the hub tells about a file without sending it."""
+    """The facts of a file that the hub sends without the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -41,7 +35,7 @@ class HubFile(BaseModel):
 
 
 class Listing(BaseModel):
-    """What the hub tells about a revision; kept, so that a server starts again while the hub is away."""
+    """The facts of a revision; kept, so that a server starts again while the hub is away."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -81,13 +75,15 @@ class HubSource:
         hashes = {name: self._file(name).sha256 for name in names}
         plain = tuple(name for name, digest in hashes.items() if digest is None)
         for name in plain:
-            if self._file(name).size_bytes > PLAIN_BYTES_MAX:
+            if (
+                self._file(name).size_bytes > 64 << 20
+            ):  # would be fetched to be hashed; the hub stores large ones in LFS
                 raise UnsupportedCheckpoint(self.repository, f"the hub has no SHA-256 for {name}")
         paths = self.fetch(plain)
         return Manifest(files={name: digest or sha256_of(paths[name]) for name, digest in hashes.items()})
 
     def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
-        """Download what is not in the cache yet, with progress bars. Raises DownloadFailed; leaves no half file."""
+        """Download the files that are not in the cache, with progress bars. Raises DownloadFailed; no half files."""
         paths = {name: self._cached(name) for name in names}
         lacking = tuple(name for name, path in paths.items() if path is None)
         self._check_room(lacking)
@@ -101,10 +97,10 @@ class HubSource:
             link.unlink(missing_ok=True)
 
     def _look_up(self, revision: str | None, known: Path) -> Listing:
-        """Ask for a revision's commit and files; where the hub is away, return what it said the last time."""
+        """Ask for a revision's commit and files; where the hub is away, return its last answer."""
         api = HfApi(endpoint=self._endpoint, token=self._token)
         try:
-            info = api.model_info(self.repository, revision=revision, files_metadata=True, timeout=METADATA_TIMEOUT_S)
+            info = api.model_info(self.repository, revision=revision, files_metadata=True, timeout=15.0)
         except HFValidationError:
             raise ModelNotFound(self.repository, "neither a directory nor a hub id such as org/name") from None
         except GatedRepoError:
@@ -120,7 +116,7 @@ class HubSource:
             listing = _remembered(known)
             if listing is None:
                 raise DownloadFailed(self.repository, f"the hub does not answer: {_reason(error)}") from error
-            logger.warning("the hub does not answer; using what it said about %s before", self.repository)
+            logger.warning("the hub does not answer; using its last answer about %s", self.repository)
             return listing
         files = {
             item.rfilename: HubFile(size_bytes=item.size or 0, sha256=item.lfs.sha256 if item.lfs is not None else None)
@@ -146,16 +142,16 @@ class HubSource:
         wanted = sum(self._file(name).size_bytes for name in names)
         if not wanted:
             return
-        what = f"{len(names)} files of {self.repository}"
+        files = f"{len(names)} files of {self.repository}"
         if self._max_disk_bytes is not None:
             held = sum(file.size_bytes for name, file in self._files.items() if self._cached(name) is not None)
             if held + wanted > self._max_disk_bytes:
                 why = f"{wanted:,} bytes and the {held:,} that are here exceed the limit of {self._max_disk_bytes:,}"
-                raise DownloadFailed(what, why)
+                raise DownloadFailed(files, why)
         self._cache_dir.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self._cache_dir).free
-        if wanted + DISK_MARGIN_BYTES > free:
-            raise DownloadFailed(what, f"{wanted:,} bytes are needed in {self._cache_dir}, {free:,} are free")
+        if wanted + (64 << 20) > free:  # 64 MiB stay free on the disk
+            raise DownloadFailed(files, f"{wanted:,} bytes are needed in {self._cache_dir}, {free:,} are free")
 
     def _download(self, name: str) -> Path:
         try:

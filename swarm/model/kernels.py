@@ -1,6 +1,6 @@
-"""Which kernel multiplies with a span's weights on this processor: found by measuring, when the span is loaded.
+"""The choice of kernels for a span on this processor: measured when the span is loaded.
 
-Decode reads every weight for a handful of tokens, so what counts is how fast weights are read. The stock kernels take
+Decode reads every weight for a handful of tokens, so its speed is that of reading weights. The stock kernels take
 them as they lie in the checkpoint. oneDNN can take them in an order of its own, prepared once ("prepacked"): on a Zen 4
 core fp32 weights are then read at 29 GB/s instead of 15 and bf16 ones at 20 instead of 12, and batches of 2 to 64
 tokens take half as long. On a Zen 3 core batches take three quarters as long, and single tokens a tenth longer. So
@@ -15,6 +15,7 @@ in fp32, in another order.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +25,40 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from swarm.blocks import Blocks
+from swarm.limits import limit
 from swarm.model.allocator import return_free_memory
 from swarm.model.hollow import blocks_of
 from swarm.model.probe import TOLERANCES, samples_of
 from swarm.model.span import Span
 
-PACK_BYTES_MIN = 32 << 20  # smaller spans stay in the processor's cache, and calls cost more than reading does
-TRIAL_BYTES = 192 << 20  # of weights to time: well beyond any cache
-TRIAL_ROUNDS = 9
-TRIAL_TOKENS = (1, 8)
-GAIN_MIN = 1.1  # less is noise
-LOSS_MAX = 1.3  # that batches may cost a step alone, and less than they gain: prefill runs beside it, too
-LAYOUT_TOKENS = 16  # the batch size that the packed order is made for; it does well from 1 to 512
-DTYPES = (torch.float32, torch.bfloat16)
-
-
 WIDENED = "swarm_widened"  # an attention implementation
-TRIAL_ATTENTION = (1, 8, 512, 64)  # batch, heads, positions, size
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLimits:
+    """When other kernels are tried, and when they count as better."""
+
+    pack_bytes_min: int = limit(32 << 20, "bytes", "smaller spans stay in the processor's cache: nothing is tried")
+    trial_bytes: int = limit(192 << 20, "bytes", "of weights that are timed: well beyond any cache")
+    trial_rounds: int = limit(9, "rounds", "of a trial, of which the quickest counts")
+    gain_min: float = limit(1.1, "times", "less of a gain is noise: the stock kernel stays")
+    loss_max: float = limit(1.3, "times", "a lone step's loss that a batch's gain may cost: prefill runs beside it")
+    layout_tokens: int = limit(16, "tokens", "the batch that the packed order is made for; it does well from 1 to 512")
+
+
+Quickest = Callable[..., list[float]]
+"""`quickest(rounds, *works)`: the shortest time of each of `works`, in seconds."""
+
+
+def quickest(rounds: int, *works: Callable[[], None]) -> list[float]:
+    """Time all works in turns. Returns the shortest time of each, in seconds."""
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(rounds):
+        for work, taken in zip(works, times, strict=True):
+            began = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - began)
+    return [min(taken) for taken in times]
 
 
 class PackedLinear(nn.Linear):
@@ -60,7 +78,7 @@ class PackedLinear(nn.Linear):
         return output
 
 
-def choose_kernels(span: Span) -> bool:
+def choose_kernels(span: Span, limits: KernelLimits = KernelLimits(), quickest: Quickest = quickest) -> bool:
     """Pack a span's weights if that is faster here and computes the same. Returns whether it did. Takes a second or so.
 
     Call it in a thread that has as many cores as the compute thread will have.
@@ -68,21 +86,22 @@ def choose_kernels(span: Span) -> bool:
     layers = blocks_of(span.model)
     linears = {index: list(_linears(layers[index])) for index in span.blocks}
     everything = [linear for found in linears.values() for linear in found]
-    if sum(linear.weight.nbytes for linear in everything) < PACK_BYTES_MIN or not torch.backends.mkldnn.is_available():
+    n_bytes = sum(linear.weight.nbytes for linear in everything)
+    if n_bytes < limits.pack_bytes_min or not torch.backends.mkldnn.is_available():
         return False
     with torch.inference_mode():
-        _choose_attention(span)
+        _choose_attention(span, limits, quickest)
         try:
-            if not _is_faster(everything):
+            if not _is_faster(everything, limits, quickest):
                 return False
         except RuntimeError:  # a build of torch without these operators
             return False
         for index in samples_of(span):
-            if not _proved(span.part(Blocks(index, index + 1)), linears[index]):
+            if not _proved(span.part(Blocks(index, index + 1)), linears[index], limits):
                 return False
         for linear in everything:
             if not isinstance(linear, PackedLinear):
-                _pack(linear)
+                _pack(linear, limits)
     return_free_memory()  # the weights as they were, and those of the trial
     return True
 
@@ -114,11 +133,11 @@ AttentionInterface.register(WIDENED, widened_attention)
 AttentionMaskInterface.register(WIDENED, sdpa_mask)
 
 
-def _choose_attention(span: Span) -> None:
+def _choose_attention(span: Span, limits: KernelLimits, quickest: Quickest) -> None:
     """Let decode attend in fp32 where the span's dtype is slower at it."""
     if span.device.type != "cpu" or span.dtype not in (torch.bfloat16, torch.float16):
         return
-    states = torch.ones(TRIAL_ATTENTION, dtype=span.dtype)
+    states = torch.ones((1, 8, 512, 64), dtype=span.dtype)  # batch, heads, positions, size
     query = states[:, :, :1]
 
     def stock() -> None:
@@ -127,18 +146,18 @@ def _choose_attention(span: Span) -> None:
     def widened() -> None:
         nn.functional.scaled_dot_product_attention(query.float(), states.float(), states.float())
 
-    stock_s, widened_s = _quickest(stock, widened)
-    if stock_s < GAIN_MIN * widened_s:
+    stock_s, widened_s = quickest(limits.trial_rounds, stock, widened)
+    if stock_s < limits.gain_min * widened_s:
         return
     parts = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
     expected = [_outputs(part) for part in parts]
-    changed = span.change_attention("sdpa", WIDENED)
+    changed = span.shared.change_attention("sdpa", WIDENED)
     try:
         agree = all(_agree(_outputs(part), outputs) for part, outputs in zip(parts, expected, strict=True))
     except Exception:  # noqa: BLE001 - a family may look at the name
         agree = False
     if changed and not agree:
-        span.change_attention(WIDENED, "sdpa")
+        span.shared.change_attention(WIDENED, "sdpa")
 
 
 def _agree(got: list[Tensor], expected: list[Tensor]) -> bool:
@@ -150,23 +169,24 @@ def _agree(got: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _linears(block: nn.Module) -> Iterator[nn.Linear]:
-    """The plain linear layers of a block on the CPU: no subclass, which would have its reason."""
+    """Yield the plain linear layers of a block on the CPU: no subclass, which would have its reason."""
+    dtypes = torch.float32, torch.bfloat16
     for module in block.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in DTYPES:
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in dtypes:
             yield module
 
 
-def _is_faster(linears: Iterable[nn.Linear]) -> bool:
+def _is_faster(linears: Iterable[nn.Linear], limits: KernelLimits, quickest: Quickest) -> bool:
     """Time stock and packed weights, in turn: a step alone, and a batch."""
     trial: list[tuple[Tensor, Tensor]] = []
     size = 0
     for linear in linears:
-        if size >= TRIAL_BYTES:
+        if size >= limits.trial_bytes:
             break
-        trial.append((linear.weight, _packed(linear.weight)))
+        trial.append((linear.weight, _packed(linear.weight, limits)))
         size += linear.weight.nbytes
     gains = []
-    for tokens in TRIAL_TOKENS:
+    for tokens in (1, 8):
         inputs = {weight.shape[1]: torch.ones(tokens, weight.shape[1], dtype=weight.dtype) for weight, _ in trial}
 
         def stock(inputs: dict[int, Tensor] = inputs) -> None:
@@ -177,32 +197,21 @@ def _is_faster(linears: Iterable[nn.Linear]) -> bool:
             for weight, ready in trial:
                 torch.ops.mkldnn._linear_pointwise(inputs[weight.shape[1]], ready, None, "none", [], "")
 
-        stock_s, packed_s = _quickest(stock, packed)
+        stock_s, packed_s = quickest(limits.trial_rounds, stock, packed)
         gains.append(stock_s / packed_s)
     alone, together = gains
-    return max(gains) >= GAIN_MIN and min(gains) > 1 / LOSS_MAX and alone * together > 1
+    return max(gains) >= limits.gain_min and min(gains) > 1 / limits.loss_max and alone * together > 1
 
 
-def _quickest(*works: Callable[[], None]) -> list[float]:
-    """The shortest time of each, in seconds."""
-    times: list[list[float]] = [[] for _ in works]
-    for _ in range(TRIAL_ROUNDS):
-        for work, taken in zip(works, times, strict=True):
-            began = time.perf_counter()
-            work()
-            taken.append(time.perf_counter() - began)
-    return [min(taken) for taken in times]
-
-
-def _proved(part: Span, linears: list[nn.Linear]) -> bool:
-    """Pack one block, and compare what it computes with what it did; where that differs, leave it as it was."""
+def _proved(part: Span, linears: list[nn.Linear], limits: KernelLimits) -> bool:
+    """Pack one block, and compare its outputs before and after; where they differ, leave it as it was."""
     weights = [linear.weight for linear in linears]
     expected = _outputs(part)
     for linear in linears:
-        _pack(linear)
+        _pack(linear, limits)
     try:
         agree = _agree(_outputs(part), expected)
-    except Exception:  # noqa: BLE001 - a family may do with its layers what it likes
+    except Exception:  # noqa: BLE001 - a family may use its layers in any way
         agree = False
     if not agree:
         for linear, weight in zip(linears, weights, strict=True):
@@ -220,15 +229,15 @@ def _outputs(part: Span) -> list[Tensor]:
     return [part.forward_through_parent(step, cache=cache) for step in steps]
 
 
-def _pack(linear: nn.Linear) -> None:
+def _pack(linear: nn.Linear, limits: KernelLimits) -> None:
     weight = linear.weight
-    vars(linear)["packed"] = _packed(weight)
+    vars(linear)["packed"] = _packed(weight, limits)
     with torch.inference_mode(mode=False):
         nothing = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
         linear.weight = nn.Parameter(nothing, requires_grad=weight.requires_grad)
     linear.__class__ = PackedLinear
 
 
-def _packed(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LAYOUT_TOKENS)
+def _packed(weight: Tensor, limits: KernelLimits) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), limits.layout_tokens)
     return packed

@@ -18,17 +18,22 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
-from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, OPTIONAL_NAMES, SINGLE_NAME, Checkpoint
+from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, blocks_of, class_for, decoder_of, hollow_class, skeleton, text_config
 from swarm.model.ownership import own_weights
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
-from swarm.model.span import Span
+from swarm.model.span import Span, SpanLimits
 
 Dtype = torch.dtype | str  # "auto": the checkpoint's
 
 
 def load_span(
-    checkpoint: Checkpoint, blocks: Blocks, *, dtype: Dtype = "auto", device: torch.device | str = "cpu"
+    checkpoint: Checkpoint,
+    blocks: Blocks,
+    *,
+    dtype: Dtype = "auto",
+    device: torch.device | str = "cpu",
+    limits: SpanLimits = SpanLimits(),  # noqa: B008 - frozen
 ) -> Span:
     """Fetch, verify and load some blocks of a model.
 
@@ -36,7 +41,7 @@ def load_span(
     """
     checkpoint.check(blocks)
     model = _load(checkpoint, blocks, dtype, torch.device(device))
-    span = Span(model, checkpoint.traits, blocks)
+    span = Span.of(model, checkpoint.traits, blocks, limits)
     check_span(span)
     prove_direct_path(span)
     prove_packing(span)
@@ -44,7 +49,7 @@ def load_span(
 
 
 def fetch_span(checkpoint: Checkpoint, blocks: Blocks) -> None:
-    """Download and verify what these blocks need, and load nothing. Raises as `load_span` does."""
+    """Download and verify the files of these blocks, and load nothing. Raises as `load_span` does."""
     checkpoint.check(blocks)
     _fetch(checkpoint, hollow_class(checkpoint.config, blocks), blocks)
 
@@ -60,7 +65,7 @@ def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
 
 
 def expected_dtype(checkpoint: Checkpoint, dtype: Dtype = "auto") -> torch.dtype:
-    """Return the dtype in which a span will compute: the one that is asked for, or what the config declares."""
+    """Return the dtype in which a span will compute: the one that is asked for, or the one that the config declares."""
     if isinstance(dtype, torch.dtype):
         return dtype
     declared = getattr(checkpoint.config, "dtype", None) or getattr(text_config(checkpoint.config), "dtype", None)
@@ -72,16 +77,19 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
 
     Put something in the place of the blocks with `swarm.model.ends.replace_blocks`. Raises as `load_span` does.
     """
-    return _load(checkpoint, None, dtype, torch.device(device))
+    ends = _load(checkpoint, None, dtype, torch.device(device))
+    ends.name_or_path = ends.config.name_or_path = checkpoint.model  # it was loaded from a directory of links
+    return ends
 
 
 def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
     names, paths = _fetch(checkpoint, cls, blocks)
     if blocks is None:
-        optional = tuple(name for name in OPTIONAL_NAMES if name in checkpoint.source.names())
+        # Taken along for the client where it exists; not part of the manifest.
+        optional = tuple(name for name in ("generation_config.json",) if name in checkpoint.source.names())
         paths |= checkpoint.source.fetch(optional)
-    # Outside of inference_mode, whatever the caller is in: weights that are inference tensors compute in another order.
+    # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
     with _staged(checkpoint, paths, names) as directory, _quiet(), torch.inference_mode(mode=False):
         try:
             loaded: Any = cls.from_pretrained(
@@ -122,7 +130,7 @@ def _fetch(
 def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None) -> set[str] | None:
     """Return the checkpoint's names of the tensors that a hollow model needs; None: there is but one file.
 
-    By exclusion, so that whatever belongs to a hosted block stays in, such as a quantisation's scales.
+    By exclusion, so that all tensors of a hosted block stay in, such as a quantisation's scales.
     """
     if checkpoint.index is None:
         return None

@@ -18,9 +18,6 @@ from tqdm import tqdm
 from swarm.errors import ChecksumMismatch, UnsupportedCheckpoint
 
 MANIFEST_NAME = "swarm-manifest.json"  # a checkpoint may carry its manifest; then files that it lacks need no hashing
-FILES_MAX = 4096
-CHUNK_BYTES = 1 << 20
-PROGRESS_BYTES = 64 << 20  # smaller files are hashed before anybody could read a progress bar
 _DOMAIN = b"swarm manifest 1\n"
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}$")]
@@ -32,7 +29,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    files: dict[FileName, Digest] = Field(min_length=2, max_length=FILES_MAX)
+    files: dict[FileName, Digest] = Field(min_length=2, max_length=4096)
 
     @property
     def root(self) -> str:
@@ -65,11 +62,10 @@ class Manifest(BaseModel):
 def sha256_of(path: Path) -> str:
     """Hash a file of any size; shows a progress bar for large ones. Returns 64 hex digits."""
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
+    buffer = memoryview(bytearray(1 << 20))
     size = path.stat().st_size
-    bar = tqdm(
-        total=size, unit="B", unit_scale=True, desc=f"checking {path.name}", disable=size < PROGRESS_BYTES, leave=False
-    )
+    quick = size < 64 << 20  # hashed before a bar could be read
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"checking {path.name}", disable=quick, leave=False)
     with path.open("rb", buffering=0) as file, bar:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -78,7 +74,7 @@ def sha256_of(path: Path) -> str:
 
 
 class HashCache:
-    """Remembers the hashes of local files, by path and by what changes when a file does: size, time and inode."""
+    """Remembers the hashes of local files, by path, size, time and inode."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -118,7 +114,7 @@ class HashCache:
 
 
 class _Entry(BaseModel):
-    """What is remembered of one file."""
+    """The facts that are remembered of one file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -161,7 +157,7 @@ class WeightIndex(BaseModel):
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees either all of it or what was there before."""
+    """Write a small file so that a reader sees either all of it or the one before."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         partial.write_text(text)

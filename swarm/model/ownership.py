@@ -1,9 +1,9 @@
 """Weights in memory of our own instead of mapped from files.
 
-`from_pretrained` leaves a tensor that needs no conversion where it is: in the mapped file. Whoever rewrites that file
-while a server runs would change its weights behind its back, or end it with a bus error. So such tensors are copied,
-one by one, and the pages that they were read from are let go at once, so that there are never two copies of a span in
-memory.
+`from_pretrained` leaves a tensor that needs no conversion where it is: in the mapped file. A program that rewrites that
+file while a server runs would change its weights behind its back, or end it with a bus error. So such tensors are
+copied, one by one, and the pages that they were read from are let go at once, so that there are never two copies of a
+span in memory.
 """
 
 import ctypes
@@ -12,9 +12,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-
-ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
-PROCESS_MAPS = "/proc/self/maps"
 
 
 def own_weights(model: nn.Module, files: set[str]) -> None:
@@ -40,19 +37,20 @@ def _copy(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.preserve_format)
     size = tensor.numel() * tensor.element_size()
-    room = torch.empty(size + ALIGNMENT_BYTES, dtype=torch.uint8, device=tensor.device)
-    offset = (tensor.data_ptr() - room.data_ptr()) % ALIGNMENT_BYTES
+    alignment = 64  # bytes: a cache line, and the widest vector register
+    room = torch.empty(size + alignment, dtype=torch.uint8, device=tensor.device)
+    offset = (tensor.data_ptr() - room.data_ptr()) % alignment
     return room[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _mapped(files: set[str]) -> list[tuple[int, int]]:
-    """The address ranges of this process that are mapped from these files; none where the system does not tell."""
+    """Return the address ranges that are mapped from these files; none where the system has no list of them."""
     return [bounds for bounds, path in _maps() if path in files]
 
 
 def _maps() -> Iterator[tuple[tuple[int, int], str]]:
     try:
-        with open(PROCESS_MAPS, encoding="utf-8", errors="surrogateescape") as lines:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
             for line in lines:
                 fields = line.rstrip("\n").split(maxsplit=5)
                 if len(fields) == 6:
@@ -63,7 +61,7 @@ def _maps() -> Iterator[tuple[tuple[int, int], str]]:
 
 
 def _let_go(address: int, n_bytes: int) -> None:
-    """Drop the whole pages of a read-only file mapping from this process. What is needed again is read again."""
+    """Drop the whole pages of a read-only file mapping from this process. A page that is needed again is read again."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     advise = getattr(ctypes.CDLL(None), "madvise", None)

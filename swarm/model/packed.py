@@ -1,14 +1,13 @@
-"""Steps of many sessions in one call: all their tokens as one row, and attention told which past is whose.
+"""Steps of many sessions in one call: all their tokens as one row, and each session's past kept apart in attention.
 
-Linear layers, norms and experts do not care whose a token is; they run once over [1, N, hidden]. Only attention does.
-What it needs travels in what a parent hands through anyway. The cache it is called with is a `PackedCache`: its
-`update` appends every session's new keys to that session's own cache, and returns the pasts side by side. The mask is
-a `PackedMask`: not the mask, but how to make one, from which every session's own is made. Both reach the attention
-function registered here, which gives each session to the family's usual one. So positions, windows, chunks and sinks
-are what the family says they are.
+Linear layers, norms and experts treat all tokens alike; they run once over [1, N, hidden]. Only attention needs the
+sessions. They travel in arguments that a parent hands through anyway. Its cache is a `PackedCache`: `update` appends
+every session's new keys to that session's own cache, and returns the pasts side by side. Its mask is a `PackedMask`: a
+recipe, from which every session's own mask is made. Both reach the attention function registered here, which gives
+each session to the family's own one. So positions, windows, chunks and sinks are the family's.
 
 Families whose blocks look at keys or masks before they hand them on, or whose states are no keys and values, break on
-these stand-ins or disagree with solo runs: `swarm.model.probe` tries it when a span is loaded.
+these replacements or disagree with solo runs: `swarm.model.probe` tries it when a span is loaded.
 """
 
 import sys
@@ -66,13 +65,13 @@ class Segment:
 
 
 class PackedCache(Cache):
-    """What a parent sees as its cache during a packed step."""
+    """The cache of a parent during a packed step."""
 
-    def __init__(self, segments: Sequence[Segment], usual: Mapping[int, str]) -> None:
-        """usual: for each of the model's configs, by its `id`, the attention implementation of solo steps."""
-        super().__init__(layers=list(segments[0].cache.inner.layers))  # tells what kinds of layers there are
+    def __init__(self, segments: Sequence[Segment], solo: Mapping[int, str]) -> None:
+        """solo: for each of the model's configs, by its `id`, the attention implementation of solo steps."""
+        super().__init__(layers=list(segments[0].cache.inner.layers))  # for the kinds of layers
         self.segments = segments
-        self.usual = usual
+        self.solo = solo
         self.pasts = [segment.cache.length for segment in segments]
         self.bounds = list(pairwise(accumulate((segment.size for segment in segments), initial=0)))
 
@@ -99,21 +98,21 @@ class PackedCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return something: masks are made for each session."""
+        """Return sizes that no mask is made of: masks are made for each session."""
         del layer_idx
         return query_length, 0
 
 
 @dataclass(slots=True)
 class PackedStates:
-    """Keys or values of all sessions of a packed step in one layer. No tensor: who computes with it is found out."""
+    """Keys or values of all sessions of a packed step in one layer. No tensor, so that computing with it fails."""
 
     cache: PackedCache
     parts: list[Tensor] = field(default_factory=list)
 
 
 class PackedMask:
-    """How to make the masks that a parent would have made for each session alone."""
+    """A recipe of the masks that a parent would have made for each session alone."""
 
     def __init__(self, config: PretrainedConfig, arguments: dict[str, Any]) -> None:
         self._config = config
@@ -125,7 +124,7 @@ class PackedMask:
         key = number, kv_length
         if key not in self._made:
             segment, past = cache.segments[number], cache.pasts[number]
-            make = ALL_MASK_ATTENTION_FUNCTIONS[cache.usual[id(self._config)]]
+            make = ALL_MASK_ATTENTION_FUNCTIONS[cache.solo[id(self._config)]]
             self._made[key] = make(
                 **self._arguments,
                 config=self._config,
@@ -145,7 +144,7 @@ class Packing:
     def __init__(self, configs: Sequence[PretrainedConfig]) -> None:
         """configs: all that the model's modules look at."""
         self._configs = [(config, str(config._attn_implementation)) for config in configs]
-        self.usual = {id(config): name for config, name in self._configs}
+        self.solo = {id(config): name for config, name in self._configs}
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -175,18 +174,16 @@ def packed_attention(
     key: PackedStates,
     value: PackedStates,
     attention_mask: PackedMask | None,
-    **kwargs: Any,  # noqa: ANN401 - whatever the family gives its attention
+    **kwargs: Any,  # noqa: ANN401 - as the family calls its attention
 ) -> tuple[Tensor, None]:
-    """Give each session to the family's usual attention. query: [1, heads, N, size]; returns [1, N, heads, size]."""
+    """Give each session to the family's own attention. query: [1, heads, N, size]; returns [1, N, heads, size]."""
     cache = key.cache
-    attend = _usual_attention(module, cache)
+    attend = _solo_attention(module, cache)
     positions = kwargs.pop("position_ids", None)
     outputs = []
     for number, (segment, (start, stop)) in enumerate(zip(cache.segments, cache.bounds, strict=True)):
         keys = key.parts[number]
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask.of(cache, number, keys.shape[-2])
+        mask = attention_mask.of(cache, number, keys.shape[-2]) if attention_mask is not None else None
         if positions is not None:
             kwargs["position_ids"] = positions[:, start:stop].reshape(segment.rows, segment.tokens)
         states = _rows(query[:, :, start:stop], segment)
@@ -196,16 +193,16 @@ def packed_attention(
 
 
 def packed_mask(*, config: PretrainedConfig, **arguments: Any) -> PackedMask:  # noqa: ANN401 - as all mask makers
-    """Stand for the mask that a parent wants to be made."""
+    """Return a recipe in the place of the mask that a parent wants to be made."""
     for own in ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask"):
         arguments.pop(own, None)
     return PackedMask(config, arguments)
 
 
-def _usual_attention(module: nn.Module, cache: PackedCache) -> Callable[..., Any]:
-    """The attention of solo steps; a family's eager one is in its module."""
+def _solo_attention(module: nn.Module, cache: PackedCache) -> Callable[..., Any]:
+    """Return the attention of solo steps; a family's eager one is in its module."""
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(cache.usual[id(module.config)], eager)
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(cache.solo[id(module.config)], eager)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What some blocks remember of one session: their cache, and the attention mask of all its positions."""
+"""One session's past on some blocks: their cache, and the attention mask of all its positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,8 @@ class SpanPast:
     def forward(self, span: Span, new: Activations) -> Tensor:
         """Run new positions through the span, on its device. Returns hidden states of the same shape."""
         device = span.device
-        full_mask = self._extend_mask(new.mask, new.rows, new.tokens)
+        padded = new.mask is not None or self.mask is not None
+        full_mask = self._extend_mask(new.mask, new.rows, new.tokens) if padded else None
         return span.forward(
             new.hidden.to(device),
             cache=self.cache,
@@ -39,10 +40,8 @@ class SpanPast:
             mask=full_mask.to(device) if full_mask is not None else None,
         )
 
-    def _extend_mask(self, new: Tensor | None, rows: int, tokens: int) -> Tensor | None:
-        """Append the new columns. Returns the whole mask, or None where there is no padding at all."""
-        if new is None and self.mask is None:
-            return None
+    def _extend_mask(self, new: Tensor | None, rows: int, tokens: int) -> Tensor:
+        """Append the new columns. Returns the whole mask."""
         past = self.mask if self.mask is not None else torch.ones(rows, self.cache.length, dtype=torch.uint8)
         fresh = new.to("cpu") if new is not None else torch.ones(rows, tokens, dtype=torch.uint8)
         self.mask = torch.cat([past, fresh], dim=1)

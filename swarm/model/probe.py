@@ -1,10 +1,11 @@
-"""What only shows when blocks run: checked on a few blocks whenever a span is loaded.
+"""Checks that need running blocks: made on a few blocks of every span that is loaded.
 
 Two things make a span silently wrong while every test with one session passes: blocks that keep state in themselves,
 so that sessions leak into each other, and blocks that leave something for later blocks in a container that they
 share. Both are looked for where they would be: in the modules, and in the arguments.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,23 +14,13 @@ from torch import Tensor, nn
 
 from swarm.blocks import Blocks
 from swarm.errors import UnsupportedArchitecture
-from swarm.model.direct import pretend
+from swarm.model.direct import DirectPath, pretend
 from swarm.model.hollow import Placeholder, blocks_of
 from swarm.model.packed import PackedCache, PackedMask, Segment
+from swarm.model.recording import ParentRecorder
 from swarm.model.span import Span
 
-PROBE_TOKENS = (3, 1, 2)  # prefill, decode, a chunk after history
-PROBE_DECODES = 3
-PACK_ROWS = (1, 1, 2, 1)  # of the sessions in a ragged batch
-PACK_STEPS = ((3, 9, 2, 1), (1, 4, 1, 1), (1, 1, 1, 5))  # their tokens, step by step
-TOLERANCES = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 3e-2,
-    torch.float16: 5e-3,
-}  # of a norm
-PACK_TRIES = 4
-FAR_POSITION = 1 << 17
-PROBE_BLOCKS_MAX = 4  # one of each kind is enough, and probing reads a block's weights
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # of a norm
 
 
 def check_span(span: Span) -> None:
@@ -56,7 +47,7 @@ def check_span(span: Span) -> None:
 
 def prove_direct_path(span: Span) -> None:
     """Let a span take the short way for decode, if on its blocks it gives the same bits as the parent's."""
-    span.learn_direct_path()
+    learn_direct_path(span)
     if not span.is_direct:
         return
     with torch.inference_mode():
@@ -66,16 +57,26 @@ def prove_direct_path(span: Span) -> None:
         except Exception:  # noqa: BLE001 - arguments that do not fit break a block in any way
             proved = False
     if not proved:
-        span.forget_direct_path()
+        span.shared.direct = None
+
+
+def learn_direct_path(span: Span) -> None:
+    """Find out whether decode steps can go without the parent. Unproved: `prove_direct_path` is the public way."""
+    shared = span.shared
+    parent = ParentRecorder(shared, span.blocks)
+    shared.direct = None
+    with contextlib.suppress(Exception), torch.inference_mode():  # a parent may not bear the calls that are tried here
+        path = DirectPath(parent.layers, parent.record, span.new_cache, span.device, shared.limits.direct)
+        shared.direct = path.learned()
 
 
 def prove_packing(span: Span) -> None:
-    """Let a span run steps of many sessions as one, if on its blocks that gives what solo runs give.
+    """Let a span run steps of many sessions as one, if its blocks then give the same as in solo runs.
 
-    Two proofs, because windows and scalings far out would cost much to run into: what the parent hands its blocks at
-    distant positions, compared exactly; and what the blocks make of short sessions, within the arithmetic's tolerance.
+    Two proofs, because windows and scalings far out would cost much to run into: the parent's arguments at distant
+    positions, compared exactly; and the blocks' outputs for short sessions, within the arithmetic's tolerance.
     """
-    span.allow_packing(False)
+    span.shared.packs = False
     if not set(span.traits.kinds) <= {"full", "sliding"}:
         return
     with torch.inference_mode():
@@ -84,19 +85,21 @@ def prove_packing(span: Span) -> None:
             proved = _told_alike(span) and all(_pack_agrees(part) for part in samples)
         except Exception:  # noqa: BLE001 - stand-ins for keys and masks break a block in any way
             proved = False
-    span.allow_packing(proved)
+    span.shared.packs = proved
 
 
 def _told_alike(span: Span) -> bool:
-    """Compare what blocks are called with at scattered positions, packed and alone."""
-    limit = min(span.traits.positions_max or FAR_POSITION, FAR_POSITION)
+    """Compare the blocks' arguments at scattered positions, packed and alone."""
+    far = 1 << 17
+    limit = min(span.traits.positions_max or far, far)
     positions = sorted({limit - 1, 1, limit // 2, 5, limit // 3}, reverse=True)
     caches = [span.new_cache() for _ in positions]
     for cache, position in zip(caches, positions, strict=True):
         pretend(cache, position)
-    alone = [span.recorded(cache, position) for cache, position in zip(caches, positions, strict=True)]
+    parent = ParentRecorder(span.shared, span.blocks)
+    alone = [parent.recorded(cache, position) for cache, position in zip(caches, positions, strict=True)]
     dummy = torch.zeros(1, 1, span.hidden_size, dtype=span.dtype, device=span.device)
-    packed = span.recorded_packed([Segment(dummy, cache) for cache in caches])
+    packed = parent.recorded_packed([Segment(dummy, cache) for cache in caches])
     return all(_joins(list(calls), call) for *calls, call in zip(*alone, packed, strict=True))
 
 
@@ -105,31 +108,40 @@ def _joins(parts: list[Any], whole: Any) -> bool:  # noqa: ANN401 - any argument
     if isinstance(whole, (PackedCache, PackedMask)):
         return True  # made of the sessions' own
     if isinstance(whole, Tensor):
-        if not all(isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts):
-            return False
-        joined = (torch.cat(parts, dim=axis) for axis in range(whole.dim()) if whole.shape[axis] == len(parts))
-        return any(torch.equal(whole, each) for each in joined) or all(torch.equal(whole, part) for part in parts)
+        return all(isinstance(part, Tensor) and part.dim() == whole.dim() for part in parts) and _tile(parts, whole)
+    if not all(type(part) is type(whole) for part in parts):
+        return False
     if isinstance(whole, (tuple, list, dict)):
-        keys = list(whole) if isinstance(whole, dict) else list(range(len(whole)))
-        alike = all(type(part) is type(whole) and len(part) == len(whole) for part in parts)
-        return alike and all(_joins([part[key] for part in parts], whole[key]) for key in keys)
-    return all(type(part) is type(whole) and part == whole for part in parts)
+        return all(len(part) == len(whole) for part in parts) and _joins_each(parts, whole)
+    return all(part == whole for part in parts)
+
+
+def _joins_each(parts: list[Any], whole: Any) -> bool:  # noqa: ANN401 - a tuple, a list or a dictionary
+    keys = list(whole) if isinstance(whole, dict) else list(range(len(whole)))
+    return all(_joins([part[key] for part in parts], whole[key]) for key in keys)
+
+
+def _tile(parts: list[Tensor], whole: Tensor) -> bool:
+    """Whether a tensor is the parts side by side along some axis, or the same as every one of them."""
+    joined = (torch.cat(parts, dim=axis) for axis in range(whole.dim()) if whole.shape[axis] == len(parts))
+    return any(torch.equal(whole, each) for each in joined) or all(torch.equal(whole, part) for part in parts)
 
 
 def _pack_agrees(part: Span) -> bool:
     """Compare a few ragged steps with solo ones. In half precision experts may be chosen otherwise now and then."""
-    tries = 1 if part.dtype is torch.float32 else PACK_TRIES
+    tries = 1 if part.dtype is torch.float32 else 4
     return any(_ragged_error(part, seed) < TOLERANCES.get(part.dtype, 0.0) for seed in range(tries))
 
 
 def _ragged_error(part: Span, seed: int) -> float:
-    """The largest error of a session's step relative to the solo one's norm."""
+    """Return the largest error of a session's step relative to the solo one's norm."""
     generator = torch.Generator().manual_seed(seed)
-    alone = [part.new_cache() for _ in PACK_ROWS]
-    packed = [part.new_cache() for _ in PACK_ROWS]
+    rows_of = (1, 1, 2, 1)  # the sessions of a ragged batch
+    alone = [part.new_cache() for _ in rows_of]
+    packed = [part.new_cache() for _ in rows_of]
     worst = 0.0
-    for counts in PACK_STEPS:
-        steps = [_random(part, count, generator, rows) for count, rows in zip(counts, PACK_ROWS, strict=True)]
+    for counts in ((3, 9, 2, 1), (1, 4, 1, 1), (1, 1, 1, 5)):  # their tokens, step by step
+        steps = [_random(part, count, generator, rows) for count, rows in zip(counts, rows_of, strict=True)]
         expected = [part.forward(step, cache=cache) for step, cache in zip(steps, alone, strict=True)]
         got = part.forward_packed([Segment(step, cache) for step, cache in zip(steps, packed, strict=True)])
         errors = [
@@ -143,10 +155,10 @@ def _agrees(part: Span, batch: int) -> bool:
     """Compare decode steps with and without the parent."""
     generator = torch.Generator().manual_seed(1)
     left, right = part.new_cache(), part.new_cache()
-    prompt = _random(part, PROBE_TOKENS[0], generator, batch)
+    prompt = _random(part, 3, generator, batch)
     part.forward_through_parent(prompt, cache=left)
     part.forward_through_parent(prompt, cache=right)
-    for _ in range(PROBE_DECODES):
+    for _ in range(3):
         step = _random(part, 1, generator, batch)
         direct = part.forward_directly(step, left)
         if direct is None or not torch.equal(direct, part.forward_through_parent(step, cache=right)):
@@ -155,20 +167,21 @@ def _agrees(part: Span, batch: int) -> bool:
 
 
 def samples_of(span: Span) -> list[int]:
-    """The first hosted block of each kind of class and memory."""
+    """Return the first hosted block of each kind of class and memory, four at most: probing reads a block's weights."""
     layers = blocks_of(span.model)
     kinds: dict[tuple[str, ...], int] = {}
     for index in span.blocks:
         parts = tuple(sorted({type(module).__name__ for module in layers[index].modules()}))
         kinds.setdefault((span.traits.kinds[index], *parts), index)
-    return list(kinds.values())[:PROBE_BLOCKS_MAX]
+    return list(kinds.values())[:4]
 
 
 def _sessions(part: Span) -> tuple[Tensor, Tensor]:
     """Run one session alone, then the same one taking turns with another. Returns both outputs."""
     generator = torch.Generator().manual_seed(0)
-    steps = [_random(part, count, generator) for count in PROBE_TOKENS]
-    others = [_random(part, count, generator) for count in PROBE_TOKENS]
+    counts = (3, 1, 2)  # tokens of a prefill, of a decode step, of a chunk after history
+    steps = [_random(part, count, generator) for count in counts]
+    others = [_random(part, count, generator) for count in counts]
     cache = part.new_cache()
     alone = [part.forward(step, cache=cache) for step in steps]
     first, second = part.new_cache(), part.new_cache()
@@ -206,14 +219,14 @@ class _Watch:
 
 
 def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Arguments that a block could leave something in: dictionaries, lists and the like."""
+    """Yield arguments that a block could leave data in: dictionaries, lists and the like."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "__setitem__") and hasattr(value, "__len__") and not isinstance(value, Tensor):
             yield value
 
 
 def _state(block: nn.Module) -> dict[str, object]:
-    """What a block has besides its parameters: attributes by identity, buffers by version."""
+    """Return the state of a block besides its parameters: attributes by identity, buffers by version."""
     state: dict[str, object] = {}
     for name, module in block.named_modules():
         if isinstance(module, Placeholder):

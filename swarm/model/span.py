@@ -1,28 +1,85 @@
 """A span that runs: hidden states in, hidden states out, through the family's own code.
 
 The hollow parent is called with dummy embeddings of the right shape, so that masks, rotary tables and alibi come from
-it. The first hosted block gets the real hidden state instead of what the parent hands it; the last one keeps its
-output and ends the call, so that neither the parent's epilogue nor its placeholders behind the span run.
+it. The first hosted block gets the real hidden state instead of the parent's; the last one keeps its output and ends
+the call, so that neither the parent's epilogue nor its placeholders behind the span run.
 """
 
-import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks
+from swarm.limits import limit
 from swarm.model.cache import SpanCache, new_cache
-from swarm.model.direct import DirectPath, Record
+from swarm.model.direct import DirectLimits, DirectPath
+from swarm.model.growing import GrowingLimits
 from swarm.model.hollow import Placeholder, decoder_of
 from swarm.model.packed import PackedCache, Packing, Segment, configs_of
 from swarm.model.traits import Traits
 
-PARTS_MAX = 64  # remembered: strangers choose them, and each has a module for every block of the model
+
+@dataclass(frozen=True, slots=True)
+class SpanLimits:
+    """How much a span keeps beside its weights."""
+
+    parts_max: int = limit(64, "parts", "remembered, the oldest goes: clients choose them, each has modules of its own")
+    direct: DirectLimits = field(default_factory=DirectLimits)
+    growing: GrowingLimits = field(default_factory=GrowingLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The facts of a loaded span's weights."""
+
+    dtype: torch.dtype
+    device: torch.device
+    n_bytes: int  # memory that several tensors share counts once
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Weights":
+        """Look at a loaded model."""
+        tensors = [*model.parameters(), *model.buffers()]
+        # Of one-byte floats are only quantised weights, never hidden states.
+        wide = (tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1)
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return cls(next(wide, torch.float32), device, sum(storages.values()))
+
+
+@dataclass(slots=True)
+class Shared:
+    """A loaded hollow model, and all that a span and its parts have in common. blocks: those that are loaded.
+
+    direct: the short way of decode steps; None: the parent does every step. packs: whether steps of many sessions can
+    run as one. Both are found out by `swarm.model.probe`.
+    """
+
+    model: PreTrainedModel  # the hollow parent
+    traits: Traits
+    blocks: Blocks
+    limits: SpanLimits
+    weights: Weights
+    numeric_class: NumericClass
+    packing: Packing
+    direct: DirectPath | None = None
+    packs: bool = False
+    parts: "dict[Blocks, Span]" = field(default_factory=dict)  # the latest ones; sessions hold on to theirs
+
+    def change_attention(self, old: str, new: str) -> bool:
+        """Use attention implementation `new` instead of `old`, in all parts. Returns whether any was in use."""
+        configs = [config for config in configs_of(self.model) if config._attn_implementation == old]
+        for config in configs:
+            config._attn_implementation_internal = new
+        self.packing = Packing(configs_of(self.model))
+        return bool(configs)
 
 
 class Span:
@@ -31,28 +88,47 @@ class Span:
     Call it inside `torch.inference_mode()`, entered once around the loop that serves: entering it a step costs 15 %.
     """
 
-    def __init__(self, model: PreTrainedModel, traits: Traits, blocks: Blocks) -> None:
-        """Take over a hollow model whose `blocks` are loaded."""
-        decoder, list_name = decoder_of(model)
-        self.traits = traits
-        self.blocks = blocks
-        self.hidden_size = traits.hidden_size
-        self.model = model  # the hollow parent
-        self._list_name = list_name
+    def __init__(self, shared: Shared, blocks: Blocks) -> None:
+        """Make a span of some of the loaded blocks."""
+        decoder, list_name = decoder_of(shared.model)
+        self.shared, self.blocks = shared, blocks
+        self.traits, self.hidden_size = shared.traits, shared.traits.hidden_size
+        self.dtype, self.device = shared.weights.dtype, shared.weights.device
         self._run = _Run()
-        self._decoder = _decoder_for(decoder, list_name, blocks, traits.returns, self._run)
-        self._direct: DirectPath | None = None
-        self._packing = Packing(configs_of(model))
-        self.packs = False  # whether steps of many sessions can run as one; `swarm.model.probe` finds out
-        self._whole = blocks
-        self._parts: dict[Blocks, Span] = {blocks: self}  # the latest ones; sessions hold on to theirs
-        weights = [*model.parameters(), *model.buffers()]
-        # Of one-byte floats are only quantised weights, never hidden states.
-        wide = (weight.dtype for weight in weights if weight.is_floating_point() and weight.element_size() > 1)
-        self.dtype: torch.dtype = next(wide, torch.float32)
-        self.device: torch.device = next((w.device for w in weights), torch.device("cpu"))
-        self.weight_bytes = _storage_bytes(weights)
-        self.numeric_class = numeric_class_of(model.config, self.dtype)
+        self._decoder = _decoder_for(decoder, list_name, blocks, shared.traits.returns, self._run)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, traits: Traits, blocks: Blocks, limits: SpanLimits = SpanLimits()) -> "Span":
+        """Take over a hollow model whose `blocks` are loaded."""
+        weights = Weights.of(model)
+        numeric_class = numeric_class_of(model.config, weights.dtype)
+        packing = Packing(configs_of(model))
+        return cls(Shared(model, traits, blocks, limits, weights, numeric_class, packing), blocks)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The hollow parent."""
+        return self.shared.model
+
+    @property
+    def numeric_class(self) -> NumericClass:
+        """How it computes: dtype and quantisation."""
+        return self.shared.numeric_class
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights of all loaded blocks."""
+        return self.shared.weights.n_bytes
+
+    @property
+    def packs(self) -> bool:
+        """Whether steps of many sessions can run as one."""
+        return self.shared.packs
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether decode steps go to the blocks without their parent."""
+        return self.shared.direct is not None
 
     def part(self, blocks: Blocks) -> "Span":
         """Return the span of some of these blocks. It shares the weights and the compute thread; caches do not mix.
@@ -61,16 +137,14 @@ class Span:
         """
         if blocks not in self.blocks:
             raise BadBlocks(str(blocks), f"this span has blocks {self.blocks}")
-        if blocks not in self._parts:
-            if len(self._parts) > PARTS_MAX:
-                del self._parts[next(known for known in self._parts if known != self._whole)]
-            part = copy.copy(self)
-            part.blocks = blocks
-            part._run = _Run()
-            decoder, _ = decoder_of(self.model)
-            part._decoder = _decoder_for(decoder, self._list_name, blocks, self.traits.returns, part._run)
-            self._parts[blocks] = part
-        return self._parts[blocks]
+        if blocks == self.blocks:
+            return self
+        parts = self.shared.parts
+        if blocks not in parts:
+            if len(parts) >= self.shared.limits.parts_max:
+                del parts[next(iter(parts))]
+            parts[blocks] = Span(self.shared, blocks)
+        return parts[blocks]
 
     def new_cache(self, rollback_max: int = 0) -> SpanCache:
         """Make an empty cache for one session on this span.
@@ -78,7 +152,8 @@ class Span:
         rollback_max: the most positions that `SpanCache.keep` will have to take back at a time. More than 0 makes
         sliding-window and convolution layers keep as much more, and convolutions run their slower path.
         """
-        return new_cache(self.model.config, type(self._decoder).__module__, self.blocks, rollback_max)
+        module, growing = type(self._decoder).__module__, self.shared.limits.growing
+        return new_cache(self.shared.model.config, module, self.blocks, rollback_max, growing)
 
     def forward(
         self, hidden: Tensor, *, cache: SpanCache | None, positions: Tensor | None = None, mask: Tensor | None = None
@@ -99,7 +174,7 @@ class Span:
     def forward_through_parent(
         self, hidden: Tensor, *, cache: SpanCache | None, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Do what `forward` does by calling the whole hollow parent, as it does itself where it knows no short way."""
+        """Do the same as `forward` by calling the whole hollow parent, as `forward` itself does without a short way."""
         past = cache.length if cache is not None else 0
         batch, tokens, width = hidden.shape
         assert width == self.hidden_size, f"hidden states of width {width}, the model's is {self.hidden_size}"
@@ -127,18 +202,18 @@ class Span:
     def forward_packed(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Run steps of many sessions of this very span as one; their caches grow.
 
-        Returns what each one's `forward` would, within the arithmetic's tolerance. Whatever this raises, no cache has
+        Returns the output of each one's `forward`, within the arithmetic's tolerance. If it raises, no cache has
         changed. Only where `packs`.
         """
         hidden = torch.cat([segment.hidden.reshape(1, segment.size, self.hidden_size) for segment in segments], dim=1)
-        arguments: dict[str, Any] = {self.traits.cache_argument: PackedCache(segments, self._packing.usual)}
+        arguments: dict[str, Any] = {self.traits.cache_argument: PackedCache(segments, self.shared.packing.solo)}
         if self.traits.takes_positions:
             arguments["position_ids"] = torch.cat([segment.packed_positions() for segment in segments])[None]
         befores = [segment.cache.snapshot() for segment in segments]
         self._run.hidden = hidden
         dummy = hidden.new_zeros(1, hidden.shape[1], self.traits.embedding_size)
         try:
-            with self._packing.on():
+            with self.shared.packing.on():
                 self._decoder(inputs_embeds=dummy, use_cache=True, **arguments)
         except SpanDone as done:
             output = done.hidden
@@ -151,84 +226,20 @@ class Span:
         for segment in segments:
             segment.cache.advance(segment.tokens)
         parts = output.split([segment.size for segment in segments], dim=1)
-        # Copies: whoever keeps a session's output must not keep the others' with it.
+        # Copies: a session's output that is kept must not keep the others' with it.
         return [part.clone().view(segment.hidden.shape) for part, segment in zip(parts, segments, strict=True)]
 
-    def change_attention(self, old: str, new: str) -> bool:
-        """Use attention implementation `new` instead of `old`, in all parts. Returns whether any was in use."""
-        configs = [config for config in configs_of(self.model) if config._attn_implementation == old]
-        for config in configs:
-            config._attn_implementation_internal = new
-        packing = Packing(configs_of(self.model))
-        for part in self._parts.values():
-            part._packing = packing
-        self._packing = packing
-        return bool(configs)
-
-    def allow_packing(self, allowed: bool) -> None:
-        """Let all parts run packed steps, or none."""
-        for part in self._parts.values():
-            part.packs = allowed
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether decode steps go to the blocks without their parent."""
-        return self._direct is not None
-
-    def learn_direct_path(self) -> None:
-        """Find out whether decode steps can go without the parent; `swarm.model.probe` then proves it or drops it."""
-        assert all(part in self.blocks for part in self._parts), "only the whole span knows all of its blocks"
-        record, layers = self._recorder()
-        direct = None
-        with contextlib.suppress(Exception), torch.inference_mode():  # a parent may not bear what is tried on it here
-            direct = DirectPath(layers, lambda cache, *step: record(cache.inner, *step), self.new_cache, self.device)
-        for part in self._parts.values():
-            part._direct = direct
-
-    def recorded(self, cache: SpanCache, position: int) -> Record:
-        """What the parent calls its blocks with in one decode step at this position."""
-        record, _ = self._recorder()
-        return record(cache.inner, torch.tensor([[position]], device=self.device), 1)
-
-    def recorded_packed(self, segments: Sequence[Segment]) -> Record:
-        """What the parent calls its blocks with in a packed step."""
-        record, _ = self._recorder()
-        positions = torch.cat([segment.packed_positions() for segment in segments])[None]
-        with self._packing.on():
-            return record(PackedCache(segments, self._packing.usual), positions, 1)
-
-    def _recorder(self) -> tuple[Callable[[Any, Tensor, int], Record], dict[int, nn.Module]]:
-        """Return what records a call of the parent (cache, positions, batch), and the blocks."""
-        decoder, _ = decoder_of(self.model)
-        recorders = [_Recorder(block, self.traits.returns) for block in _originals(getattr(decoder, self._list_name))]
-        shallow = _with_blocks(decoder, self._list_name, list(recorders))
-
-        def record(inner: Any, positions: Tensor, batch: int) -> Record:  # noqa: ANN401 - as a cache's `inner`
-            shape = batch, positions.shape[1], self.traits.embedding_size
-            dummy = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            arguments: dict[str, Any] = {"use_cache": True, self.traits.cache_argument: inner}
-            if self.traits.takes_positions:
-                arguments["position_ids"] = positions
-            shallow(inputs_embeds=dummy, **arguments)
-            return [recorders[index].call for index in self.blocks]
-
-        return record, {index: recorders[index].original for index in self.blocks}
-
-    def forget_direct_path(self) -> None:
-        """Let the parent do every step, in all parts."""
-        for part in self._parts.values():
-            part._direct = None
-
     def forward_directly(self, hidden: Tensor, cache: SpanCache, positions: Tensor | None = None) -> Tensor | None:
-        """Run one decode step without the parent; None, and nothing has happened, where that is not known to be right.
+        """Run one decode step without the parent. Returns None, unchanged, where that is not known to be right.
 
         It has to be the plain next position of every row. Arguments as `forward`'s; hidden: [batch, 1, hidden_size].
         """
-        if self._direct is None or not cache.length or torch.is_grad_enabled():
+        direct = self.shared.direct
+        if direct is None or not cache.length or torch.is_grad_enabled():
             return None
         if positions is not None and any(position != cache.length for (position,) in positions.tolist()):
             return None
-        output = self._direct.step(hidden, cache, self.blocks)
+        output = direct.step(hidden, cache, self.blocks)
         if output is not None:
             cache.advance(1)
         return output
@@ -249,19 +260,8 @@ class _Run:
     cache: SpanCache | None = None
 
 
-class _Recorder(Placeholder):
-    """Stands for a hosted block and keeps what the parent calls it with, beside its hidden state."""
-
-    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the family's blocks take and return
-        """Hand the hidden state on."""
-        self.call = args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        return super().forward(*args, **kwargs)
-
-
 class _Hosted(Placeholder):
-    """Stands before a hosted block at an edge of the span. The block itself is shared between all parts of a span."""
+    """Wraps a hosted block at an edge of the span. The block itself is shared between all parts of a span."""
 
     def __init__(self, block: nn.Module, returns: int, run: _Run, *, first: bool, last: bool) -> None:
         super().__init__(block, returns)
@@ -269,7 +269,7 @@ class _Hosted(Placeholder):
         self._first = first
         self._last = last
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the family's blocks take and return
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the family's blocks
         """Give the first block the real hidden state; end the parent's call after the last."""
         if self._first:
             run = self._run_state
@@ -289,7 +289,7 @@ class _Hosted(Placeholder):
 def _decoder_for(decoder: PreTrainedModel, list_name: str, blocks: Blocks, returns: int, run: _Run) -> PreTrainedModel:
     """Return a shallow copy of the decoder that runs `blocks` alone and shares everything else."""
     slots: list[nn.Module] = []
-    for index, block in enumerate(_originals(getattr(decoder, list_name))):
+    for index, block in enumerate(originals(getattr(decoder, list_name))):
         if index not in blocks:
             slots.append(Placeholder(block, returns))
         elif index in (blocks.start, blocks.stop - 1):
@@ -297,10 +297,10 @@ def _decoder_for(decoder: PreTrainedModel, list_name: str, blocks: Blocks, retur
             slots.append(_Hosted(block, returns, run, first=first, last=last))
         else:
             slots.append(block)
-    return _with_blocks(decoder, list_name, slots)
+    return with_blocks(decoder, list_name, slots)
 
 
-def _with_blocks(decoder: PreTrainedModel, list_name: str, blocks: list[nn.Module]) -> PreTrainedModel:
+def with_blocks(decoder: PreTrainedModel, list_name: str, blocks: list[nn.Module]) -> PreTrainedModel:
     """Return a shallow copy of the decoder with other blocks."""
     shallow = copy.copy(decoder)
     shallow.__dict__["_modules"] = dict(decoder._modules)
@@ -308,24 +308,18 @@ def _with_blocks(decoder: PreTrainedModel, list_name: str, blocks: list[nn.Modul
     return shallow
 
 
-def _originals(layers: nn.ModuleList) -> list[nn.Module]:
-    """The blocks, and for those that are elsewhere what their placeholders stand for."""
+def originals(layers: nn.ModuleList) -> list[nn.Module]:
+    """Return the blocks; for those that are elsewhere, the originals of their placeholders."""
     return [layer.original if isinstance(layer, Placeholder) else layer for layer in layers]
 
 
-def _storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the tensors' memory; what several share counts once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-def numeric_class_of(config: PretrainedConfig, dtype: torch.dtype) -> str:
-    """Name dtype and quantisation: spans of different classes compute different numbers."""
+def numeric_class_of(config: PretrainedConfig, dtype: torch.dtype) -> NumericClass:
+    """Return dtype and quantisation: spans of different classes compute different numbers."""
     name = str(dtype).removeprefix("torch.")
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
-        return name
+        return NumericClass(name)
     facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
     bits = [f"{width}bit" for width in (4, 8) if facts.get(f"load_in_{width}bit") or facts.get("bits") == width]
     method = facts.get("quant_method", "quantized")
-    return "-".join([f"{name}+{getattr(method, 'value', method)}", *bits])
+    return NumericClass(name, weights="-".join([str(getattr(method, "value", method)), *bits]))

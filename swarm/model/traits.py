@@ -1,10 +1,10 @@
-"""What a family is like: found from its classes on the meta device, before any weight is fetched.
+"""Traits of a model family: found from its classes on the meta device, before any weight is fetched.
 
 A family is refused here, with the reason, when something besides one hidden state [batch, tokens, hidden_size] passes
 from the embeddings or from block to block. A few are refused by name; unknown ones by a trace: the tokens that go
 into the model are marked, every operation hands the mark on, and a block that receives a marked tensor beside its
-hidden state depends on the tokens. What only shows when blocks run (state in modules, keys shared through a
-dictionary) is refused by `swarm.model.probe`.
+hidden state depends on the tokens. Traits that only show when blocks run (state in modules, keys shared through a
+dictionary) are refused by `swarm.model.probe`.
 """
 
 import copy
@@ -29,8 +29,7 @@ from swarm.errors import UnsupportedArchitecture
 from swarm.model.cache import new_cache
 from swarm.model.hollow import Placeholder, blocks_of, decoder_of, hidden_of, hollow_class, skeleton, text_config
 
-RETURN_SIZES = (0, 1, 2, 3)  # what blocks return, most usual first: a tensor, or a tuple of so many
-TRACE_TOKENS = 3
+TRACE_TOKENS = 3  # of the traced call
 
 REFUSED = {
     "recurrent_gemma": "its blocks keep their state in themselves, so that sessions would leak into each other",
@@ -42,19 +41,19 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What is the same for every span and every client of a model."""
+    """The facts that are the same for every span and every client of a model."""
 
     model_type: str
     n_blocks: int
     hidden_size: int  # of the state between blocks
-    embedding_size: int  # of what the decoder takes as inputs_embeds; OPT's differs
-    kinds: tuple[str, ...]  # per block, what it remembers: "full", "sliding", "conv", "linear" or "none"
+    embedding_size: int  # of the decoder's inputs_embeds; OPT's differs from hidden_size
+    kinds: tuple[str, ...]  # per block, its memory: "full", "sliding", "conv", "linear" or "none"
     returns: int  # 0: blocks return a tensor; n: a tuple of n that it leads
     idle: tuple[str, ...]  # the decoder's own modules, such as its final norm, whose weights a span does not need
     cache_argument: str  # the decoder's keyword for the cache: "past_key_values" or "cache_params"
     takes_positions: bool  # whether the decoder has position_ids
     can_roll_back: bool  # whether positions can be taken back, given that the session was opened with a rollback
-    positions_max: int | None  # what the config declares, if anything
+    positions_max: int | None  # the config's declared limit, if any
 
 
 def traits_of(config: PretrainedConfig) -> Traits:
@@ -93,7 +92,7 @@ def traits_of(config: PretrainedConfig) -> Traits:
 
 
 def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig) -> None:
-    """Refuse what the config tells already."""
+    """Refuse families whose config shows that they cannot be split."""
     name = str(config.model_type)
     n_blocks = decoder_config.num_hidden_layers
     if not isinstance(n_blocks, int) or not 1 <= n_blocks <= BLOCKS_MAX:  # before any is made
@@ -110,6 +109,10 @@ def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig
     shares = "reuse" in (getattr(decoder_config, "kv_sharing_modes", None) or ())
     if shares or getattr(decoder_config, "num_kv_shared_layers", None):
         raise UnsupportedArchitecture(name, "its later blocks use the keys and values of earlier ones")
+    _refuse_dynamic_scaling(name, decoder_config)
+
+
+def _refuse_dynamic_scaling(name: str, decoder_config: PretrainedConfig) -> None:
     rope = getattr(decoder_config, "rope_parameters", None) or {}
     for scaling in (rope, *rope.values()):
         if isinstance(scaling, dict) and scaling.get("rope_type") == "dynamic":
@@ -117,7 +120,7 @@ def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig
 
 
 def _kinds(decoder_config: PretrainedConfig, decoder: PreTrainedModel) -> tuple[str, ...]:
-    """Tell for each block what its cache is. Raises UnsupportedArchitecture for a cache that is not known."""
+    """Name the kind of each block's cache. Raises UnsupportedArchitecture for a cache that is not known."""
     if hasattr(sys.modules[type(decoder).__module__], "MiniMaxCache"):
         return tuple("linear" if kind == "linear_attention" else "full" for kind in decoder_config.layer_types)
     layer_types = getattr(decoder_config, "layer_types", None) or ()
@@ -143,7 +146,7 @@ class _Marked(torch.Tensor):
 
 
 class _Witness(Placeholder):
-    """Stands for a block while tracing; keeps what it was called with and what it returned."""
+    """Takes the place of a block while tracing; keeps its arguments and its result."""
 
     def __init__(self, original: nn.Module, returns: int) -> None:
         super().__init__(original, returns)
@@ -152,7 +155,7 @@ class _Witness(Placeholder):
         self.gave: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Return a fresh tensor of the input's shape, so that the next block's input can be told from this one's."""
+        """Return a fresh tensor of the input's shape, so that the next block's input differs from this one's."""
         self.got = hidden_of(args, kwargs)
         self.beside = [*args[1:], *(value for key, value in kwargs.items() if key != "hidden_states")]
         self.gave = torch.empty_like(self.got)
@@ -160,14 +163,14 @@ class _Witness(Placeholder):
 
 
 def _trace(model: PreTrainedModel, hidden_size: int, cache_argument: str) -> int:
-    """Run the model's own code around its blocks on marked tokens. Returns what blocks return, as in `Traits.returns`.
+    """Run the model's own code around its blocks on marked tokens. Returns their return structure: `Traits.returns`.
 
-    The client never has a block to look at, so it is the parent that is asked: with the right structure, what a block
-    returns is, as the same object, what the next one receives.
+    The client never has a block to look at, so it is the parent that is asked: with the right structure, the next block
+    receives the very object that a block returned.
     """
     name = str(model.config.model_type)
     first_failure: Exception | None = None
-    for returns in RETURN_SIZES:
+    for returns in (0, 1, 2, 3):  # the most frequent first: a tensor, or a tuple of so many
         witnesses, failure = _run(model, returns, cache_argument, marked=True)
         first_failure = first_failure or failure
         _refuse_boundary(name, witnesses[0], hidden_size)
@@ -175,7 +178,7 @@ def _trace(model: PreTrainedModel, hidden_size: int, cache_argument: str) -> int
         if handed_on and (failure is None or len(witnesses) > 1):
             _refuse_side_channel(name, witnesses)
             return returns
-    why = f"what its blocks return does not reach the next block unchanged ({first_failure})"
+    why = f"the result of a block does not reach the next block unchanged ({first_failure})"
     raise UnsupportedArchitecture(name, why)
 
 
@@ -204,8 +207,7 @@ def _run(
 def _idle_modules(model: PreTrainedModel, returns: int, cache_argument: str) -> tuple[str, ...]:
     """Find the decoder's own weights that no block ever feels but through its hidden state.
 
-    Now it is what those modules return that is marked. If a mark arrives beside a hidden state, all of them count as
-    used.
+    Now the results of those modules are marked. If a mark arrives beside a hidden state, all of them count as used.
     """
     decoder, list_name = decoder_of(model)
     called: set[str] = set()

@@ -1,1 +1,1 @@
-"""The health page: what the swarm's DHT says, what its servers answer, and how generations through it fare."""
+"""The health page: the swarm's DHT, the answers of its servers, and the success of generations through it."""

@@ -1,6 +1,6 @@
-"""What the monitor knows, over HTTP: the page for people, the API for machines. It reads nothing and writes nothing.
+"""The monitor over HTTP: the page for people, the API for machines. It reads nothing and writes nothing.
 
-Bodies are made when something changes, not when somebody asks; see `swarm.monitor.service`.
+Bodies are made when something changes, not for each request; see `swarm.monitor.board`.
 """
 
 from collections.abc import AsyncIterator
@@ -14,14 +14,12 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm.monitor import pages
+from swarm.monitor.board import Board
 from swarm.monitor.metrics import CONTENT_TYPE
-from swarm.monitor.service import EVENT_CLIENTS_MAX, Monitor
+from swarm.monitor.service import Monitor
 from swarm.monitor.state import Health, History, ModelDetail, State, Status, Window
 from swarm.version import __version__
 
-KEEP_ALIVE_S = 15.0
-COMPRESSED_MIN = 1024  # bytes; less is not worth it
-RETRY_MS = 5000
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -48,7 +46,8 @@ def make_app(monitor: Monitor) -> FastAPI:
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
     )
-    app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_MIN, compresslevel=6)  # not for server-sent events
+    # From 1,024 bytes on; not for server-sent events.
+    app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=6)
     app.add_middleware(Headers)
     _add_api(app, monitor)
     _add_operations(app, monitor)
@@ -60,13 +59,13 @@ def _add_api(app: FastAPI, monitor: Monitor) -> None:
     @app.get("/api/v1/state", response_model=State)
     async def state() -> Response:
         """Every model in a few lines."""
-        return _json(monitor.published.state)
+        return _json(monitor.board.published.state)
 
     @app.get("/api/v1/models/{root}", response_model=ModelDetail, responses={404: {"model": Problem}})
     async def model(root: RootPath) -> Response:
-        """One model: its blocks, its servers, and what it needs most."""
-        body = monitor.published.details.get(root)
-        return _json(body) if body is not None else _problem(404, "nobody serves this model, nor did within 24 hours")
+        """One model: its blocks, its servers, and its greatest need."""
+        body = monitor.board.published.details.get(root)
+        return _json(body) if body is not None else _problem(404, "no server has this model, nor had within 24 hours")
 
     @app.get("/api/v1/history", response_model=History, responses={503: {"model": Problem}})
     async def history(root: RootQuery = None, window: Window = "24h") -> Response:
@@ -81,10 +80,10 @@ def _add_api(app: FastAPI, monitor: Monitor) -> None:
     )
     async def events() -> Response:
         """Server-sent events: the state at once, and again whenever it changes."""
-        if monitor.event_clients >= EVENT_CLIENTS_MAX:
+        if monitor.board.is_full:
             return _problem(503, "too many listeners; ask for /api/v1/state instead")
         return StreamingResponse(
-            _events(monitor), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            events_of(monitor.board), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
 
 
@@ -92,7 +91,7 @@ def _add_operations(app: FastAPI, monitor: Monitor) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """The state for Prometheus."""
-        return Response(monitor.published.metrics, headers={"Content-Type": CONTENT_TYPE})
+        return Response(monitor.board.published.metrics, headers={"Content-Type": CONTENT_TYPE})
 
     @app.get("/healthz", response_model=Health, responses={503: {"model": Health}})
     async def healthz() -> Response:
@@ -107,7 +106,7 @@ def _add_operations(app: FastAPI, monitor: Monitor) -> None:
     )
     async def badge(root: RootPath) -> Response:
         """A model's status as an image for a README."""
-        detail = monitor.published.assessment.details.get(root)
+        detail = monitor.board.published.assessment.details.get(root)
         status = detail.summary.status if detail is not None else None
         headers = {"Cache-Control": "max-age=60"}
         return Response(badge_svg(status), 200 if detail else 404, headers, media_type="image/svg+xml")
@@ -115,10 +114,10 @@ def _add_operations(app: FastAPI, monitor: Monitor) -> None:
 
 def _add_pages(app: FastAPI, monitor: Monitor) -> None:
     def state() -> State:
-        return monitor.published.assessment.state
+        return monitor.board.published.assessment.state
 
     def detail(root: str) -> ModelDetail | None:
-        return monitor.published.assessment.details.get(root)
+        return monitor.board.published.assessment.details.get(root)
 
     async def history(root: str | None, window: Window) -> History | None:
         body = await monitor.history(root, window)
@@ -127,21 +126,19 @@ def _add_pages(app: FastAPI, monitor: Monitor) -> None:
     app.include_router(pages.router(state, detail, history))
 
 
-async def _events(monitor: Monitor) -> AsyncIterator[bytes]:
-    monitor.event_clients += 1
-    try:
-        yield b"retry: %d\n\n" % RETRY_MS
+async def events_of(board: Board, keep_alive_s: float = 15.0) -> AsyncIterator[bytes]:
+    """Yield the state at once, and again whenever it changes, as server-sent events; a comment now and then."""
+    with board.listening():
+        yield b"retry: 5000\n\n"  # milliseconds until a browser tries again
         sent = -1
-        while not monitor.stopping:
-            published = monitor.published
+        while not board.stopping:
+            published = board.published
             revision = published.assessment.state.revision
             if revision != sent:
                 sent = revision
                 yield b"id: %d\nevent: state\ndata: %s\n\n" % (revision, published.state)
-            if monitor.published is published and not await monitor.changed(KEEP_ALIVE_S):
+            if board.published is published and not await board.changed(keep_alive_s):
                 yield b": still here\n\n"
-    finally:
-        monitor.event_clients -= 1
 
 
 def badge_svg(status: Status | None) -> str:
@@ -167,7 +164,7 @@ def _problem(status: int, detail: str) -> Response:
 
 
 class Headers:
-    """Adds to every answer what keeps browsers from taking it for something else."""
+    """Adds headers to every answer that keep browsers from taking it for something else."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""From announcements and answered handshakes to what the page says. Pure: no clock, no network, no database."""
+"""From announcements and answered handshakes to the page's figures. Pure: no clock, no network, no database."""
 
 import re
 import shlex
@@ -9,35 +9,40 @@ from itertools import pairwise
 
 from swarm.dht.records import Announcement
 from swarm.errors import runs_text
+from swarm.limits import limit
 from swarm.monitor.state import (
-    CONTRIBUTORS_MAX,
-    MODELS_MAX,
-    REASONS_MAX,
-    SERVERS_SHOWN_MAX,
-    TEXT_MAX,
+    API,
     BlockState,
     BlockStatus,
     Contributor,
     ModelDetail,
+    ModelFacts,
     ModelSummary,
     ProbeStats,
     Reading,
     ServerState,
     State,
+    Status,
     VersionCount,
 )
 from swarm.version import __version__
 
-ANSWER_LIVES_S = 75.0  # two rounds of handshakes and the time that one takes
-FAILURES_MAX = 1  # handshakes in a row that may fail before a server counts as gone
-PROBES_MIN = 3  # fewer say nothing about a success rate
-SUCCESS_MIN = 0.9
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
+class AssessLimits:
+    """When a server counts as gone, and a model as degraded."""
+
+    answer_lives_s: float = limit(75.0, "s", "without an answer make a server silent: two rounds of handshakes")
+    failures_max: int = limit(1, "handshakes", "in a row may fail; with more a server is silent")
+    probes_min: int = limit(3, "generations", "fewer say nothing about a success rate")
+    success_min: float = limit(0.9, "share", "of generations; with fewer a model is degraded")
+
+
+@dataclass(frozen=True, slots=True)
 class Contact:
-    """What the monitor knows of one peer by itself. answered_at: wall seconds; None: it never did.
+    """The monitor's own observations of one peer. answered_at: wall seconds; None: it never did.
 
     failures: handshakes that failed since. first_seen: wall seconds, over restarts of the monitor too.
     """
@@ -47,10 +52,10 @@ class Contact:
     failures: int = 0
     rtt_ms: float | None = None
 
-    def online(self, now: float) -> bool:
+    def online(self, now: float, limits: AssessLimits = AssessLimits()) -> bool:
         """Whether it answered a handshake lately."""
-        lately = self.answered_at is not None and now - self.answered_at <= ANSWER_LIVES_S
-        return lately and self.failures <= FAILURES_MAX
+        lately = self.answered_at is not None and now - self.answered_at <= limits.answer_lives_s
+        return lately and self.failures <= limits.failures_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """All that is known at one moment. contacts by public key (hex), known and probes by root."""
+    """All facts at one moment. contacts by public key (hex), known and probes by root."""
 
     network: str
     records: Sequence[Announcement]
@@ -78,7 +83,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What the API serves. details by root, for exactly the models of the state."""
+    """The figures that the API serves. details by root, for exactly the models of the state."""
 
     state: State
     details: Mapping[str, ModelDetail]
@@ -94,15 +99,15 @@ class _Server:
     serving: bool
 
 
-def assess(sighting: Sighting, now: float) -> Assessment:
-    """Say how every model is doing. now: wall seconds; whatever has expired by then is left out."""
-    servers = [_server(record, sighting, now) for record in sighting.records if record.expires > now]
+def assess(sighting: Sighting, now: float, limits: AssessLimits = AssessLimits()) -> Assessment:
+    """Work out the condition of every model. now: wall seconds; records that have expired by then are left out."""
+    servers = [_server(record, sighting, now, limits) for record in sighting.records if record.expires > now]
     by_root: dict[str, list[_Server]] = {root: [] for root in sighting.known}
     for server in servers:
         by_root.setdefault(server.record.root, []).append(server)
-    details = [_detail(root, members, sighting, now) for root, members in by_root.items()]
+    details = [_detail(root, members, sighting, now, limits) for root, members in by_root.items()]
     details.sort(key=lambda d: (-d.summary.servers_online, -d.summary.servers_announced, d.summary.root))
-    details = details[:MODELS_MAX]
+    details = details[: API.models_max]
     versions = Counter(record.version for record in _one_per_peer(servers))
     state = State(
         revision=sighting.revision,
@@ -120,9 +125,9 @@ def assess(sighting: Sighting, now: float) -> Assessment:
     return Assessment(state, {detail.summary.root: detail for detail in details})
 
 
-def _server(record: Announcement, sighting: Sighting, now: float) -> _Server:
+def _server(record: Announcement, sighting: Sighting, now: float, limits: AssessLimits) -> _Server:
     contact = sighting.contacts.get(record.public_key) or Contact(first_seen=now)
-    online = contact.online(now)
+    online = contact.online(now, limits)
     return _Server(record, contact, online, online and record.state == "online")
 
 
@@ -144,21 +149,22 @@ def _contributors(servers: Iterable[_Server]) -> tuple[Contributor, ...]:
         for name, members in by_name.items()
     ]
     contributors.sort(key=lambda c: (-c.blocks, c.since, c.name))
-    return tuple(contributors[:CONTRIBUTORS_MAX])
+    return tuple(contributors[: API.contributors_max])
 
 
 # --- one model -------------------------------------------------------------------------------------------------------
 
 
-def _detail(root: str, members: Sequence[_Server], sighting: Sighting, now: float) -> ModelDetail:
+def _detail(root: str, members: Sequence[_Server], sighting: Sighting, now: float, limits: AssessLimits) -> ModelDetail:
     name, n_blocks = _facts(root, members, sighting)
     members = [server for server in members if server.record.n_blocks == n_blocks]
     numeric_class = _best_class(members)
     chosen = [server for server in members if server.record.numeric_class == numeric_class]
     blocks = tuple(_blocks(n_blocks, chosen))
-    summary = _summary(root, name, numeric_class, blocks, members, chosen, sighting.probes.get(root, ()))
+    facts = ModelFacts(root=root, name=name, n_blocks=n_blocks, numeric_class=numeric_class)
+    summary = _summary(facts, blocks, members, chosen, sighting.probes.get(root, ()), limits)
     needed = _needed(blocks)
-    shown = sorted(members, key=lambda s: (not s.online, s.record.blocks, s.record.public_key))[:SERVERS_SHOWN_MAX]
+    shown = sorted(members, key=lambda s: (not s.online, s.record.blocks, s.record.public_key))[: API.servers_max]
     return ModelDetail(
         generated_at=now,
         summary=summary,
@@ -213,29 +219,24 @@ def _block_status(serving: int, online: int, announced: int) -> BlockStatus:
 
 
 def _summary(
-    root: str,
-    name: str,
-    numeric_class: str | None,
+    facts: ModelFacts,
     blocks: Sequence[BlockState],
     members: Sequence[_Server],
     chosen: Sequence[_Server],
     probes: tuple[ProbeStats, ...],
+    limits: AssessLimits,
 ) -> ModelSummary:
     missing = tuple(state.block for state in blocks if not state.online)
     serving = [server.record for server in chosen if server.serving]
     complete = bool(serving) and not missing
     free_tokens = _free_tokens(len(blocks), serving)
-    troubles = _gaps(blocks) if not complete else _troubles(free_tokens, probes)
-    elsewhere = {n for s in members if s.serving for n in s.record.span} & set(missing)
-    if elsewhere:
-        troubles.append(f"{ranges(sorted(elsewhere))} have servers in another numeric class than {numeric_class} only")
+    problems = _shortcomings(free_tokens, probes, limits) if complete else _gaps(blocks)
+    problems += _elsewhere(facts, members, missing)
+    broken_or_degraded: Status = "degraded" if complete else "broken"
     return ModelSummary(
-        root=root,
-        name=name,
-        n_blocks=len(blocks),
-        numeric_class=numeric_class,
-        status="broken" if not complete else "degraded" if troubles else "healthy",
-        reasons=tuple(text[:TEXT_MAX] for text in troubles[:REASONS_MAX]),
+        **facts.model_dump(),
+        status=broken_or_degraded if problems or not complete else "healthy",
+        reasons=tuple(text[: API.text_chars] for text in problems[: API.reasons_max]),
         missing_blocks=missing,
         coverage=1 - len(missing) / len(blocks),
         servers_online=sum(server.online for server in members),
@@ -247,9 +248,16 @@ def _summary(
     )
 
 
+def _elsewhere(facts: ModelFacts, members: Sequence[_Server], missing: Sequence[int]) -> list[str]:
+    held = {n for server in members if server.serving for n in server.record.span} & set(missing)
+    if not held:
+        return []
+    return [f"{ranges(sorted(held))} have servers in another numeric class than {facts.numeric_class} only"]
+
+
 def _gaps(blocks: Sequence[BlockState]) -> list[str]:
     why: dict[BlockStatus, str] = {
-        "missing": "nobody announces",
+        "missing": "no server announces",
         "silent": "no server answers for",
         "leaving": "only servers that come or go, and take no new sessions, hold",
     }
@@ -257,15 +265,15 @@ def _gaps(blocks: Sequence[BlockState]) -> list[str]:
     return [f"{text} {ranges(held[status])}" for status, text in why.items() if held[status]]
 
 
-def _troubles(free_tokens: int, probes: Sequence[ProbeStats]) -> list[str]:
-    troubles = []
+def _shortcomings(free_tokens: int, probes: Sequence[ProbeStats], limits: AssessLimits) -> list[str]:
+    found = []
     if free_tokens == 0:
-        troubles.append("all servers of some block are full")
+        found.append("all servers of some block are full")
     for stats in probes:
-        rate = stats.success_rate
-        if stats.window == "24h" and rate is not None and stats.attempts >= PROBES_MIN and rate < SUCCESS_MIN:
-            troubles.append(f"{rate:.0%} of {stats.attempts} generations succeeded within 24 h")
-    return troubles
+        rate, enough = stats.success_rate, stats.attempts >= limits.probes_min
+        if stats.window == "24h" and enough and rate is not None and rate < limits.success_min:
+            found.append(f"{rate:.0%} of {stats.attempts} generations succeeded within 24 h")
+    return found
 
 
 def _per_block(n_blocks: int, serving: Sequence[Announcement]) -> list[list[Announcement]]:
@@ -288,7 +296,7 @@ def _decode_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None:
 
 
 def _prefill_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None:
-    """Return the prefill throughput of all holders of the block that has least of it."""
+    """Return the prefill throughput of all holders of the block that has the least."""
     sums = [
         sum(record.prefill_tps for record in holders if record.prefill_tps is not None)
         for holders in _per_block(n_blocks, serving)
@@ -340,12 +348,12 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Say which blocks: [1, 2, 3, 7] -> "blocks 1:4, 7:8"."""
+    """Name blocks: [1, 2, 3, 7] -> "blocks 1:4, 7:8"."""
     return "blocks " + runs_text(tuple(numbers))
 
 
 def _join_command(name: str, root: str, needed: tuple[int, int], sighting: Sighting) -> str:
-    """Return a command for a POSIX shell. The name is a stranger's: only what can be a hub id gets into it."""
+    """Return a command for a POSIX shell. The name is a stranger's: only one that can be a hub id gets into it."""
     model = name if _HUB_ID.fullmatch(name) else "MODEL"
     words = ["swarm-serve", model, "--root", root, "--blocks", f"{needed[0]}:{needed[1]}"]
     words += ["--network", sighting.network]

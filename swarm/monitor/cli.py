@@ -60,7 +60,7 @@ class Multiaddr(click.ParamType[str]):
     help="where the history is kept",
 )
 @click.option(
-    "--join-address", type=Multiaddr(), multiple=True, help="shown to those who want to join; may be repeated"
+    "--join-address", type=Multiaddr(), multiple=True, help="shown to people that want to join; may be repeated"
 )
 @click.option("--probe", multiple=True, metavar="MODEL", help="generate through this model again and again; repeatable")
 @click.option("--probe-every", type=click.FloatRange(1.0), default=300.0, show_default=True, help="seconds")

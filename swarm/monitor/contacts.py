@@ -1,13 +1,13 @@
-"""Who answers: a handshake with every announced server, over the project's own channel, again and again.
+"""Contacts: a handshake with every announced server, over the project's own channel, again and again.
 
-A record proves that somebody holds a key and says so; only a handshake proves that a server is there. The monitor
-dials what records name, as every client does, but little of it: a few addresses each, a few peers at one time, and
-after the first message of a handshake it says nothing to whoever does not answer it.
+A record only proves that its owner holds a key; a handshake proves that a server is there. The monitor dials the
+addresses in records, as every client does, and fewer of them: a few of each server, a few servers at one time. After
+the first message of a handshake it sends nothing to a peer that does not answer it.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -16,6 +16,7 @@ from swarm.dht.records import Announcement
 from swarm.dht.validator import Clock
 from swarm.errors import SwarmError
 from swarm.identity import Identity
+from swarm.limits import limit
 from swarm.monitor.assess import Contact
 from swarm.net.address import dialable
 from swarm.net.carriers.tcp import dial
@@ -23,32 +24,43 @@ from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
 
-PEERS_MAX = 4096
-DIALS_MAX = 32  # at one time
-PACE_S = 0.005  # between two dials: a handshake computes for about 2 ms, and a web server shares this loop
-ADDRESSES_MAX = 2  # of one server, one after the other
-TIMEOUT_S = 5.0  # for one address: connection, handshake and ping
-AGAIN_S = 3.0  # a server that answered before and does not now is asked once more
-PATIENCE = 3  # failures in a row; from then on the next try comes later and later
-PAUSE_S, PAUSE_MAX_S = 30.0, 600.0
-FORGET_S = 3600.0  # a peer whose records are gone so long is forgotten
-
 Answer = Callable[[Announcement], Awaitable[float]]
 """`answer(record)`: shake hands with the server; returns the round trip in seconds. Raises SwarmError."""
 
 _log = structlog.get_logger("swarm.monitor")
 
 
-class Contacts:
-    """What the monitor knows of each peer by itself. Lives in the loop."""
+@dataclass(frozen=True, slots=True)
+class ContactLimits:
+    """How many servers the monitor greets, and how patiently."""
 
-    def __init__(self, answer: Answer, clock: Clock, first_seen: Mapping[str, float]) -> None:
-        """first_seen: wall seconds by public key, from an earlier run."""
-        self._answer, self._clock = answer, clock
-        self._first_seen = dict(first_seen)
+    peers_max: int = limit(4096, "peers", "greeted; those of later records are not")
+    dials_max: int = limit(32, "dials", "at one time; more wait")
+    pace_s: float = limit(
+        0.005, "s", "between two dials: a handshake computes for 2 ms, and a web server shares the loop"
+    )
+    addresses_max: int = limit(2, "addresses", "of one server, tried one after the other")
+    timeout_s: float = limit(5.0, "s", "for one address: connection, handshake and ping")
+    again_s: float = limit(3.0, "s", "then a server that answered before and does not now is asked once more")
+    patience: int = limit(3, "failures", "in a row; from then on the next try comes later and later")
+    pause_s: float = limit(30.0, "s", "until the next try at first; it doubles")
+    pause_max_s: float = limit(600.0, "s", "until the next try at last")
+    forget_s: float = limit(3600.0, "s", "without a record, then a peer is forgotten")
+
+
+class Contacts:
+    """The monitor's own observations of each peer. Lives in the loop."""
+
+    def __init__(self, answer: Answer, clock: Clock, limits: ContactLimits = ContactLimits()) -> None:
+        self._answer, self._clock, self._limits = answer, clock, limits
+        self._first_seen: dict[str, float] = {}
         self._contacts: dict[str, Contact] = {}
         self._mentioned: dict[str, float] = {}
         self._next: dict[str, float] = {}  # when a peer that keeps failing is tried again
+
+    def recall(self, first_seen: Mapping[str, float]) -> None:
+        """Take over the first appearances of an earlier run: wall seconds by public key."""
+        self._first_seen |= first_seen
 
     @property
     def known(self) -> Mapping[str, Contact]:
@@ -61,17 +73,17 @@ class Contacts:
         latest: dict[str, Announcement] = {}
         for record in records:
             latest[record.public_key] = record
-        for key in list(latest)[:PEERS_MAX]:
+        for key in list(latest)[: self._limits.peers_max]:
             self._mentioned[key] = now
             self._contacts.setdefault(key, Contact(first_seen=self._first_seen.get(key, now)))
-        turns = asyncio.Semaphore(DIALS_MAX)
+        turns = asyncio.Semaphore(self._limits.dials_max)
         async with asyncio.TaskGroup() as group:
             for key in self._contacts.keys() & latest.keys():
                 if now < self._next.get(key, 0.0):
                     continue
                 group.create_task(self._visit(latest[key], turns))
-                await asyncio.sleep(PACE_S)
-        for key in [key for key, at in self._mentioned.items() if now - at > FORGET_S]:
+                await asyncio.sleep(self._limits.pace_s)
+        for key in [key for key, at in self._mentioned.items() if now - at > self._limits.forget_s]:
             del self._mentioned[key], self._contacts[key]
             self._next.pop(key, None)
 
@@ -81,7 +93,7 @@ class Contacts:
             return
         known = self._contacts[key]
         if known.answered_at is not None and known.failures == 1:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(self._limits.again_s)
             await self._try(record, turns)
 
     async def _try(self, record: Announcement, turns: asyncio.Semaphore) -> bool:
@@ -102,21 +114,29 @@ class Contacts:
     def _failed(self, key: str) -> None:
         known = self._contacts[key]
         self._contacts[key] = replace(known, failures=known.failures + 1)
-        if known.failures + 1 >= PATIENCE:
-            pause_s = min(PAUSE_MAX_S, PAUSE_S * 2 ** min(known.failures + 1 - PATIENCE, 8))
+        limits, beyond = self._limits, known.failures + 1 - self._limits.patience
+        if beyond >= 0:
+            pause_s = min(limits.pause_max_s, limits.pause_s * 2 ** min(beyond, 8))
             self._next[key] = self._clock() + pause_s
 
 
-def dialling(identity: Identity, network: str, access: Access = EVERYBODY, *, public: bool = False) -> Answer:
+def dialling(
+    identity: Identity,
+    network: str,
+    access: Access = EVERYBODY,
+    *,
+    public: bool = False,
+    limits: ContactLimits = ContactLimits(),
+) -> Answer:
     """Return the real thing: dial, prove, ping, close."""
     me = Endpoint(identity, ChannelKey(), network, access, public=public)
 
     async def answer(record: Announcement) -> float:
         remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
         failure: SwarmError | TimeoutError = TimeoutError("it announces no address")
-        for address in dialable(record.addresses)[:ADDRESSES_MAX]:
+        for address in dialable(record.addresses)[: limits.addresses_max]:
             try:
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(limits.timeout_s):
                     channel = await dial(address, remote, me, ignore)
                     try:
                         return await channel.ping()

@@ -1,8 +1,8 @@
-"""What the page remembers: samples of every model and the probes' results, in one SQLite file.
+"""The page's memory: samples of every model and the probes' results, in one SQLite file.
 
 One thread writes and reads; the page never waits for the disk. Samples are kept as they come for 24 h and as hourly
 means for 30 days. A file that is damaged, or of a newer version, is moved aside and a new one begun; when the disk is
-full, what cannot be written is dropped, `problem` says so, and writing goes on as soon as it can.
+full, samples are dropped, `problem` says so, and writing goes on as soon as it can.
 """
 
 import array
@@ -19,19 +19,11 @@ from typing import Any, TypeVar
 import structlog
 
 from swarm.errors import BadConfiguration
-from swarm.monitor.state import POINTS_MAX, History, Point, ProbeStats, Quantiles, Window
+from swarm.limits import limit
+from swarm.monitor.state import API, History, Point, ProbeStats, Quantiles, Window
 
 SCHEMA_VERSION = 1
-DAY_S = 24 * 3600
-RAW_S = DAY_S
-KEPT_S = 30 * DAY_S
-HOUR_S = 3600
-WINDOWS_S: dict[Window, int] = {"24h": DAY_S, "30d": KEPT_S}
-QUEUE_MAX = 256  # requests that wait for the disk; more are dropped
-GAPS_MAX = 64  # inter-token times kept of one probe
-PEERS_MAX = 20_000  # remembered with the time of their first appearance
-BUSY_TIMEOUT_S = 5.0
-PAGES_MAX = 1 << 20  # of 4 KiB: 4 GiB
+WINDOWS_S: dict[Window, int] = {"24h": 24 * 3600, "30d": 30 * 24 * 3600}  # samples as they come, and hourly means
 
 _SCHEMA = """
 CREATE TABLE samples (root TEXT NOT NULL, at REAL NOT NULL, hourly INTEGER NOT NULL, coverage REAL, servers REAL,
@@ -46,6 +38,17 @@ CREATE TABLE peers (public_key TEXT PRIMARY KEY, first_seen REAL NOT NULL, at RE
 _MEANS = "avg(coverage), avg(servers), avg(decode_tps), avg(prefill_tps), avg(free_tokens), avg(healthy)"
 Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.monitor")
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLimits:
+    """How much the file holds, and how long it is waited for."""
+
+    queue_max: int = limit(256, "requests", "that wait for the disk; more are dropped")
+    gaps_max: int = limit(64, "times", "between tokens, kept of one probe")
+    peers_max: int = limit(20_000, "peers", "remembered with the time of their first appearance")
+    busy_timeout_s: float = limit(5.0, "s", "for another process that has the file open; then a write fails")
+    pages_max: int = limit(1 << 20, "pages", "of 4 KiB, 4 GiB; then nothing more is written")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +79,32 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What an earlier run knew: models by root (name, blocks), first appearances by public key."""
+    """The knowledge of an earlier run: models by root (name, blocks), first appearances by public key."""
 
     models: dict[str, tuple[str, int]]
     first_seen: dict[str, float]
 
 
 class Database:
-    """The file and its thread. `close` writes what waits."""
+    """The file and its thread. `close` writes the waiting requests first."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limits: HistoryLimits = HistoryLimits()) -> None:
         """Open or make it. Raises BadConfiguration where no file can be."""
         self.problem = ""  # why nothing is being written; empty: all is well
-        self._path = path
-        self._db = _opened(path)
-        self._requests: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue(QUEUE_MAX)
+        self._path, self._limits = path, limits
+        self._db = _opened(path, limits)
+        self._requests: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue(limits.queue_max)
         self._thread = threading.Thread(target=self._work, name="history", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits and close the file."""
+        """Write the waiting requests and close the file."""
         self._requests.put(None)
         self._thread.join(10.0)
 
     def record(self, at: float, samples: Sequence[Sample], peers: Iterable[tuple[str, float]]) -> "Future[None]":
         """Keep one round. peers: public key and first appearance. A problem is noted, not raised."""
-        rows = list(peers)[:PEERS_MAX]
+        rows = list(peers)[: self._limits.peers_max]
         return self._submit(lambda: self._written(lambda: self._record(at, samples, rows)))
 
     def record_probe(self, result: ProbeResult) -> "Future[None]":
@@ -109,11 +112,11 @@ class Database:
         return self._submit(lambda: self._written(lambda: self._record_probe(result)))
 
     def remembered(self, now: float) -> "Future[Remembered]":
-        """Return what was served within the last day, and who was ever seen."""
+        """Return the models that were served within the last day, and the peers that were ever seen."""
         return self._submit(lambda: self._remembered(now))
 
     def history(self, root: str | None, window: Window, now: float) -> "Future[History]":
-        """Return at most POINTS_MAX points of one model, or of all together."""
+        """Return at most API.points_max points of one model, or of all together."""
         return self._submit(lambda: self._history(root, window, now))
 
     def probe_stats(self, now: float) -> "Future[dict[str, tuple[ProbeStats, ...]]]":
@@ -142,7 +145,7 @@ class Database:
                 if _is_damage(error):
                     self._renew(str(error))
                 future.set_exception(error)
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked
+            except Exception as error:  # noqa: BLE001 - it belongs to the asker
                 future.set_exception(error)
         self._db.close()
 
@@ -168,7 +171,7 @@ class Database:
     def _renew(self, why: str) -> None:
         self._db.close()
         _move_aside(self._path, why)
-        self._db = _opened(self._path)
+        self._db = _opened(self._path, self._limits)
 
     def _record(self, at: float, samples: Sequence[Sample], peers: Sequence[tuple[str, float]]) -> None:
         self._db.executemany(
@@ -190,20 +193,21 @@ class Database:
         self._condense(at)
 
     def _condense(self, now: float) -> None:
-        """Turn hours that are older than a day into their means, and drop what is older than 30 days."""
-        edge = (now - RAW_S) // HOUR_S * HOUR_S
+        """Turn hours that are older than a day into their means, and drop those that are older than 30 days."""
+        hour_s, kept_s = 3600, WINDOWS_S["30d"]
+        edge = (now - WINDOWS_S["24h"]) // hour_s * hour_s
         self._db.execute(
-            f"INSERT OR REPLACE INTO samples SELECT root, CAST(at / {HOUR_S} AS INTEGER) * {HOUR_S}.0, 1, {_MEANS}"  # noqa: S608 - our own constants
+            f"INSERT OR REPLACE INTO samples SELECT root, CAST(at / {hour_s} AS INTEGER) * {hour_s}.0, 1, {_MEANS}"  # noqa: S608 - our own constants
             " FROM samples WHERE hourly = 0 AND at < ? GROUP BY 1, 2",
             (edge,),
         )
         self._db.execute("DELETE FROM samples WHERE hourly = 0 AND at < ?", (edge,))
-        self._db.execute("DELETE FROM samples WHERE hourly = 1 AND at < ?", (now - KEPT_S - HOUR_S,))
+        self._db.execute("DELETE FROM samples WHERE hourly = 1 AND at < ?", (now - kept_s - hour_s,))
         for table in ("probes", "models", "peers"):
-            self._db.execute(f"DELETE FROM {table} WHERE at < ?", (now - KEPT_S,))  # noqa: S608 - our own names
+            self._db.execute(f"DELETE FROM {table} WHERE at < ?", (now - kept_s,))  # noqa: S608 - our own names
 
     def _record_probe(self, result: ProbeResult) -> None:
-        gaps = array.array("f", result.gaps_ms[:GAPS_MAX]).tobytes()
+        gaps = array.array("f", result.gaps_ms[: self._limits.gaps_max]).tobytes()
         self._db.execute(
             "INSERT OR REPLACE INTO probes VALUES (?, ?, ?, ?, ?)",
             (result.root, result.at, int(result.ok), result.ttft_ms, gaps),
@@ -211,13 +215,15 @@ class Database:
 
     def _remembered(self, now: float) -> Remembered:
         models = self._db.execute(
-            "SELECT root, name, n_blocks FROM models WHERE at > ? ORDER BY at DESC LIMIT 64", (now - DAY_S,)
+            "SELECT root, name, n_blocks FROM models WHERE at > ? ORDER BY at DESC LIMIT 64", (now - WINDOWS_S["24h"],)
         )
-        peers = self._db.execute("SELECT public_key, first_seen FROM peers ORDER BY at DESC LIMIT ?", (PEERS_MAX,))
+        peers = self._db.execute(
+            "SELECT public_key, first_seen FROM peers ORDER BY at DESC LIMIT ?", (self._limits.peers_max,)
+        )
         return Remembered({root: (name, n) for root, name, n in models}, dict(peers.fetchall()))
 
     def _history(self, root: str | None, window: Window, now: float) -> History:
-        step = WINDOWS_S[window] / POINTS_MAX
+        step = WINDOWS_S[window] / API.points_max
         # Of all models together: the mean or sum over models at each moment, then the mean over each step.
         each = (
             "SELECT at, avg(coverage) AS coverage, sum(servers) AS servers, sum(decode_tps) AS decode_tps,"
@@ -226,14 +232,16 @@ class Database:
         )
         rows = self._db.execute(
             f"SELECT CAST(at / ? AS INTEGER) * ?, {_MEANS} FROM ({each}) GROUP BY 1 ORDER BY 1 DESC LIMIT ?",  # noqa: S608 - our own constants
-            (step, step, now - WINDOWS_S[window], root, root, POINTS_MAX),
+            (step, step, now - WINDOWS_S[window], root, root, API.points_max),
         ).fetchall()
         names = ("at", "coverage", "servers_online", "decode_tps", "prefill_tps", "free_tokens", "healthy")
         points = tuple(Point(**dict(zip(names, row, strict=True))) for row in reversed(rows))
         return History(root=root, window=window, step_s=step, points=points)
 
     def _probe_stats(self, now: float) -> dict[str, tuple[ProbeStats, ...]]:
-        rows = self._db.execute("SELECT root, at, ok, ttft_ms, gaps FROM probes WHERE at > ?", (now - KEPT_S,))
+        rows = self._db.execute(
+            "SELECT root, at, ok, ttft_ms, gaps FROM probes WHERE at > ?", (now - WINDOWS_S["30d"],)
+        )
         by_root: dict[str, list[ProbeResult]] = {}
         for root, at, ok, ttft_ms, gaps in rows:
             by_root.setdefault(root, []).append(
@@ -267,21 +275,21 @@ def quantiles(values: Sequence[float]) -> Quantiles | None:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _opened(path: Path, limits: HistoryLimits) -> sqlite3.Connection:
     try:
-        return _checked(path)
+        return _checked(path, limits)
     except sqlite3.DatabaseError as error:
         if not _is_damage(error):
             raise BadConfiguration(f"--database {path}", f"{error}; choose a file that can be written") from None
         _move_aside(path, str(error))
     except OSError as error:
         raise BadConfiguration(f"--database {path}", error.strerror or str(error)) from None
-    return _checked(path)
+    return _checked(path, limits)
 
 
-def _checked(path: Path) -> sqlite3.Connection:
+def _checked(path: Path, limits: HistoryLimits) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=limits.busy_timeout_s, check_same_thread=False)
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
@@ -291,7 +299,7 @@ def _checked(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"malformed: {verdict}")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
-        db.execute(f"PRAGMA max_page_count = {PAGES_MAX}")
+        db.execute(f"PRAGMA max_page_count = {limits.pages_max}")
         if version == 0:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
     except BaseException:

@@ -4,8 +4,8 @@
     GET /models/{root}  one model; `?q=` and `?block=` choose servers, `?all=true` shows all, `?window=` the history's
     GET /static/{name}  its style, script and chart library, named with their digest, so that they are kept for ever
 
-What strangers wrote is escaped by the templates, which are all rendered with autoescape; the policy in the headers lets
-no script run but ours. One rendering serves everybody until the state changes.
+Texts of strangers are escaped by the templates, which are all rendered with autoescape; the policy in the headers lets
+only our scripts run. One rendering serves all readers until the state changes.
 """
 
 import hashlib
@@ -19,17 +19,14 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from swarm.monitor import view, wording
-from swarm.monitor.state import MODELS_MAX, Block, History, ModelDetail, State, Window
+from swarm.monitor.state import API, Block, History, ModelDetail, State, Window
 
 GetState = Callable[[], State]
 GetDetail = Callable[[str], ModelDetail | None]
 GetHistory = Callable[[str | None, Window], Awaitable[History | None]]
 
-QUERY_MAX = 64  # characters of a search: no name and no peer id is longer
-KEPT_MAX = 4 * MODELS_MAX  # renderings of one state
 SCRIPTS = ("vendor/uplot.js", "page.js")
 STYLES = ("page.css", "vendor/uplot.css")
-MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -48,7 +45,7 @@ class Asset:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of a model is shown. root: None for the first one. base: the path that a proxy puts before ours."""
+    """The part of a model that is shown. root: None for the first one. base: the path that a proxy puts before ours."""
 
     root: str | None
     base: str
@@ -65,8 +62,9 @@ class Asked:
 
 @dataclass(slots=True)
 class Renderings:
-    """The pages of one state: kept until it changes, and never more than KEPT_MAX."""
+    """The pages of one state: kept until it changes, and never more than `kept_max`."""
 
+    kept_max: int = 4 * API.models_max
     state: State | None = None
     pages: dict[Asked, tuple[str, bytes]] = field(default_factory=dict)
 
@@ -79,13 +77,13 @@ class Renderings:
 
     def put(self, state: State, asked: Asked, page: tuple[str, bytes]) -> None:
         """Keep a page, if it is still of the current state and there is room."""
-        if state is self.state and asked.common and len(self.pages) < KEPT_MAX:
+        if state is self.state and asked.common and len(self.pages) < self.kept_max:
             self.pages[asked] = page
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Renders what the getters give."""
+    """Renders the state that the getters return."""
 
     get_state: GetState
     get_detail: GetDetail
@@ -157,7 +155,7 @@ def router(get_state: GetState, get_detail: GetDetail, get_history: GetHistory) 
     async def page(
         request: Request,
         root: str | None = None,
-        q: Annotated[str, Query(max_length=QUERY_MAX)] = "",
+        q: Annotated[str, Query(max_length=64)] = "",  # no name and no peer id is longer
         block: Annotated[Block | None, Query()] = None,
         window: Window = "24h",
         all: bool = False,
@@ -173,12 +171,13 @@ def router(get_state: GetState, get_detail: GetDetail, get_history: GetHistory) 
 
 
 def load_assets() -> Mapping[str, Asset]:
-    """Read `static/`: only what stands here is ever served, so that no name leads out of it."""
+    """Read `static/`: only the files named here are ever served, so that no name leads out of it."""
     folder = resources.files("swarm.monitor") / "static"
+    media_types = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
     assets = {}
     for name in (*SCRIPTS, *STYLES, "icon.svg"):
         content = (folder / name).read_bytes()
-        media_type = MEDIA_TYPES[name.rpartition(".")[2]]
+        media_type = media_types[name.rpartition(".")[2]]
         assets[name] = Asset(content, media_type, hashlib.sha256(content).hexdigest()[:16])
     return assets
 

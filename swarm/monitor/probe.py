@@ -22,10 +22,6 @@ from swarm.errors import SwarmError
 from swarm.model.checkpoint import open_checkpoint
 from swarm.monitor.probing import ProbeLine
 
-PROMPT_TOKENS = 8
-NEW_TOKENS = 17  # the first, and 16 gaps
-STEP_TIMEOUT_S = 60.0
-
 
 class _Times(BaseStreamer):
     """Notes when each token came."""
@@ -41,17 +37,25 @@ class _Times(BaseStreamer):
         """The generation is over."""
 
 
-def probe_once(model: Any, root: str) -> ProbeLine:  # noqa: ANN401 - a PreTrainedModel, whose generate() is not declared
-    """Generate a few tokens from a fixed prompt and say how long each took. A failure is an answer, too."""
-    prompt = torch.arange(1, PROMPT_TOKENS + 1)[None]
+def probe_once(
+    model: Any,  # noqa: ANN401 - a PreTrainedModel, whose generate() is not declared
+    root: str,
+    prompt_tokens: int = 8,
+    new_tokens: int = 17,
+) -> ProbeLine:
+    """Generate a few tokens from a fixed prompt and say how long each took. A failure is an answer, too.
+
+    new_tokens: the first, and 16 gaps.
+    """
+    prompt = torch.arange(1, prompt_tokens + 1)[None]
     times = _Times()
     at, began = time.time(), time.perf_counter()
     try:
         model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,  # whatever the model thinks of the prompt
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,  # even if the model would end earlier
             do_sample=False,
             pad_token_id=0,
             streamer=times,
@@ -87,7 +91,7 @@ def command(
     while True:
         began = time.monotonic()
         try:
-            with AutoDistributedModel.from_pretrained(model, step_timeout_s=STEP_TIMEOUT_S, **joining) as joined:
+            with AutoDistributedModel.from_pretrained(model, step_timeout_s=60.0, **joining) as joined:
                 while True:
                     began = time.monotonic()
                     line = probe_once(joined, root)

@@ -1,4 +1,4 @@
-"""The health page's side of probes: runs `swarm.monitor.probe` as a child for each model, and keeps what it says.
+"""The health page's side of probes: runs `swarm.monitor.probe` as a child for each model, and keeps its results.
 
 The child has the client with torch and hivemind; this process has neither. It ends with this process.
 """
@@ -15,21 +15,25 @@ from typing import Annotated
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.monitor.history import GAPS_MAX, ProbeResult
+from swarm.limits import limit
+from swarm.monitor.history import HistoryLimits, ProbeResult
 from swarm.net.launch import command
-
-PROBES_MAX = 8  # models that are probed
-LINE_BYTES_MAX = 64 * 1024
-RESTART_S = 30.0
-STOP_S = 5.0
-DESCRIPTORS_MAX = 4096
-MEMORY_BYTES_MAX = 1 << 46  # no limit of ours
 
 _log = structlog.get_logger("swarm.monitor")
 
 
+@dataclass(frozen=True, slots=True)
+class ProbingLimits:
+    """How many probes run, and how their children are held."""
+
+    probes_max: int = limit(8, "models", "that are probed; more are a wrong argument")
+    line_bytes_max: int = limit(64 * 1024, "bytes", "of one line; a child that prints a longer one is started again")
+    restart_s: float = limit(30.0, "s", "until a child that ended is started again")
+    stop_s: float = limit(5.0, "s", "that a child gets to end; then it is killed")
+
+
 class ProbeLine(BaseModel):
-    """What the child prints of one generation."""
+    """The child's line about one generation."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -37,7 +41,9 @@ class ProbeLine(BaseModel):
     at: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     ok: bool
     ttft_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    gaps_ms: Annotated[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(max_length=GAPS_MAX)] = ()
+    gaps_ms: Annotated[
+        tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...], Field(max_length=HistoryLimits().gaps_max)
+    ] = ()
     why: Annotated[str, Field(max_length=200)] = ""
 
 
@@ -55,7 +61,7 @@ class ProbePlan:
 
     @property
     def access_arguments(self) -> tuple[str, ...]:
-        """The files that say who may take part, as the child takes them."""
+        """The options that name the files of a private swarm, as the child takes them."""
         files = {"--network-key": self.network_key, "--allow-peers": self.allow_peers, "--identity": self.identity}
         return tuple(part for name, path in files.items() if path is not None for part in (name, str(path)))
 
@@ -63,9 +69,12 @@ class ProbePlan:
 class Prober:
     """One child. `problem`: why there are no results; empty while all is well."""
 
-    def __init__(self, plan: ProbePlan, keep: Callable[[ProbeResult], object]) -> None:
+    def __init__(
+        self, plan: ProbePlan, keep: Callable[[ProbeResult], object], limits: ProbingLimits = ProbingLimits()
+    ) -> None:
         """keep: called with every result."""
         self.problem = "no result yet"
+        self._limits = limits
         self._plan, self._keep = plan, keep
 
     async def run(self) -> None:
@@ -74,7 +83,7 @@ class Prober:
             code = await self._run_child()
             self.problem = f"the probe ended with code {code}; it is started again"
             _log.warning("probe", model=self._plan.model, problem=self.problem)
-            await asyncio.sleep(RESTART_S)
+            await asyncio.sleep(self._limits.restart_s)
 
     async def _run_child(self) -> int:
         plan = self._plan
@@ -89,14 +98,14 @@ class Prober:
             *peers,
             "--",
             plan.model,
-            descriptors_max=DESCRIPTORS_MAX,
-            data_bytes_max=MEMORY_BYTES_MAX,
+            descriptors_max=4096,
+            data_bytes_max=1 << 46,  # no limit of ours
         )
         child = await asyncio.create_subprocess_exec(
             *line,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            limit=LINE_BYTES_MAX,
+            limit=self._limits.line_bytes_max,
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,  # Ctrl-C is for us, and we end our child
         )
@@ -107,7 +116,7 @@ class Prober:
                     self._take(text)
             return await child.wait() if child.returncode is None else child.returncode
         finally:
-            await _end(child)
+            await _end(child, self._limits.stop_s)
 
     def _take(self, text: bytes) -> None:
         try:
@@ -121,12 +130,12 @@ class Prober:
         self._keep(ProbeResult(line.root, line.at, line.ok, line.ttft_ms, line.gaps_ms))
 
 
-async def _end(child: asyncio.subprocess.Process) -> None:
+async def _end(child: asyncio.subprocess.Process, within_s: float) -> None:
     if child.returncode is not None:
         return
     child.terminate()
     try:
-        async with asyncio.timeout(STOP_S):
+        async with asyncio.timeout(within_s):
             await child.wait()
     except TimeoutError:
         child.kill()

@@ -16,25 +16,23 @@ import uvicorn
 from swarm.access import Access
 from swarm.commands import Ready, Stop
 from swarm.dht.light import open_light
-from swarm.errors import BadConfiguration, ungrouped
+from swarm.errors import BadConfiguration
+from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.monitor.app import make_app
 from swarm.monitor.contacts import dialling
 from swarm.monitor.history import Database
-from swarm.monitor.probing import PROBES_MAX, ProbePlan, Prober, problem_of
+from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorOptions
 from swarm.net.carriers.tcp import bound
 from swarm.net.reach import is_public
-
-CONNECTIONS_MAX = 1024
-GRACE_S = 2  # for requests under way when the command ends
 
 _log = structlog.get_logger("swarm.monitor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthArguments:
-    """What `swarm-health` was asked to do."""
+    """The arguments of `swarm-health`."""
 
     listen: tuple[str, int]
     initial_peers: tuple[str, ...]
@@ -49,7 +47,7 @@ class HealthArguments:
 
 
 class HealthReady(Ready):
-    """The ready file: `url` is where the page is. `peer_id` is whom servers see when they are greeted."""
+    """The ready file: `url` is the page's. Servers see `peer_id` when they are greeted."""
 
     url: str
 
@@ -66,11 +64,12 @@ class _Server(uvicorn.Server):
 async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError."""
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
-    if len(arguments.probes) > PROBES_MAX:
-        raise BadConfiguration("--probe", f"at most {PROBES_MAX} models")
+    probes_max = ProbingLimits().probes_max
+    if len(arguments.probes) > probes_max:
+        raise BadConfiguration("--probe", f"at most {probes_max} models")
     path = arguments.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
-    own = None if path is None else identity.peer_id  # without a file it reads, and nobody on the list answers it
+    own = None if path is None else identity.peer_id  # without a file it reads, and no listed peer answers it
     access = Access.load(arguments.network_key, arguments.allow_peers, own)
     with bound(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
@@ -120,8 +119,8 @@ async def _live(
         access_log=False,
         log_config=None,
         server_header=False,
-        limit_concurrency=CONNECTIONS_MAX,
-        timeout_graceful_shutdown=GRACE_S,
+        limit_concurrency=1024,  # connections; more are answered with 503
+        timeout_graceful_shutdown=2,  # seconds for requests under way
     )
     server = _Server(config)
     async with asyncio.TaskGroup() as group:
@@ -134,7 +133,7 @@ async def _live(
         _log.info("ready", url=url, network=arguments.network)
         await stop.wait()
         _log.info("stopping")
-        monitor.stop()
+        monitor.board.stop()
         server.should_exit = True
         await serving
         for task in working:

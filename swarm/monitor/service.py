@@ -1,41 +1,30 @@
-"""The monitor: reads the DHT every 30 s, shakes hands with every server, remembers, and keeps the answers ready.
+"""The monitor: reads the DHT every 30 s, shakes hands with every server, remembers, and publishes the results.
 
-Two tasks: one reads, one visits. What the API serves is made anew after each of both, in a worker thread, as finished
-bytes: a request only hands them out, however many servers there are.
+Two tasks: one reads, one visits. The board (`swarm.monitor.board`) is renewed after each of both.
 """
 
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import structlog
 
-from swarm.dht.directory import Directory, ModelEntry
+from swarm.dht.directory import Directory
 from swarm.dht.light import LightStore
-from swarm.dht.records import SPANS_PER_KEY, Announcement
 from swarm.dht.validator import Clock
-from swarm.errors import ClockSkew, SwarmError, Unreachable, UsageError
-from swarm.monitor.assess import Assessment, KnownModel, Sighting, assess
-from swarm.monitor.contacts import Answer, Contacts
+from swarm.errors import ClockSkew, DirectoryTimeout, SwarmError, Unreachable, UsageError
+from swarm.limits import limit
+from swarm.monitor.assess import KnownModel, Sighting
+from swarm.monitor.board import Board, Published
+from swarm.monitor.contacts import Answer, ContactLimits, Contacts
 from swarm.monitor.history import Database, Sample
-from swarm.monitor.metrics import metrics_text
-from swarm.monitor.state import MODELS_MAX, TEXT_MAX, Health, History, ProbeStats, Reading, Window
-
-READ_EVERY_S = 30.0
-READ_TIMEOUT_S = 25.0
-RETRY_S = 5.0  # after a reading that failed
-FRESH_S = 120.0  # a page whose last reading is older than this is not healthy itself
-KEYS_MAX = 2048  # DHT keys of models that one reading looks at
-SURVEYS_MAX = 2  # models looked up at one time
-RECORDS_MAX = 8192
-HISTORY_CACHE_S = 15.0
-HISTORY_CACHE_MAX = 256
-EVENT_CLIENTS_MAX = 256
+from swarm.monitor.reading import Found, ReadingLimits, read
+from swarm.monitor.state import API, Health, History, ModelSummary, ProbeStats, Reading, Window
 
 Open = Callable[[], AbstractAsyncContextManager[LightStore]]
 Result = TypeVar("Result")
@@ -43,32 +32,58 @@ _log = structlog.get_logger("swarm.monitor")
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What the API hands out, ready to be sent. details by root."""
+class MonitorLimits:
+    """How often the monitor looks, and how much it keeps ready."""
 
-    assessment: Assessment
-    state: bytes
-    details: dict[str, bytes]
-    metrics: bytes
+    read_every_s: float = limit(30.0, "s", "the DHT is read this often")
+    retry_s: float = limit(5.0, "s", "after a reading that failed")
+    fresh_s: float = limit(120.0, "s", "a page whose last reading is older is not healthy itself")
+    history_cache_s: float = limit(15.0, "s", "one history is handed out again for so long")
+    history_cache_max: int = limit(256, "histories", "kept; then all are dropped")
+    event_clients_max: int = limit(256, "clients", "that wait for events; more are refused")
+    reading: ReadingLimits = field(default_factory=ReadingLimits)
+    contacts: ContactLimits = field(default_factory=ContactLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorOptions:
-    """What the operator chose."""
+    """The operator's choices."""
 
     network: str
     join_addresses: tuple[str, ...] = ()
-    read_every_s: float = READ_EVERY_S
     public: bool = False  # see swarm.net.reach
+    limits: MonitorLimits = MonitorLimits()
 
 
 @dataclass(slots=True)
-class _Seen:
-    """The last reading."""
+class Knowledge:
+    """The facts of the moment. known: models that were served lately, by root; probes by root."""
 
-    records: tuple[Announcement, ...] = ()
-    other_protocols: tuple[int, ...] = ()
+    found: Found = Found()  # noqa: RUF009 - frozen
     reading: Reading = field(default_factory=lambda: Reading(at=None, took_s=None))
+    known: dict[str, KnownModel] = field(default_factory=dict)
+    probes: dict[str, tuple[ProbeStats, ...]] = field(default_factory=dict)
+
+    def sighting(self, options: MonitorOptions, contacts: Contacts) -> Sighting:
+        """Return a copy for the assessment."""
+        return Sighting(
+            network=options.network,
+            records=self.found.records,
+            contacts=dict(contacts.known),
+            known=dict(self.known),
+            probes=self.probes,
+            reading=self.reading,
+            other_protocols=self.found.other_protocols,
+            join_addresses=options.join_addresses,
+        )
+
+    def served(self, summaries: tuple[ModelSummary, ...]) -> None:
+        """Keep the models in mind that are served now, and forget the oldest beyond `API.models_max`."""
+        for model in summaries:
+            if model.servers_online:
+                self.known[model.root] = KnownModel(model.name, model.n_blocks)
+        for root in list(self.known)[: max(0, len(self.known) - API.models_max)]:
+            del self.known[root]
 
 
 class Monitor:
@@ -78,19 +93,13 @@ class Monitor:
         self, options: MonitorOptions, open_store: Open, answer: Answer, database: Database, clock: Clock
     ) -> None:
         self.probe_problem: Callable[[], str] = lambda: "off"
-        self.event_clients = 0
-        self.stopping = False
-        self._options, self._open, self._answer, self._clock = options, open_store, answer, clock
-        self._database = database
-        self._contacts = Contacts(answer, clock, {})
-        self._known: dict[str, KnownModel] = {}
-        self._probes: dict[str, tuple[ProbeStats, ...]] = {}
-        self._seen = _Seen()
-        self._revision = 0
-        self._new_records, self._changed = asyncio.Event(), asyncio.Event()
-        self._first = asyncio.Event()
+        self._options, self._open, self._clock, self._database = options, open_store, clock, database
+        self._contacts = Contacts(answer, clock, options.limits.contacts)
+        self._knowledge = Knowledge()
+        self._new_records, self._first = asyncio.Event(), asyncio.Event()
         self._histories: dict[tuple[str | None, Window], tuple[float, bytes]] = {}
-        self.published = _publish(self._sighting(), clock(), "")
+        first = Published.of(self._knowledge.sighting(options, self._contacts), clock(), "")
+        self.board = Board(first, options.limits.event_clients_max)
 
     async def run(self) -> None:
         """Read and visit until cancelled. Raises UsageError for initial peers that are no addresses."""
@@ -103,44 +112,29 @@ class Monitor:
         """Wait until the first reading has ended, well or not."""
         await self._first.wait()
 
-    async def changed(self, timeout_s: float) -> bool:
-        """Wait for something new to be published. Returns whether it was."""
-        waiting = self._changed
-        try:
-            async with asyncio.timeout(timeout_s):
-                await waiting.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def stop(self) -> None:
-        """Let those who wait for events go."""
-        self.stopping = True
-        self._changed.set()
-
     def health(self) -> Health:
-        """Say how the monitor itself is."""
-        at = self._seen.reading.at
+        """Return the condition of the monitor itself."""
+        at = self._knowledge.reading.at
         age_s = None if at is None else max(0.0, self._clock() - at)
         return Health(
-            ok=age_s is not None and age_s <= FRESH_S,
+            ok=age_s is not None and age_s <= self._options.limits.fresh_s,
             reading_age_s=age_s,
-            history=self._database.problem[:TEXT_MAX] or "ok",
-            probe=self.probe_problem()[:TEXT_MAX],
+            history=self._database.problem[: API.text_chars] or "ok",
+            probe=self.probe_problem()[: API.text_chars],
         )
 
     async def history(self, root: str | None, window: Window) -> bytes | None:
         """Return a History in JSON, or None while the disk cannot be read."""
-        now = self._clock()
+        now, limits = self._clock(), self._options.limits
         cached = self._histories.get((root, window))
-        if cached is not None and 0 <= now - cached[0] < HISTORY_CACHE_S:
+        if cached is not None and 0 <= now - cached[0] < limits.history_cache_s:
             return cached[1]
         try:
             found: History = await asyncio.wrap_future(self._database.history(root, window, now))
         except sqlite3.DatabaseError as error:
             _log.warning("no history", why=str(error))
             return None
-        if len(self._histories) >= HISTORY_CACHE_MAX:
+        if len(self._histories) >= limits.history_cache_max:
             self._histories.clear()
         self._histories[root, window] = (now, found.model_dump_json().encode())
         return self._histories[root, window][1]
@@ -150,88 +144,55 @@ class Monitor:
     async def _recall(self) -> None:
         remembered = await self._asked(self._database.remembered(self._clock()))
         if remembered is not None:
-            self._known = {root: KnownModel(*facts) for root, facts in remembered.models.items()}
-            self._contacts = Contacts(self._answer, self._clock, remembered.first_seen)
+            self._knowledge.known = {root: KnownModel(*facts) for root, facts in remembered.models.items()}
+            self._contacts.recall(remembered.first_seen)
 
     async def _read_forever(self) -> None:
+        options = self._options
         while True:
             try:
                 async with self._open() as store:
                     directory = Directory(
-                        store,
-                        identity=None,
-                        network=self._options.network,
-                        clock=self._clock,
-                        public=self._options.public,
+                        store, identity=None, network=options.network, clock=self._clock, public=options.public
                     )
                     while store.alive:
                         began = time.monotonic()
                         await self._read(directory)
-                        await asyncio.sleep(max(1.0, self._options.read_every_s - (time.monotonic() - began)))
+                        await asyncio.sleep(max(1.0, options.limits.read_every_s - (time.monotonic() - began)))
             except UsageError:  # an initial peer that is no address
                 raise
             except SwarmError as error:
                 await self._failed(error)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(options.limits.retry_s)
 
     async def _failed(self, error: SwarmError) -> None:
-        """Say that the last reading failed: in full in the log, without addresses on the page."""
+        """Note that the last reading failed: in full in the log, without addresses on the page."""
         _log.warning("the swarm cannot be read", why=str(error))
         why = "no node of the swarm answers" if isinstance(error, Unreachable) else str(error)
-        if not isinstance(error, Unreachable | ClockSkew | SwarmTimeout):
+        if not isinstance(error, Unreachable | ClockSkew | DirectoryTimeout):
             why = type(error).__name__
-        self._seen.reading = self._seen.reading.model_copy(update={"error": why[:TEXT_MAX]})
+        reading = self._knowledge.reading
+        self._knowledge.reading = reading.model_copy(update={"error": why[: API.text_chars]})
         await self._republish()
         self._first.set()
 
     async def _read(self, directory: Directory) -> None:
-        """Read everything once. Raises NetworkError, SwarmTimeout."""
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
-                records, others = await self._records(directory, await directory.models())
-        except TimeoutError:
-            raise SwarmTimeout(f"the DHT was not read within {READ_TIMEOUT_S:.0f} s") from None
+        """Read everything once. Raises NetworkError, RecordError."""
+        began, knowledge = time.monotonic(), self._knowledge
+        found = await read(directory, knowledge.known, self._options.limits.reading)
         now = self._clock()
-        self._seen = _Seen(records, others, Reading(at=now, took_s=round(time.monotonic() - began, 3)))
+        knowledge.found, knowledge.reading = found, Reading(at=now, took_s=round(time.monotonic() - began, 3))
         self._new_records.set()
         stats = await self._asked(self._database.probe_stats(now))
-        self._probes = stats if stats is not None else self._probes
+        knowledge.probes = stats if stats is not None else knowledge.probes
         await self._republish()
         await self._remember(now)
         self._first.set()
 
-    async def _records(
-        self, directory: Directory, entries: Sequence[ModelEntry]
-    ) -> tuple[tuple[Announcement, ...], tuple[int, ...]]:
-        turns = asyncio.Semaphore(SURVEYS_MAX)
-        failures: list[SwarmError] = []
-
-        async def survey(entry: ModelEntry) -> tuple[list[Announcement], tuple[int, ...]]:
-            async with turns:
-                try:
-                    found = await directory.survey(entry.root, entry.n_blocks)
-                except SwarmError as error:
-                    failures.append(error)
-                    return [], ()
-            return [signed.announcement for signed in found.servers], found.other_protocols
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(survey(entry)) for entry in choose(entries, self._known)]
-        if failures:  # half a reading would call models broken that are not
-            raise failures[0]
-        records = [record for task in tasks for record in task.result()[0]]
-        others = {protocol for task in tasks for protocol in task.result()[1]}
-        return tuple(records[:RECORDS_MAX]), tuple(sorted(others))
-
     async def _remember(self, now: float) -> None:
         """Write one sample of each model, and keep in mind those that are served."""
-        summaries = self.published.assessment.state.models
-        for model in summaries:
-            if model.servers_online:
-                self._known[model.root] = KnownModel(model.name, model.n_blocks)
-        for root in list(self._known)[: max(0, len(self._known) - MODELS_MAX)]:
-            del self._known[root]
+        summaries, knowledge = self.board.published.assessment.state.models, self._knowledge
+        knowledge.served(summaries)
         samples = [
             Sample(
                 root=model.root,
@@ -245,7 +206,7 @@ class Monitor:
                 healthy=float(model.status != "broken"),
             )
             for model in summaries
-            if model.servers_online or model.root in self._known  # nobody fills the disk with names alone
+            if model.servers_online or model.root in knowledge.known  # names alone must not fill the disk
         ]
         peers = [(key, contact.first_seen) for key, contact in self._contacts.known.items() if contact.answered_at]
         await self._asked(self._database.record(now, samples, peers))
@@ -264,63 +225,9 @@ class Monitor:
         while True:
             await self._new_records.wait()
             self._new_records.clear()
-            await self._contacts.visit(self._seen.records)
+            await self._contacts.visit(self._knowledge.found.records)
             await self._republish()
 
     async def _republish(self) -> None:
-        self._revision += 1
-        sighting = replace(self._sighting(), revision=self._revision)
-        published = await asyncio.to_thread(_publish, sighting, self._clock(), self._database.problem)
-        if published.assessment.state.revision < self.published.assessment.state.revision:
-            return  # the other task was faster with something newer
-        self.published = published
-        self._changed.set()
-        self._changed = asyncio.Event()
-        if self.stopping:
-            self._changed.set()
-
-    def _sighting(self) -> Sighting:
-        return Sighting(
-            network=self._options.network,
-            records=self._seen.records,
-            contacts=dict(self._contacts.known),
-            known=dict(self._known),
-            probes=self._probes,
-            reading=self._seen.reading,
-            other_protocols=self._seen.other_protocols,
-            join_addresses=self._options.join_addresses,
-            revision=self._revision,
-        )
-
-
-class SwarmTimeout(SwarmError):
-    """A reading that took too long."""
-
-
-def choose(entries: Sequence[ModelEntry], known: dict[str, KnownModel]) -> list[ModelEntry]:
-    """Say which models to look up: those that were served lately first, the rest while there is room for their keys.
-
-    Anybody can announce names; a flood of them must not push out what works.
-    """
-    chosen: list[ModelEntry] = []
-    keys = 0
-    for entry in sorted(
-        set(entries), key=lambda e: (known.get(e.root) != KnownModel(e.name, e.n_blocks), e.n_blocks, e)
-    ):
-        if (entry.root, entry.n_blocks) in {(other.root, other.n_blocks) for other in chosen}:
-            continue
-        keys += -(-entry.n_blocks // SPANS_PER_KEY)
-        if len(chosen) == MODELS_MAX or keys > KEYS_MAX:
-            break
-        chosen.append(entry)
-    return chosen
-
-
-def _publish(sighting: Sighting, now: float, history_problem: str) -> Published:
-    assessment = assess(sighting, now)
-    return Published(
-        assessment,
-        assessment.state.model_dump_json().encode(),
-        {root: detail.model_dump_json().encode() for root, detail in assessment.details.items()},
-        metrics_text(assessment.state, history_problem),
-    )
+        sighting = self._knowledge.sighting(self._options, self._contacts)
+        await self.board.publish(sighting, self._clock(), self._database.problem)

@@ -1,35 +1,45 @@
-"""What the health page knows: the models of its API, in JSON as they stand here, with units in their names.
+"""The models of the health page's API: JSON with the same names, units among them.
 
     GET /api/v1/state          State          every model in a few lines
-    GET /api/v1/models/{root}  ModelDetail    one model: its blocks, its servers, what it needs most
+    GET /api/v1/models/{root}  ModelDetail    one model: its blocks, its servers, its greatest need
     GET /api/v1/history        History        coverage, throughput and servers over time
     GET /api/v1/events         server-sent events: `event: state`, `id:` the revision, `data:` a State in one line
 
-Every text in them that a stranger wrote (names, versions, devices) is printable and bounded, and is text: whoever puts
-it on a page escapes it. No addresses are in them, except the operator's own in `join_command`.
+Every text in them that a stranger wrote (names, versions, devices) is printable and bounded, and is text: a page has to
+escape it. No addresses are in them, except the operator's own in `join_command`.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm.blocks import BLOCKS_MAX
-from swarm.dht.records import PUBLIC_NAME_MAX
+from swarm.dht.records import RECORD
+from swarm.limits import limit
 
-MODELS_MAX = 64
-SERVERS_SHOWN_MAX = 2048  # of one model
-CONTRIBUTORS_MAX = 100
-REASONS_MAX = 8
-POINTS_MAX = 720  # of one history: hours of 30 days, or 24 h in steps of two minutes
-TEXT_MAX = 300
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """Bounds of the answers, which the schema promises."""
+
+    models_max: int = limit(64, "models", "in one state; those with fewest servers are left out")
+    servers_max: int = limit(2048, "servers", "of one model; silent ones are left out first")
+    contributors_max: int = limit(100, "names", "in one state; those with fewest blocks are left out")
+    reasons_max: int = limit(8, "reasons", "of one model; the rest is left out")
+    points_max: int = limit(720, "points", "of one history: hours of 30 days, or 24 h in steps of two minutes")
+    text_chars: int = limit(300, "characters", "of one text; the rest is cut off")
+
+
+API = ApiLimits()
 
 Status = Literal["healthy", "degraded", "broken"]
 """healthy: every block has a server that answers. degraded: it works, and `reasons` says what is wrong. broken: no
 complete route exists."""
 
 BlockStatus = Literal["spare", "single", "leaving", "silent", "missing"]
-"""spare: two or more servers answer. single: one does. leaving: only servers that drain. silent: somebody announces the
-block, and nobody answers. missing: nobody announces it."""
+"""spare: two or more servers answer. single: one does. leaving: only servers that drain. silent: announced, and no
+server answers. missing: no server announces it."""
 
 Window = Literal["24h", "30d"]
 
@@ -67,19 +77,24 @@ class ProbeStats(ApiModel):
     inter_token_ms: Quantiles | None = Field(description="between tokens after the first")
 
 
-class ModelSummary(ApiModel):
-    """One model in a few lines."""
+class ModelFacts(ApiModel):
+    """Which model it is, as its servers say."""
 
     root: Root
     name: Annotated[str, Field(max_length=128, description="as its servers call it: a claim, as all names are")]
     n_blocks: Annotated[int, Field(ge=1, le=BLOCKS_MAX)]
     numeric_class: Annotated[
-        str | None, Field(max_length=32, description="that which is covered best, and that all figures are about")
+        str | None, Field(max_length=32, description="the one that is covered best; all figures are about it")
     ]
+
+
+class ModelSummary(ModelFacts):
+    """One model in a few lines: its condition and its capacity."""
+
     status: Status
     reasons: Annotated[
-        tuple[Annotated[str, Field(max_length=TEXT_MAX)], ...],
-        Field(max_length=REASONS_MAX, description="why it is not healthy, in words"),
+        tuple[Annotated[str, Field(max_length=API.text_chars)], ...],
+        Field(max_length=API.reasons_max, description="why it is not healthy, in words"),
     ]
     missing_blocks: Annotated[tuple[Block, ...], Field(description="blocks without any server that answers, in order")]
     coverage: Share = Field(description="share of blocks with a server that answers")
@@ -99,9 +114,9 @@ class VersionCount(ApiModel):
 
 
 class Contributor(ApiModel):
-    """Servers of one public name, over all models: anybody may take any name."""
+    """Servers of one public name, over all models: a server may take any name."""
 
-    name: Annotated[str, Field(max_length=PUBLIC_NAME_MAX, description="empty: those without a name")]
+    name: Annotated[str, Field(max_length=RECORD.public_name_chars, description="empty: those without a name")]
     servers_online: Count
     blocks: Count = Field(description="sum over its servers that answer")
     since: Moment = Field(description="when the first of them was first seen")
@@ -112,7 +127,7 @@ class Reading(ApiModel):
 
     at: Moment | None = Field(description="when the last one that succeeded ended; None: none did yet")
     took_s: Seconds | None
-    error: Annotated[str | None, Field(max_length=TEXT_MAX)] = Field(
+    error: Annotated[str | None, Field(max_length=API.text_chars)] = Field(
         default=None, description="why the last one failed, if it did: then everything else is of the one before"
     )
 
@@ -125,18 +140,18 @@ class State(ApiModel):
     network: str
     software: str = Field(description="version of the monitor itself")
     reading: Reading
-    models: Annotated[tuple[ModelSummary, ...], Field(max_length=MODELS_MAX)]
+    models: Annotated[tuple[ModelSummary, ...], Field(max_length=API.models_max)]
     servers_online: Count
     servers_announced: Count
     versions: Annotated[tuple[VersionCount, ...], Field(max_length=32)]
     other_protocols: Annotated[tuple[int, ...], Field(max_length=32)] = Field(
         description="major protocol versions of servers that cannot be used together with the others"
     )
-    contributors: Annotated[tuple[Contributor, ...], Field(max_length=CONTRIBUTORS_MAX)]
+    contributors: Annotated[tuple[Contributor, ...], Field(max_length=API.contributors_max)]
 
 
 class BlockState(ApiModel):
-    """One block: who holds it in the summary's numeric class."""
+    """One block: the servers that hold it in the summary's numeric class."""
 
     block: Block
     status: BlockStatus
@@ -144,24 +159,29 @@ class BlockState(ApiModel):
     announced: Count
 
 
-class ServerState(ApiModel):
-    """One announced span of one server."""
+class ServerClaims(ApiModel):
+    """One announced span of one server, as its record says."""
 
     peer_id: Annotated[str, Field(max_length=64)]
-    name: Annotated[str, Field(max_length=PUBLIC_NAME_MAX)]
+    name: Annotated[str, Field(max_length=RECORD.public_name_chars)]
     version: Annotated[str, Field(max_length=32)]
     blocks: Range
     device: Annotated[str, Field(max_length=64)]
     numeric_class: Annotated[str, Field(max_length=32)]
-    state: Literal["joining", "online", "draining"] = Field(description="what it says of itself")
-    online: bool = Field(description="whether it answered a handshake lately")
-    answered_s: Seconds | None = Field(description="how long ago it last answered; None: never")
-    rtt_ms: Milliseconds | None = Field(description="round trip from the monitor")
+    state: Literal["joining", "online", "draining"] = Field(description="as its record says")
     decode_tps: Rate | None
     prefill_tps: Rate | None
     free_tokens: Count
     load: Annotated[float, Field(ge=0)]
-    age_s: Seconds = Field(description="since the monitor first saw this peer")
+
+
+class ServerState(ServerClaims):
+    """The same with the monitor's own observations."""
+
+    online: bool = Field(description="whether it answered a handshake lately")
+    answered_s: Seconds | None = Field(description="how long ago it last answered; None: never")
+    rtt_ms: Milliseconds | None = Field(description="round trip from the monitor")
+    age_s: Seconds = Field(description="for how long the monitor has known this peer")
 
 
 class ModelDetail(ApiModel):
@@ -170,10 +190,10 @@ class ModelDetail(ApiModel):
     generated_at: Moment
     summary: ModelSummary
     blocks: Annotated[tuple[BlockState, ...], Field(max_length=BLOCKS_MAX)]
-    servers: Annotated[tuple[ServerState, ...], Field(max_length=SERVERS_SHOWN_MAX)]
+    servers: Annotated[tuple[ServerState, ...], Field(max_length=API.servers_max)]
     needed_blocks: Range = Field(description="where one more server helps most")
     join_command: Annotated[str, Field(max_length=1024)] = Field(
-        description="hosts the needed blocks, in a POSIX shell; MODEL stands where the name could be no hub id"
+        description="hosts the needed blocks, in a POSIX shell; MODEL takes the place of a name that can be no hub id"
     )
 
 
@@ -195,7 +215,7 @@ class History(ApiModel):
     root: Root | None
     window: Window
     step_s: Seconds
-    points: Annotated[tuple[Point, ...], Field(max_length=POINTS_MAX)]
+    points: Annotated[tuple[Point, ...], Field(max_length=API.points_max)]
 
 
 class Health(ApiModel):
@@ -203,5 +223,5 @@ class Health(ApiModel):
 
     ok: bool
     reading_age_s: Seconds | None
-    history: Annotated[str, Field(max_length=TEXT_MAX)] = Field(description='"ok", or why none is being written')
-    probe: Annotated[str, Field(max_length=TEXT_MAX)] = Field(description='"off", "ok", or what is wrong with it')
+    history: Annotated[str, Field(max_length=API.text_chars)] = Field(description='"ok", or why none is being written')
+    probe: Annotated[str, Field(max_length=API.text_chars)] = Field(description='"off", "ok", or its problem')

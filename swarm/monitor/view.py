@@ -1,4 +1,4 @@
-"""What the page shows of one model, worked out for the templates. Pure."""
+"""The page's view of one model, worked out for the templates. Pure."""
 
 import json
 import shlex
@@ -11,15 +11,9 @@ from swarm.monitor.assess import ranges
 from swarm.monitor.state import BlockState, BlockStatus, History, ModelDetail, Point, ServerState
 from swarm.monitor.wording import lasting
 
-ROWS_SHOWN = 100  # servers on the page unless all are asked for: a thousand rows would be most of its weight
-CELLS_MAX = 256  # of a block map: a model with more blocks gets several of them in a cell
-ADDRESS = "/dns4/HOST/tcp/31337/p2p/PEER"  # stands where the operator gave none to join through
-HISTORY_ROWS_MAX = 12  # of the table that stands beside the charts
-
-WORST_FIRST: tuple[BlockStatus, ...] = ("missing", "silent", "leaving", "single", "spare")
-MEANINGS: dict[BlockStatus, str] = {
-    "missing": "nobody announces it",
-    "silent": "announced, but nobody answers",
+MEANINGS: dict[BlockStatus, str] = {  # the worst first
+    "missing": "no server announces it",
+    "silent": "announced, but no server answers",
     "leaving": "only servers that come or go",
     "single": "one server",
     "spare": "two or more servers",
@@ -53,7 +47,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class ServerRow:
-    """One line of the servers' table: condition is a word, and detail says what it means here."""
+    """One line of the servers' table: condition is a word, and detail explains it."""
 
     server: ServerState
     condition: str
@@ -86,15 +80,15 @@ class Past:
     rows: tuple[Point, ...]
 
 
-def cells(blocks: Sequence[BlockState]) -> tuple[Cell, ...]:
-    """Put blocks into at most CELLS_MAX cells of equal size."""
-    size = -(-len(blocks) // CELLS_MAX)
+def cells(blocks: Sequence[BlockState], count_max: int = 256) -> tuple[Cell, ...]:
+    """Put blocks into at most `count_max` cells of equal size."""
+    size = -(-len(blocks) // count_max)
     groups = [blocks[i : i + size] for i in range(0, len(blocks), size)]
     return tuple(
         Cell(
             start=group[0].block,
             stop=group[-1].block + 1,
-            status=min((state.status for state in group), key=WORST_FIRST.index),
+            status=min((state.status for state in group), key=list(MEANINGS).index),
             online=min(state.online for state in group),
         )
         for group in groups
@@ -102,17 +96,22 @@ def cells(blocks: Sequence[BlockState]) -> tuple[Cell, ...]:
 
 
 def held(blocks: Sequence[BlockState]) -> tuple[Held, ...]:
-    """Say which blocks are how, the worst first. Statuses that no block has are left out."""
+    """Sort blocks by their status, the worst first. Statuses that no block has are left out."""
     lines = []
-    for status in WORST_FIRST:
+    for status, meaning in MEANINGS.items():
         numbers = [state.block for state in blocks if state.status == status]
         if numbers:
-            lines.append(Held(status, MEANINGS[status], len(numbers), ranges(numbers).removeprefix("blocks ")))
+            lines.append(Held(status, meaning, len(numbers), ranges(numbers).removeprefix("blocks ")))
     return tuple(lines)
 
 
-def servers(detail: ModelDetail, *, text: str = "", block: int | None = None, everything: bool = False) -> Servers:
-    """Choose the lines of the table. text: part of a name or of a peer id; block: only those that hold it."""
+def servers(
+    detail: ModelDetail, *, text: str = "", block: int | None = None, everything: bool = False, rows_max: int = 100
+) -> Servers:
+    """Choose the lines of the table. text: part of a name or of a peer id; block: only those that hold it.
+
+    rows_max: unless `everything` is wanted; a thousand rows would be most of the page's weight.
+    """
     wanted = text.strip().casefold()
     matching = [
         server
@@ -120,7 +119,7 @@ def servers(detail: ModelDetail, *, text: str = "", block: int | None = None, ev
         if (not wanted or wanted in server.name.casefold() or wanted in server.peer_id.casefold())
         and (block is None or server.blocks[0] <= block < server.blocks[1])
     ]
-    shown = matching if everything else matching[:ROWS_SHOWN]
+    shown = matching if everything else matching[:rows_max]
     return Servers(tuple(_row(server) for server in shown), len(matching), len(detail.servers))
 
 
@@ -133,10 +132,11 @@ def _row(server: ServerState) -> ServerRow:
 
 
 def use(detail: ModelDetail, network: str) -> Use:
-    """Write what a user copies. Model and addresses are the join command's: no stranger's text gets into it."""
+    """Write code for a user to copy. Model and addresses are the join command's: no stranger's text gets into it."""
     joining = shlex.split(detail.join_command)
     model = joining[1]
-    addresses = [word for option, word in pairwise(joining) if option == "--initial-peers"] or [ADDRESS]
+    addresses = [word for option, word in pairwise(joining) if option == "--initial-peers"]
+    addresses = addresses or ["/dns4/HOST/tcp/31337/p2p/PEER"]  # to be filled in, where the operator gave none
     python = f"""from swarm import AutoDistributedModel
 from transformers import AutoTokenizer
 
@@ -154,13 +154,13 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))"""
     return Use(python, shlex.join(words))
 
 
-def past(history: History | None, *, broken: bool) -> Past:
+def past(history: History | None, *, broken: bool, rows_max: int = 12) -> Past:
     """Sum up a history; None cannot be read. broken: whether the model is broken now."""
     points = history.points if history is not None else ()
     return Past(
         working=fmean(point.healthy for point in points) if points else None,
         broken_since=_broken_since(points) if broken else None,
-        rows=tuple(reversed(condense(points, HISTORY_ROWS_MAX))),
+        rows=tuple(reversed(condense(points, rows_max))),
     )
 
 

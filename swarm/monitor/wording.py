@@ -4,7 +4,6 @@ from datetime import UTC, datetime
 
 NOT_KNOWN = "\N{EN DASH}"
 _NBSP = "\N{NO-BREAK SPACE}"  # keeps a number and its unit on one line
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def rate(tps: float | None) -> str:
@@ -50,13 +49,14 @@ def lasting(seconds: float | None) -> str:
     """Say a longer time in one unit: 59 -> "59 s", 4000 -> "1 h"."""
     if seconds is None:
         return NOT_KNOWN
-    if seconds < 2 * _MINUTE_S:
+    minute, hour, day = 60, 3600, 86400
+    if seconds < 2 * minute:
         return f"{seconds:.0f}{_NBSP}s"
-    if seconds < 2 * _HOUR_S:
-        return f"{seconds // _MINUTE_S:.0f}{_NBSP}min"
-    if seconds < 2 * _DAY_S:
-        return f"{seconds // _HOUR_S:.0f}{_NBSP}h"
-    return f"{seconds // _DAY_S:.0f}{_NBSP}days"
+    if seconds < 2 * hour:
+        return f"{seconds // minute:.0f}{_NBSP}min"
+    if seconds < 2 * day:
+        return f"{seconds // hour:.0f}{_NBSP}h"
+    return f"{seconds // day:.0f}{_NBSP}days"
 
 
 def moment(at: float) -> str:

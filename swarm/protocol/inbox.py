@@ -154,7 +154,7 @@ class Inbox(Generic[Kept]):
         n_bytes: memory that the answer takes here; 0 for one in the journal. fits: takes room for so many bytes in
         all, more or less than before, or returns False; it must have room for none.
         """
-        assert step == self.applied + 1
+        assert step == self.accepted - self.under_way + 1
         self.under_way -= 1
         if self._answers and self._answers[0].step <= step - self._window:
             self._forget_oldest()

@@ -17,7 +17,6 @@ the past is known after the last half of them only, which is more than all windo
 memory has no room for an entry drops the journal, never the session: then the next journal upstream is replayed.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -29,8 +28,6 @@ from swarm.activations import Activations
 from swarm.limits import limit
 from swarm.protocol.messages import Rebuild
 from swarm.protocol.tensors import CHUNK_BYTES, metas_of
-
-REPLAY_BYTES_MAX = 8 * CHUNK_BYTES  # of a past, on its way to hops that have not said that they have it: the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,40 +182,6 @@ def rebuild_messages(
             mask=metas.mask,
         )
         yield message, part.activations
-
-
-class Unconfirmed:
-    """Pieces of a past that were sent, in order, and that the hops which lack it have not said to have.
-
-    The first one goes alone: if they have no room, that is all that was sent in vain.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: deque[tuple[int, int]] = deque()  # where each stops, and its bytes
-        self._n_bytes = 0
-        self._n_bytes_max = 1
-
-    def __bool__(self) -> bool:
-        return bool(self._pieces)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no more may be sent now."""
-        return self._n_bytes >= self._n_bytes_max
-
-    def add(self, piece: Rebuild) -> None:
-        """Note a piece that is sent."""
-        self._pieces.append((piece.start + piece.hidden.shape[1], piece.hidden.n_bytes))
-        self._n_bytes += piece.hidden.n_bytes
-
-    def confirm(self, stop: int) -> int | None:
-        """The hops have the positions before `stop`. Returns where the last piece stops of which that is news."""
-        last = None
-        while self._pieces and self._pieces[0][0] <= stop:
-            last, n_bytes = self._pieces.popleft()
-            self._n_bytes -= n_bytes
-            self._n_bytes_max = REPLAY_BYTES_MAX
-        return last
 
 
 def _chunks(pieces: Sequence[Past], chunk_bytes: int) -> Iterator[Past]:

@@ -13,9 +13,9 @@ from swarm.identity import Identity
 from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.past import SpanPast
-from tests.client.test_session import eventually
 from tests.model.rings import save_family
 from tests.support.inprocess import inprocess
+from tests.support.swarms import eventually
 
 IDS = torch.randint(3, 120, (3, 20), generator=torch.Generator().manual_seed(5))
 SAME = {"max_new_tokens": 16, "pad_token_id": 0, "eos_token_id": None}
@@ -92,7 +92,7 @@ def test_the_route_begins_behind_the_local_blocks(world):
         remote.generate(IDS[:1], max_new_tokens=2, pad_token_id=0)
 
 
-def test_a_session_refuses_to_outgrow_what_it_was_opened_for_and_goes_on(world):
+def test_a_session_refuses_to_outgrow_its_limit_and_goes_on(world):
     _, model, full = world
     cache = model.new_cache(max_length=10)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_a_session_refuses_to_outgrow_what_it_was_opened_for_and_goes_on(world):
     assert (got - expected).abs().max() < 1e-5
 
 
-def test_a_conversation_that_was_interrupted_here_takes_no_more_steps_but_can_begin_anew(world, monkeypatch):
+def test_an_interrupted_conversation_takes_no_steps_until_reset(world, monkeypatch):
     swarm, model, full = world
     advance = SpanCache.advance
 
@@ -121,7 +121,7 @@ def test_a_conversation_that_was_interrupted_here_takes_no_more_steps_but_can_be
                 model(IDS[:, 8:10])
         with pytest.raises(SessionClosed, match="interrupted; open a new one"):
             model(IDS[:, 8:10])
-        eventually(lambda: not any(server.handler.sessions for server in swarm.servers))
+        eventually(lambda: not any(server.handler.sessions for server in swarm.servers), within_s=5)
         chat.cache.reset()
         got = model(IDS[:, :10]).logits
         expected = full(IDS[:, :10]).logits
@@ -166,7 +166,7 @@ def test_a_hop_that_dies_is_replaced_behind_the_local_blocks(tmp_path):
         with torch.no_grad():
             model(IDS, past_key_values=cache)
             swarm.serve("2:6")
-            swarm.loop.run(swarm.servers[0]._listener.close())
+            swarm.loop.run(swarm.servers.pop(0).stop())
             got = model(IDS[:, :4], past_key_values=cache).logits
             expected = full(torch.cat([IDS, IDS[:, :4]], dim=1)).logits[:, 20:]
     assert (got - expected).abs().max() < 1e-5

@@ -48,7 +48,7 @@ def crash(swarm, server):
         for session in server.handler.sessions.values():
             session.closed = True
         server.handler._tell = lambda *_: None
-        await server._listener.close()
+        await server.listener.close()
         await server.handler.dialer.close()
 
     swarm.loop.run(vanish())
@@ -123,7 +123,7 @@ def test_a_hop_may_die_in_every_way_of_generating(checkpoint, full, mode, monkey
 
 async def vanish(server):
     server.handler._tell = lambda *_: None
-    await server._listener.close()
+    await server.listener.close()
     await server.handler.dialer.close()
 
 
@@ -252,7 +252,7 @@ def crash_at_next_step(swarm, server):
         return PROGRESS
 
     async def vanish():
-        await server._listener.close()
+        await server.listener.close()
         await handler.dialer.close()
 
     handler._on_step = on_step

@@ -13,6 +13,7 @@ from swarm.client.planning.costs import estimated
 from swarm.client.planning.eligible import Reason
 from swarm.client.planning.explain import ExplainedRoute, explanation
 from swarm.client.planning.plan import plan
+from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import PlanningLimits, Request
 from swarm.client.planning.route import Hop
 from swarm.config import PROTOCOL_VERSION
@@ -52,8 +53,9 @@ def server(start, stop, *, tps=None, dtype="float32", state="online", load=0.0, 
     )
 
 
-def request(wanted, servers, **options):
-    return Request("m", wanted, tuple(servers), **options)
+def request(wanted, servers, *, allowed_peers=None, blocked_peers=(), trusted_peers=(), optimize="latency", **options):
+    preferences = Preferences(allowed_peers, blocked_peers, optimize, trusted_peers)
+    return Request("m", wanted, tuple(servers), preferences=preferences, **options)
 
 
 def planned(wanted, servers, **options):
@@ -102,7 +104,7 @@ def test_only_classes_of_the_wanted_dtype_are_used():
         blocks_of(quantised, dtype="float32")
 
 
-def test_who_leaves_or_joins_is_not_used():
+def test_draining_and_joining_servers_are_not_used():
     with pytest.raises(NoRoute):
         blocks_of(server(0, 12, state="draining"), server(0, 12, state="joining"))
 
@@ -118,7 +120,7 @@ def test_avoided_peers_are_left_out():
     assert planned(Blocks(0, 12), [bad, good], avoid=[bad.announcement.peer_id])[0].signed is good
 
 
-def test_who_announces_anothers_channel_key_does_not_have_him_avoided():
+def test_a_copied_channel_key_does_not_have_its_owner_avoided():
     honest, mallory = server(0, 12), server(0, 12, tps=1e6)
     assert honest.announcement.channel_key == mallory.announcement.channel_key
     (hop,) = planned(Blocks(0, 12), [honest, mallory])
@@ -152,20 +154,20 @@ def test_a_directory_full_of_servers_is_planned_in_a_moment():
 # --- round trips
 
 
-def test_hops_that_are_near_each_other_are_taken_over_faster_ones_that_are_not():
+def test_near_hops_are_taken_over_faster_far_ones():
     first, near, far = server(0, 6), None, server(6, 12, tps=25)
     near = server(6, 12, rtts=[(first, 2)])
     hops = planned(Blocks(0, 12), [first, near, far])
     assert [hop.signed for hop in hops] == [first, near]
 
 
-def test_a_hop_that_is_known_to_be_far_from_the_one_before_loses_to_one_of_which_nothing_is_known():
+def test_a_hop_known_to_be_far_loses_to_an_unmeasured_one():
     first = server(0, 6)
     far, unknown = server(6, 12, tps=25, rtts=[(first, 300)]), server(6, 12)
     assert [hop.signed for hop in planned(Blocks(0, 12), [first, far, unknown])] == [first, unknown]
 
 
-def test_nobody_comes_nearer_by_saying_so():
+def test_the_longer_of_two_announced_round_trips_counts():
     identity = Identity.generate()
     liar = server(6, 12, tps=25, identity=identity)
     honest = server(0, 6, rtts=[(liar, 300)])
@@ -182,7 +184,7 @@ def test_a_peer_with_two_spans_serves_one_of_them():
         assert [hop.signed for hop in hops] == [servers[0], servers[2]]
 
 
-def test_the_clients_own_round_trips_count_for_the_first_and_the_last_hop():
+def test_client_round_trips_count_for_first_and_last_hop():
     near, far = server(0, 12), server(0, 12, tps=21)
     rtts = {near.announcement.public_key: 5.0, far.announcement.public_key: 100.0}
     route = planned(Blocks(0, 12), [near, far], client_rtts=rtts)
@@ -190,7 +192,7 @@ def test_the_clients_own_round_trips_count_for_the_first_and_the_last_hop():
     assert route.estimate_ms == pytest.approx(5.0 + 50.0 + 0.5)
 
 
-def test_a_peer_that_the_client_has_not_measured_is_taken_to_be_as_far_as_others():
+def test_an_unmeasured_peer_is_as_far_as_the_median():
     """Else it would stay with the first peers that it met, or never come back to them."""
     known, faster = server(0, 12), server(0, 12, tps=21)
     for ms in (1.0, 200.0):
@@ -207,14 +209,14 @@ def test_a_server_without_room_is_left_to_shorter_sessions():
     assert planned(Blocks(0, 12), [full, empty], positions_needed=11)[0].signed is empty
 
 
-def test_servers_without_room_are_used_for_blocks_that_nobody_else_has():
+def test_servers_without_room_fill_gaps_alone():
     full, empty = server(0, 12, tps=100, free_tokens=10), server(0, 8, tps=20, free_tokens=1000)
     route = planned(Blocks(0, 12), [full, empty], positions_needed=500)
     assert [(hop.signed, str(hop.blocks)) for hop in route] == [(empty, "0:8"), (full, "8:12")]
     assert route.estimate_ms < 1000
 
 
-def test_blocked_peers_are_not_used_and_a_route_that_needs_them_says_so():
+def test_blocked_peers_are_unused_and_named_by_the_error():
     fast, slow = server(0, 12, tps=100), server(0, 12, tps=10)
     blocked = {fast.announcement.peer_id}
     assert planned(Blocks(0, 12), [fast, slow], blocked_peers=blocked)[0].signed is slow
@@ -230,7 +232,7 @@ def test_only_allowed_peers_are_used():
     with pytest.raises(NoRoute, match="allowed_peers") as caught:
         planned(Blocks(0, 12), [mine, other], allowed_peers=allowed)
     assert caught.value.missing == (8, 9, 10, 11)
-    with pytest.raises(NoRoute, match="nobody serves them"):
+    with pytest.raises(NoRoute, match="no server has them"):
         planned(Blocks(0, 12), [mine], allowed_peers=allowed)
 
 
@@ -249,7 +251,7 @@ def test_throughput_shares_the_work_where_latency_does_not():
     assert len(planned(Blocks(0, 12), servers, optimize="throughput")) > 1
 
 
-def test_throughput_does_not_split_what_is_faster_than_a_trip():
+def test_throughput_does_not_split_stages_faster_than_a_trip():
     servers = [server(0, 12, tps=60) for _ in range(4)]
     assert len(planned(Blocks(0, 12), servers, optimize="throughput")) == 1
 
@@ -257,7 +259,7 @@ def test_throughput_does_not_split_what_is_faster_than_a_trip():
 # --- explanations
 
 
-def test_a_route_names_the_reason_for_every_server_that_is_not_in_it():
+def test_an_explanation_has_a_reason_for_every_unused_server():
     best, slower, quantised = server(0, 12, tps=20), server(0, 12, tps=10), server(0, 12, dtype="bfloat16+nf4")
     full, failed, blocked = (server(0, 12, tps=tps, free_tokens=0) for tps in (30, 40, 50))
     leaving, elsewhere = server(0, 12, state="draining"), server(20, 30)
@@ -329,7 +331,7 @@ def test_a_printed_route_is_the_table_that_explains_it():
     assert repr(measured) == f"<Hop {measured.peer_id} 0:6, 12.3 ms>"
 
 
-def test_a_route_does_not_hold_the_servers_that_it_does_not_use():
+def test_a_route_does_not_hold_unused_servers():
     asked = request(Blocks(0, 12), [server(0, 12)] + [server(0, 12, tps=1) for _ in range(20)])
     route = plan(asked)
     unused = {id(signed) for signed in asked.servers} - {id(route[0].signed)}
@@ -347,7 +349,7 @@ def reachable(route):
     return found.values()
 
 
-def test_a_server_is_given_only_what_it_is_trusted_with():
+def test_a_server_gets_only_blocks_it_is_trusted_with():
     mine, other, whole = server(0, 8, tps=1), server(0, 12, tps=1000), server(4, 12, tps=1)
     trusted = ((Blocks(0, 2), frozenset({mine.announcement.peer_id})),)
     asked = request(Blocks(0, 12), [mine, other, whole], trusted_peers=trusted)
@@ -357,7 +359,7 @@ def test_a_server_is_given_only_what_it_is_trusted_with():
     assert {one.peer_id: one.reason for one in rejected} == {whole.announcement.peer_id: Reason.SLOWER}
 
 
-def test_a_pin_in_the_middle_splits_what_others_may_be_given():
+def test_a_pin_in_the_middle_splits_other_offers():
     mine, other, after = server(4, 8), server(0, 12), server(8, 12)
     trusted = ((Blocks(5, 6), frozenset({mine.announcement.peer_id})),)
     route = planned(Blocks(0, 12), [mine, other, after], trusted_peers=trusted)
@@ -378,7 +380,7 @@ def test_pins_of_one_block_hold_together():
     assert caught.value.missing == (6,)
 
 
-def test_who_is_trusted_with_none_of_the_blocks_is_said():
+def test_an_explanation_names_untrusted_servers():
     mine, other = server(0, 4), server(0, 4, tps=1000)
     trusted = ((Blocks(0, 4), frozenset({mine.announcement.peer_id})),)
     asked = request(Blocks(0, 4), [mine, other], trusted_peers=trusted)

@@ -12,12 +12,12 @@ from swarm.blocks import Blocks
 from swarm.client.planning.eligible import Reason, offers_of
 from swarm.client.planning.explain import explanation
 from swarm.client.planning.plan import plan
-from swarm.client.planning.request import PlanningLimits, Request
+from swarm.client.planning.request import PlanningLimits
 from swarm.client.planning.search import Search
 from swarm.client.planning.stages import stages_of
 from swarm.errors import NoRoute
 from swarm.identity import Identity
-from tests.client.test_route import server
+from tests.client.test_route import request, server
 
 N_BLOCKS = 7
 LIMITS = PlanningLimits()
@@ -91,7 +91,7 @@ class Twin:
         return self.client.get(self.servers[i].announcement.public_key, unknown)
 
     def request(self, **options):
-        return Request("m", Blocks(0, N_BLOCKS), tuple(self.servers), client_rtts=self.client, **options)
+        return request(Blocks(0, N_BLOCKS), self.servers, client_rtts=self.client, **options)
 
     def plan(self, **options):
         return plan(self.request(**options))
@@ -133,7 +133,7 @@ def test_a_plan_takes_no_longer_than_any_other(drawn, trips, client):
     client=client_drawn,
     from_0=st.booleans(),
 )
-def test_a_plan_for_throughput_spares_the_slowest_server_then_takes_the_least_time(drawn, trips, client, from_0):
+def test_throughput_spares_the_slowest_server_then_saves_time(drawn, trips, client, from_0):
     twin = Twin([(0, *rest) for _, *rest in drawn] if from_0 else drawn, trips, client)
     ways = list(twin.ways(returns=False))
     if not ways:
@@ -160,7 +160,7 @@ def test_a_plan_for_throughput_spares_the_slowest_server_then_takes_the_least_ti
     client=client_drawn,
     limits=st.lists(st.integers(1, N_BLOCKS), min_size=3, max_size=3),
 )
-def test_the_search_keeps_to_how_many_blocks_a_server_may_take(drawn, trips, client, limits):
+def test_the_search_keeps_to_each_servers_block_limit(drawn, trips, client, limits):
     twin = Twin(drawn, trips, client)
     offers = offers_of(twin.request(), twin.servers)
     in_order = [twin.places[offer.announcement.public_key] for offer in offers]
@@ -177,7 +177,7 @@ def test_the_search_keeps_to_how_many_blocks_a_server_may_take(drawn, trips, cli
 
 @settings(max_examples=100, deadline=None)
 @given(drawn=st.lists(server_drawn, min_size=1, max_size=4), trips=trips_drawn, client=client_drawn)
-def test_an_explanation_says_how_much_longer_the_best_route_through_a_server_takes(drawn, trips, client):
+def test_an_explanation_measures_the_best_route_through_each_server(drawn, trips, client):
     twin = Twin(drawn, trips, client)
     ways = list(twin.ways(returns=True))
     if not ways:

@@ -52,7 +52,7 @@ class Sessions:
     def __init__(self, avoidance):
         self.avoidance, self.any_open = avoidance, False
 
-    async def open(self, plan, blocks, planner):
+    async def open(self, plan, blocks, planner, limits):
         self.any_open = True
         return SimpleNamespace(route=await planner(blocks, (), None, True))
 
@@ -125,7 +125,7 @@ async def test_a_repair_reads_the_directory_beside_its_plan():
     assert await planned(router, (), "float32") == [new]
 
 
-async def test_a_repair_does_not_wait_for_the_directory_while_cut_off():
+async def test_a_cut_off_repair_does_not_wait_for_the_directory():
     router, directory, avoidance = router_of(server(0, 3))
     with pytest.raises(NoRoute):
         await planned(router)
@@ -165,21 +165,21 @@ async def test_plans_at_the_same_time_share_a_look_up():
     assert directory.surveys == 1
 
 
-async def test_another_model_of_the_name_is_reported_when_no_session_opens():
+async def test_another_model_of_the_name_is_reported():
     swarm, directory = membership_of()
     directory.others = [SimpleNamespace(root="11" * 32)]
     with pytest.raises(RootMismatch):
         await swarm.open(Blocks(0, 6), PLAN)
 
 
-async def test_no_route_names_no_other_model_when_the_look_up_fails():
+async def test_a_failed_look_up_reports_no_other_model():
     swarm, directory = membership_of()
     directory.others = None
-    with pytest.raises(NoRoute, match="nobody serves them"):
+    with pytest.raises(NoRoute, match="no server has them"):
         await swarm.open(Blocks(0, 6), PLAN)
 
 
-async def test_servers_of_another_protocol_are_reported_when_no_session_opens():
+async def test_servers_of_another_protocol_are_reported():
     swarm, directory = membership_of()
     directory.survey = lambda *_: asyncio.sleep(0, Survey((server(0, 3),), (7,)))
     with pytest.raises(NoRoute, match=r"servers of protocol \(7,\) were left out"):
@@ -219,7 +219,7 @@ async def test_a_repair_uses_the_first_answers_of_a_look_up():
     assert directory.surveys == 2
 
 
-async def test_a_repair_waits_for_the_whole_look_up_where_that_is_not_enough():
+async def test_a_repair_waits_for_the_whole_look_up_otherwise():
     half, rest = server(0, 3), server(3, 6)
     router, directory, _ = router_of(half)
     directory.early, directory.servers, directory.takes_s = [server(0, 2)], [half, rest], 3.0

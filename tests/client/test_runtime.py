@@ -49,7 +49,7 @@ def test_work_that_comes_while_the_loop_ends_is_refused():
     assert outcome == [SessionClosed]
 
 
-def test_what_a_task_begins_as_it_is_cancelled_ends_with_the_loop():
+def test_a_task_begun_during_cancellation_ends_with_the_loop():
     loop = LoopThread()
     ended = threading.Event()
 

@@ -126,7 +126,7 @@ def test_sessions_that_are_opened_faster_than_a_peer_may_wait_their_turn(checkpo
                 assert same_logits(out.logits, expected)
             avoided = out.past_key_values._session._session._avoidance._entries.values()
         assert not [entry for entry in avoided if entry.failures]
-        peers = [channels for server in swarm.servers for channels in server._listener.admission.proven.values()]
+        peers = [channels for server in swarm.servers for channels in server.listener.admission.proven.values()]
         assert [len(channels) for channels in peers] == [1] * 5, "each hop, from the client and from the hop before it"
         del out
 

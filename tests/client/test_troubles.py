@@ -274,7 +274,7 @@ def test_a_hop_whose_past_came_but_half_gets_it_anew(checkpoint, full, monkeypat
             session.closed = True
             handler._tell = lambda *_: None
             handler.dialer.close = handler.dialer.close
-            for channel in list(middle._listener.admission.channels):
+            for channel in list(middle.listener.admission.channels):
                 channel.close()
 
         handler._replay_on = half

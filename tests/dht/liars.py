@@ -9,7 +9,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from swarm.dht.format import NAMED_MAX, pack_dictionary
+from swarm.dht.format import CALLS, pack_dictionary
 from swarm.dht.node import SwarmNode
 from swarm.dht.search import position
 from swarm.dht.validator import Entry, Facts, RecordGate
@@ -30,8 +30,8 @@ class Lie(StrEnum):
 
 def lie(node: SwarmNode, how: Lie, liars: Sequence[bytes], source: random.Random) -> None:
     """Make a node lie from now on. liars: the peer ids of all of them."""
-    assert node._running is not None
-    protocol = node._running.protocol
+    assert node.member is not None
+    protocol = node.member.protocol
     strangers = [Identity(source.randbytes(32)) for _ in range(8)]
 
     def find(key: bytes, bytes_max: int, exclude: DHTID) -> dht_pb2.FindResult:
@@ -40,9 +40,11 @@ def lie(node: SwarmNode, how: Lie, liars: Sequence[bytes], source: random.Random
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         place = int.from_bytes(key)
         if how is Lie.GHOSTS:
-            named = sorted((source.randbytes(34) for _ in range(400)), key=lambda p: position(p) ^ place)[:NAMED_MAX]
+            named = sorted((source.randbytes(34) for _ in range(400)), key=lambda p: position(p) ^ place)[
+                : CALLS.named_max
+            ]
         else:
-            named = [] if how is Lie.NOTHING else sorted(liars, key=lambda p: position(p) ^ place)[:NAMED_MAX]
+            named = [] if how is Lie.NOTHING else sorted(liars, key=lambda p: position(p) ^ place)[: CALLS.named_max]
         for peer in named:
             result.nearest_node_ids.append(position(peer).to_bytes(20))
             result.nearest_peer_ids.append(peer)

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from swarm.dht.member import MemberLimits
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.dht.validator import Clock
@@ -56,6 +57,7 @@ def node(
     client: bool = False,
     clock: Clock = time.time,
     limits: DaemonLimits | None = None,
+    member: MemberLimits = MemberLimits(),  # noqa: B008 - frozen
 ) -> AbstractAsyncContextManager[SwarmNode]:
     """A node on loopback with its own p2pd."""
     path = None
@@ -63,7 +65,7 @@ def node(
         path = folder / name
         (identity or Identity.generate()).save(path)
     p2p = P2PConfig(path, None if client else LOOPBACK, limits=limits or DaemonLimits())
-    return open_node(NodeConfig(NETWORK, p2p, peers), clock=clock)
+    return open_node(NodeConfig(NETWORK, p2p, peers, member_limits=member), clock=clock)
 
 
 def is_running(pid: int) -> bool:

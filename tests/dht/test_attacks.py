@@ -18,9 +18,9 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from swarm.dht.directory import Directory
-from swarm.dht.format import KEYS_MAX, unpack_dictionary
+from swarm.dht.format import CALLS, unpack_dictionary
 from swarm.dht.node import SwarmNode
-from swarm.dht.protocol import STORES_MAX, node_id_of
+from swarm.dht.protocol import node_id_of
 from swarm.dht.records import key_id, packed_text, sign_announcement, span_key, span_subkey
 from swarm.dht.validator import pack_value
 from swarm.identity import Identity
@@ -79,8 +79,8 @@ async def stock(validator: RecordValidatorBase | None = None) -> AsyncIterator[A
 async def ours(folder: Path) -> AsyncIterator[tuple[Attacker, SwarmNode, bytes]]:
     """Our node, holding Alice's record, attacked."""
     async with node(folder, "victim") as victim:
-        assert victim._running is not None
-        async with attacking(victim._running.daemon) as attacker:
+        assert victim.member is not None
+        async with attacking(victim.member.daemon) as attacker:
             directory = Directory(victim, identity=ALICE, network=NETWORK, clock=time.time)
             published = await directory.announce(announcement(ALICE))
             assert await attacker.records() == [published.signed.data]
@@ -176,7 +176,7 @@ async def test_endless_expiries_and_rejected_stores_leave_nothing_in_ours(tmp_pa
         place = packed_text(span_subkey(MALLORY.public_key.hex(), (0, 4)))
         for expiration in (math.inf, -math.inf, 1e308, math.nan, time.time() + 3600):
             assert await attacker.store(entry(mine, expiration, subkey=place)) == [False]
-        batch = [entry(record, time.time() + 30)] * STORES_MAX
+        batch = [entry(record, time.time() + 30)] * CALLS.stores_max
         for _ in range(5):
             assert not any(await attacker.store(*batch))
         assert (len(victim.storage), victim.storage.bytes) == before
@@ -249,7 +249,7 @@ async def test_oversized_and_lopsided_requests_are_refused(tmp_path: Path) -> No
             with pytest.raises(Exception, match="store request"):
                 await stub.rpc_store(request, timeout=5)
         with pytest.raises(Exception, match="find request"):
-            await stub.rpc_find(dht_pb2.FindRequest(keys=[KEY] * (KEYS_MAX + 1)), timeout=5)
+            await stub.rpc_find(dht_pb2.FindRequest(keys=[KEY] * (CALLS.keys_max + 1)), timeout=5)
         with pytest.raises(Exception, match="find request"):
             await stub.rpc_find(dht_pb2.FindRequest(keys=[b"short"]), timeout=5)
         assert await attacker.records() == [record]
@@ -257,7 +257,7 @@ async def test_oversized_and_lopsided_requests_are_refused(tmp_path: Path) -> No
 
 async def test_a_flood_of_requests_is_slowed_down(tmp_path: Path) -> None:
     async with ours(tmp_path) as (attacker, _, record):
-        batch = [entry(record, time.time() + 30)] * STORES_MAX
+        batch = [entry(record, time.time() + 30)] * CALLS.stores_max
 
         async def flood() -> None:
             for _ in range(50):
@@ -270,8 +270,8 @@ async def test_a_flood_of_requests_is_slowed_down(tmp_path: Path) -> None:
 async def test_a_node_id_that_is_not_the_peers_own_is_not_learnt(tmp_path: Path) -> None:
     async with ours(tmp_path) as (attacker, victim, _):
         stub = attacker.stub
-        assert victim._running is not None
-        table = victim._running.protocol.routing_table
+        assert victim.member is not None
+        table = victim.member.protocol.routing_table
         chosen = DHTID(int.from_bytes(KEY, "big") ^ 1)
         await stub.rpc_ping(dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=chosen.to_bytes())), timeout=5)
         assert not table.uid_to_peer_id

@@ -10,19 +10,20 @@ import pytest
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
-from swarm.dht.format import BURST
+from swarm.dht.format import CALLS
 from swarm.dht.node import SwarmNode
-from swarm.dht.protocol import STORES_MAX
-from swarm.dht.records import RECORD_BYTES_MAX, REFRESH_S, key_id, packed_text, span_key, span_subkey
-from swarm.dht.storage import SUBKEYS_MAX
+from swarm.dht.records import RECORD, key_id, packed_text, span_key, span_subkey
 from swarm.dht.validator import pack_value
 from swarm.identity import Identity
 from tests.dht.memory import MemoryNetwork
 from tests.dht.support import NETWORK, ROOT, signed
+from tests.support.often import rest_is_long
 
 Store = tuple[bytes, bytes, bytes, float]  # key, subkey, value, expiry as the stranger claims them
 NOW = 1_800_000_000.0
 KEY = key_id(span_key(NETWORK, ROOT, 0))
+ROUNDS = 5  # between which the honest ones refresh their records
+COUNTS = pytest.mark.parametrize("count", rest_is_long([1000, 10_000], [1000]))
 
 
 @dataclass
@@ -45,12 +46,12 @@ def true_store(owner: Identity, now: float, start: int = 0, **changes: object) -
 
 async def send(victim: SwarmNode, stores: Sequence[Store]) -> int:
     """Store through the node's own handler, under a new peer id whenever one is slowed down. Returns the accepted."""
-    assert victim._running is not None
-    protocol, accepted, left = victim._running.protocol, 0, 0
-    for first in range(0, len(stores), STORES_MAX):
-        if left < STORES_MAX:
-            stranger, left = PeerID.from_base58(Identity.generate().peer_id), int(BURST)
-        keys, subkeys, values, expirations = zip(*stores[first : first + STORES_MAX], strict=True)
+    assert victim.member is not None
+    protocol, accepted, left = victim.member.protocol, 0, 0
+    for first in range(0, len(stores), CALLS.stores_max):
+        if left < CALLS.stores_max:
+            stranger, left = PeerID.from_base58(Identity.generate().peer_id), int(CALLS.burst)
+        keys, subkeys, values, expirations = zip(*stores[first : first + CALLS.stores_max], strict=True)
         request = dht_pb2.StoreRequest(
             keys=keys, subkeys=subkeys, values=values, expiration_time=expirations, in_cache=[False] * len(keys)
         )
@@ -82,7 +83,7 @@ def attacks(honest: Sequence[Identity], source: random.Random, count: int, now: 
                 future = now + source.uniform(31, 1e6)
                 yield store(mallory, signed(mallory, now=future), future + 60)
             case 5:  # oversized
-                long = signed(mallory, now=now) + bytes(RECORD_BYTES_MAX)
+                long = signed(mallory, now=now) + bytes(RECORD.bytes_max)
                 yield store(mallory, long, now + 60)
             case 6:  # misplaced: in another's place, or in its own under another key
                 place, other = (store(victim, data, now + 60), true_store(mallory, now))
@@ -92,37 +93,39 @@ def attacks(honest: Sequence[Identity], source: random.Random, count: int, now: 
                 yield store(mallory, signed(mallory, now=now), now + source.choice([5.0, 3600.0, 1e300, float("inf")]))
 
 
-async def test_of_ten_thousand_records_that_do_not_hold_none_is_accepted_and_no_honest_one_is_lost() -> None:
+@COUNTS
+async def test_records_that_do_not_hold_are_refused_and_displace_none(count: int) -> None:
     clock, source, network = Clock(), random.Random(1), MemoryNetwork()
     honest = [Identity(source.randbytes(32)) for _ in range(100)]
     async with network.node(clock=clock) as victim:
-        for _ in range(5):
+        for _ in range(ROUNDS):
             true = [true_store(owner, clock.now) for owner in honest]
             assert await send(victim, true) == len(honest)
-            assert await send(victim, list(attacks(honest, source, 2000, clock.now))) == 0
+            assert await send(victim, list(attacks(honest, source, count // ROUNDS, clock.now))) == 0
             held = {pack_value(entry.data) for entry in victim.storage.entries(KEY)}
             assert held == {value for _, _, value, _ in true}
-            clock.now += REFRESH_S
+            clock.now += RECORD.refresh_s
 
 
-async def test_ten_thousand_signed_records_of_fresh_keys_displace_none_that_is_refreshed() -> None:
+@COUNTS
+async def test_signed_records_of_fresh_keys_displace_none_that_is_refreshed(count: int) -> None:
     clock, source, network = Clock(), random.Random(2), MemoryNetwork()
     honest = [Identity(source.randbytes(32)) for _ in range(100)]
     async with network.node(clock=clock) as victim:
         taken = 0
-        for _ in range(10):
+        for _ in range(ROUNDS):
             true = [true_store(owner, clock.now) for owner in honest]
             assert await send(victim, true) == len(honest)
-            flood = [true_store(Identity(source.randbytes(32)), clock.now) for _ in range(1000)]
+            flood = [true_store(Identity(source.randbytes(32)), clock.now) for _ in range(count // ROUNDS)]
             taken += await send(victim, flood)
             held = {pack_value(entry.data) for entry in victim.storage.entries(KEY)}
             assert {value for _, _, value, _ in true} <= held
-            assert len(held) <= SUBKEYS_MAX
-            clock.now += REFRESH_S
-        assert taken >= SUBKEYS_MAX - len(honest), "strangers are welcome where there is room"
+            assert len(held) <= RECORD.entries_per_key
+            clock.now += RECORD.refresh_s
+        assert taken >= RECORD.entries_per_key - len(honest), "strangers are welcome where there is room"
 
 
-@pytest.mark.parametrize("stores", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stores", rest_is_long([20_000, 100_000], [20_000]))
 async def test_stores_grow_a_node_by_64_mib_at_most(stores: int) -> None:
     """Each is a signed record of its own, mostly under keys of their own: the worst that can be stored."""
     clock, source, network = Clock(), random.Random(3), MemoryNetwork()

@@ -12,16 +12,16 @@ import pytest
 
 from swarm.dht.directory import Directory
 from swarm.dht.node import SwarmNode
-from swarm.dht.records import key_id, span_key
-from swarm.dht.storage import SUBKEYS_MAX
+from swarm.dht.records import RECORD, key_id, span_key
 from swarm.dht.validator import Entry, RecordGate
 from swarm.identity import Identity
 from tests.dht.liars import Lie, beside, lie, peer_bytes
 from tests.dht.memory import MemoryNetwork
 from tests.dht.support import NETWORK, ROOT, announcement, node, signed
+from tests.support.often import rest_is_long
 
 NODES, LIARS, READERS = 100, 20, 8
-OFTEN = {Lie.GHOSTS, Lie.FORGED, Lie.STRANGERS}
+OFTEN = {Lie.FORGED}  # every lie is among those of the look-ups
 AT_ONCE = 50  # look-ups
 KEY = key_id(span_key(NETWORK, ROOT, 0))
 
@@ -51,14 +51,14 @@ async def swarm(
         for i, own in enumerate(liars):
             lying.append(await stack.enter_async_context(network.node(*boot.addresses, identity=own, seed=i)))
         for member in honest:  # what every node does every 15 s
-            assert member._running is not None
-            await member._learn(member._running)
+            assert member.member is not None
+            await member.member.learn(1)
         names = [peer_bytes(own) for own in liars]
         for i, liar in enumerate(lying):
             lie(liar, how[i % len(how)], names, source)
             if i < silent:
-                assert liar._running is not None
-                network.silent.add(liar._running.daemon.p2p.peer_id)
+                assert liar.member is not None
+                network.silent.add(liar.member.daemon.p2p.peer_id)
         joining = (network.node(*boot.addresses, client=True, seed=1000 + i) for i in range(READERS))
         readers = await asyncio.gather(*(stack.enter_async_context(reader) for reader in joining))
         yield Swarm(network, honest, lying, readers, source)
@@ -81,7 +81,8 @@ async def found(swarm: Swarm, root: str, owner: Identity) -> bool:
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("look_ups", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.slow("a hundred nodes, and every record is verified")
+@pytest.mark.parametrize("look_ups", rest_is_long([40, 1000], [40]))
 async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None:
     source = random.Random(1)
     async with swarm([Identity(source.randbytes(32)) for _ in range(LIARS)], 2, list(Lie), silent=3) as hundred:
@@ -100,11 +101,12 @@ async def test_look_ups_survive_twenty_liars_of_a_hundred(look_ups: int) -> None
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.parametrize("how", [pytest.param(how, marks=() if how in OFTEN else pytest.mark.long) for how in Lie])
+@pytest.mark.slow("a hundred nodes, and every record is verified")
+@pytest.mark.parametrize("how", rest_is_long(Lie, OFTEN))
 async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record(how: Lie) -> None:
     """The twenty nodes nearest to the key are liars. A server announces, and again; every reader finds it."""
     owner, gate = Identity(b"o" * 32), RecordGate(NETWORK, time.time)
-    strangers = [signed(Identity(i.to_bytes(32, "big"))) for i in range(1, SUBKEYS_MAX + 2)]
+    strangers = [signed(Identity(i.to_bytes(32, "big"))) for i in range(1, RECORD.entries_per_key + 2)]
     async with swarm(beside(KEY, LIARS, random.Random(3)), 4, [how]) as hundred:
         directory = Directory(hundred.honest[7], identity=owner, network=NETWORK, clock=time.time)
         for _ in range(2):
@@ -119,6 +121,7 @@ async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record
                     keeper.storage.put(Entry(stranger, facts, facts.span))
 
 
+@pytest.mark.slow("eleven nodes, each with its p2pd")
 async def test_look_ups_survive_liars_over_real_connections(tmp_path: Path) -> None:
     """Ten nodes with a p2pd each, of which four lie beside the key."""
     owner, source = Identity(b"o" * 32), random.Random(5)

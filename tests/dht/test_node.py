@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from swarm.dht import node as node_module
 from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
 from swarm.dht.format import believe, pack_dictionary
+from swarm.dht.member import MemberLimits
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.search import Result
 from swarm.dht.validator import Entry, RecordGate
@@ -50,15 +50,15 @@ async def test_what_one_node_announces_a_client_finds(tmp_path: Path) -> None:
 
 async def test_a_p2pd_that_dies_in_the_middle_of_an_announcement_costs_a_moment(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
-        assert server._running is not None
-        search = server._running.searcher.search
+        assert server.member is not None
+        search = server.member.searcher.search
 
         async def killed(*args: object, **options: object) -> object:
             assert server.p2pd_pid is not None
             os.kill(server.p2pd_pid, signal.SIGKILL)
             return await search(*args, **options)
 
-        server._running.searcher.search = killed  # type: ignore[method-assign]
+        server.member.searcher.search = killed  # type: ignore[method-assign]
         published = await directory(server, ALICE).announce(announcement(ALICE))
         assert published.replicas == 1
         assert server.restarts == 1
@@ -90,8 +90,8 @@ async def test_calls_wait_while_p2pd_is_replaced(tmp_path: Path) -> None:
 
 async def test_a_deaf_connection_to_p2pd_is_noticed(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot:
-        assert boot._running is not None
-        boot._running.daemon.p2p._client.control._read_task.cancel()
+        assert boot.member is not None
+        boot.member.daemon.p2p._client.control._read_task.cancel()
         async with asyncio.timeout(10):
             while boot.restarts < 1:
                 await asyncio.sleep(0.05)
@@ -310,7 +310,7 @@ async def test_a_full_key_is_verified_in_slices(tmp_path: Path) -> None:
         entries = [
             Entry(data, facts, facts.span) for data in records if (facts := RecordGate(NETWORK, time.time).facts(data))
         ]
-        assert boot._running is not None
+        assert boot.member is not None
         turns = 0
 
         async def other_work() -> None:
@@ -379,9 +379,9 @@ async def test_a_node_that_knows_nobody_any_more_finds_its_way_back_at_once(tmp_
         node(tmp_path, "client", boot.addresses, client=True) as client,
     ):
         published = await directory(server, ALICE).announce(announcement(ALICE))
-        assert client._running is not None
-        client._running.protocol.routing_table = type(client._running.protocol.routing_table)(
-            client._running.protocol.node_id, 20, 5
+        assert client.member is not None
+        client.member.protocol.routing_table = type(client.member.protocol.routing_table)(
+            client.member.protocol.node_id, 20, 5
         )
         assert await directory(client).servers(ROOT, 12) == (published.signed,)
 
@@ -396,23 +396,23 @@ async def test_that_nobody_answers_is_not_that_nobody_serves(tmp_path: Path) -> 
             await directory(client).servers(ROOT, 12)
 
 
-async def test_an_initial_peer_that_was_away_learns_of_the_others_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_initial_peer_that_was_away_learns_of_the_others_again(tmp_path: Path) -> None:
     """Servers that know each other must not leave a restarted bootstrap node, and all who join through it, alone."""
-    monkeypatch.setattr(node_module, "MAINTAIN_S", 0.5)
+    often = MemberLimits(maintain_s=0.5)
     key = Identity.generate()
     async with AsyncExitStack() as servers:
         async with node(tmp_path, "boot", identity=key) as boot:
             address = boot.addresses[0]
-            alice = await servers.enter_async_context(node(tmp_path, "alice", boot.addresses, identity=ALICE))
-            await servers.enter_async_context(node(tmp_path, "bob", boot.addresses, identity=BOB))
+            alice = await servers.enter_async_context(
+                node(tmp_path, "alice", boot.addresses, identity=ALICE, member=often)
+            )
+            await servers.enter_async_context(node(tmp_path, "bob", boot.addresses, identity=BOB, member=often))
         async with asyncio.timeout(20):
             while boot.peer_id in alice.neighbours():
                 await directory(alice, ALICE).announce(announcement(ALICE))
         assert alice.neighbours() == (BOB.peer_id,)
         port = int(address.split("/")[4])
-        again = NodeConfig(NETWORK, P2PConfig(tmp_path / "boot", ("127.0.0.1", port)))
+        again = NodeConfig(NETWORK, P2PConfig(tmp_path / "boot", ("127.0.0.1", port)), member_limits=often)
         async with open_node(again, clock=time.time) as boot, asyncio.timeout(20):
             while set(boot.neighbours()) != {ALICE.peer_id, BOB.peer_id}:
                 await asyncio.sleep(0.1)

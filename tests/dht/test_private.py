@@ -12,8 +12,8 @@ from swarm.access import Access, NetworkKey
 from swarm.dht.dialback import ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
-from swarm.dht.records import RECORD_BYTES_MAX, key_id, model_key, packed_text, span_key, span_subkey
-from swarm.dht.sealing import SEAL_BYTES, KeyedSeal
+from swarm.dht.records import RECORD, key_id, model_key, packed_text, span_key, span_subkey
+from swarm.dht.sealing import SEAL_BYTES, KeyedSeal, Purpose
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry, RecordGate, pack_value
 from swarm.errors import RecordError, Unreachable
@@ -89,7 +89,7 @@ def test_a_strangers_record_fails_validation_wherever_it_is_put(access: Access) 
 def test_a_sealed_record_that_is_changed_or_cut_is_none() -> None:
     gate = RecordGate(NETWORK, time.time, OURS)
     stored = gate.seal.close(signed(ALICE))
-    assert len(stored) <= RECORD_BYTES_MAX + SEAL_BYTES
+    assert len(stored) <= RECORD.bytes_max + SEAL_BYTES
     for i in range(0, len(stored), 7):
         with pytest.raises(RecordError, match="seal"):
             gate.facts(stored[:i] + bytes([stored[i] ^ 1]) + stored[i + 1 :])
@@ -100,7 +100,7 @@ def test_a_sealed_record_that_is_changed_or_cut_is_none() -> None:
 def test_what_was_sealed_for_one_purpose_is_nothing_for_another() -> None:
     seal = KeyedSeal(NetworkKey(b"o" * 32), NETWORK)
     with pytest.raises(RecordError):
-        seal.open(seal.close(b"answer", b"dial-back answer"))
+        seal.open(seal.close(b"answer", Purpose.ANSWER))
 
 
 def test_networks_of_one_key_have_their_own_places() -> None:

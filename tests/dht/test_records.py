@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.dht.records import (
-    RECORD_BYTES_MAX,
+    RECORD,
     Announcement,
     canonical_json,
     key_id,
@@ -71,7 +71,7 @@ def test_any_changed_byte_is_rejected(data: st.DataObject) -> None:
         opened(bytes(record))
 
 
-@given(st.binary(max_size=RECORD_BYTES_MAX + 100))
+@given(st.binary(max_size=RECORD.bytes_max + 100))
 def test_arbitrary_bytes_are_rejected_by_name(data: bytes) -> None:
     with pytest.raises(RecordError):
         opened(data)
@@ -212,7 +212,7 @@ def test_a_full_announcement_fits_and_a_larger_one_is_refused() -> None:
     rtts = tuple((f"{i:016x}", 123.4) for i in range(16))
     names = tuple(f"host-{i}.example.org:31337" for i in range(8))
     full = announcement(ALICE, now=NOW, rtts=rtts, addresses=names, model="m" * 128, public_name="n" * 64)
-    assert len(sign_announcement(full, ALICE)) <= RECORD_BYTES_MAX
+    assert len(sign_announcement(full, ALICE)) <= RECORD.bytes_max
     with pytest.raises(RecordError, match="size"):
         sign_announcement(
             announcement(ALICE, now=NOW, addresses=("h" * 60 + ".x" * 30 + ":1",) * 8, extra="x" * 600), ALICE

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from swarm.dht.format import NAMED_MAX
-from swarm.dht.search import EXPECTED, Found, Searcher, position
+from swarm.dht.format import CALLS
+from swarm.dht.search import Found, Searcher, SearchLimits, position
 
 NODES, LIARS = 100, 20
 
@@ -22,15 +22,15 @@ async def test_who_names_nodes_that_do_not_exist_does_not_use_up_the_calls_of_a_
         return sorted(peers, key=lambda peer: position(peer) ^ place)[:count]
 
     nodes = nearest([source.randbytes(34) for _ in range(NODES)], NODES)
-    liars, behind = set(nodes[:LIARS]), set(nodes[LIARS : LIARS + EXPECTED])
+    liars, behind = set(nodes[:LIARS]), set(nodes[LIARS : LIARS + SearchLimits().expected])
 
     async def call(peer: bytes, keys: Sequence[bytes]) -> Mapping[bytes, Found] | None:
         if peer not in nodes:
             return None
         ghosts = [source.randbytes(34) for _ in range(400)]
-        return dict.fromkeys(keys, ((), nearest(ghosts if peer in liars else nodes, NAMED_MAX)))
+        return dict.fromkeys(keys, ((), nearest(ghosts if peer in liars else nodes, CALLS.named_max)))
 
-    radius = position(nodes[EXPECTED - 1 + LIARS]) ^ place
+    radius = position(nodes[SearchLimits().expected - 1 + LIARS]) ^ place
     for seed in range(20):
         searcher = Searcher(call, random.Random(seed))
         found = (await searcher.search([key], source.sample(nodes, 30), radius))[key]

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from swarm.dht.directory import Directory
-from swarm.dht.sequence import RESERVED, Sequence, SequenceInFile
+from swarm.dht.sequence import Sequence, SequenceInFile
 from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from tests.dht.support import NETWORK, ROOT, announcement
 
 ALICE = Identity(b"a" * 32)
 NOW = 1_800_000_000.0
+HOUR = 3_600_000  # milliseconds
 
 
 class Clock:
@@ -38,18 +39,18 @@ async def test_a_restarted_servers_record_supersedes_its_last_though_the_clock_w
 
 def test_numbers_follow_the_clock_and_always_grow(tmp_path: Path) -> None:
     sequence = SequenceInFile(tmp_path / "sequence")
-    moments = (NOW, NOW, NOW - 5, NOW + 20, NOW + 2 * RESERVED / 1000)
+    moments = (NOW, NOW, NOW - 5, NOW + 20, NOW + 2 * HOUR / 1000)
     numbers = [sequence.next(moment) for moment in moments]
     assert numbers == sorted(set(numbers))
     assert numbers[0] == NOW * 1000
-    assert numbers[-1] == NOW * 1000 + 2 * RESERVED
+    assert numbers[-1] == NOW * 1000 + 2 * HOUR
     assert SequenceInFile(tmp_path / "sequence").next(NOW) > numbers[-1]
 
 
 def test_the_file_is_written_once_an_hour(tmp_path: Path) -> None:
     path = tmp_path / "sequence"
     sequence, texts = SequenceInFile(path), set()
-    for second in range(0, 2 * RESERVED // 1000, 20):
+    for second in range(0, 2 * HOUR // 1000, 20):
         sequence.next(NOW + second)
         texts.add(path.read_text())
     assert len(texts) == 2

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from swarm.dht.records import packed_text
-from swarm.dht.storage import BYTES_MAX, OWNED_MAX, SUBKEYS_MAX, RecordStorage
-from swarm.dht.validator import VERIFIED_MAX, Entry, RecordGate, pack_value
+from swarm.dht.storage import RecordStorage, StorageLimits
+from swarm.dht.validator import Entry, GateLimits, RecordGate, pack_value
 from swarm.errors import RecordError
 from swarm.identity import Identity
 from tests.dht.support import NETWORK, signed
@@ -130,22 +130,22 @@ def test_expired_entries_are_gone_and_free_their_bytes(gate: RecordGate, storage
 def test_a_key_takes_256_entries_and_then_keeps_the_first(
     gate: RecordGate, storage: RecordStorage, clock: Clock
 ) -> None:
-    owners = [Identity(i.to_bytes(32, "big")) for i in range(1, SUBKEYS_MAX + 2)]
+    owners = [Identity(i.to_bytes(32, "big")) for i in range(1, StorageLimits().entries_per_key + 2)]
     entries = [entry(gate, signed(owner, now=clock.now)) for owner in owners]
-    assert [storage.put(one) for one in entries] == [True] * SUBKEYS_MAX + [False]
+    assert [storage.put(one) for one in entries] == [True] * StorageLimits().entries_per_key + [False]
     assert storage.put(entry(gate, signed(owners[0], now=clock.now + 1))), "who is in may refresh"
-    assert len(storage.entries(entries[0].place.key)) == SUBKEYS_MAX
+    assert len(storage.entries(entries[0].place.key)) == StorageLimits().entries_per_key
 
 
 def test_one_owner_cannot_fill_a_key(gate: RecordGate, storage: RecordStorage, clock: Clock) -> None:
     spans = [(a, b) for a in range(8) for b in range(9, 13)]
     kept = [storage.put(entry(gate, signed(ALICE, *span, now=clock.now))) for span in spans]
-    assert sum(kept) == OWNED_MAX
+    assert sum(kept) == StorageLimits().owned_max
     assert storage.put(entry(gate, signed(BOB, now=clock.now)))
 
 
 def test_memory_is_bounded_and_refused_entries_leave_nothing(gate: RecordGate, clock: Clock) -> None:
-    storage = RecordStorage(clock, bytes_max=20_000)
+    storage = RecordStorage(clock, StorageLimits(bytes_max=20_000))
     entries = [
         entry(gate, signed(Identity(i.to_bytes(32, "big")), now=clock.now, root=f"{i:064x}")) for i in range(1, 50)
     ]
@@ -153,14 +153,12 @@ def test_memory_is_bounded_and_refused_entries_leave_nothing(gate: RecordGate, c
     assert 5 < sum(kept) < 30
     assert storage.bytes <= 20_000
     assert len(storage._keys) == sum(kept)
-    assert BYTES_MAX <= 64 << 20
+    assert StorageLimits().bytes_max <= 64 << 20
 
 
-def test_the_memory_of_verified_records_is_bounded(
-    gate: RecordGate, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("swarm.dht.validator.VERIFIED_MAX", 10)
+def test_the_memory_of_verified_records_is_bounded(clock: Clock) -> None:
+    gate = RecordGate(NETWORK, clock, limits=GateLimits(verified_max=10))
     for i in range(50):
         gate.facts(signed(ALICE, now=clock.now, load=float(i)))
     assert len(gate._verified) == 10
-    assert VERIFIED_MAX <= 8192
+    assert GateLimits().verified_max <= 8192

@@ -9,10 +9,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from swarm.dht.directory import Directory
 from swarm.identity import Identity
 from tests.dht.support import NETWORK, ROOT, announcement, is_running, node, soon
+from tests.support.often import rest_is_long
 
 
 async def announcing_node(stack: AsyncExitStack, folder: Path, name: str, peers: tuple[str, ...]) -> Directory:
@@ -52,8 +54,9 @@ async def other_process(
         await process.wait()
 
 
-async def test_every_record_is_found_within_one_refresh_of_kill_9(tmp_path: Path) -> None:
-    n_nodes, n_killed = 20, 8
+@pytest.mark.slow("another process with nodes of its own, each with its p2pd")
+@pytest.mark.parametrize(("n_nodes", "n_killed"), rest_is_long([(10, 4), (20, 8)], [(10, 4)]))
+async def test_every_record_is_found_within_one_refresh_of_kill_9(tmp_path: Path, n_nodes: int, n_killed: int) -> None:
     async with AsyncExitStack() as stack:
         boot = await stack.enter_async_context(node(tmp_path, "boot"))
         ours = [await announcing_node(stack, tmp_path, f"{i}", boot.addresses) for i in range(n_nodes - n_killed - 1)]

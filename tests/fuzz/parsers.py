@@ -31,9 +31,8 @@ from swarm.access import Access, NetworkKey
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.dht import dialback, protocol
-from swarm.dht.format import BUCKET_SIZE, FOUND_MAX, NAMED_MAX, believe, pack_dictionary, unpack_dictionary
+from swarm.dht.format import CALLS, believe, pack_dictionary, unpack_dictionary
 from swarm.dht.light.store import LightStore
-from swarm.dht.limits import TooBusy
 from swarm.dht.records import (
     canonical_json,
     check_address,
@@ -43,6 +42,7 @@ from swarm.dht.records import (
     span_key,
     span_subkey,
 )
+from swarm.dht.search import SearchLimits
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import RecordGate, pack_value
 from swarm.errors import (
@@ -53,6 +53,7 @@ from swarm.errors import (
     InvalidMessage,
     NetworkError,
     RecordError,
+    TooBusy,
     Unreachable,
     UnsupportedArchitecture,
     UnsupportedCheckpoint,
@@ -377,7 +378,7 @@ def _entries() -> bytes:
 
 
 def _read_dictionary(data: bytes) -> None:
-    assert len(unpack_dictionary(data)) <= FOUND_MAX
+    assert len(unpack_dictionary(data)) <= SearchLimits().found_max
     _run(believe(_gate(), KEY, data))
 
 
@@ -388,11 +389,11 @@ async def _read_address(data: bytes) -> None:
     except ValueError:
         return
     try:
-        literal = await dialback._resolved(text)
+        literal = await dialback.resolved(text)
     except OSError:
         return
     assert literal is not None
-    dialback._is_global(literal)
+    dialback.is_global(literal)
 
 
 # --- calls of the DHT ------------------------------------------------------------------------------------------------
@@ -422,13 +423,13 @@ def _protocol(answering: _Answering | None = None) -> Any:
     node = object.__new__(protocol.SwarmProtocol)
     node.p2p, node.node_id, node.wait_timeout = SimpleNamespace(peer_id=US), protocol.node_id_of(US), 1.0
     node.rpc_semaphore = asyncio.Semaphore()
-    node.routing_table = RoutingTable(node.node_id, BUCKET_SIZE, protocol.DEPTH_MODULO)
+    node.routing_table = RoutingTable(node.node_id, CALLS.bucket_size, 5)
     node.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
     node.get_stub = lambda peer: answering
     gate = _gate()
     storage = RecordStorage(gate.clock)
     storage.put(HELD)
-    node._equip(gate, storage, gate.clock)
+    node.equip(gate, storage, gate.clock)
     return node
 
 
@@ -445,8 +446,8 @@ def _asked(method: str, kind: Any) -> Callable[[bytes], object]:
 async def _find_answered(data: bytes) -> None:
     answers = await _protocol(_Answering(dht_pb2.FindResponse, data)).find(STRANGER, [KEY])
     for entries, near in (answers or {}).values():
-        assert len(entries) <= FOUND_MAX
-        assert len(near) <= NAMED_MAX
+        assert len(entries) <= SearchLimits().found_max
+        assert len(near) <= CALLS.named_max
 
 
 async def _others_answered(data: bytes) -> None:
@@ -473,9 +474,9 @@ class _LightHost:
 
 async def _light_find(data: bytes) -> None:
     store = LightStore(_LightHost(data), NETWORK, ["a peer"], lambda: NOW)
-    for entries, near in (await store._find(STRANGER.to_bytes(), [KEY]) or {}).values():
-        assert len(entries) <= FOUND_MAX
-        assert len(near) <= NAMED_MAX
+    for entries, near in (await store.find(STRANGER.to_bytes(), [KEY]) or {}).values():
+        assert len(entries) <= SearchLimits().found_max
+        assert len(near) <= CALLS.named_max
 
 
 async def _light_ping(data: bytes) -> None:
@@ -535,7 +536,7 @@ async def _dial_back_asked(data: bytes) -> None:
     async def dial(address: str, *_: bytes) -> None:
         raise Unreachable(address, (address,), 0.0)
 
-    helper = dialback._Helper(SimpleNamespace(gate=_gate()), dial)
+    helper = dialback.Helper(SimpleNamespace(gate=_gate()), dial)
     info = SimpleNamespace(peer_id=STRANGER, addr="/ip4/127.0.0.1/tcp/1")
     await helper.handle(info, _reader(data), _Writer())
 
@@ -544,7 +545,7 @@ async def _dial_back_answered(data: bytes) -> None:
     async def open_stream(*_: str) -> tuple[asyncio.StreamReader, _Writer]:
         return _reader(data), _Writer()
 
-    await dialback._ask(SimpleNamespace(gate=_gate(), open_stream=open_stream), ALICE.peer_id, RECORD)
+    await dialback.ask_helper(SimpleNamespace(gate=_gate(), open_stream=open_stream), ALICE.peer_id, RECORD)
 
 
 def _prefixed(data: bytes) -> bytes:

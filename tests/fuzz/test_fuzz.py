@@ -1,4 +1,4 @@
-"""Every parser, fed for a few seconds as `make fuzz` does for hours; and what longer runs have found."""
+"""Every parser, fed for a moment as `make fuzz` does for hours; and what longer runs have found."""
 
 import json
 import os
@@ -37,6 +37,12 @@ swarm.blocks.Blocks.parse = parse
 """
 
 
+def guided(test):
+    """Mark a test of atheris: an interpreter of its own imports everything anew, instrumented."""
+    reason = "atheris is not installed: it has wheels for Linux on x86-64 alone"
+    return pytest.mark.long(pytest.mark.skipif(not has_atheris(), reason=reason)(test))
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     """The parsers' logs, of thousands of inputs, help nobody."""
@@ -51,7 +57,7 @@ def test_generated_input_raises_nothing_but_what_is_documented(parser):
     assert feed_hypothesis(parser, CASES) >= CASES
 
 
-@pytest.mark.skipif(not has_atheris(), reason="atheris is not installed: it has wheels for Linux on x86-64 alone")
+@guided
 def test_input_guided_by_coverage_raises_nothing_but_what_is_documented(tmp_path):
     done = list(feed_atheris([*PARSERS.values()], tmp_path, EXECUTIONS, CPU_S))
     assert {one.parser: one.finding for one in done if one.finding is not None} == {}
@@ -59,7 +65,7 @@ def test_input_guided_by_coverage_raises_nothing_but_what_is_documented(tmp_path
     assert all(one.executions > 0 for one in done)
 
 
-@pytest.mark.skipif(not has_atheris(), reason="atheris is not installed: it has wheels for Linux on x86-64 alone")
+@guided
 def test_a_run_goes_on_where_one_was_interrupted_and_begins_anew_when_it_was_over(tmp_path):
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks" / "interrupted.json").write_text(json.dumps({"executions": 10_000, "cpu_s": 1000.0}))
@@ -92,10 +98,9 @@ def test_much_memory_for_little_input_is_a_finding():
         feed_hypothesis(Parser("greedy", lambda data: bytearray(2 * MEMORY_MAX), (), (b"x",)), 300)
 
 
+@guided
 def test_the_findings_of_atheris_are_seen(tmp_path, monkeypatch):
     """Its own log is what is shown: here of a parser that it does not have."""
-    if not has_atheris():
-        pytest.skip("atheris is not installed: it has wheels for Linux on x86-64 alone")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     (done,) = feed_atheris([PARSERS["blocks"]], tmp_path / "fuzz", EXECUTIONS, CPU_S)

@@ -1,4 +1,4 @@
-"""Fifty faults in a real swarm, and every generation comes out as if nothing had happened: `benchmarks/chaos.py`."""
+"""Faults in a real swarm, and every generation comes out as if nothing had happened: `benchmarks/chaos.py`."""
 
 import json
 import os
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from swarm.blocks import Blocks, missing_blocks
+from swarm.client.hf.swarm import Swarm
+from tests.support.swarms import eventually
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FAULTS = 50
 EVERYWHERE = "kill,stop,p2pd"
 IN_NAMESPACES = ",blackhole,disk"
 
@@ -28,19 +29,27 @@ def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return chaos
 
 
-def test_no_token_is_wrong_and_no_generation_fails_in_fifty_faults(chaos, tmp_path):
+@pytest.mark.slow("eight faults in a swarm of eight processes")
+@pytest.mark.parametrize(
+    ("faults", "size", "generations"),
+    [
+        (8, ("--servers", "6", "--sessions", "2", "--every", "0.5", "--prompt-tokens", "128"), 2),
+        pytest.param(50, ("--servers", "8", "--sessions", "3", "--every", "1"), 10, marks=pytest.mark.long),
+    ],
+)
+def test_no_token_is_wrong_and_no_generation_fails(chaos, tmp_path, faults, size, generations):
     path = tmp_path / "chaos.json"
     kinds = EVERYWHERE + (IN_NAMESPACES if chaos.namespaces_available() else "")
-    size = ["--faults", str(FAULTS), "--servers", "8", "--sessions", "3", "--every", "1", "--new-tokens", "32"]
-    line = [sys.executable, str(BENCHMARKS / "chaos.py"), *size, "--kinds", kinds, "--json", str(path)]
+    what = ("--faults", str(faults), *size, "--new-tokens", "32", "--kinds", kinds)
+    line = [sys.executable, str(BENCHMARKS / "chaos.py"), *what, "--json", str(path)]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     run = subprocess.run(line, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads(path.read_text())
-    assert len(result["faults"]) == FAULTS
+    assert len(result["faults"]) == faults
     assert {fault["kind"] for fault in result["faults"]} <= set(kinds.split(","))
     assert result["recoveries"], "no fault was felt by any session: nothing was tried"
-    assert len(result["generations"]) >= 10
+    assert len(result["generations"]) >= generations
     assert result["failures"] == [], run.stdout
     assert result["summary"]["generations"].endswith(", 0 never ended")
     assert result["died"] == [], "servers ended that nobody had killed"
@@ -84,14 +93,17 @@ def test_a_repair_is_put_down_to_the_latest_fault_of_the_hop_that_was_left(chaos
 
 
 def test_a_token_that_the_local_model_does_not_say_is_counted_and_breaks_a_promise(chaos):
-    from chaos_report import Run, _broken_promises
+    from chaos_report import Run, broken_promises
     from chaos_sessions import Case, Client
 
     prompt, said = torch.tensor([[5, 6]]), torch.tensor([[5, 6, 7, 9]])
-    model = SimpleNamespace(generate=lambda *_, **__: said)
-    client = object.__new__(Client)
-    client._number, client._model, client.generations = 0, model, []
-    client._generate(Case(prompt, torch.tensor([[5, 6, 7, 8]])))
-    assert [made.wrong for made in client.generations] == [1]
-    broken = _broken_promises(Run(1.0, [], [], client.generations, 0, []), [])
-    assert broken == ["no wrong token: 1 were"]
+    model = SimpleNamespace(backend=object.__new__(Swarm), generate=lambda *_, **__: said)
+    client = Client(0, model, [Case(prompt, torch.tensor([[5, 6, 7, 8]]))], token_s=0.0)
+    client.start()
+    eventually(lambda: client.generations, within_s=10)
+    client.stop()
+    eventually(lambda: not client.alive, within_s=10)
+    assert client.crash is None
+    assert {made.wrong for made in client.generations} == {1}
+    broken = broken_promises(Run(1.0, [], [], client.generations, 0, []), [])
+    assert broken == [f"no wrong token: {len(client.generations)} were"]

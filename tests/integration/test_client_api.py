@@ -109,7 +109,7 @@ def test_an_interrupt_stops_the_generation_and_frees_its_leases(
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_an_interrupted_hand_written_loop_can_go_on_with_a_fresh_cache(
+def test_an_interrupted_loop_goes_on_with_a_fresh_cache(
     llama: World, client: PreTrainedModel, leases: Callable[[], set[tuple[str, str]]]
 ):
     out = client(prompt(1, 6))
@@ -198,18 +198,18 @@ def test_a_range_of_blocks_takes_a_left_padded_batch(llama: World, client: PreTr
     assert difference(client.blocks[1:4](states[1])[mask.bool()], states[4][mask.bool()]) > 100 * EXACT
 
 
-def test_a_prompt_longer_than_the_model_allows_is_refused_with_the_limit(client: PreTrainedModel):
+def test_a_prompt_beyond_the_models_limit_is_refused(client: PreTrainedModel):
     with pytest.raises(PromptTooLong) as refused:
         client(prompt(1, 300))
     assert (refused.value.positions, refused.value.limit, refused.value.limited_by) == (300, 256, "the model")
 
 
-def test_a_batch_of_more_rows_than_a_session_can_have_is_refused_with_the_limit(client: PreTrainedModel):
+def test_a_batch_beyond_the_sessions_rows_is_refused(client: PreTrainedModel):
     with pytest.raises(UsageError, match=r"a batch of 257 is more than a session can have \(256\); split it"):
         client(prompt(257, 1))
 
 
-def test_a_chat_longer_than_its_session_is_refused_and_loses_nothing(llama: World, client: PreTrainedModel):
+def test_a_chat_beyond_its_session_is_refused_and_kept(llama: World, client: PreTrainedModel):
     with client.inference_session(max_length=20):
         first = client.generate(prompt(1, 10), max_new_tokens=3, **SAME)
         with pytest.raises(PromptTooLong) as refused:
@@ -220,7 +220,7 @@ def test_a_chat_longer_than_its_session_is_refused_and_loses_nothing(llama: Worl
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_only_the_servers_know_is_refused_by_name(client: PreTrainedModel, name: str):
+def test_outputs_of_the_blocks_are_refused_by_name(client: PreTrainedModel, name: str):
     with pytest.raises(UsageError, match=name):
         client(prompt(1, 4), **{name: True})
 

@@ -1,4 +1,8 @@
-"""Stock `generate()` over three server processes gives what the full local model gives, in every mode."""
+"""Stock `generate()` over three servers gives what the full local model gives, in every mode.
+
+In `make test` llama's servers are processes and go through all modes; those of other families are in this process and
+go through three. `make test-long` has the whole product, over processes.
+"""
 
 import copy
 import functools
@@ -12,7 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, World, prompt, world
+from swarm.client.session.limits import ChunkLimits, SessionLimits
+from tests.support.inprocess import inprocess
+from tests.support.often import rest_is_long
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, SPANS, World, prompt, world
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "demo")
 # float32, of logits up to 30. 0.0 where a BLAS sums alike; servers pick kernels by measuring: others sum otherwise, up
@@ -42,10 +49,10 @@ MODES: dict[str, dict[str, Any]] = {
         "stopping_criteria": [lambda ids, scores, **_: torch.full((ids.shape[0],), ids.shape[1] >= 30)]
     },
 }
-CHANGES_SHAPES = {"assisted", "assisted sampling", "prompt look-up"}  # some steps have more positions than others
+OF_FAMILIES = ("beam search of a batch, several returned", "assisted sampling", "chunked prefill")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_is_long(FAMILIES, ["llama"]))
 def running(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], home: Path) -> Iterator[World]:
     if request.param == "llama":
         yield request.getfixturevalue("llama")
@@ -71,20 +78,33 @@ def _inference() -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_generates_what_the_full_model_generates(running: World, client: PreTrainedModel, mode: str):
+    assert_generates_the_same(running.full, client, mode)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_a_family_gathers_rolls_back_and_prefills_in_chunks(family: str, checkpoint: Callable[[str], Path]):
+    directory = DEMO_CHECKPOINT if family == "demo" else checkpoint(family)
+    full = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with inprocess(directory, *(DEMO_SPANS if family == "demo" else SPANS)) as swarm, swarm.client() as model:
+        for mode in OF_FAMILIES:
+            assert_generates_the_same(full, model, mode)
+
+
+def assert_generates_the_same(full: PreTrainedModel, distributed: PreTrainedModel, mode: str):
     arguments = dict(MODES[mode])
     ids = arguments.pop("ids", ONE)
 
     def run(model: PreTrainedModel):
         if "assistant_model" in arguments:
-            arguments["assistant_model"] = noised(running.full)  # it learns while it assists: a fresh one each time
+            arguments["assistant_model"] = noised(full)  # it learns while it assists: a fresh one each time
         torch.manual_seed(7)
         return model.generate(ids, **SAME, **arguments, return_dict_in_generate=True, output_logits=True)
 
-    expected, got = run(running.full), run(client)
-    assert torch.equal(expected.sequences, got.sequences)
+    expected, got = run(full), run(distributed)
+    assert torch.equal(expected.sequences, got.sequences), mode
     assert expected.sequences.shape[1] > ids.shape[1]
     assert len(expected.logits) == len(got.logits)
-    assert difference(expected.logits, got.logits) <= LOGITS_TOLERANCE
+    assert difference(expected.logits, got.logits) <= LOGITS_TOLERANCE, mode
 
 
 def test_a_left_padded_batch_generates_what_the_full_model_generates(running: World, client: PreTrainedModel):
@@ -174,12 +194,11 @@ def test_one_forward_gives_the_full_models_logits(running: World, client: PreTra
         assert without.get("past_key_values") is None
 
 
-def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(
-    running: World, client: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(running: World):
     """The full model takes the same pieces, one after the other: a router's near-ties must fall the same way."""
     tokens, piece, tail = 100, 7, prompt(3, 20, seed=2)
-    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 3 * running.full.config.hidden_size * 4 * piece)
+    chunks = ChunkLimits(chunk_bytes=3 * running.full.config.hidden_size * 4 * piece)
+    client = running.client(limits=SessionLimits(chunks=chunks))
     ids = prompt(3, tokens)  # more pieces than may be under way at once, and longer than any sliding window
     mask = torch.ones(3, tokens + tail.shape[1], dtype=torch.int64)
     padded = mask.clone()
@@ -209,14 +228,10 @@ def test_the_route_has_the_three_servers_in_order(running: World, client: PreTra
     assert [hop.peer_id for hop in client.route] == [server.ready["peer_id"] for server in running.swarm.servers]
 
 
-def test_in_bfloat16_the_logits_stay_within_a_bound(demo: World):
+def test_in_bfloat16_the_logits_stay_within_a_bound():
     """Teacher-forced on the same tokens, so that a near-tie that falls the other way changes nothing after it."""
-    client = demo.client()
-    ids = demo.full.generate(ONE, **SAME)
-    in_one = [demo.full(ids).logits.float()]
-    assert difference(in_one, [client(ids).logits.float()]) <= BFLOAT16_TOLERANCE
+    full = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.bfloat16).eval()
     exact = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.float32).eval()
-    assert difference(in_one, [exact(ids).logits]) > 2 * BFLOAT16_TOLERANCE
 
     def decoded(model: PreTrainedModel) -> list[Tensor]:
         out, logits = model(ONE), []
@@ -225,7 +240,12 @@ def test_in_bfloat16_the_logits_stay_within_a_bound(demo: World):
             out = model(ids[:, position : position + 1], past_key_values=out.past_key_values)
         return logits
 
-    assert difference(decoded(demo.full), decoded(client)) <= BFLOAT16_TOLERANCE
+    with inprocess(DEMO_CHECKPOINT, *DEMO_SPANS, dtype=torch.bfloat16) as swarm, swarm.client() as client:
+        ids = full.generate(ONE, **SAME)
+        in_one = [full(ids).logits.float()]
+        assert difference(in_one, [client(ids).logits.float()]) <= BFLOAT16_TOLERANCE
+        assert difference(in_one, [exact(ids).logits]) > 2 * BFLOAT16_TOLERANCE
+        assert difference(decoded(full), decoded(client)) <= BFLOAT16_TOLERANCE
 
 
 def noised(full: PreTrainedModel) -> PreTrainedModel:

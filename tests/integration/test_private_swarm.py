@@ -1,14 +1,15 @@
 """A private swarm of processes: members generate, strangers do not get in."""
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from swarm.client.session.limits import RecoveryLimits, SessionLimits
 from swarm.errors import NoRoute, SwarmError
 from swarm.identity import Identity
+from tests.support import warm
 from tests.support.swarms import World, environment, prompt, world
 
 SAME = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
@@ -51,16 +52,9 @@ def test_a_command_without_its_key_file_says_how_to_make_one(command: str, tmp_p
     line = (*model, *(more if model else ()), "--network-key", str(tmp_path / "network.key"))
     peers = ("--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}") if model else ()
     own = () if command == "swarm.client.cli" else ("--identity", str(tmp_path / "identity"))
-    run = subprocess.run(
-        (sys.executable, "-m", command, *line, *peers, *own),
-        env=environment(home),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 2
-    (error,) = run.stderr.splitlines()
+    ended, printed = warm.start(tmp_path, command, *line, *peers, *own, env=environment(home)).ended()
+    assert ended == 2
+    (error,) = printed.splitlines()
     assert f"openssl rand -hex 32 > {tmp_path}" in error
 
 
@@ -71,10 +65,11 @@ def test_servers_with_a_list_serve_the_peers_on_it(
     peers = tmp_path / "peers"
     peers.write_text("\n".join(f"{identity.peer_id}  # {name}" for name, identity in members.items()))
     members["client"].save(tmp_path / "client.identity")
+    limits = SessionLimits(recovery=RecoveryLimits(holders_s=1.0))  # those that refuse are asked again
     spans, env = ("0:3", "3:6"), {"SWARM_ALLOW_PEERS": str(peers)}
     with world(checkpoint("llama"), home, spans, env=env, identities=members) as running:
         ids = prompt(1, 6)
         listed = running.client(allow_peers=peers, identity=tmp_path / "client.identity")
         assert listed.generate(ids, **SAME).equal(running.full.generate(ids, **SAME))
         with pytest.raises(SwarmError, match="list of allowed peers that this side is not on"):
-            running.client().generate(ids, **SAME)
+            running.client(limits=limits).generate(ids, **SAME)

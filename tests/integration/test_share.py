@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,14 @@ from swarm.errors import NoRoute
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
 from tests.families import make
+from tests.support import warm
 from tests.support.hub import Hub
 from tests.support.swarms import environment, eventually, join, prompt, world
 
 REPOSITORY = "org/larger"
 SPANS = (Blocks(0, 1), Blocks(1, 6))
 SHARE = 1.10  # a server holds at most this much of its part
-OVERHEAD_BYTES_MAX = 500 * 10**6  # beyond weights and KV pool, the whole process tree
+OVERHEAD_BYTES_MAX = 450 * 10**6  # beyond weights and KV pool, the whole process tree; 380 MB where measured
 NOISE_BYTES = 30 * 10**6  # of two processes' memory; the whole checkpoint has 90 MB
 READY_S_MAX = 15.0  # 5 s are promised for a quiet machine; this one may be busy
 GENERATE = """
@@ -114,6 +115,7 @@ def test_a_server_downloads_only_the_files_with_its_tensors(larger: Larger, star
     assert expected < set(larger.weight_map.values())
 
 
+@pytest.mark.slow("a client in a process that knows no hub but this one")
 def test_a_client_downloads_only_the_files_with_its_part_and_generates(
     larger: Larger, started: Started, home: Path, tmp_path: Path
 ):
@@ -146,28 +148,31 @@ def test_a_span_and_a_clients_part_hold_their_share_of_the_weights(larger: Large
     assert held <= SHARE * larger.n_bytes(None)
 
 
+@pytest.mark.slow("three servers that share nothing with this process import torch")
 def test_a_server_process_needs_memory_for_its_share_and_little_else(
     larger: Larger, started: Started, checkpoint: Callable[[str], Path], home: Path
 ):
     with world(checkpoint("llama"), home, spans=("0:6",), launch=launch) as tiny:
-        compare_memory(larger, started.swarm.servers, tiny.swarm.servers[0])
+        eventually(lambda: all('"online"' in server.log.read_text() for server in started.swarm.servers), within_s=30)
+        for server, blocks in zip(started.swarm.servers, SPANS, strict=True):
+            share = larger.n_bytes(blocks)
+            assert own_bytes(server, *children(server)) - share <= OVERHEAD_BYTES_MAX
 
+            # Beside a server whose model weighs next to nothing; as soon as it has measured its throughput.
+            def weights_alone(server: LocalProcess = server, share: int = share) -> bool:
+                weights = own_bytes(server) - own_bytes(tiny.swarm.servers[0])
+                return 0.8 * share - NOISE_BYTES <= weights <= SHARE * share + NOISE_BYTES
 
-def compare_memory(larger: Larger, servers: Sequence[LocalProcess], tiny: LocalProcess):
-    eventually(lambda: all('"online"' in server.log.read_text() for server in servers), within_s=30)
-    for server, blocks in zip(servers, SPANS, strict=True):
-        assert pss_bytes(server.process.pid) - larger.n_bytes(blocks) <= OVERHEAD_BYTES_MAX
-        # Beside a server whose model weighs next to nothing:
-        weights = uss_bytes(server.process.pid) - uss_bytes(tiny.process.pid)
-        assert 0.8 * larger.n_bytes(blocks) - NOISE_BYTES <= weights <= SHARE * larger.n_bytes(blocks) + NOISE_BYTES
+            eventually(weights_alone, within_s=30)
 
 
 def test_a_client_without_servers_fails_and_says_which_blocks_nobody_serves(larger: Larger, home: Path):
-    with LocalSwarm(larger.directory, env=environment(home)) as swarm, join(larger.directory, swarm) as model:
+    starting = LocalSwarm(larger.directory, env=environment(home), launch=warm.launch)
+    with starting as swarm, join(larger.directory, swarm) as model:
         with pytest.raises(NoRoute) as nobody:
             model.generate(prompt(1, 8), max_new_tokens=2, pad_token_id=0)
         assert nobody.value.missing == (0, 1, 2, 3, 4, 5)
-        assert "blocks 0:6: nobody serves them" in str(nobody.value)
+        assert "blocks 0:6: no server has them" in str(nobody.value)
 
 
 @pytest.mark.long
@@ -181,12 +186,13 @@ def test_a_server_is_ready_soon(larger: Larger, home: Path):
         assert age_s <= READY_S_MAX
 
 
-def uss_bytes(pid: int) -> int:
-    """What a process shares with no other."""
-    return int(psutil.Process(pid).memory_full_info().uss)
+def children(server: LocalProcess) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
 
 
-def pss_bytes(pid: int) -> int:
-    """Proportional set size of a process and all of its children."""
-    process = psutil.Process(pid)
-    return sum(p.memory_full_info().pss for p in (process, *process.children(recursive=True)))
+def own_bytes(*processes: psutil.Process | LocalProcess) -> int:
+    """Memory that processes have to themselves. What is mapped from files, such as torch's code, is left out: how much
+    of it counts for one process depends on how many others have it mapped at the moment."""
+    pids = [process.process.pid if isinstance(process, LocalProcess) else process.pid for process in processes]
+    status = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    return sum(1024 * int(kib) for text in status for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", text, re.M))

@@ -165,7 +165,7 @@ def test_a_recording_holds_no_activations_and_no_text(
 
     # The search is able to find them: this is what the same frames look like before they are sealed.
     message = Step(session="0" * 32, epoch=0, step=1, keep=0, budget_ms=1, want=1, hidden=meta_of(seen[0]))
-    assert found(windows, b"?" + b"".join(encode(message, [seen[0]])))
+    assert found(windows, b"?" + b"".join(encode(message, Activations(seen[0]))))
 
 
 EDGES = {
@@ -211,6 +211,7 @@ def test_a_flipped_bit_in_a_frames_length_never_gives_a_wrong_token(watched: Wat
         assert torch.equal(greedy(fresh), greedy(watched.world.full))
 
 
+@pytest.mark.slow("four servers behind proxies of their own")
 def test_a_failover_sends_again_what_the_dead_hop_had_received_and_nothing_else(
     checkpoint: Callable[[str], Path], home: Path
 ):

@@ -8,21 +8,19 @@ import torch
 import transformers
 
 from swarm import config as settings
-from swarm.model import growing
 from tests.model.rings import Pair, save_family
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_and_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    threads, cache_dir, small_bytes = torch.get_num_threads(), settings.CACHE_DIR, growing.SMALL_BYTES
+    threads, cache_dir = torch.get_num_threads(), settings.CACHE_DIR
     torch.set_num_threads(1)
-    growing.SMALL_BYTES = 0  # these models are small, and grow as large ones do
     settings.CACHE_DIR = tmp_path_factory.mktemp("cache")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     yield
     torch.set_num_threads(threads)
-    settings.CACHE_DIR, growing.SMALL_BYTES = cache_dir, small_bytes
+    settings.CACHE_DIR = cache_dir
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,13 @@ from swarm.blocks import Blocks
 from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.ends import replace_blocks
+from swarm.model.growing import GrowingLimits
 from swarm.model.loading import load_ends, load_span
-from swarm.model.span import Span
+from swarm.model.span import Span, SpanLimits
 from tests.families import make
 
 SHARD_SIZE = "60KB"  # several files for every family
+GROWS = SpanLimits(growing=GrowingLimits(small_bytes=0))  # these models are small, and grow as large ones do
 CUTS = ((0, 1), (1, 4), (4, 6))  # uneven; the second and third are without block 0
 
 
@@ -57,7 +59,7 @@ class Pair:
         """Spans of these blocks, each loaded by itself and kept; their weights are not to be changed."""
         for cut in cuts:
             if cut not in self.loaded:
-                self.loaded[cut] = load_span(self.checkpoint, Blocks(*cut))
+                self.loaded[cut] = load_span(self.checkpoint, Blocks(*cut), limits=GROWS)
         return [self.loaded[cut] for cut in cuts]
 
     def ring(self, spans: list[Span], rollback_max: int = 0) -> "Ring":

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from swarm import config as settings
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import (
     BadBlocks,
@@ -174,7 +175,7 @@ def test_dtype_and_numeric_class(family_dir: FamilyDir, dtype: torch.dtype | str
     span, ends = load_span(checkpoint, Blocks(1, 3), dtype=dtype), load_ends(checkpoint, dtype=dtype)
     expected = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     assert span.dtype == ends.dtype == expected
-    assert span.numeric_class == str(expected).removeprefix("torch.")
+    assert span.numeric_class == NumericClass(str(expected).removeprefix("torch."))
     hidden = torch.randn(1, 3, 64, dtype=expected)
     assert span.forward(hidden, cache=None).dtype == expected
 

@@ -11,17 +11,20 @@ from hypothesis import strategies as st
 from swarm.blocks import Blocks
 from swarm.model import direct as direct_module
 from swarm.model.checkpoint import open_checkpoint
+from swarm.model.direct import DirectLimits
 from swarm.model.loading import load_span
-from swarm.model.span import Span
+from swarm.model.probe import learn_direct_path
+from swarm.model.span import Span, SpanLimits
 from tests.families import SPLIT, make
-from tests.model.rings import save_model
+from tests.model.rings import GROWS, save_model
 
 FamilyDir = Callable[[str], Path]
 Schedule = list[int]
 
 # Mostly single tokens, some chunks; long enough to fill sliding windows of 8.
 schedules = st.lists(st.sampled_from([1, 1, 1, 1, 1, 2, 5]), min_size=2, max_size=16)
-few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+many = settings(few, max_examples=20)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def span_of(family_dir: FamilyDir) -> Callable[[str], Span]:
 
     def get(name: str) -> Span:
         if name not in made:
-            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6))
+            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6), limits=GROWS)
         return made[name]
 
     return get
@@ -40,15 +43,31 @@ def hidden_states(batch: int, tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(batch, tokens, 64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", SPLIT)
-@few
-@given(
+any_session = given(
     schedule=schedules, batch=st.integers(1, 3), part=st.sampled_from([(1, 6), (2, 4), (3, 4)]), seed=st.integers(0, 9)
 )
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@few
+@any_session
 def test_both_ways_give_the_same_bits(
     span_of: Callable[[str], Span], name: str, schedule: Schedule, batch: int, part: tuple[int, int], seed: int
 ) -> None:
-    span = span_of(name).part(Blocks(*part))
+    assert_same_bits(span_of(name).part(Blocks(*part)), schedule, batch, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SPLIT)
+@many
+@any_session
+def test_both_ways_give_the_same_bits_in_many_sessions(
+    span_of: Callable[[str], Span], name: str, schedule: Schedule, batch: int, part: tuple[int, int], seed: int
+) -> None:
+    assert_same_bits(span_of(name).part(Blocks(*part)), schedule, batch, seed)
+
+
+def assert_same_bits(span: Span, schedule: Schedule, batch: int, seed: int) -> None:
     short, long = span.new_cache(), span.new_cache()
     with torch.inference_mode():
         for number, tokens in enumerate([3, *schedule]):
@@ -68,24 +87,21 @@ def test_every_family_goes_the_short_way_before_in_and_beyond_its_windows(
         assert span.forward_directly(hidden_states(2, 1, number), cache) is not None, cache.length
 
 
-def test_the_short_way_goes_on_over_the_edges_of_stretches(
-    span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct_module, "STRETCH_POSITIONS", 5)
-    monkeypatch.setattr(direct_module, "STRETCHES_MAX", 2)
+def test_the_short_way_goes_on_over_the_edges_of_stretches(family_dir: FamilyDir) -> None:
+    limits = SpanLimits(direct=DirectLimits(stretch_positions=5, stretches_max=2))
     for name in ("llama", "gemma3_text", "bloom"):
-        span = span_of(name)
-        span.learn_direct_path()
+        span = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6), limits=limits)
+        assert span.is_direct
         short, long = span.new_cache(), span.new_cache()
         for number, tokens in enumerate((3, *[1] * 20)):
             step = hidden_states(1, tokens, number)
             assert torch.equal(span.forward(step, cache=short), span.forward_through_parent(step, cache=long))
 
 
-def test_tables_are_bounded(span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_module, "TABLES_BYTES_MAX", 100)
-    span, cache = span_of("llama"), span_of("llama").new_cache()
-    span.learn_direct_path()
+def test_tables_are_bounded(family_dir: FamilyDir) -> None:
+    limits = SpanLimits(direct=DirectLimits(tables_bytes_max=100))
+    span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 6), limits=limits)
+    cache = span.new_cache()
     span.forward(hidden_states(1, 4, 0), cache=cache)
     assert span.forward_directly(hidden_states(1, 1, 1), cache) is None
     assert cache.length == 4
@@ -94,7 +110,7 @@ def test_tables_are_bounded(span_of: Callable[[str], Span], monkeypatch: pytest.
 
 def test_what_is_no_plain_decode_step_goes_through_the_parent(span_of: Callable[[str], Span]) -> None:
     span, cache = span_of("llama"), span_of("llama").new_cache()
-    span.learn_direct_path()
+    learn_direct_path(span)
     step = hidden_states(2, 1, 0)
     assert span.forward_directly(step, cache) is None  # no past
     span.forward(hidden_states(2, 3, 1), cache=cache)
@@ -126,7 +142,7 @@ def test_a_stretch_that_cannot_be_tabulated_goes_through_the_parent(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    span.learn_direct_path()
+    learn_direct_path(span)
     monkeypatch.setattr(direct_module.DirectPath, "_tabulate", broken)
     for number, tokens in enumerate((3, 1, 1)):
         step = hidden_states(1, tokens, number)

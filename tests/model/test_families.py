@@ -1,4 +1,8 @@
-"""Every family: spans compute what the stock model computes, to the last bit in fp32."""
+"""Every family: spans compute what the stock model computes, to the last bit in fp32.
+
+`make test` runs what nothing else here implies: padded batches and rollbacks on an uneven ring, gathers, parts of
+spans, and a changed weight. `make test-long` runs the others.
+"""
 
 from collections.abc import Callable
 
@@ -6,8 +10,7 @@ import pytest
 import torch
 
 from swarm.blocks import Blocks
-from swarm.errors import BadBlocks, UnsupportedArchitecture
-from swarm.model.cache import RollbackImpossible
+from swarm.errors import BadBlocks, RollbackImpossible, UnsupportedArchitecture
 from swarm.model.checkpoint import open_checkpoint
 from tests.families import REFUSED, SPLIT
 from tests.model.rings import CUTS, Pair, Ring, difference, tokens
@@ -51,6 +54,7 @@ def alike_runs(kinds: tuple[str, ...]) -> list[tuple[int, int]]:
     return list(found.values()) if len(set(kinds)) > 1 else []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPLIT)
 def test_logits_are_exact_over_prefill_chunks_after_history_and_decode(pair_of: PairOf, name: str) -> None:
     pair, ids = pair_of(name), tokens(2, sum(STEPS))
@@ -58,6 +62,7 @@ def test_logits_are_exact_over_prefill_chunks_after_history_and_decode(pair_of: 
     assert difference(logits_in_steps(pair.ring(pair.spans(*CUTS)), ids), expected) <= tolerance
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPLIT)
 def test_logits_are_exact_where_a_span_has_only_one_kind_of_block(pair_of: PairOf, name: str) -> None:
     pair, ids = pair_of(name), tokens(1, sum(STEPS), seed=2)
@@ -79,6 +84,7 @@ def test_left_padded_batches_are_exact(pair_of: PairOf, name: str) -> None:
     assert difference(got[real], expected[real]) <= tolerance
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPLIT)
 def test_interleaved_sessions_do_not_disturb_each_other(pair_of: PairOf, name: str) -> None:
     pair, first_ids, second_ids = pair_of(name), tokens(1, 20, seed=4), tokens(2, 25, seed=5)
@@ -118,6 +124,7 @@ def test_a_rolled_back_session_goes_on_as_if_nothing_had_happened(pair_of: PairO
     assert difference(torch.cat(got, 1), torch.cat([never.step(ids[:, 15:16]), never.step(ids[:, 16:])], 1)) == EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPLIT)
 def test_recording_the_past_for_rollbacks_changes_nothing(pair_of: PairOf, name: str) -> None:
     pair, ids = pair_of(name), tokens(1, sum(STEPS), seed=8)
@@ -168,6 +175,7 @@ def test_one_changed_weight_is_noticed(pair_of: PairOf, name: str) -> None:
     assert difference(after, before) > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPLIT)
 def test_spans_hold_their_blocks_and_the_client_holds_none(pair_of: PairOf, name: str) -> None:
     pair = pair_of(name)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from swarm.model import growing
-from swarm.model.growing import GrowingLayer, GrowingSlidingLayer
+from swarm.model.growing import GrowingLayer, GrowingLimits, GrowingSlidingLayer
 
 HEADS, SIZE = 2, 16
 POSITION_BYTES = HEADS * SIZE * 4
@@ -18,13 +17,11 @@ SMALL_BYTES = 64 * 1024
 
 @pytest.mark.parametrize("small_bytes", [0, 40 * POSITION_BYTES, SMALL_BYTES])
 @pytest.mark.parametrize("window", [None, 24])
-def test_a_layer_returns_and_holds_what_the_stock_one_does(
-    window: int | None, small_bytes: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_layer_returns_and_holds_what_the_stock_one_does(window: int | None, small_bytes: int):
     """From copies to a buffer, through a gather that doubles the rows, and with pieces of several positions."""
-    monkeypatch.setattr(growing, "SMALL_BYTES", small_bytes)
+    limits = GrowingLimits(small_bytes=small_bytes)
     stock = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
-    ours = GrowingSlidingLayer(window) if window else GrowingLayer()
+    ours = GrowingSlidingLayer(window, limits) if window else GrowingLayer(limits)
     source, rows = torch.Generator().manual_seed(1), 1
     for number in range(200):
         tokens = 7 if number % 23 == 5 else 1
@@ -39,8 +36,7 @@ def test_a_layer_returns_and_holds_what_the_stock_one_does(
         assert torch.equal(stock.values, ours.values)
 
 
-def test_a_long_past_stays_where_it_is_and_a_short_one_takes_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(growing, "SMALL_BYTES", SMALL_BYTES)
+def test_a_long_past_stays_where_it_is_and_a_short_one_takes_no_more_than_it_needs():
     layer, new = GrowingLayer(), torch.randn(1, HEADS, 1, SIZE)
     moves = 0
     layer.update(new, new)
@@ -68,12 +64,9 @@ def test_what_is_reserved_is_held_when_it_is_used(tokens: int):
         assert states.nbytes <= resident_bytes(reserved) <= states.nbytes + 2 * HEADS * mmap.PAGESIZE
 
 
-def test_where_nothing_can_be_reserved_a_past_grows_all_the_same(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: object) -> None:
-        raise OSError
-
-    monkeypatch.setattr(growing, "_reserve", refuse)
-    layer, new = GrowingLayer(), torch.randn(1, HEADS, 700, SIZE)
+def test_where_nothing_can_be_reserved_a_past_grows_all_the_same():
+    more_than_there_is = GrowingLimits(reserved_tokens_min=1 << 42)
+    layer, new = GrowingLayer(more_than_there_is), torch.randn(1, HEADS, 700, SIZE)
     layer.update(new, new)
     keys, _ = layer.update(new, new)
     assert torch.equal(keys, torch.cat([new, new], dim=-2))

@@ -6,9 +6,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from swarm.blocks import Blocks
-from swarm.model import kernels
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.kernels import PackedLinear, choose_kernels
+from swarm.model.kernels import KernelLimits, PackedLinear, choose_kernels
 from swarm.model.loading import load_span
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
@@ -19,16 +18,10 @@ def span(family_dir):
     return load_span(open_checkpoint(family_dir("llama")), Blocks(1, 3))
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """Let a trial find these gains at one token and at eight, whatever this machine would."""
-
-    def find(*gains: float) -> None:
-        results = iter([[gain, 1.0] for gain in gains])
-        monkeypatch.setattr(kernels, "_quickest", lambda *_: next(results))
-        monkeypatch.setattr(kernels, "PACK_BYTES_MIN", 0)
-
-    return find
+def chosen(span, *gains: float) -> bool:
+    """Choose kernels where a trial finds these gains at one token and at eight."""
+    results = iter([[gain, 1.0] for gain in gains])
+    return choose_kernels(span, KernelLimits(pack_bytes_min=0), lambda *_: next(results))
 
 
 def linears_of(span):
@@ -48,17 +41,15 @@ def linears_of(span):
         ((0.7, 2.0), False),  # whoever decodes alone would pay too much for it
     ],
 )
-def test_weights_are_packed_where_more_is_gained_than_lost(span, measured, gains, packs):
-    measured(*gains)
-    assert choose_kernels(span) is packs
+def test_weights_are_packed_where_more_is_gained_than_lost(span, gains, packs):
+    assert chosen(span, *gains) is packs
     assert any(isinstance(linear, PackedLinear) for linear in linears_of(span)) is packs
 
 
-def test_packed_weights_compute_the_same_and_leave_no_copy(span, measured):
-    measured(2.0, 2.0)
+def test_packed_weights_compute_the_same_and_leave_no_copy(span):
     steps = [torch.randn(1, tokens, span.hidden_size, generator=torch.Generator().manual_seed(1)) for tokens in (20, 1)]
     outputs = []
-    for choose in (lambda: True, lambda: choose_kernels(span)):
+    for choose in (lambda: True, lambda: chosen(span, 2.0, 2.0)):
         assert choose()
         cache = span.new_cache()
         with torch.inference_mode():
@@ -72,13 +63,12 @@ def test_packed_weights_compute_the_same_and_leave_no_copy(span, measured):
         assert linear.weight.isnan().all()
 
 
-def test_weights_stay_as_they_were_where_packed_ones_compute_something_else(span, measured, monkeypatch):
-    measured(2.0, 2.0)
+def test_weights_stay_as_they_were_where_packed_ones_compute_something_else(span, monkeypatch):
     before = [linear.weight.clone() for linear in linears_of(span)]
     monkeypatch.setattr(
         PackedLinear, "forward", lambda self, input: 1.01 * nn.functional.linear(input, self.packed.to_dense())
     )
-    assert not choose_kernels(span)
+    assert not chosen(span, 2.0, 2.0)
     assert not any(isinstance(linear, PackedLinear) for linear in linears_of(span))
     for linear, weight in zip(linears_of(span), before, strict=True):
         assert torch.equal(linear.weight, weight)

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarm.blocks import Blocks
+from swarm.errors import RollbackImpossible
 from swarm.model import packed as packed_module
-from swarm.model.cache import RollbackImpossible, SpanCache
+from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.packed import Segment
 from swarm.model.span import Span
 from tests.families import SPLIT, make
-from tests.model.rings import save_model
+from tests.model.rings import GROWS, save_model
 
 FamilyDir = Callable[[str], Path]
 
@@ -30,10 +31,12 @@ ONE_BY_ONE = {
 TOGETHER = tuple(name for name in SPLIT if name not in ONE_BY_ONE)
 TOLERANCE = 1e-4  # of a step's norm, fp32
 ROLLBACK = 4
-few = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+many = settings(few, max_examples=20)
 
 # One iteration: for each of four sessions None (it sits out), or how many tokens, what is taken back, and a reordering.
 moves = st.none() | st.tuples(st.sampled_from([1, 1, 1, 1, 3, 9]), st.sampled_from([0, 0, 0, 1, 3]), st.booleans())
+Schedule = list[tuple[tuple[int, int, bool] | None, ...]]
 schedules = st.lists(st.tuples(moves, moves, moves, moves), min_size=3, max_size=10)
 
 
@@ -43,24 +46,40 @@ def span_of(family_dir: FamilyDir) -> Callable[[str], Span]:
 
     def get(name: str) -> Span:
         if name not in made:
-            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6))
+            made[name] = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6), limits=GROWS)
         return made[name]
 
     return get
 
 
+@pytest.mark.slow("every family's span is loaded")
 def test_the_families_that_run_together_are_known(span_of: Callable[[str], Span]) -> None:
     assert {name for name in SPLIT if not span_of(name).packs} == ONE_BY_ONE
 
 
+any_schedule = given(schedule=schedules, part=st.sampled_from([(1, 6), (2, 4)]), seed=st.integers(0, 99))
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 @few
-@given(schedule=schedules, part=st.sampled_from([(1, 6), (2, 4)]), seed=st.integers(0, 99))
+@any_schedule
 def test_members_come_and_go_roll_back_and_reorder(
-    span_of: Callable[[str], Span], name: str, schedule: list[tuple[tuple[int, int, bool] | None, ...]],
-    part: tuple[int, int], seed: int,
-) -> None:  # fmt: skip
-    span = span_of(name).part(Blocks(*part))
+    span_of: Callable[[str], Span], name: str, schedule: Schedule, part: tuple[int, int], seed: int
+) -> None:
+    assert_packs(span_of(name).part(Blocks(*part)), schedule, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TOGETHER)
+@many
+@any_schedule
+def test_members_come_and_go_roll_back_and_reorder_in_many_schedules(
+    span_of: Callable[[str], Span], name: str, schedule: Schedule, part: tuple[int, int], seed: int
+) -> None:
+    assert_packs(span_of(name).part(Blocks(*part)), schedule, seed)
+
+
+def assert_packs(span: Span, schedule: Schedule, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = (1, 2, 1, 3)
     solo = [span.new_cache(ROLLBACK) for _ in rows]
@@ -106,7 +125,7 @@ def test_a_batch_that_breaks_leaves_every_cache_as_it_was(
     span_of: Callable[[str], Span], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     span = span_of("gemma3_text")
-    real, calls = packed_module._usual_attention, []
+    real, calls = packed_module._solo_attention, []
 
     def breaks(*arguments: object) -> object:
         calls.append(1)
@@ -121,7 +140,7 @@ def test_a_batch_that_breaks_leaves_every_cache_as_it_was(
         for cache, twin, prompt in zip(caches, twins, prompts, strict=True):
             span.forward(prompt, cache=cache)
             span.forward(prompt, cache=twin)
-        monkeypatch.setattr(packed_module, "_usual_attention", breaks)
+        monkeypatch.setattr(packed_module, "_solo_attention", breaks)
         with pytest.raises(MemoryError):
             span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
         monkeypatch.undo()

@@ -19,16 +19,17 @@ pytest.importorskip("schemathesis", reason="needs pip install 'swarm-inference[d
 import httpx
 import schemathesis
 
-from swarm.dht.directory import Directory
+from swarm.dht.directory import Directory, ModelEntry
 from swarm.dht.records import Announcement
 from swarm.dht.store import MemoryStore
 from swarm.errors import Unreachable
 from swarm.identity import Identity
-from swarm.monitor import app as app_module
-from swarm.monitor import service
-from swarm.monitor.app import make_app
+from swarm.monitor.app import events_of, make_app
+from swarm.monitor.assess import KnownModel
+from swarm.monitor.contacts import ContactLimits
 from swarm.monitor.history import Database, ProbeResult
-from swarm.monitor.service import Monitor, MonitorOptions
+from swarm.monitor.reading import ReadingLimits, choose
+from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.monitor.state import Health, History, ModelDetail, State
 from tests.dht.support import NETWORK, ROOT, announcement
 
@@ -45,7 +46,9 @@ class World:
         self.reachable = True
         self.silent: set[str] = set()
         self.database = Database(folder / "health.sqlite")
-        options = MonitorOptions(network=NETWORK, read_every_s=0.05)
+        contacts = ContactLimits(again_s=0.01)
+        limits = MonitorLimits(read_every_s=0.05, retry_s=0.05, event_clients_max=1, contacts=contacts)
+        options = MonitorOptions(network=NETWORK, limits=limits)
         self.monitor = Monitor(options, self.open, self.answer, self.database, time.time)
         self.app = make_app(self.monitor)
 
@@ -77,15 +80,13 @@ class World:
 
     async def until(self, holds: Any) -> State:
         async with asyncio.timeout(20):
-            while not holds(self.monitor.published.assessment.state):
+            while not holds(self.monitor.board.published.assessment.state):
                 await asyncio.sleep(0.02)
-        return self.monitor.published.assessment.state
+        return self.monitor.board.published.assessment.state
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(service, "RETRY_S", 0.05)
-    monkeypatch.setattr("swarm.monitor.contacts.AGAIN_S", 0.01)
+def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path)
     yield made
     made.database.close()
@@ -99,7 +100,7 @@ async def running(world: World) -> AsyncIterator[httpx.AsyncClient]:
         try:
             yield client
         finally:
-            world.monitor.stop()
+            world.monitor.board.stop()
             life.cancel()
             await asyncio.gather(life, return_exceptions=True)
 
@@ -159,21 +160,20 @@ async def test_no_address_is_served_not_even_when_the_swarm_cannot_be_reached(wo
     assert json.loads(texts[0])["servers_online"] == 1  # what was known stays, with its age
 
 
-async def test_events_bring_the_state_and_are_bounded(world, monkeypatch):
+async def test_events_bring_the_state_and_are_bounded(world):
     await world.announce(0, 12)
     async with running(world) as client:
         await world.until(lambda state: state.servers_online == 1)
-        stream = app_module._events(world.monitor)
+        stream = events_of(world.monitor.board)
         assert await anext(stream) == b"retry: 5000\n\n"
         events = [await anext(stream) for _ in range(2)]
         kinds = [event.splitlines()[1] for event in events]
         assert kinds == [b"event: state"] * 2
         revisions = [State.model_validate_json(event.splitlines()[2][6:]).revision for event in events]
         assert revisions[0] < revisions[1]
-        monkeypatch.setattr(app_module, "EVENT_CLIENTS_MAX", 1)
         assert (await client.get("/api/v1/events")).status_code == 503
         await stream.aclose()
-        assert world.monitor.event_clients == 0
+        assert world.monitor.board.clients == 0
 
 
 async def test_a_full_disk_keeps_the_page_alive_and_says_so(world, monkeypatch):
@@ -202,11 +202,11 @@ async def test_before_the_first_reading_the_page_is_there_and_not_healthy(world)
 
 
 async def test_models_of_late_are_looked_up_first_and_a_flood_of_names_is_bounded(world):
-    entries = [service.ModelEntry(f"m{i}", f"{i:064x}", 4096) for i in range(100)]
-    known = {entries[90].root: service.KnownModel("m90", 4096)}
-    chosen = service.choose(entries, known)
+    entries = [ModelEntry(f"m{i}", f"{i:064x}", 4096) for i in range(100)]
+    known = {entries[90].root: KnownModel("m90", 4096)}
+    chosen = choose(entries, known)
     assert chosen[0] == entries[90]
-    assert len(chosen) == service.KEYS_MAX // 512
+    assert len(chosen) == ReadingLimits().keys_max // 512
 
 
 async def test_every_metric_of_the_dashboard_and_the_alerts_exists(world):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from swarm.dht.records import Announcement
-from swarm.monitor.assess import ANSWER_LIVES_S, Contact, KnownModel, Sighting, assess, ranges
+from swarm.monitor.assess import AssessLimits, Contact, KnownModel, Sighting, assess, ranges
 from swarm.monitor.state import ModelDetail, ProbeStats, State
 from tests.dht.support import ROOT
 from tests.monitor.make_example import EXAMPLE, NOW, example_json, record
@@ -32,7 +32,7 @@ def test_blocks_that_nobody_announces_break_a_model_and_are_named():
     found = detail([record(1, 0, 4), record(2, 9, 12)])
     assert found.summary.status == "broken"
     assert found.summary.missing_blocks == (4, 5, 6, 7, 8)
-    assert found.summary.reasons == ("nobody announces blocks 4:9",)
+    assert found.summary.reasons == ("no server announces blocks 4:9",)
     assert found.needed_blocks == (4, 9)
     assert [block.status for block in found.blocks][3:10] == ["single", *["missing"] * 5, "single"]
 
@@ -41,7 +41,7 @@ def test_blocks_that_nobody_announces_break_a_model_and_are_named():
     "contact",
     [
         Contact(first_seen=NOW - 100),
-        Contact(first_seen=NOW - 100, answered_at=NOW - ANSWER_LIVES_S - 1),
+        Contact(first_seen=NOW - 100, answered_at=NOW - AssessLimits().answer_lives_s - 1),
         Contact(first_seen=NOW - 100, answered_at=NOW - 40, failures=2),
     ],
     ids=["never", "long ago", "not any more"],

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import BadConfiguration
-from swarm.monitor import history as module
-from swarm.monitor.history import DAY_S, KEPT_S, Database, ProbeResult, Sample, probe_stats, quantiles
-from swarm.monitor.state import POINTS_MAX
+from swarm.monitor.history import Database, HistoryLimits, ProbeResult, Sample, probe_stats, quantiles
+from swarm.monitor.state import API
 from tests.dht.support import ROOT
 
+DAY_S, KEPT_S = 24 * 3600, 30 * 24 * 3600
 NOW = 1_790_000_000.0
 
 
@@ -64,7 +64,7 @@ def test_a_history_never_has_more_points_than_it_may(database):
         if i % 100 == 0:
             database.history(None, "24h", NOW).result()
     found = database.history(ROOT, "24h", NOW).result()
-    assert POINTS_MAX - 5 < len(found.points) <= POINTS_MAX
+    assert API.points_max - 5 < len(found.points) <= API.points_max
     assert [point.at for point in found.points] == sorted(point.at for point in found.points)
 
 
@@ -115,7 +115,7 @@ def test_a_full_disk_is_said_and_writing_goes_on_when_there_is_room(database, mo
         database.record(NOW + i, [sample(root=f"{i:064x}")], []).result()
     assert "full" in database.problem
     assert len(database.history(ROOT, "24h", NOW + 200).result().points) == 1
-    database._submit(lambda: database._db.execute(f"PRAGMA max_page_count = {module.PAGES_MAX}")).result()
+    database._submit(lambda: database._db.execute(f"PRAGMA max_page_count = {HistoryLimits().pages_max}")).result()
     database.record(NOW + 300, [sample()], []).result()
     assert database.problem == ""
 

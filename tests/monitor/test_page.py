@@ -18,7 +18,7 @@ import torch
 from swarm.demo.local import LocalProcess, LocalSwarm, Place
 from swarm.errors import SwarmError
 from swarm.identity import Identity
-from swarm.monitor.probe import PROMPT_TOKENS, probe_once
+from swarm.monitor.probe import probe_once
 from tests.monitor import needs_light
 from tests.support import warm
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, NETWORK, environment, eventually, join
@@ -33,7 +33,8 @@ def get(url: str) -> Any:
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
-    with LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, env=environment(tmp_path_factory.mktemp("home"))) as running:
+    env = environment(tmp_path_factory.mktemp("home"))
+    with LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, env=env, launch=warm.launch) as running:
         yield running
 
 
@@ -43,7 +44,7 @@ def page(folder: Path, swarm: LocalSwarm, *options: str) -> Iterator[LocalProces
     database = ("--database", str(folder / "health.sqlite"))
     arguments = ("--listen", "127.0.0.1:0", *peers, *database, *options)
     env = {**environment(folder), "PATH": "/usr/bin:/bin"}
-    process = LocalProcess("health", "swarm.monitor.cli", arguments, Place(folder), env)
+    process = LocalProcess("health", "tests.monitor.impatient", arguments, Place(folder), env)
     try:
         yield process.wait_ready()
     finally:
@@ -69,7 +70,7 @@ def test_probes_agree_with_a_clients_own_clock_within_a_tenth(swarm):
     theirs: dict[str, list[float]] = {"ttft": [], "gap": []}
     ours: dict[str, list[float]] = {"ttft": [], "gap": []}
     with join(DEMO_CHECKPOINT, swarm) as model:
-        prompt = torch.arange(1, PROMPT_TOKENS + 1)[None]
+        prompt = torch.arange(1, 8 + 1)[None]
         options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "do_sample": False}
         for i in range(60):
             if i % 2:
@@ -85,6 +86,7 @@ def test_probes_agree_with_a_clients_own_clock_within_a_tenth(swarm):
         assert statistics.median(theirs[name]) == pytest.approx(statistics.median(values), rel=0.1), name
 
 
+@pytest.mark.slow("the page and its probe are processes that import on their own")
 def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
     with page(tmp_path, swarm, "--probe", str(DEMO_CHECKPOINT), "--probe-every", "1") as running:
         url = running.ready["url"]
@@ -93,7 +95,7 @@ def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
             models = get(url + "/api/v1/state")["models"]
             return models[0] if models and models[0]["probes"] and models[0]["servers_online"] == 3 else None
 
-        found = eventually(model, 90, 0.5)
+        found = eventually(model, 90, 0.1)
         assert (found["status"], found["missing_blocks"], found["coverage"]) == ("healthy", [], 1.0)
         day = found["probes"][0]
         assert day["success_rate"] == 1.0
@@ -105,13 +107,14 @@ def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
         assert memory < 200, "MB"
 
         swarm.servers[1].kill()
-        broken = eventually(lambda: (m := get(url + "/api/v1/state")["models"][0])["status"] == "broken" and m, 60, 0.5)
+        broken = eventually(lambda: (m := get(url + "/api/v1/state")["models"][0])["status"] == "broken" and m, 60, 0.1)
         assert broken["missing_blocks"] == [4, 5, 6, 7]
     with page(tmp_path, swarm) as running:  # started again: the history is still there
         history = get(running.ready["url"] + f"/api/v1/history?root={found['root']}&window=30d")
         assert history["points"]
 
 
+@pytest.mark.slow("two pages and a probe are processes that import on their own")
 def test_a_private_swarms_page_is_for_members(tmp_path):
     """Network key and list together, as everybody in the swarm has them; probes come from the page's own identity."""
     members = {name: Identity.generate() for name in ("bootstrap", "server-0", "health")}
@@ -130,7 +133,7 @@ def test_a_private_swarms_page_is_for_members(tmp_path):
                 models = get(running.ready["url"] + "/api/v1/state")["models"]
                 return models[0] if models and models[0]["probes"] and models[0]["servers_online"] else None
 
-            found = eventually(model, 90, 0.5)
+            found = eventually(model, 90, 0.1)
             assert found["missing_blocks"] == []
             assert found["probes"][0]["success_rate"] == 1.0
         stranger = tmp_path / "outside"

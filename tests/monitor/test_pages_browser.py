@@ -16,7 +16,10 @@ from tests.monitor.page_support import Site, assessment, crowd, healthy, one_mod
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`: pip install -e '.[browser]'")
 axe = pytest.importorskip("axe_playwright_python.base", reason="needs the extra `browser`: pip install -e '.[browser]'")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
 
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 FLAGS += ("--disable-component-update", "--disable-sync")
@@ -237,7 +240,12 @@ def test_without_javascript_everything_but_the_charts_is_there(
     open_page: Open, sites: dict[str, Site], kind: str
 ) -> None:
     page = open_page(sites["broken"].url, kind, java_script_enabled=False)
-    for text in ("It does not work now", "nobody announces it", "swarm-serve org/Meadow-70B-Instruct", "Contributors"):
+    for text in (
+        "It does not work now",
+        "no server announces it",
+        "swarm-serve org/Meadow-70B-Instruct",
+        "Contributors",
+    ):
         assert page.get_by_text(text).first.is_visible()
     assert page.locator("table.servers tbody tr").count() == 12
     assert page.locator(".history table").is_visible()
@@ -280,8 +288,8 @@ def test_the_map_says_to_a_screen_reader_what_its_colours_say(open_page: Open, s
     page = open_page(sites["broken"].url)
     cells = page.get_by_role("list", name="Block map").get_by_role("link")
     assert cells.count() == 80
-    assert page.get_by_role("link", name="block 78: 0 servers, nobody announces it").count() == 1
-    assert page.get_by_role("link", name="block 70: 0 servers, announced, but nobody answers").count() == 1
+    assert page.get_by_role("link", name="block 78: 0 servers, no server announces it").count() == 1
+    assert page.get_by_role("link", name="block 70: 0 servers, announced, but no server answers").count() == 1
     assert page.get_by_role("link", name="block 75: 1 server", exact=True).count() == 1
 
 

@@ -6,11 +6,12 @@ import time
 import pytest
 
 from swarm.dht.directory import Directory
-from swarm.dht.format import KEYS_MAX, pack_dictionary
+from swarm.dht.format import CALLS, pack_dictionary
+from swarm.dht.light.limits import ReaderLimits
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingResponse, varint
-from swarm.dht.light.store import PLACES, LightStore
+from swarm.dht.light.store import LightStore
 from swarm.dht.records import key_id
-from swarm.dht.search import EXPECTED, PATHS
+from swarm.dht.search import SearchLimits
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import Unreachable
 from swarm.identity import Identity
@@ -77,8 +78,9 @@ async def test_it_asks_few_nodes_and_few_keys_at_a_time():
     host = FakeHost(200)
     store, _ = directory(host)
     await store.get([f"key {i}" for i in range(3)])
-    assert max(n for _, n in host.asked) <= KEYS_MAX
-    assert sum(n for _, n in host.asked) <= (3 + PLACES) * (EXPECTED + 2 * PATHS + 20)
+    assert max(n for _, n in host.asked) <= CALLS.keys_max
+    a_key = SearchLimits().expected + SearchLimits().doors + 20
+    assert sum(n for _, n in host.asked) <= (3 + ReaderLimits().places) * a_key
 
 
 async def test_a_swarm_that_falls_silent_is_an_error_and_the_next_look_up_joins_anew():

@@ -19,7 +19,11 @@ from tests.monitor.test_pages_browser import CHROMIUM, FLAGS, sync_api
 SPANS = ("0:4", "4:8", "8:10", "10:12")
 WITHIN_MS = 120_000
 LOST = ".cell.silent, .cell.missing"  # its record outlives it for a while
-pytestmark = [needs_light, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")]
+pytestmark = [
+    pytest.mark.long,
+    needs_light,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
 
 
 @pytest.fixture

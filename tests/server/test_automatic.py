@@ -9,14 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
 from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import block_bytes, load_span
-from swarm.server import automatic, measure
-from swarm.server.automatic import Automatic
+from swarm.server import measure
+from swarm.server.automatic import Automatic, AutomaticLimits
 from swarm.server.measure import blocks_that_fit
 from tests.dht.support import NETWORK, ROOT, announcement
 from tests.support.swarms import DEMO_CHECKPOINT
@@ -25,8 +26,7 @@ TWELVE = cast(Checkpoint, SimpleNamespace(root=ROOT, n_blocks=12))
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    monkeypatch.setattr(automatic, "CLAIM_S", 0.01)
+def store() -> MemoryStore:
     return MemoryStore.make(NETWORK, time.time)
 
 
@@ -37,7 +37,9 @@ class Newcomer:
         self.identity = Identity(name * 32)
         self.directory = Directory(store, identity=self.identity, network=NETWORK, clock=time.time)
         key = self.identity.public_key.hex()
-        self.automatic = Automatic(self.directory, TWELVE, key, "float32", every_s, Random(1))
+        self.automatic = Automatic(
+            self.directory, TWELVE, key, NumericClass("float32"), every_s, Random(1), AutomaticLimits(claim_s=0.01)
+        )
 
     async def announce(self, blocks: Blocks, state: str = "joining", **more: Any) -> None:
         await self.directory.withdraw()

@@ -2,9 +2,10 @@
 
 import torch
 
-from swarm.server.measure import DECODE_STEPS, PREFILL_TOKENS, measure_throughput
+from swarm.server.measure import MeasureLimits, measure_throughput
 
 COLD_S, PREFILL_S, STEP_S = 3.0, 0.5, 0.01
+LIMITS = MeasureLimits()
 
 
 class Computes:
@@ -29,5 +30,5 @@ class Computes:
 def test_what_only_the_first_prompt_costs_is_not_announced():
     span = Computes()
     measured = measure_throughput(span, lambda: span.now)
-    assert (measured.prefill_tps, measured.decode_tps) == (PREFILL_TOKENS / PREFILL_S, 1 / STEP_S)
-    assert span.pasts == [[PREFILL_TOKENS], [PREFILL_TOKENS, *[1] * DECODE_STEPS]]
+    assert (measured.prefill_tps, measured.decode_tps) == (LIMITS.prefill_tokens / PREFILL_S, 1 / STEP_S)
+    assert span.pasts == [[LIMITS.prefill_tokens], [LIMITS.prefill_tokens, *[1] * LIMITS.decode_steps]]

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from benchmarks.placement_simulation import DELAY_S, anneal, random_swarm, simulate
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.identity import Identity
 from swarm.server.placement import (
-    LOOKS_PER_RANK,
-    POWER_SPREAD_MAX,
     SHARPNESS,
     Holder,
+    PlacementLimits,
     candidates,
     choose_span,
     holders_of,
@@ -63,13 +63,13 @@ def test_servers_that_leave_or_compute_in_another_class_do_not_count():
         announcement(Identity(b"b" * 32), 0, 4, numeric_class="bfloat16"),
         announcement(Identity(b"c" * 32), 4, 8, state="joining"),
     ]
-    assert [held.blocks for held in holders_of(records, "float32")] == [Blocks(4, 8)]
+    assert [held.blocks for held in holders_of(records, NumericClass("float32"))] == [Blocks(4, 8)]
 
 
 def test_a_claim_of_boundless_speed_counts_as_a_bounded_multiple_of_the_usual():
     rates = {b"a": 10.0, b"b": 10.0, b"c": 1e9}
     records = [announcement(Identity(key * 32), 0, 4, decode_tps=rate) for key, rate in rates.items()]
-    assert max(held.tps for held in holders_of(records)) == 10.0 * POWER_SPREAD_MAX
+    assert max(held.tps for held in holders_of(records)) == 10.0 * PlacementLimits().power_spread_max
 
 
 def test_a_server_that_has_not_measured_yet_counts_with_the_usual_power():
@@ -109,7 +109,7 @@ def test_whoever_is_second_waits_and_moves_when_the_first_does_not():
     (first, _), (second, goal) = candidates(12, crowd)[:2]
     assert first != second
     assert should_move(candidates(12, crowd), second, patience=0) == (None, 1)
-    assert should_move(candidates(12, crowd), second, patience=LOOKS_PER_RANK) == (goal, 0)
+    assert should_move(candidates(12, crowd), second, patience=PlacementLimits().looks_per_rank) == (goal, 0)
 
 
 def test_the_fast_evaluation_of_moves_agrees_with_carrying_them_out():

@@ -7,11 +7,10 @@ from random import Random
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.dht.records import RECORD_BYTES_MAX, RTTS_MAX, Rtt, SignedAnnouncement, sign_announcement
+from swarm.dht.records import RECORD, Rtt, SignedAnnouncement, sign_announcement
 from swarm.errors import Unreachable
 from swarm.identity import Identity
-from swarm.server import roundtrips
-from swarm.server.roundtrips import RoundTrips, choose_peers
+from swarm.server.roundtrips import RoundTripLimits, RoundTrips, choose_peers
 from tests.client.test_route import planned
 from tests.dht.support import announcement
 
@@ -55,8 +54,8 @@ def test_who_cannot_be_in_one_route_with_us_is_not_measured():
 def test_of_many_those_are_chosen_that_begin_or_end_where_this_span_does():
     exact = [peer(12, 16, n) for n in range(20)] + [peer(4, 8, n) for n in range(20)]
     holding = [peer(10, 14, n) for n in range(20)]
-    assert spans(chosen(holding + exact)) == [(4, 8)] * (RTTS_MAX // 2) + [(12, 16)] * (RTTS_MAX // 2)
-    assert spans(chosen(exact[:3] + holding)) == [(10, 14)] * (RTTS_MAX - 3) + [(12, 16)] * 3
+    assert spans(chosen(holding + exact)) == [(4, 8)] * (RECORD.rtts_max // 2) + [(12, 16)] * (RECORD.rtts_max // 2)
+    assert spans(chosen(exact[:3] + holding)) == [(10, 14)] * (RECORD.rtts_max - 3) + [(12, 16)] * 3
 
 
 def test_the_nearest_are_measured_again_and_others_get_their_turn():
@@ -65,7 +64,7 @@ def test_the_nearest_are_measured_again_and_others_get_their_turn():
     again = [measured.get(a.public_key) for a in chosen(servers, measured)]
     kept = sorted(ms for ms in again if ms is not None)
     assert kept == list(map(float, range(len(kept))))
-    assert 0 < len(kept) < RTTS_MAX == len(again)
+    assert 0 < len(kept) < RECORD.rtts_max == len(again)
 
 
 def test_who_did_not_answer_is_left_alone():
@@ -108,8 +107,7 @@ class FakeChannel:
         return answer
 
 
-async def test_what_was_measured_can_be_announced_and_planned_with(monkeypatch):
-    monkeypatch.setattr(roundtrips, "PEER_TIMEOUT_S", 0.05)
+async def test_what_was_measured_can_be_announced_and_planned_with():
     near, stuck, gone = (peer(12, 16, n) for n in range(3))
     dialer = FakeDialer(
         {
@@ -118,7 +116,7 @@ async def test_what_was_measured_can_be_announced_and_planned_with(monkeypatch):
             gone.announcement.peer_id: None,
         }
     )
-    trips = RoundTrips(dialer, Random(0))
+    trips = RoundTrips(dialer, Random(0), RoundTripLimits(peer_timeout_s=0.05))
     await trips.measure([near, stuck, gone], mine())
     assert trips.latest == (Rtt(near.announcement.public_key[:16], 12.3),)
     assert dialer.held == 0
@@ -132,19 +130,19 @@ async def test_what_was_measured_can_be_announced_and_planned_with(monkeypatch):
 
 
 async def test_few_peers_are_measured_at_a_time():
-    servers = [peer(12, 16, n) for n in range(RTTS_MAX)]
+    servers = [peer(12, 16, n) for n in range(RECORD.rtts_max)]
     dialer = FakeDialer({s.announcement.peer_id: [0.01] * 3 for s in servers})
     trips = RoundTrips(dialer, Random(0))
     await trips.measure(servers, mine())
-    assert len(trips.latest) == RTTS_MAX
-    assert dialer.most == roundtrips.AT_ONCE_MAX
+    assert len(trips.latest) == RECORD.rtts_max
+    assert dialer.most == RoundTripLimits().at_once_max
 
 
 def test_a_record_with_all_round_trips_and_four_long_addresses_fits():
-    rtts = tuple(Rtt(f"{n:016x}", 999999.9) for n in range(RTTS_MAX))
+    rtts = tuple(Rtt(f"{n:016x}", 999999.9) for n in range(RECORD.rtts_max))
     addresses = tuple(f"{'a' * 60}.{'b' * 55}{n}.org:65535" for n in range(4))
     now = time.time()
     record = announcement(ME, rtts=rtts, addresses=addresses, public_name="n" * 64, model="m" * 128)
     assert (
-        len(sign_announcement(record.model_copy(update={"issued": now, "expires": now + 60}), ME)) <= RECORD_BYTES_MAX
+        len(sign_announcement(record.model_copy(update={"issued": now, "expires": now + 60}), ME)) <= RECORD.bytes_max
     )

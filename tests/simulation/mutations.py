@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from swarm.activations import Activations
-from swarm.client.session import live
 from swarm.model.past import SpanPast
-from swarm.protocol import journal
+from swarm.protocol import journal, replay
 from swarm.protocol.journal import Past, rebuild_messages
-from swarm.server import handler, session
+from swarm.server.gates import Facts, Gates, Stop, Stray
+from swarm.server.session import HostedSession
+from tests.simulation import run
 
 Patch = pytest.MonkeyPatch
 
@@ -49,23 +50,10 @@ def replay_one_position_twice(patch: Patch) -> None:
 def accept_a_stale_epoch(patch: Patch) -> None:
     """A hop takes frames of every epoch."""
 
-    class Any_(int):
-        def __eq__(self, other: object) -> bool:
-            return True
+    def of_the_previous_peer(session: HostedSession, facts: Facts) -> Stop | None:
+        return None if facts.channel.peer == session.seat.previous else Stray("its activations come from another peer")
 
-        def __ne__(self, other: object) -> bool:
-            return False
-
-        __hash__ = int.__hash__
-
-    on_message = handler.Handler.on_message
-
-    def lenient(self: Any, channel: Any, message: Any, tensors: Any) -> None:
-        if message.kind in {"step", "rebuild"}:
-            message = message.model_copy(update={"epoch": Any_(message.epoch)})
-        on_message(self, channel, message, tensors)
-
-    patch.setattr(handler.Handler, "on_message", lenient)
+    patch.setattr(run, "GATES", Gates().replaced("seat", of_the_previous_peer))
 
 
 def drop_the_rollback(patch: Patch) -> None:
@@ -122,9 +110,8 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
 
 
 def _replay(patch: Patch, change: Callable[[Past], Past]) -> None:
-    def changed(name: str, epoch: int, pieces: Sequence[Past], hops: int) -> Any:
+    def changed(name: str, epoch: int, pieces: Sequence[Past], hops: int, *chunk_bytes: int) -> Any:
         whole = [change(journal._joined(pieces, journal._beside(pieces)))] if pieces else []
-        return rebuild_messages(name, epoch, whole, hops)
+        return rebuild_messages(name, epoch, whole, hops, *chunk_bytes)
 
-    patch.setattr(live, "rebuild_messages", changed)
-    patch.setattr(session, "rebuild_messages", changed)
+    patch.setattr(replay, "rebuild_messages", changed)

@@ -7,7 +7,7 @@ is left out is the sealing and the sockets.
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -21,7 +21,6 @@ from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.limits import DialerLimits
 from swarm.protocol.messages import Message, Ping, Pong, decode, encode
 
-KERNEL_BUFFER_BYTES = 1 << 16
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
 
 
@@ -57,6 +56,8 @@ class Process:
     me: Any
     address: str
     on_message: OnMessage | None = None
+    takes: "Takes | None" = None  # is asked before `on_message`
+    sends: "Sends | None" = None  # is asked before a message is sent
     state: str = "running"  # or "stopped", "killed", "vanished"
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
     channels: dict["VirtualChannel", None] = field(default_factory=dict)
@@ -86,6 +87,13 @@ class Process:
                 self.waiting.popleft()()
 
 
+Takes = Callable[["VirtualChannel", Any, Activations | None], bool]
+"""What a liar does with a message that arrives. Returns whether that was all: then its handler does not get it."""
+
+Sends = Callable[["VirtualChannel", Any, Activations | None], Iterable[tuple[Message, Activations | None]]]
+"""What a liar sends instead of a message."""
+
+
 @dataclass(slots=True)
 class Link:
     """One direction between two processes."""
@@ -105,6 +113,7 @@ class Network:
         self.trace = trace
         self.disorder = 0.0
         self.slow_links = 0.0  # the share of links that are slow
+        self.kernel_buffer_bytes = 1 << 16  # of one connection
         self.processes: dict[str, Process] = {}  # by address
         self._seed = seed
         self._rng = Random(f"network {seed}")
@@ -278,6 +287,13 @@ class VirtualChannel:
             raise ChannelClosed(self.peer, self.ended.result())
         if self.process.dead:
             return
+        if self.process.sends is None:
+            self._send(message, activations)
+            return
+        for each in self.process.sends(self, message, activations):
+            self._send(*each)
+
+    def _send(self, message: Message, activations: Activations | None) -> None:
         data = b"".join(encode(message, activations))
         self._written += len(data)
         self._network.transmit(self, data)
@@ -287,7 +303,7 @@ class VirtualChannel:
         """As `Channel.unsent_bytes`: what not even the kernel has room for."""
         loop, link = self._network.loop, self._network.link(self.process.name, self.other.process.name)
         queued = max(0.0, self.busy_until - loop.time()) * link.bytes_per_s
-        return max(0, int(queued) - KERNEL_BUFFER_BYTES)
+        return max(0, int(queued) - self._network.kernel_buffer_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -320,7 +336,7 @@ class VirtualChannel:
                 waiting = self._pings.get(message.nonce)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
-            else:
+            elif self.process.takes is None or not self.process.takes(self, message, activations):
                 self._on_message(self, message, activations)  # type: ignore[arg-type]
         except SwarmError as error:
             self.hang_up(str(error))

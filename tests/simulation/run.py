@@ -19,9 +19,10 @@ from swarm.client.session.limits import ChunkLimits, SessionLimits
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.errors import SwarmError
-from swarm.protocol import journal
 from swarm.protocol.replay import ReplayLimits
-from tests.simulation.invariants import checked
+from swarm.server.gates import Gates
+from swarm.server.limits import HandlerLimits, HostedLimits
+from tests.simulation.invariants import watched
 from tests.simulation.loop import NothingLeft, Overdue, VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed, greedy
 from tests.simulation.network import Trace
@@ -30,6 +31,8 @@ from tests.simulation.world import N_BLOCKS, ROOT, Client, Weather, World, ended
 TOKENS = 256
 CHUNK_BYTES = 8 * HIDDEN_SIZE * 4  # long steps and replays travel in many messages, although the model is small
 LIMITS = SessionLimits(chunks=ChunkLimits(chunk_bytes=CHUNK_BYTES), replay=ReplayLimits(chunk_bytes=CHUNK_BYTES))
+SERVERS = HandlerLimits(session=HostedLimits(replay=ReplayLimits(chunk_bytes=CHUNK_BYTES)))
+GATES = Gates()  # of every server
 ROLLBACK_MAX = 16
 STEP_TIMEOUT_S = 120.0
 HANG_S = STEP_TIMEOUT_S + 30.0  # a step that has neither answered nor raised by then hangs
@@ -107,7 +110,7 @@ def simulate(
     loop.set_exception_handler(lambda _, context: outcome.faults.append(_described(context)))
     loop.set_task_factory(_watching(outcome.faults))
     readable = trace if lines is not None else None
-    with _small_chunks(), _events_into(readable), checked(outcome.faults), torch.inference_mode():
+    with _events_into(readable), torch.inference_mode():
         try:
             weather = weather or weather_of(seed, departures_per_min)
             loop.run_until_complete(_run(loop, seed, weather, trace, outcome))
@@ -121,7 +124,7 @@ def simulate(
 
 
 async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome) -> None:
-    world = World(loop, seed, weather, trace)
+    world = World(loop, seed, weather, trace, SERVERS, gates=watched(GATES, outcome.faults))
     world.populate()
     client = Client(world, seed, LIMITS)
     await asyncio.sleep(25.0)  # everybody has announced
@@ -255,20 +258,6 @@ async def _in_time(work: Any) -> Any:
             return await work
     except TimeoutError:
         raise Hang(f"neither an answer nor an error within {HANG_S:.0f} s") from None
-
-
-@contextlib.contextmanager
-def _small_chunks() -> Iterator[None]:
-    """Long steps and replays travel in many messages, although the model is small."""
-    modules: Any = (journal,)
-    before = [module.CHUNK_BYTES for module in modules]
-    for module in modules:
-        module.CHUNK_BYTES = CHUNK_BYTES
-    try:
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.CHUNK_BYTES = value
 
 
 @contextlib.contextmanager

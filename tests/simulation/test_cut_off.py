@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.session.session import HOLDERS_S
+from swarm.client.session.limits import RecoveryLimits
 from swarm.errors import HopFailed, NoRoute, StepTimeout
+from swarm.protocol.messages import Step
 from tests.simulation.test_lists import PLAN
 from tests.simulation.test_sessions import Crowded, Going, played
 from tests.simulation.world import N_BLOCKS, Host
@@ -31,7 +32,7 @@ def make_sole_holders(going: Going) -> None:
 def make_slow_spares(going: Going) -> None:
     for host in others(going):
         host.block_ms = 80.0
-        host.handler._executor._block_s = 0.08  # type: ignore[attr-defined]
+        host.executor.block_s = 0.08
 
 
 async def go_on(going: Going, for_s: float) -> None:
@@ -156,12 +157,15 @@ def test_hops_that_answer_whoever_connects_and_fall_silent_with_every_step_are_l
         await go_on(going, 60.0)
         hosts, processes = going.hosts, {hop.process for hop in going.session.route}
 
-        def fall_silent(*_: Any) -> None:
+        def fall_silent(_: Any, message: Any, sent: Any) -> bool:
+            if not isinstance(message, Step):
+                return False
             for channel in [channel for host in hosts for channel in host.process.channels]:
                 if channel.other.process.name == "client":
                     channel.receive = lambda _: None  # type: ignore[method-assign]
+            return True
 
-        hosts[0].handler._on_step = fall_silent  # type: ignore[method-assign]
+        hosts[0].process.takes = fall_silent
         assert await going.say() < 8.0
         assert set(going.failures()) == processes
         assert not processes & {hop.process for hop in going.session.route}
@@ -177,6 +181,6 @@ def test_a_new_session_does_not_wait_for_long_where_nobody_was_heard_just_before
         began = going.loop.time()
         with pytest.raises((NoRoute, HopFailed)):
             await going.village.swarm.open(Blocks(0, N_BLOCKS), IMPATIENT)
-        assert going.loop.time() - began < HOLDERS_S + 5.0
+        assert going.loop.time() - began < RecoveryLimits().holders_s + 5.0
 
     played(scenario, plan=IMPATIENT)

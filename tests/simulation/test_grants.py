@@ -1,6 +1,7 @@
 """A grant that ends in the middle of a generation costs nothing but another one."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def test_a_session_goes_on_with_the_same_hops_when_its_grants_have_ended(every: 
             if number == 2:
                 for hop in session.route if every else session.route[-1:]:
                     (hosted,) = village.host(hop.peer_id).handler.sessions.values()
-                    hosted.grant.ends_at = loop.time() - 1
+                    over = replace(hosted.seat.grant, ends_at=loop.time() - 1)
+                    hosted.seat = replace(hosted.seat, grant=over)
             hidden = embed([[number, 7]])
             got = await session.step(Activations(hidden), want=1)
             assert torch.equal(got, local.forward(hidden, cache=past, positions=None, mask=None)[:, -1:])

@@ -1,20 +1,23 @@
 """Long pasts, played on a virtual clock: they are rebuilt whatever their length, and nobody is blamed for waiting."""
 
 import asyncio
+from dataclasses import replace
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from swarm.blocks import Blocks
 from swarm.client.planning.route import process_of
-from swarm.client.session import chunks, live
-from swarm.client.session.avoidance import Avoidance
-from swarm.protocol import journal
-from swarm.server import accounts, handler
-from swarm.server import session as hosted
+from swarm.client.session.limits import ChunkLimits, ConnectLimits, SessionLimits
+from swarm.protocol.messages import Rebuilt, Refused
+from swarm.protocol.replay import ReplayLimits
+from swarm.server.limits import AccountLimits, HandlerLimits, HostedLimits, MemoryLimits
 from tests.simulation.model import HIDDEN_SIZE
 from tests.simulation.test_lists import PLAN
-from tests.simulation.test_sessions import Going, played
+from tests.simulation.test_sessions import Going, silent
+from tests.simulation.test_sessions import played as played_with
 from tests.simulation.world import N_BLOCKS, Host
 
 CHUNK_TOKENS = 8
@@ -23,14 +26,11 @@ LONG = 100 * CHUNK_TOKENS
 WINDOW, INPUTS = 8, 16  # of these
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (chunks, journal):
-        monkeypatch.setattr(module, "CHUNK_BYTES", MIB)
-    for module in (journal, hosted, live):
-        monkeypatch.setattr(module, "REPLAY_BYTES_MAX", WINDOW * MIB)
-    monkeypatch.setattr(handler, "REPLAY_UNSENT_MAX", WINDOW * MIB)
-    monkeypatch.setattr(handler, "INPUT_BYTES_MAX", INPUTS * MIB)
+REPLAY = ReplayLimits(window_bytes=WINDOW * MIB, chunk_bytes=MIB)
+CLIENT = SessionLimits(chunks=ChunkLimits(chunk_bytes=MIB), replay=REPLAY)
+SESSION = HostedLimits(replay_unread_bytes_max=WINDOW * MIB, replay=REPLAY)
+MEMORY = MemoryLimits(input_bytes_max=INPUTS * MIB, window_bytes_max=INPUTS * MIB)
+played = partial(played_with, limits=HandlerLimits(session=SESSION), memory_limits=MEMORY, client=CLIENT)
 
 
 def lose(going: Going, *places: int) -> list[str]:
@@ -52,33 +52,28 @@ DEATHS = {"behind a journal": (1,), "the first": (0,), "neighbours": (1, 2), "ne
 
 @pytest.mark.parametrize("relayed", [False, True])
 @pytest.mark.parametrize("places", DEATHS.values(), ids=DEATHS)
-def test_a_past_that_no_pool_holds_is_rebuilt(
-    places: tuple[int, ...], relayed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_past_that_no_pool_holds_is_rebuilt(places: tuple[int, ...], relayed: bool) -> None:
     async def scenario(going: Going) -> None:
         await going.say(LONG)
-        if relayed:
-            monkeypatch.setattr(Avoidance, "blocked", lambda *_: True)
+        servers = [process_of(host.announcement("online")) for host in going.village.world.hosts]
+        for edge in permutations(servers, 2) if relayed else ():
+            going.village.client.sessions.avoidance.block(edge)
         gone = lose(going, *places)
         assert await going.say() < 30
         assert set(going.failures()) <= set(gone)
         assert going.session.repairs == 1
         assert await going.say() < 2
-        assert not any(host.handler.windows.used for host in going.village.world.hosts)
+        assert not any(host.memory.windows.used for host in going.village.world.hosts)
 
     played(scenario)
 
 
-def test_hops_that_wait_for_a_slow_one_behind_them_are_not_blamed_and_hold_no_more_than_a_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(live, "REBUILD_TIMEOUT_S", 30.0)  # for a window, of which there are three
-
+def test_hops_before_a_slow_one_hold_a_window_and_no_blame() -> None:
     async def scenario(going: Going) -> None:
         await going.say(16 * CHUNK_TOKENS)
         for host in spares(going):
             if host.blocks.stop == N_BLOCKS:
-                host.handler._executor._block_s = 0.5  # a piece takes longer than it takes to find who is stuck
+                host.executor.block_s = 0.5  # a piece takes longer than it takes to find who is stuck
         last = len(going.session.route) - 1
         gone = lose(going, last - 1, last)
         saying = asyncio.create_task(going.say())
@@ -86,20 +81,21 @@ def test_hops_that_wait_for_a_slow_one_behind_them_are_not_blamed_and_hold_no_mo
         while not saying.done():
             await asyncio.sleep(0.2)
             for host in going.village.world.hosts:
-                held = max([held, *(session.unconfirmed._n_bytes for session in host.handler.sessions.values())])
+                held = max([held, *(session.history.window.n_bytes for session in host.handler.sessions.values())])
         assert await saying > 16 * 3.0
         assert set(going.failures()) == set(gone)
         assert going.session.repairs == 1
         assert held == WINDOW * MIB
 
-    played(scenario)
+    rebuild_s = 30.0  # for a window, of which there are three
+    played(scenario, client=replace(CLIENT, connect=ConnectLimits(rebuild_s=rebuild_s)))
 
 
 def test_a_hop_that_takes_a_past_and_does_not_say_so_is_left() -> None:
     async def scenario(going: Going) -> None:
         await going.say(LONG)
         (liar,) = [host for host in spares(going) if host.blocks == going.hosts[1].blocks]
-        liar.handler._confirm = lambda *_: None
+        liar.process.sends = silent(Rebuilt)
         gone = [*lose(going, 1), process_of(liar.announcement("online"))]
         assert await going.say() < 15
         assert set(going.failures()) == set(gone)
@@ -107,15 +103,20 @@ def test_a_hop_that_takes_a_past_and_does_not_say_so_is_left() -> None:
     played(scenario)
 
 
-def test_a_past_that_comes_faster_than_a_client_may_send_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_past_that_comes_faster_than_a_client_may_send_is_held_back() -> None:
     async def scenario(going: Going) -> None:
         await going.say(LONG)
-        monkeypatch.setattr(accounts, "BYTES_BURST", 4 * MIB)
-        monkeypatch.setattr(accounts, "BYTES_PER_S", 20 * MIB)
         refused: list[Any] = []
+
+        def watch(_: Any, message: Any, sent: Any) -> Any:
+            if isinstance(message, Refused):
+                refused.append(message)
+            return [(message, sent)]
+
         for host in spares(going):
-            host.handler._executor._block_s = 1e-4
-            host.handler._refuse = lambda *refusal: refused.append(refusal)
+            host.handler.accounts.limits = AccountLimits(bytes_burst=4 * MIB, bytes_per_s=20 * MIB)
+            host.executor.block_s = 1e-4
+            host.process.sends = watch
         gone = lose(going, 1)
         assert 4.5 < await going.say() < 8
         assert set(going.failures()) == set(gone)

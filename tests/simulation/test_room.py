@@ -9,11 +9,11 @@ import pytest
 
 from swarm.blocks import Blocks
 from swarm.client.planning.preferences import Preferences
+from swarm.client.session.limits import ChunkLimits
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import POSITIONS_TO_COME, Session
-from swarm.errors import NoRoute, Refused
+from swarm.errors import NoRoute, Refused, StepTimeout
 from swarm.protocol import messages as wire
-from swarm.server.session import Declined
+from swarm.server.refusals import Declined
 from tests.simulation.test_lists import PLAN
 from tests.simulation.test_sessions import Going, played, small_chunks
 from tests.simulation.world import N_BLOCKS
@@ -46,12 +46,9 @@ async def all_well(tasks: list[Coroutine[Any, Any, float]]) -> float:
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_sessions_that_need_more_cache_than_there_is_all_end_well(
-    monkeypatch: pytest.MonkeyPatch, *, foreseen: bool
-) -> None:
+def test_sessions_that_need_more_cache_than_exists_all_end_well(*, foreseen: bool) -> None:
     """Those that take their room piece by piece each wait for what others hold, until one gives its own back."""
-    small_chunks(monkeypatch, 8)
-    plan = replace(PLAN, positions_soon=PROMPT + POSITIONS_TO_COME if foreseen else 0)
+    plan = replace(PLAN, positions_soon=PROMPT + ChunkLimits().positions_to_come if foreseen else 0)
 
     async def scenario(going: Going) -> None:
         only_these(going)
@@ -71,7 +68,7 @@ def test_sessions_that_need_more_cache_than_there_is_all_end_well(
         await asyncio.sleep(1.0)
         assert all(host.pool.used == 0 for host in going.village.world.hosts)
 
-    played(scenario)
+    played(scenario, client=small_chunks(8))
 
 
 def test_a_session_that_waits_for_room_holds_none_and_says_at_its_deadline_who_is_full() -> None:
@@ -121,29 +118,31 @@ def test_openings_beyond_the_rate_wait_in_line_and_none_fails() -> None:
         await all_well([use() for _ in range(24)])
         assert len(waits) > 40 * 6  # and a burst of 64: servers let a peer open 8 a second
         assert max(waits) < 12.0  # 24 in line take 3 s, and as long again where two hops do not agree
+        reached = [channel.other.process for channel in going.village.client.process.channels]
+        assert len(reached) == len(set(reached))  # a hop that refuses is not connected anew
+        assert going.failures() == []
 
     played(scenario)
 
 
 @pytest.mark.parametrize("code", ["no_room", "busy"])
-def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: pytest.MonkeyPatch, code: Any) -> None:
-    small_chunks(monkeypatch, 8)
-
+def test_while_a_step_waits_for_room_only_it_is_retransmitted(code: Any) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         only_these(going)
-        handler = going.hosts[1].handler
-        until, came, on_step = going.loop.time() + 4.5, [], handler._on_step
+        host, until, came = going.hosts[1], going.loop.time() + 4.5, []
 
-        def refuse(channel: Any, step: wire.Step, tensors: Any) -> None:
+        def refuse(_: Any, step: Any, sent: Any) -> bool:
+            if not isinstance(step, wire.Step):
+                return False
             came.append(step.step)
-            if going.loop.time() < until and step.step == 4:
-                session = handler.sessions[step.session]
-                handler._refuse(session.owner, step, step.step, Declined(code, "full", 1.0))
-            else:
-                on_step(channel, step, tensors)
+            if going.loop.time() >= until or step.step != 4:
+                return False
+            session = host.handler.sessions[step.session]
+            session.owner.send(Declined(code, "full", 1.0).answer(step))
+            return True
 
-        monkeypatch.setattr(handler, "_on_step", refuse)
+        host.process.takes = refuse
         await going.say(8 * 12)
         assert going.failures() == []
         waited = came[came.index(4) : len(came) - came[::-1].index(4)]  # until it came for the last time
@@ -151,7 +150,7 @@ def test_while_a_step_waits_for_room_only_that_one_is_sent_again(monkeypatch: py
         behind = [step for step in waited if step != 4]
         assert len(set(behind)) == len(behind)  # what was under way behind it came once
 
-    played(scenario)
+    played(scenario, client=small_chunks(8))
 
 
 def test_a_server_that_could_never_hold_a_session_is_left_for_one_that_can_however_many_there_are() -> None:
@@ -179,29 +178,37 @@ def test_a_hop_that_is_told_too_often_of_new_neighbours_keeps_what_it_has(monkey
         await going.say(PROMPT)
         first, _, last = going.hosts
         (session,) = first.handler.sessions.values()
+        tenure = session.tenure
         until, charge = going.loop.time() + 3.0, first.handler.accounts.charge_opening
 
-        def refuse(peer: str) -> None:
-            if going.loop.time() < until:
-                raise Declined("busy", "more than 8 openings a second", 0.1)
-            charge(peer)
+        def refuse(peer: str, now: float) -> Declined | None:
+            return Declined("busy", "more than 8 openings a second", 0.1) if now < until else charge(peer, now)
 
         monkeypatch.setattr(first.handler.accounts, "charge_opening", refuse)
         going.village.kill(last.identity.peer_id)
         assert 2.5 < await going.say() < 6.0
         assert list(first.handler.sessions.values()) == [session]
-        assert session.generation == 0
+        assert session.tenure is tenure
         assert len(going.failures()) == 1  # the one that was killed
 
     played(scenario)
 
 
-def test_a_session_without_a_route_can_still_say_what_it_waits_for() -> None:
+def test_session_that_gave_its_room_back_names_the_blocks_it_waits_for() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
-        session: Session = going.session
-        session.live.leave()
-        assert session.live.awaited(2) == ("any server", f"0:{N_BLOCKS}")
-        await going.say()
+        for host in going.village.world.hosts:
+            host.pool.capacity = PROMPT + 30
+            lease = host.pool.lease("somebody else")
+            lease.resize(lease.room)
+
+        async def wait_for_ever() -> None:
+            if not going.session.route:
+                await going.loop.create_future()
+
+        going.village.planning = wait_for_ever
+        with pytest.raises(StepTimeout) as late:
+            await going.say(PROMPT)
+        assert (late.value.peer, late.value.span) == ("any server", f"0:{N_BLOCKS}")
 
     played(scenario)

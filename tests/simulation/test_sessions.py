@@ -4,7 +4,6 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,21 +12,22 @@ import torch
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.session import chunks, live
-from swarm.client.session import session as client_session
+from swarm.client.planning.route import process_of
+from swarm.client.session.limits import ChunkLimits, SessionLimits, WatchLimits
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
-from swarm.client.session.watch import OVERDUE_S
 from swarm.errors import Refused, SessionClosed, StepTimeout
+from swarm.net.dialer import IDLE_S as CHANNEL_IDLE_S
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
-from swarm.server import handler
-from swarm.server.session import Declined
-from tests.simulation import network
+from swarm.server.limits import HandlerLimits, MemoryLimits
+from swarm.server.refusals import Declined
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
 from tests.simulation.test_lists import HORIZON_S, PLAN, Village, _finished
 from tests.simulation.world import N_BLOCKS, Host
+
+LIMITS = SessionLimits()
 
 
 class Going:
@@ -54,24 +54,48 @@ class Going:
 
     def failures(self) -> list[str]:
         """Processes that are held to have failed."""
-        entries = self.village.client.sessions.avoidance._entries.items()
-        return [key for key, entry in entries if isinstance(key, str) and entry.failures]
+        return list(self.village.client.sessions.avoidance.failures)
+
+    def edge(self, index: int) -> tuple[str, str]:
+        """The connection from one hop of the route to the next one."""
+        before, after = self.session.route[index : index + 2]
+        return before.process, after.process
+
+    async def relayed(self, *edges: int) -> "Going":
+        """End this session, and open one on the same route that the client relays these edges of."""
+        avoidance, before = self.village.client.sessions.avoidance, self.session.route
+        for index in edges:
+            avoidance.block(self.edge(index))
+        await self.session.close()
+        await asyncio.sleep(1.0)
+        other = Going(self.village, await self.village.open(PLAN))
+        assert [hop.process for hop in other.session.route] == [hop.process for hop in before]
+        await other.say()
+        return other
 
 
 def played(
-    scenario: Callable[[Going], Coroutine[Any, Any, None]], far_s: float | None = None, plan: SessionPlan = PLAN
+    scenario: Callable[[Going], Coroutine[Any, Any, None]],
+    far_s: float | None = None,
+    plan: SessionPlan = PLAN,
+    limits: HandlerLimits | None = None,
+    memory_limits: MemoryLimits | None = None,
+    client: SessionLimits = LIMITS,
 ) -> None:
-    """Open a session and go through a scenario. far_s: how far from the client all servers are, one way."""
+    """Open a session and go through a scenario. far_s: how far from the client all servers are, one way.
+
+    limits, memory_limits: of every server. client: of all sessions of the client's.
+    """
     loop = VirtualLoop(HORIZON_S)
     unheard: list[Any] = []
     loop.set_exception_handler(lambda _, context: unheard.append(context))
 
     async def play() -> None:
-        village = Village(loop, "allowed_peers", 3)
+        village = Village(loop, "allowed_peers", 3, limits, memory_limits, client)
         await asyncio.sleep(25.0)  # everybody has announced
         for process in village.world.network.processes.values() if far_s else ():
             village.world.network.link("client", process.name).latency_s = far_s
-        session = await village.swarm.open(Blocks(0, N_BLOCKS), plan)
+        session = await village.open(plan)
         await scenario(Going(village, session))
         await session.close()
         await village.client.sessions.close()
@@ -82,83 +106,70 @@ def played(
     _finished(loop, play())
 
 
-def small_chunks(patch: pytest.MonkeyPatch, tokens: int) -> None:
-    patch.setattr(chunks, "CHUNK_BYTES", tokens * HIDDEN_SIZE * 4)
+def small_chunks(tokens: int) -> SessionLimits:
+    """Return the limits of a client that cuts long steps into messages of so many positions."""
+    return SessionLimits(chunks=ChunkLimits(chunk_bytes=tokens * HIDDEN_SIZE * 4))
 
 
-def test_a_prompt_that_takes_long_to_upload_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_upload_of_a_prompt_fails_no_hop() -> None:
     """With every chunk that is answered another one waits to be sent, behind it the question how the hop is."""
-    small_chunks(monkeypatch, 8)
-    monkeypatch.setattr(network, "KERNEL_BUFFER_BYTES", 0)
 
     async def scenario(going: Going) -> None:
-        uplink = going.village.world.network.link("client", going.hosts[0].name)
+        network = going.village.world.network
+        network.kernel_buffer_bytes = 0
+        uplink = network.link("client", going.hosts[0].name)
         uplink.bytes_per_s = 400.0  # a chunk takes longer than an answer may
         assert await going.say(200) > 20
         assert going.failures() == []
         assert going.session.repairs == 0
 
-    played(scenario)
+    played(scenario, client=small_chunks(8))
 
 
-def test_an_output_is_not_taken_before_that_of_a_step_that_was_refused_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_waits_for_an_earlier_step_that_was_refused_late() -> None:
     """The step was sent twice: one copy was refused, the other one was applied."""
-    small_chunks(monkeypatch, 8)
 
     async def scenario(going: Going) -> None:
         await going.say()
-        session, flights = going.session, going.session._in_flight
-        transmit = flights._transmit
-        last = session.live.legs[-1]
-        names = {"session": session.id, "epoch": session.live.epoch, "step": 2}
-        late = [wire.Refused(**names, code="no_room", why="full", retry_after_ms=900)]
+        last, host, came = going.session.route[-1], going.hosts[-1], []
 
-        def refused(flight: Any) -> None:
-            transmit(flight)
-            if flight.message.step == 3 and late:
-                session.on_message(last.channel, late.pop(), ())
+        def refuse(_: Any, message: Any, sent: Any) -> Any:
+            if isinstance(message, wire.Output):
+                came.append(message.step)
+            if isinstance(message, wire.Output) and came == [2]:
+                names = {"session": message.session, "epoch": message.epoch, "step": 2}
+                yield wire.Refused(**names, code="no_room", why="full", retry_after_ms=900), None
+            else:
+                yield message, sent
 
-        with monkeypatch.context() as patch:
-            patch.setattr(flights, "_transmit", refused)
-            await going.say(16)
-        going.village.kill(last.hop.peer_id)
+        host.process.sends = refuse
+        await going.say(16)
+        assert came == [2, 3, 2, 3]
+        going.village.kill(last.peer_id)
         assert await going.say() < 5
-        assert going.failures() == [last.hop.process]
+        assert going.failures() == [last.process]
 
-    played(scenario)
+    played(scenario, client=small_chunks(8))
 
 
-def test_a_hop_that_fails_while_a_repair_is_planned_is_not_waited_for() -> None:
+def test_hop_that_fails_while_a_repair_is_planned_costs_no_timeout() -> None:
     async def scenario(going: Going) -> None:
-        session, plan = going.session, going.session._planner
-
-        async def slowly(*arguments: Any) -> Any:
-            await asyncio.sleep(3.0)
-            return await plan(*arguments)
-
-        session._planner = slowly
+        going.village.planning = partial(asyncio.sleep, 3.0)
         first, *_, last = going.hosts
         first.process.stop()
         going.village.kill(last.identity.peer_id)
-        assert await going.say() < live.REPLY_TIMEOUT_S
+        assert await going.say() < LIMITS.connect.reply_s
 
     played(scenario)
 
 
-def test_the_log_says_how_long_each_phase_of_a_repair_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_says_how_long_each_phase_of_a_repair_took() -> None:
     log = structlog.testing.LogCapture()
-    everything = structlog.make_filtering_bound_logger(0)
-    monkeypatch.setattr(client_session, "_log", structlog.wrap_logger(None, [log], everything))
 
     async def scenario(going: Going) -> None:
+        structlog.configure(processors=[log], wrapper_class=structlog.make_filtering_bound_logger(0))
         await going.say(3)
-        plan = going.session._planner
-
-        async def slowly(*arguments: Any) -> Any:
-            await asyncio.sleep(1.5)
-            return await plan(*arguments)
-
-        going.session._planner = slowly
+        going.village.planning = partial(asyncio.sleep, 1.5)
         for _ in range(2):  # the second one does not count the first
             going.village.kill(going.session.route[-1].peer_id)
             log.entries.clear()
@@ -172,25 +183,23 @@ def test_the_log_says_how_long_each_phase_of_a_repair_took(monkeypatch: pytest.M
     played(scenario)
 
 
-def test_a_new_hop_that_stops_right_after_it_has_opened_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_hop_that_stops_after_it_opened_costs_no_timeout() -> None:
     """All has come but its answer to the ping, by which its distance is measured."""
-    send = network.VirtualChannel.send
 
     async def scenario(going: Going) -> None:
         first, listed = going.session.route[0].peer_id, going.village.listed
         starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
         (spare,) = [host for host in starts if host.identity.peer_id in listed - {first}]
 
-        def send_and_stop(channel: Any, message: Any, sent: Any = None) -> None:
-            if channel.process is spare.process and isinstance(message, wire.Pong):
-                return
-            send(channel, message, sent)
-            if channel.process is spare.process and isinstance(message, wire.Opened):
+        def send_and_stop(_: Any, message: Any, sent: Any) -> Any:
+            if not isinstance(message, wire.Pong):
+                yield message, sent
+            if isinstance(message, wire.Opened):
                 spare.process.stop()
 
-        monkeypatch.setattr(network.VirtualChannel, "send", send_and_stop)
+        spare.process.sends = send_and_stop
         going.village.kill(first)
-        assert await going.say() < live.PING_TIMEOUT_S
+        assert await going.say() < LIMITS.connect.ping_s
         assert spare.process.state == "stopped"
 
     played(scenario)
@@ -199,7 +208,7 @@ def test_a_new_hop_that_stops_right_after_it_has_opened_is_not_waited_for(monkey
 def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take() -> None:
     async def scenario(going: Going) -> None:
         for _ in range(10):
-            other = await going.village.swarm.open(Blocks(0, N_BLOCKS), PLAN)
+            other = await going.village.open(PLAN)
             await other.close()
         last = going.session.route[-1]
         going.village.kill(last.peer_id)
@@ -216,7 +225,8 @@ def test_that_a_session_ends_when_it_was_idle_is_nobodys_fault() -> None:
         owners = [hosted.owner for host in hosts for hosted in host.handler.sessions.values()]
         async with asyncio.TaskGroup() as sweeps:
             tasks = [sweeps.create_task(host.handler.sweep()) for host in hosts]
-            await asyncio.sleep(handler.SESSION_IDLE_S + 2 * handler.SWEEP_S)
+            limits = hosts[0].handler.limits
+            await asyncio.sleep(limits.session.idle_s + 2 * limits.sweep_s)
             for task in tasks:
                 task.cancel()
         assert not any(host.handler.sessions for host in hosts)
@@ -237,7 +247,7 @@ def test_a_hop_that_ends_a_session_in_use_is_avoided() -> None:
         first = going.session.route[0]
         host = going.hosts[0]
         (hosted,) = host.handler.sessions.values()
-        host.handler._fail(hosted, None, "self", "nothing happened for 900 s")
+        host.handler.registry.fail(hosted, None, "nothing happened for 900 s")
         await asyncio.sleep(1.0)
         await going.say()
         assert going.failures() == [first.process]
@@ -249,21 +259,36 @@ def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> 
     async def scenario(going: Going) -> None:
         await going.say()
         liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
-        tell, (hosted,) = liar.handler._tell, liar.handler.sessions.values()
+        (hosted,) = liar.handler.sessions.values()
 
-        def lie(channel: Any, message: Any, sent: Any = None) -> None:
-            tell(channel, message, sent)
+        def lie(_: Any, message: Any, sent: Any) -> Any:
+            yield message, sent
             if isinstance(message, wire.Opened | wire.Rerouted):
                 names = {"session": message.session, "epoch": message.epoch}
-                tell(channel, wire.Failed(**names, blame="next", why="it does not answer"))
+                yield wire.Failed(**names, blame="next", why="it does not answer"), None
 
-        liar.handler._tell = lie
-        lie(hosted.owner, wire.Rerouted(session=hosted.id, epoch=hosted.epoch, journal=True))
+        liar.process.sends = lie
+        hosted.owner.send(wire.Rerouted(session=hosted.id, epoch=hosted.seat.epoch, journal=True))
         assert await going.say() < 5
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[1:]] == others
 
     played(scenario)
+
+
+def silent(kind: type[wire.Message]) -> Callable[..., Any]:
+    """Return what sends no messages of this kind."""
+    return lambda _, message, sent: [] if isinstance(message, kind) else [(message, sent)]
+
+
+def spoiling(kind: type[wire.Message], spoilt: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what sends `spoilt(message, activations)`, or nothing, instead of messages of this kind."""
+
+    def send(_: Any, message: Any, sent: Any) -> Any:
+        instead = spoilt(message, sent) if isinstance(message, kind) else (message, sent)
+        return [] if instead is None else [instead]
+
+    return send
 
 
 def nothing(message: Any, sent: Any) -> None:
@@ -291,16 +316,9 @@ def whole_numbers(message: Any, sent: Any) -> Any:
 def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoilt: Callable[..., Any]) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
+        going = await going.relayed(0)
         liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
-        send = liar.handler._send_on
-
-        def spoil(session: Any, message: Any, sent: Any = None) -> None:
-            if sent := spoilt(message, sent):
-                send(session, *sent)
-
-        liar.handler._send_on = spoil
-        going.village.client.sessions.avoidance.block(going.session.live.edge(0))
-        going.session.live.stands = False
+        liar.process.sends = spoiling(wire.Step, spoilt)
         assert await going.say(2) < 10
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[1:]] == others
@@ -313,12 +331,7 @@ def test_a_last_hop_whose_output_is_nothing_to_go_on_with_is_left(spoilt: Callab
     async def scenario(going: Going) -> None:
         await going.say()
         liar, (*others, process) = going.hosts[-1], [hop.process for hop in going.session.route]
-        tell = liar.handler._tell
-
-        def spoil(channel: Any, message: Any, sent: Any = None) -> None:
-            tell(channel, *(spoilt(message, sent) if isinstance(message, wire.Output) else (message, sent)))
-
-        liar.handler._tell = spoil
+        liar.process.sends = spoiling(wire.Output, spoilt)
         assert await going.say(2) < 5
         assert going.failures() == [process]
         assert [hop.process for hop in going.session.route[:-1]] == others
@@ -333,18 +346,17 @@ def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, l
 
     async def scenario(going: Going) -> None:
         await going.say()
-        liar, processes = going.hosts[1], [hop.process for hop in going.session.route]
-        refuse = liar.handler._refuse
-
-        def ignore(channel: Any, step: wire.Step, tensors: Any) -> None:
-            (hosted,) = liar.handler.sessions.values()
-            if lies:
-                refuse(hosted.owner, step, step.step, Declined("bad_activations", "no numbers"))
-
-        liar.handler._on_step = ignore
         if relays:
-            going.village.client.sessions.avoidance.block(going.session.live.edge(0))
-            going.session.live.stands = False
+            going = await going.relayed(0)
+        liar, processes = going.hosts[1], [hop.process for hop in going.session.route]
+
+        def ignore(_: Any, step: Any, sent: Any) -> bool:
+            if isinstance(step, wire.Step) and lies:
+                (hosted,) = liar.handler.sessions.values()
+                hosted.owner.send(Declined("bad_activations", "no numbers").answer(step))
+            return isinstance(step, wire.Step)
+
+        liar.process.takes = ignore
         assert await going.say() < 15
         assert going.failures() == [processes.pop(1)]
         assert set(processes) < {hop.process for hop in going.session.route}
@@ -356,13 +368,7 @@ def test_a_hop_that_replays_a_past_without_numbers_is_left() -> None:
     async def scenario(going: Going) -> None:
         await going.say(3)
         liar, (process, last) = going.hosts[0], [going.session.route[i].process for i in (0, -1)]
-        send = liar.handler._send_on
-
-        def spoil(session: Any, message: Any, sent: Any = None) -> None:
-            spoilt = isinstance(message, wire.Rebuild)
-            send(session, *(without_numbers(message, sent) if spoilt else (message, sent)))
-
-        liar.handler._send_on = spoil
+        liar.process.sends = spoiling(wire.Rebuild, without_numbers)
         going.village.kill(going.hosts[1].identity.peer_id)
         assert await going.say() < 15
         assert process in going.failures()
@@ -378,10 +384,12 @@ def test_what_one_hop_calls_impossible_another_one_does(code: Any) -> None:
         liar, process = going.hosts[1], going.session.route[1].process
         (hosted,) = liar.handler.sessions.values()
 
-        def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
-            liar.handler._refuse(hosted.owner, step, step.step, Declined(code, "no"))
+        def decline(_: Any, step: Any, sent: Any) -> bool:
+            if isinstance(step, wire.Step):
+                hosted.owner.send(Declined(code, "no").answer(step))
+            return isinstance(step, wire.Step)
 
-        liar.handler._on_step = decline
+        liar.process.takes = decline
         assert await going.say() < 5
         assert process not in {hop.process for hop in going.session.route}
         assert going.failures() == []
@@ -394,15 +402,17 @@ def test_what_two_hops_call_impossible_is_believed() -> None:
         await going.say()
         asked = []
 
-        def declining(host: Host) -> Callable[..., None]:
-            def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
-                asked.append(host)
-                host.handler._refuse(channel, step, step.step, Declined("bad_request", "no"))
+        def declining(host: Host) -> Callable[..., bool]:
+            def decline(channel: Any, step: Any, sent: Any) -> bool:
+                if isinstance(step, wire.Step):
+                    asked.append(host)
+                    channel.send(Declined("bad_request", "no").answer(step))
+                return isinstance(step, wire.Step)
 
             return decline
 
         for host in going.village.world.hosts:
-            host.handler._on_step = declining(host)
+            host.process.takes = declining(host)
         with pytest.raises(Refused, match="bad_request"):
             await going.say()
         assert len(set(asked)) == len(asked) == 2
@@ -410,22 +420,24 @@ def test_what_two_hops_call_impossible_is_believed() -> None:
     played(scenario)
 
 
-def test_that_a_step_is_too_late_is_believed_when_its_time_is_about_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_late_is_believed_when_the_steps_time_is_about_over() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         host, (hosted,) = going.hosts[1], going.hosts[1].handler.sessions.values()
 
-        def decline(channel: Any, step: wire.Step, tensors: Any) -> None:
-            declined = Declined("too_late", "the step's time is over")
-            after_s = PLAN.step_timeout_s - client_session.LATE_S / 2
-            going.loop.call_later(after_s, host.handler._refuse, hosted.owner, step, step.step, declined)
+        def decline(_: Any, step: Any, sent: Any) -> bool:
+            if isinstance(step, wire.Step):
+                refused = Declined("too_late", "the step's time is over").answer(step)
+                after_s = PLAN.step_timeout_s - LIMITS.recovery.late_s / 2
+                going.loop.call_later(after_s, hosted.owner.send, refused)
+            return isinstance(step, wire.Step)
 
-        host.handler._on_step = decline
-        monkeypatch.setattr(going.session._watcher, "_judge", lambda *_: None)  # it would not wait for so long
+        host.process.takes = decline
         with pytest.raises(Refused, match="too_late"):
             await going.say()
 
-    played(scenario)
+    asks_never = (PLAN.step_timeout_s,) * 3  # else the hop would be replaced before
+    played(scenario, client=SessionLimits(watch=WatchLimits(patience_s=asks_never)))
 
 
 @pytest.mark.parametrize("rebuilds", [False, True])
@@ -434,28 +446,28 @@ def test_a_hop_that_always_has_work_but_computes_nothing_is_left_out_of_the_next
 
     async def scenario(going: Going) -> None:
         await going.say()
-        session, first = going.session, going.session.route[0]
+        first = going.session.route[0]
         starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
         (spare,) = [host for host in starts if host.identity.peer_id in going.village.listed - {first.peer_id}]
         liar = spare if rebuilds else going.hosts[0]
-        tell, times = liar.handler._tell, iter(range(1, 10_000))
+        times = iter(range(1, 10_000))
 
-        def lie(channel: Any, message: Any, sent: Any = None) -> None:
+        def lie(_: Any, message: Any, sent: Any) -> Any:
             if isinstance(message, wire.Progress):
                 more = next(times)
                 message = message.model_copy(update={"under_way": 1, "length": more, "jobs_done": more})
-            tell(channel, message, sent)
+            return [(message, sent)]
 
-        liar.handler._tell = lie
-        liar.handler._on_step = liar.handler._on_rebuild = lambda *_: None
+        liar.process.sends = lie
+        liar.process.takes = lambda _, message, sent: isinstance(message, wire.Step | wire.Rebuild)
         if rebuilds:
             going.village.kill(first.peer_id)  # the one that takes over is the liar
         with pytest.raises(StepTimeout) as late:
             await going.say()
         assert late.value.peer == liar.identity.peer_id
-        process = session.live.process_of(late.value.peer)
+        process = process_of(liar.announcement("online"))
         assert going.failures() == ([first.process, process] if rebuilds else [process])
-        again = await going.village.swarm.open(Blocks(0, N_BLOCKS), PLAN)
+        again = await going.village.open(PLAN)
         assert process not in {hop.process for hop in again.route}
         await again.close()
 
@@ -467,13 +479,8 @@ class Crowded:
 
     def __init__(self, hosts: list[Host]) -> None:
         self._hosts = hosts
-        self._executors = [host.handler._executor for host in hosts]
-        self._kept: list[tuple[Any, Any]] = []
-        for host, executor in zip(hosts, self._executors, strict=True):
-            host.handler._executor = SimpleNamespace(submit=partial(self._keep, executor))
-
-    def _keep(self, executor: Any, *job: Any) -> None:
-        self._kept.append((executor, job))
+        for host in hosts:
+            host.executor.hold()
 
     async def serve_others(self) -> None:
         while True:
@@ -482,10 +489,8 @@ class Crowded:
                 host.handler.jobs_done += 1
 
     def end(self) -> None:
-        for host, executor in zip(self._hosts, self._executors, strict=True):
-            host.handler._executor = executor
-        for executor, job in self._kept:
-            executor.submit(*job)
+        for host in self._hosts:
+            host.executor.release()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -495,14 +500,15 @@ def test_a_hop_that_is_busy_with_others_for_very_long_is_left_if_there_is_anothe
         process = going.session.route[1].process
         crowded = Crowded(going.village.world.hosts if everywhere else [going.hosts[1]])
         others = asyncio.create_task(crowded.serve_others())
-        going.loop.call_later(OVERDUE_S + 20.0, crowded.end)
+        overdue_s = LIMITS.watch.overdue_s
+        going.loop.call_later(overdue_s + 20.0, crowded.end)
         took_s = await going.say()
         others.cancel()
         assert going.failures() == []
         if everywhere:
-            assert took_s > OVERDUE_S + 20
+            assert took_s > overdue_s + 20
         else:
-            assert OVERDUE_S < took_s < OVERDUE_S + 10
+            assert overdue_s < took_s < overdue_s + 10
             assert process not in {hop.process for hop in going.session.route}
 
     played(scenario)
@@ -516,7 +522,7 @@ def test_a_hop_that_is_busy_with_others_when_it_is_given_a_past_is_left() -> Non
         crowded = Crowded([host for host in ends if host.identity.peer_id in listed - {last.peer_id}])
         others = asyncio.create_task(crowded.serve_others())
         going.village.kill(last.peer_id)
-        assert OVERDUE_S < await going.say() < OVERDUE_S + 15
+        assert LIMITS.watch.overdue_s < await going.say() < LIMITS.watch.overdue_s + 15
         others.cancel()
         assert going.failures() == [last.process]
 
@@ -524,46 +530,26 @@ def test_a_hop_that_is_busy_with_others_when_it_is_given_a_past_is_left() -> Non
 
 
 @pytest.mark.parametrize("meanwhile", ["planned", "connected"])
-def test_a_session_that_is_closed_while_it_is_repaired_leaves_nothing(meanwhile: str) -> None:
+def test_session_closed_during_a_repair_leaves_nothing(meanwhile: str) -> None:
     async def scenario(going: Going) -> None:
-        session, dialer = going.session, going.village.client.sessions.dialer
-        plan, connect = session._planner, dialer.connect
+        client, closings = going.village.client, []
 
-        async def plan_and_close(*arguments: Any) -> Any:
-            await session.close()
-            return await plan(*arguments)
+        def close() -> None:
+            closings.append(asyncio.ensure_future(going.session.close()))
 
-        async def close_and_connect(*arguments: Any) -> Any:
-            await session.close()
-            return await connect(*arguments)
+        async def close_soon() -> None:
+            if meanwhile == "planned":
+                await going.session.close()
+            else:
+                going.loop.call_later(0.01, close)  # no dial is over by then
 
-        if meanwhile == "planned":
-            session._planner = plan_and_close
-        else:
-            dialer.connect = close_and_connect
+        going.village.planning = close_soon
         going.village.kill(going.hosts[-1].identity.peer_id)
         with pytest.raises(SessionClosed):
             await going.say()
         await asyncio.sleep(1.0)
         assert not any(host.handler.sessions for host in going.village.world.hosts)
-        assert set(dialer._users.values()) == {0}
-
-    played(scenario)
-
-
-def test_what_follows_a_refused_part_of_the_past_is_nobodys_fault() -> None:
-    """The parts behind it that were on their way are refused, too: they begin where none is due."""
-
-    async def scenario(going: Going) -> None:
-        await going.say()
-        session = going.session
-        channel = session.live.legs[1].channel
-        session.live.stands = False
-        for code, troubles in (("bad_request", 0), ("no_room", 1)):
-            refused = wire.Refused(session=session.id, epoch=session.live.epoch, code=code, why="", retry_after_ms=100)
-            session.on_message(channel, refused, ())
-            assert len(session._troubles) == troubles
-        await going.say()
-        assert going.failures() == []
+        await asyncio.sleep(2 * CHANNEL_IDLE_S)
+        assert not client.process.channels  # nothing counts as their user
 
     played(scenario)

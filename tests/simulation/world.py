@@ -24,8 +24,11 @@ from swarm.errors import ClockSkew, RecordError
 from swarm.identity import Identity
 from swarm.net.dialer import Dialer
 from swarm.server.announcer import Announcer, State
+from swarm.server.gates import Gates
 from swarm.server.handler import Handler
+from swarm.server.holdings import Memory
 from swarm.server.hosting import Hosting
+from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.pool import Pool
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan
@@ -63,14 +66,25 @@ class VirtualExecutor:
     """Computes one job after another; each takes as much virtual time as the server is slow."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, process: Process, span: HashSpan, block_ms: float) -> None:
-        self._loop, self._process, self._span, self._block_s = loop, process, span, block_ms / 1000
+        self.block_s = block_ms / 1000
+        self._loop, self._process, self._span = loop, process, span
         self._jobs: deque[tuple[Any, Any]] = deque()
-        self._busy = False
+        self._busy = self._held = False
 
     def submit(self, job: Any, done: Any) -> None:
         """As `Executor.submit`."""
         self._jobs.append((job, done))
-        if not self._busy:
+        if not self._busy and not self._held:
+            self._begin()
+
+    def hold(self) -> None:
+        """Begin nothing more until `release`, as if all time went to others' jobs."""
+        self._held = True
+
+    def release(self) -> None:
+        """Compute what has come meanwhile."""
+        self._held = False
+        if self._jobs and not self._busy:
             self._begin()
 
     def _begin(self) -> None:
@@ -81,12 +95,12 @@ class VirtualExecutor:
         except Exception as error:  # noqa: BLE001 - as in the real executor
             result = error
         block_tokens, block_calls = self._span.cost.take()
-        took_s = self._block_s * (block_calls + block_tokens / 16) + 1e-4
+        took_s = self.block_s * (block_calls + block_tokens / 16) + 1e-4
         self._loop.call_later(took_s, self._process.enter, partial(self._finish, done, result))
 
     def _finish(self, done: Any, result: object) -> None:
         self._busy = False
-        if self._jobs:
+        if self._jobs and not self._held:
             self._begin()
         done(result)
 
@@ -145,15 +159,19 @@ class Host:
         self.process = Process(name, me, f"{name}:1")
         self.span = HashSpan(blocks)
         self.pool = Pool(rng.randrange(100, 300) if self.tight else 100_000)
+        self.memory = Memory.of(self.pool, limits=world.memory_limits)
+        self.executor = VirtualExecutor(world.loop, self.process, self.span, self.block_ms)
         self.steady_since: float | None = None  # when it became a holder of its blocks
         self._tasks: list[asyncio.Task[Any]] = []
         self.handler = Handler(
             Hosting(ROOT, NETWORK, self.span),  # type: ignore[arg-type]
-            VirtualExecutor(world.loop, self.process, self.span, self.block_ms),
-            self.pool,
+            self.executor,
+            self.memory,
+            lambda take: Dialer(me, take, partial(world.network.dial, self.process)),
             self.wall_clock,
+            limits=world.limits,
+            gates=world.gates,
         )
-        self.handler.dialer = Dialer(me, self.handler.on_message, partial(world.network.dial, self.process))
         self.process.on_message = self.handler.on_message
         store = Store(world, self.process, world.gate(self.wall_clock))
         self.directory = Directory(store, identity=identity, network=NETWORK, clock=self.wall_clock)
@@ -202,8 +220,9 @@ class Host:
         await self.announcer.run()
 
     async def _refuse_now_and_then(self) -> None:
+        admission = self.handler.admission
         while self in self.world.hosts:
-            self.handler.draining = not self.handler.draining  # announced as online, and takes no sessions
+            admission.draining = not admission.draining  # announced as online, and takes no sessions
             await asyncio.sleep(5.0 + 20.0 * self.world.rng.random())
 
     def leave(self) -> None:
@@ -215,8 +234,13 @@ class Host:
         self.announcer.change("draining")
         await self.handler.drain(30.0)
         await self.handler.close()
-        await self.handler.dialer.close()
+        await self.handler.links.dialer.close()
         self.world.network.kill(self.process)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it runs and takes sessions."""
+        return self.process.state == "running" and not self.handler.admission.draining
 
     def holds(self, now: float) -> bool:
         """Whether the client can count on it: it serves, has room, can be reached and is known to the directory."""
@@ -224,8 +248,7 @@ class Host:
         if world.seen_until.get(self.name, 0.0) <= world.wall_clock() + world.client_skew_s:
             return False
         steady = self.steady_since is not None and now - self.steady_since >= HOLDER_AFTER_S
-        well = self.process.state == "running" and not self.tight and not self.handler.draining
-        return steady and well and not world.network.is_cut(self.name, "client")
+        return steady and self.serves and not self.tight and not world.network.is_cut(self.name, "client")
 
 
 @dataclass(slots=True)
@@ -243,8 +266,19 @@ class Counts:
 class World:
     """Everything but the client's own doings. The same seed and weather make the same world."""
 
-    def __init__(self, loop: VirtualLoop, seed: int, weather: Weather, trace: Trace) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        seed: int,
+        weather: Weather,
+        trace: Trace,
+        limits: HandlerLimits | None = None,
+        memory_limits: MemoryLimits | None = None,
+        gates: Gates | None = None,
+    ) -> None:
+        """limits, memory_limits, gates: of every server."""
         self.loop, self.weather, self.trace = loop, weather, trace
+        self.limits, self.memory_limits, self.gates = limits, memory_limits, gates
         self.rng = Random(f"world {seed}")
         self.lossy = Random(f"lossy {seed}")
         self.counts = Counts()
@@ -306,7 +340,7 @@ class World:
         rng, rate = self.rng, self.weather.departures_per_min / 60
         while rate:
             await asyncio.sleep(rng.expovariate(rate))
-            running = [host for host in self.hosts if host.process.state == "running" and not host.handler.draining]
+            running = [host for host in self.hosts if host.serves]
             if running:
                 self.depart(rng.choice(running))
                 self.note_coverage()

@@ -5,13 +5,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm import AutoDistributedModel
+from swarm.client.hf import auto
+from swarm.client.hf.swarm import ClientOptions
+from swarm.client.session.limits import SessionLimits
 from swarm.demo.local import Launch, LocalSwarm
 from swarm.identity import Identity
 from tests.model.rings import save_family
@@ -68,11 +73,14 @@ def world(
 
 
 @contextmanager
-def join(directory: Path, swarm: LocalSwarm, **options: Any) -> Iterator[PreTrainedModel]:
-    """A client of a swarm."""
-    model = AutoDistributedModel.from_pretrained(
-        directory, initial_peers=swarm.initial_peers, network=swarm.network, **options
-    )
+def join(
+    directory: Path, swarm: LocalSwarm, *, limits: SessionLimits | None = None, **options: Any
+) -> Iterator[PreTrainedModel]:
+    """A client of a swarm. limits: of its sessions."""
+    with patch.object(auto, "ClientOptions", partial(ClientOptions, limits=limits or SessionLimits())):
+        model = AutoDistributedModel.from_pretrained(
+            directory, initial_peers=swarm.initial_peers, network=swarm.network, **options
+        )
     try:
         yield model
     finally:

@@ -9,20 +9,23 @@ import ctypes
 import importlib
 import os
 import random
+import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO
 
-from swarm.demo.local import DESCRIPTORS_MAX, MEMORY_BYTES_MAX, Place
+from swarm.demo.local import Place, ProcessLimits
 from swarm.net.launch import bind
 
 PRELOADED = "tests.support.preloaded"
 CLONE_NEWNET = 0x40000000  # of sched.h
 NAMESPACES = Path("/run/netns")  # of `ip netns`
+EMPTY: Mapping[str, str] = {}
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload([PRELOADED])
@@ -67,15 +70,50 @@ def launch(place: Place, module: str, arguments: Sequence[str], env: dict[str, s
     return Warm(process)
 
 
-def _run(module: str, arguments: tuple[str, ...], env: dict[str, str], log: str, namespace: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One of the swarm's commands that runs, or has run."""
+
+    process: Warm
+    log: Path
+
+    def printed(self) -> str:
+        """What it has printed so far, on either stream."""
+        return self.log.read_text(errors="replace")
+
+    def ended(self, within_s: float = 60.0) -> tuple[int, str]:
+        """Wait for its end. Returns its exit code and all that it printed; one that runs on is killed, and raises."""
+        try:
+            return self.process.wait(within_s), self.printed()
+        finally:
+            self.process.kill()
+
+
+def start(folder: Path, module: str, *arguments: str, env: Mapping[str, str] = EMPTY, given: bytes = b"") -> Command:
+    """Run a command's module. env: variables beside this process's own, less its settings. given: standard input."""
+    log = folder / f"{module}-{secrets.token_hex(4)}.log"
+    log.touch()
+    (given_file := log.with_suffix(".given")).write_bytes(given)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
+    args = (module, arguments, own | dict(env), str(log), "", str(given_file))
+    process = _context.Process(target=_run, args=args)
+    process.start()
+    return Command(Warm(process), log)
+
+
+def _run(
+    module: str, arguments: tuple[str, ...], env: dict[str, str], log: str, namespace: str, given: str = os.devnull
+) -> None:
     os.setpgrp()
-    with open(log, "ab", buffering=0) as file:
+    with open(log, "ab", buffering=0) as file, open(given, "rb", buffering=0) as start:
+        os.dup2(start.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
     assert PRELOADED in sys.modules, "nothing was imported before the fork: PYTHONPATH must name the repository"
     if namespace:
         _enter(namespace)
-    if not bind(os.getppid(), DESCRIPTORS_MAX, MEMORY_BYTES_MAX):
+    if not bind(os.getppid(), ProcessLimits().descriptors_max, ProcessLimits().data_bytes_max):
         return
     os.environ.clear()
     os.environ.update(env)

@@ -1,0 +1,209 @@
+"""A node's membership while one p2pd runs: joining, keeping up its routing table, storing and searching.
+
+It ends with its p2pd. `swarm.dht.node` builds the next one.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from hivemind.p2p import PeerID
+
+from swarm.dht.format import CALLS
+from swarm.dht.protocol import SwarmProtocol
+from swarm.dht.records import check_clock
+from swarm.dht.search import Result, Searcher
+from swarm.dht.storage import RecordStorage
+from swarm.dht.validator import Entry, OnEntries
+from swarm.errors import ClockSkew, SwarmError, Unreachable
+from swarm.limits import limit
+from swarm.net.p2p import Daemon, split_multiaddr
+
+_log = structlog.get_logger("swarm.dht")
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLimits:
+    """How a node joins, and how often it looks around."""
+
+    join_timeout_s: float = limit(13.0, "s", "with p2pd's start, an unreachable swarm is reported within 15 s")
+    populate_timeout_s: float = limit(3.0, "s", "learning the neighbours while joining ends then")
+    maintain_s: float = limit(15.0, "s", "neighbours are looked at, and lost initial peers called, this often")
+    search_keys_max: int = limit(16, "keys", "in one search; more are looked up one search after the other")
+    places_at_first: int = limit(3, "places", "random ones at which a new node measures the distance of others")
+    places_later: int = limit(1, "places", "the same, in every later round")
+    initial_peers_max: int = limit(32, "peers", "the rest of the list is ignored")
+
+
+@dataclass(slots=True)
+class Member:
+    """One node on one p2pd. ended: p2pd has ended, so that no failure of its calls counts.
+
+    poll_s: within so many seconds a dead p2pd is noticed.
+    """
+
+    daemon: Daemon
+    protocol: SwarmProtocol
+    searcher: Searcher
+    initial_peers: tuple[str, ...]
+    storage: RecordStorage
+    poll_s: float
+    limits: MemberLimits = field(default_factory=MemberLimits)
+    ended: bool = False
+
+    def known(self) -> list[bytes]:
+        """Return the nodes of the routing table."""
+        return [peer.to_bytes() for peer in self.protocol.routing_table.uid_to_peer_id.values()]
+
+    async def close(self) -> None:
+        """End the calls that are still under way."""
+        self.ended = True
+        await self.searcher.close()
+
+    # --- storing and searching ---------------------------------------------------------------------------------------
+
+    async def put(self, entries: Sequence[Entry]) -> list[int]:
+        """Store entries (at most `CALLS.stores_max`) on their keepers. Returns how many nodes took each."""
+        by_key: dict[bytes, list[int]] = {}
+        for i, entry in enumerate(entries):
+            by_key.setdefault(entry.place.key, []).append(i)
+        counts = [0] * len(entries)
+
+        async def store_at(peer: bytes, wanted: list[int]) -> None:
+            accepted = await self.protocol.store(PeerID(peer), [entries[i] for i in wanted])
+            for i, ok in zip(wanted, accepted or (), strict=False):
+                counts[i] += ok
+
+        await self._join_if_alone()
+        wanted_at: dict[bytes, list[int]] = {}
+        for key, peers in (await self._nearest(tuple(by_key))).items():
+            for peer in peers:
+                wanted_at.setdefault(peer, []).extend(by_key[key])
+        async with asyncio.TaskGroup() as group:
+            for peer, wanted in wanted_at.items():
+                group.create_task(store_at(peer, wanted))
+        return counts
+
+    async def search(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
+        """Ask the nodes around each key, and merge their records with those in this node's storage.
+
+        Raises Unreachable if no node answers: that is not the same as no node holding a record.
+        """
+        await self._join_if_alone()
+        found = await self._searched(keys, on_entries)
+        alone = bool(self.initial_peers) and not any(result.nodes for result in found.values())
+        if alone:
+            await self._join_if_alone()
+            found = await self._searched(keys, on_entries)
+            alone = not any(result.nodes for result in found.values())
+        for key, result in found.items():
+            result.add(self.storage.entries(key))
+        if alone and not any(result.entries for result in found.values()):
+            raise Unreachable("the swarm", self.initial_peers, CALLS.find_timeout_s, "no node of the DHT answers")
+        return found
+
+    async def _nearest(self, keys: Sequence[bytes]) -> dict[bytes, tuple[bytes, ...]]:
+        """Find the nodes that are to keep each key's records. It asks for the key's twin: no records travel."""
+        twins = {_twin(key): key for key in keys}
+        nearest: dict[bytes, tuple[bytes, ...]] = {}
+        step = self.limits.search_keys_max
+        for first in range(0, len(twins), step):
+            part = await self._searched(list(twins)[first : first + step])
+            nearest |= {twins[twin]: self.searcher.keepers(result, twin) for twin, result in part.items()}
+        return nearest
+
+    async def _join_if_alone(self) -> None:
+        """Call the initial peers if the routing table is empty: all nodes may have been silent at the same moment."""
+        if not self.known():
+            await self.join(must=False)
+
+    async def _searched(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
+        known = self.known()
+        found = await self.searcher.search(keys, known, on_entries=on_entries or (lambda entries: None))
+        if known and not any(result.nodes for result in found.values()):
+            await asyncio.sleep(2 * self.poll_s)
+            if self.ended:
+                raise ConnectionError("p2pd ended during a search")
+        return found
+
+    # --- joining and staying -----------------------------------------------------------------------------------------
+
+    async def join(self, must: bool) -> None:
+        """Connect to the initial peers, check the clock, learn the neighbourhood.
+
+        must: raise Unreachable or ClockSkew; else a failure is only logged.
+        """
+        known = self.initial_peers[: self.limits.initial_peers_max]
+        if not known:
+            return
+        tries = await self._call_on(known)
+        skews = [skew for skew in tries if isinstance(skew, float)]
+        if not skews:
+            if must:
+                reasons = {str(failure.why) for failure in tries if isinstance(failure, Unreachable)}
+                raise Unreachable("the swarm", known, self.limits.join_timeout_s, "; ".join(sorted(reasons))[:300])
+            _log.warning("no initial peer answers", initial_peers=known)
+            return
+        try:
+            check_clock(skews)
+        except ClockSkew as skew:
+            if must:
+                raise
+            _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
+        await self.learn(self.limits.places_at_first)
+
+    async def learn(self, places: int) -> None:
+        """Search for ourselves, which fills the routing table on both sides, and at random places."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.limits.populate_timeout_s):
+                await self.searcher.explore(self.known(), places, _twin(self.protocol.node_id.to_bytes()))
+
+    async def maintain(self, again: Sequence[Entry]) -> None:
+        """Keep the routing table alive until cancelled. again: entries that are stored once more at first."""
+        if again:
+            await self.put(again)
+        while True:
+            await asyncio.sleep(self.limits.maintain_s)
+            while self.protocol.unanswered:
+                await self.protocol.ping(self.protocol.unanswered.popleft())
+            try:
+                if not self.known():
+                    await self.join(must=False)
+                else:
+                    await self._rejoin()
+                    await self.learn(self.limits.places_later)
+            except SwarmError as error:
+                _log.warning("cannot rejoin the swarm", why=str(error))
+
+    async def _rejoin(self) -> None:
+        """Call the initial peers that are no neighbours: one that was away would else know no node for good."""
+        peer_ids = self.protocol.routing_table.peer_id_to_uid
+        known = self.initial_peers[: self.limits.initial_peers_max]
+        own = self.daemon.p2p.peer_id
+        lost = [address for address in known if (peer := split_multiaddr(address)[0]) not in peer_ids and peer != own]
+        if any(isinstance(answer, float) for answer in await self._call_on(lost)):
+            _log.info("an initial peer is back")
+
+    async def _call_on(self, addresses: Sequence[str]) -> "list[float | Unreachable]":
+        return await asyncio.gather(*(self._join_at(address) for address in addresses))
+
+    async def _join_at(self, address: str) -> float | Unreachable:
+        """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""
+        peer, _ = split_multiaddr(address)
+        pings_s = 2 * CALLS.timeout_s
+        try:
+            await self.daemon.connect(address, self.limits.join_timeout_s - pings_s)
+        except Unreachable as error:
+            return error
+        # It may be busy, because many nodes start together: ask twice.
+        pong = await self.protocol.ping(peer) or await self.protocol.ping(peer)
+        if pong is None:
+            return Unreachable("a peer", (address,), pings_s, "it is connected but does not answer")
+        return pong.skew_s
+
+
+def _twin(key: bytes) -> bytes:
+    """Return a key beside this one, under which nothing is stored: the same nodes are near."""
+    return key[:-1] + bytes([key[-1] ^ 1])

@@ -1,0 +1,93 @@
+"""What follows from the output of a step, or of a piece of a past: it is kept, and goes on."""
+
+import asyncio
+
+import structlog
+from torch import Tensor
+
+from swarm.activations import Activations
+from swarm.protocol.messages import Rebuild, Step
+from swarm.protocol.replay import follow_up
+from swarm.protocol.seat import Client
+from swarm.protocol.tensors import is_finite
+from swarm.server.gates import Facts
+from swarm.server.refusals import Declined, send
+from swarm.server.registry import Registry
+from swarm.server.replays import Replays
+from swarm.server.session import Answer, HostedSession
+
+_log = structlog.get_logger("swarm.server")
+
+
+class Outcomes:
+    """Takes what the compute thread returns. Lives in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, registry: Registry, replays: Replays) -> None:
+        self._loop = loop
+        self._registry = registry
+        self._replays = replays
+
+    def follow(self, session: HostedSession, facts: Facts, result: Tensor | Exception) -> None:
+        """Do what follows from a result that still counts."""
+        message = facts.message
+        if isinstance(message, Rebuild):
+            session.receiver.computed()
+            if message.epoch != session.seat.epoch:
+                return
+        if isinstance(result, Exception):
+            self._failed(session, message, result)
+            return
+        # Tensors that are kept beside an output are small, and copied: they would keep the frame that they came in.
+        positions, mask = facts.activations.positions, facts.activations.mask
+        output = Activations(
+            result, None if positions is None else positions.clone(), None if mask is None else mask.clone()
+        )
+        if isinstance(message, Step):
+            self._step(session, message, output, self._loop.time() - facts.now)
+        else:
+            self._piece(session, message, output)
+
+    def _failed(self, session: HostedSession, message: Step | Rebuild, error: Exception) -> None:
+        name, step = type(error).__name__, message.step if isinstance(message, Step) else None
+        _log.error(f"{message.kind} failed", session=session.id[:8], step=step, error=name, exc_info=error)
+        self._registry.fail(session, step, f"{name} while {'rebuilding' if step is None else 'computing'}")
+
+    def _step(self, session: HostedSession, step: Step, output: Activations, took_s: float) -> None:
+        if not is_finite(output.hidden):
+            why = f"blocks {session.span.blocks} make activations of it that are infinite or no numbers"
+            send(session.owner, Declined("bad_request", why).answer(step))
+            self._registry.end(session)
+            return
+        answer = session.answer(step, output, took_s)
+        if session.history.journal is not None:
+            session.note(step.step, step.rows, step.keep, output)
+        session.keep(step, answer)
+        pass_on(session, answer)
+
+    def _piece(self, session: HostedSession, piece: Rebuild, output: Activations) -> None:
+        session.note(session.inbox.accepted, None, piece.start, output)
+        peers = session.peers
+        after = follow_up(piece, output, from_owner=peers.source is peers.owner)
+        if after.onward is not None:
+            session.history.window.add(after.onward)
+            if peers.next is not None:
+                send(peers.next, after.onward, output)
+        if after.is_last:
+            session.holdings.end_window()
+        if after.confirm_sender:
+            self._replays.confirm(session, peers.source, after.stop)
+        if after.confirm_owner:
+            self._replays.confirm(session, peers.owner, after.stop)
+
+
+def pass_on(session: HostedSession, answer: Answer) -> None:
+    """Send an answer to where it goes now, which a repair may have changed since it was computed.
+
+    An answer that the next hop does not get will be sent again: the owner sees to that.
+    """
+    message, seat = answer.message, session.seat
+    if message.epoch != seat.epoch:
+        message = message.model_copy(update={"epoch": seat.epoch})
+    to = session.peers.owner if isinstance(seat.next, Client) else session.peers.next
+    if to is not None:
+        send(to, message, answer.activations)

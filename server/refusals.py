@@ -1,0 +1,51 @@
+"""What a server answers when it does not do what it is asked, and how it sends."""
+
+from dataclasses import dataclass
+
+import structlog
+
+from swarm.activations import Activations
+from swarm.errors import ChannelClosed
+from swarm.net.channel import Channel
+from swarm.protocol.messages import (
+    TEXT_MAX,
+    Inquiry,
+    Message,
+    Open,
+    Rebuild,
+    RefusalCode,
+    Refused,
+    Replay,
+    Reroute,
+    Step,
+)
+
+_log = structlog.get_logger("swarm.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A request is not carried out, and nothing of it was applied. retry_after_s: None for one not to come again."""
+
+    code: RefusalCode
+    why: str
+    retry_after_s: float | None = None
+
+    def answer(self, request: Open | Reroute | Replay | Inquiry | Rebuild | Step) -> Refused:
+        """Return the message that says so."""
+        return Refused(
+            session=request.session,
+            epoch=request.epoch,
+            step=request.step if isinstance(request, Step) else None,
+            code=self.code,
+            why=self.why[:TEXT_MAX],
+            retry_after_ms=None if self.retry_after_s is None else int(self.retry_after_s * 1000),
+        )
+
+
+def send(channel: Channel, message: Message, activations: Activations | None = None) -> None:
+    """Send, unless the channel has just ended: then the callback of its end does what follows from that."""
+    try:
+        channel.send(message, activations)
+    except ChannelClosed as error:
+        _log.debug("not sent", kind=message.__class__.__name__, why=error.why)

@@ -1,0 +1,59 @@
+"""The scheduler's limits."""
+
+from dataclasses import dataclass
+
+from swarm.limits import limit
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """How large the parts of a batch may be."""
+
+    decode_tokens_max: int = limit(
+        512, "tokens", "decode steps beyond it wait for the next batch: no token gets faster"
+    )
+    single_rows_max: int = limit(
+        32, "rows", "a step of more rows is planned as prefill: others would wait for all rows"
+    )
+    piece_tokens_min: int = limit(16, "tokens", "peers' shares are no smaller: each piece has a cost of its own")
+    debt_tokens_max: int = limit(
+        512, "tokens", "prefill beyond its budgets is repaid by later iterations, no more of it"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CostLimits:
+    """What prefill may cost the sessions that decode, and how fast costs are learned."""
+
+    prefill_tokens_unknown: int = limit(512, "tokens", "a budget before the model's speed is known")
+    stretch: float = limit(0.25, "of an iteration", "prefill beside decode steps adds no more")
+    unnoticed_s: float = limit(0.018, "s", "an iteration may be this long: a quarter of a quick one pays for no piece")
+    alone_s: float = limit(0.2, "s", "an iteration of prefill alone: a step that comes meanwhile waits for its end")
+    bare_every: int = limit(16, "iterations", "one of so many runs without prefill, to learn what decode takes")
+    smoothing: float = limit(0.2, "weight", "of the newest measurement")
+    outlier: float = limit(1.5, "times", "a longer measurement than so many times the expected one is cut to it")
+    retry_first: int = limit(8, "iterations", "until a size that took too long is tried again")
+    retry_last: int = limit(512, "iterations", "the same after several tries; each pause is four times the one before")
+
+
+@dataclass(frozen=True, slots=True)
+class LingerLimits:
+    """How long work waits for sessions that are expected back."""
+
+    step_s: float = limit(0.010, "s", "a decode step waits no longer for others")
+    step_share: float = limit(0.4, "of the last iteration", "a decode step waits no longer for others")
+    prefill_s: float = limit(0.050, "s", "prefill waits no longer for steps, nor longer than the last iteration")
+    prefill_min_s: float = limit(0.005, "s", "prefill may wait so long however short the last iteration was")
+    absent_s: float = limit(1.0, "s", "a session that is away for longer is not expected back")
+    smoothing: float = limit(0.5, "weight", "of the newest absence: prefill that begins too early delays the next step")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """All limits of a scheduler."""
+
+    batch: BatchLimits = BatchLimits()
+    costs: CostLimits = CostLimits()
+    linger: LingerLimits = LingerLimits()
+    prefills_seen: int = limit(64, "queues", "of all peers together, when an iteration is planned; the others wait")
+    peers_remembered: int = limit(4096, "peers", "beyond it only peers with waiting tasks keep their turn")

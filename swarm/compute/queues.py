@@ -1,0 +1,136 @@
+"""The tasks that wait, one queue for each session, and whose turn it is. Pure.
+
+Any peer may queue much prefill. So prefill is kept by peer, and the planner looks only at the first queues of each
+peer. A peer finishes the prefill that it has begun.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Container, Iterable, Mapping
+from itertools import islice
+from math import inf
+
+from swarm.compute.limits import SchedulerLimits
+from swarm.compute.linger import Presence
+from swarm.compute.task import Task, Tenure, is_gone
+
+
+class Queue(Presence):
+    """The tasks of one session, or one task that belongs to none. What is fixed of its head are fields.
+
+    single: whether the head is a decode step of few rows, or belongs to no session. since: how many iterations were
+    over when the head came. stepped_at: when the session's last decode step ran.
+    """
+
+    __slots__ = ("_tenure", "head", "since", "single", "stepped_at", "tasks")
+
+    head: Task  # while one waits
+
+    def __init__(self, tenure: Tenure | None) -> None:
+        super().__init__()
+        self._tenure = None if tenure is None else weakref.ref(tenure)  # a queue keeps no cache in memory
+        self.tasks: deque[tuple[Task, int]] = deque()  # the head first, each with the number of iterations before it
+        self.single = False
+        self.since = 0
+        self.stepped_at = -inf
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its session goes on."""
+        tenure = None if self._tenure is None else self._tenure()
+        return tenure is not None and not tenure.over
+
+
+class Queues:
+    """What waits."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._of: weakref.WeakKeyDictionary[Tenure, Queue] = weakref.WeakKeyDictionary()
+        self.single: dict[Queue, None] = {}  # those whose head is single
+        self._long: dict[str, dict[Queue, None]] = {}  # the others, by peer, in the order in which they came
+        self._served: dict[tuple[str, bool], float] = {}  # peers' single steps, or prefill: their last iteration
+        self._n_iterations = 0
+
+    @property
+    def n_prefilling(self) -> int:
+        """How many peers wait for prefill."""
+        return len(self._long)
+
+    @property
+    def lone(self) -> Queue | None:
+        """The only queue in which anything waits, if its head is single."""
+        return next(iter(self.single)) if len(self.single) == 1 and not self._long else None
+
+    def __bool__(self) -> bool:
+        return bool(self.single or self._long)
+
+    def add(self, task: Task) -> Queue:
+        """Queue a task behind those of its session. Returns its queue."""
+        queue = None if task.tenure is None else self._of.get(task.tenure)
+        if queue is None:
+            queue = Queue(task.tenure)
+            if task.tenure is not None:
+                self._of[task.tenure] = queue
+        queue.tasks.append((task, self._n_iterations))
+        if len(queue.tasks) == 1:
+            self._file(queue)
+        return queue
+
+    def heads(self) -> list[Queue]:
+        """Return the queues whose heads can run next, in the order of their turns.
+
+        A peer that waits for longest, or was served longest ago, goes first.
+        """
+        of_each = max(1, self._limits.prefills_seen // max(1, len(self._long)))
+        queues = [*self.single, *(queue for of_peer in self._long.values() for queue in islice(of_peer, of_each))]
+        return sorted(queues, key=self._turn)
+
+    def expects_step(self, since: float) -> bool:
+        """Whether a session that has decoded later than that is alive, and nothing of it waits."""
+        return any(queue.stepped_at > since and not queue.tasks and queue.is_alive for queue in self._of.values())
+
+    def ran(self, queues: Iterable[Queue], failed: Container[Task], shares: Mapping[str, float]) -> list[Task]:
+        """Note that these heads had their part of an iteration. Returns those that are over, which wait no more.
+
+        shares: how many times its share of an iteration's prefill each peer had, which waits so much longer for the
+        next.
+        """
+        self._n_iterations += 1
+        over = []
+        for queue in queues:
+            task = queue.head
+            more = 0.0 if queue.single else max(0.0, shares.get(task.owner, 0.0) - 1.0)
+            self._served[task.owner, queue.single] = self._n_iterations + more
+            if task in failed or task.done == task.tokens or is_gone(task):  # else it keeps its place
+                over.append(task)
+                self._pop(queue)
+        if len(self._served) > self._limits.peers_remembered:
+            waiting = {(queue.head.owner, queue.single) for queue in self._of.values() if queue.tasks}
+            self._served = {turn: at for turn, at in self._served.items() if turn in waiting}
+        return over
+
+    def _file(self, queue: Queue) -> None:
+        """Give a queue with a new head its place."""
+        queue.head, queue.since = task, _ = queue.tasks[0]
+        queue.single = task.tokens == 1 and task.rows <= self._limits.batch.single_rows_max
+        (self.single if queue.single else self._long.setdefault(task.owner, {}))[queue] = None
+
+    def _pop(self, queue: Queue) -> None:
+        """Remove a queue's head."""
+        task = queue.tasks.popleft()[0]
+        if queue.single:
+            del self.single[queue]
+        else:
+            of_peer = self._long[task.owner]
+            del of_peer[queue]
+            if not of_peer:
+                del self._long[task.owner]
+        if queue.tasks:
+            self._file(queue)
+        else:
+            del queue.head  # or the queue would keep its tenure alive
+
+    def _turn(self, queue: Queue) -> float:
+        served = self._served.get((queue.head.owner, queue.single), 0)
+        return max(queue.since, served) if queue.single else served  # many that run alone are not all before others'

@@ -1,0 +1,162 @@
+"""Which tasks the compute thread runs next. Pure: no thread, no queue between threads, no clock; time is passed in.
+
+    scheduler.add(task, now)
+    plan = scheduler.form(now)                  # Batch | Idle
+    finished = scheduler.ran(plan, now, took_s)
+
+An iteration is one batch. It takes single steps of many sessions together, and prefill in pieces beside them under a
+budget, so that prefill delays no session's decode by much. Prefill that must run in one piece and is more than its
+budget becomes a debt, which later budgets repay. A task that does not pack runs alone when it is its turn.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from swarm.compute.batch import Ready, form_batch
+from swarm.compute.costs import Costs
+from swarm.compute.limits import CostLimits, SchedulerLimits
+from swarm.compute.linger import Linger
+from swarm.compute.queues import Queue, Queues
+from swarm.compute.task import Task, is_gone
+
+
+class Part(NamedTuple):
+    """The next `tokens` positions of a task. queue: the scheduler's, where the task waits."""
+
+    task: Task
+    tokens: int
+    queue: Queue
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Prefill tokens of an iteration: as granted, and what is left once debts are paid.
+
+    decoding: whether a session decodes, in this iteration or soon after. While none does, nothing is owed.
+    """
+
+    granted: int
+    left: int
+    decoding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one iteration runs: one part alone, or several that pack. dropped: tasks that do not count any more.
+
+    Without parts there is nothing to run. Hand it to `Scheduler.ran` in any case.
+    """
+
+    parts: Sequence[Part]
+    dropped: Sequence[Task]
+    budget: Budget = Budget(0, 0, decoding=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing is to run before `until`, unless a task comes."""
+
+    until: float
+
+
+class Scheduler:
+    """Queues tasks and forms batches of them."""
+
+    def __init__(self, limits: SchedulerLimits | None = None, new_costs: Callable[[CostLimits], Costs] = Costs) -> None:
+        """new_costs: makes what learns the cost of one kind of task."""
+        self._limits = limits = limits or SchedulerLimits()
+        self._queues = Queues(limits)
+        self._linger = Linger(limits.linger)
+        self._costs: defaultdict[Hashable | None, Costs] = defaultdict(lambda: new_costs(limits.costs))
+        self._debt = 0  # prefill tokens that ran beyond their budgets
+        self._since: float | None = None  # when this iteration could have begun
+
+    def add(self, task: Task, now: float) -> None:
+        """Queue a task behind those of its session. now: when it came."""
+        self._linger.arrived(self._queues.add(task), now)
+
+    def form(self, now: float, *, linger: bool = True) -> Batch | Idle:
+        """Choose the next iteration's batch. linger: whether it may wait for sessions that are expected back."""
+        queues = self._queues
+        if not queues:
+            return Idle(inf)
+        if self._since is None:
+            self._since = now
+        if linger and (until := self._linger.until(queues.single, self._since, now)) > now:
+            return Idle(until)
+        self._since = None
+        lone = queues.lone
+        if lone is not None and not self._debt and not is_gone(lone.head):
+            return Batch((Part(lone.head, 1, lone),), ())
+        return self._planned(now)
+
+    def ran(self, batch: Batch, now: float, took_s: float, failed: Container[Task] = ()) -> Sequence[Task]:
+        """Note that a batch has run, and learn from it. Returns the tasks that are over, which are to be delivered.
+
+        failed: those of its tasks that raised an error.
+        """
+        if not batch.parts:
+            return batch.dropped
+        self._learn(batch.parts, failed, now, took_s)
+        steps = [part for part in batch.parts if part.queue.single]
+        shares = self._shares(batch) if len(steps) < len(batch.parts) else {}
+        finished = self._queues.ran([part.queue for part in batch.parts], failed, shares)
+        if steps:  # a session that has only got its prompt's output may think long, or never come back
+            absent = [queue for task, _, queue in steps if task.tenure is not None and not queue.tasks]
+            self._linger.delivered(absent, now, took_s)
+        return [*batch.dropped, *finished] if batch.dropped else finished
+
+    def _planned(self, now: float) -> Batch:
+        heads, dropped = self._queues.heads(), list[Task]()
+        while gone := [queue for queue in heads if is_gone(queue.head)]:  # they would cost an iteration each
+            dropped += self._queues.ran(gone, (), {})
+            heads = self._queues.heads()
+        if not heads:
+            return Batch((), dropped)
+        ready = [queue.head.ready for queue in heads]
+        budget = self._budget(heads, ready, now)
+        slices = form_batch(ready, budget.left, self._limits.batch)
+        parts = [Part(heads[each.index].head, each.tokens, heads[each.index]) for each in slices]
+        return Batch(parts, dropped, budget)
+
+    def _budget(self, heads: Sequence[Queue], ready: Sequence[Ready], now: float) -> Budget:
+        """Grant the iteration prefill, and pay debts from it."""
+        first, steps = ready[0], [each for each, queue in zip(ready, heads, strict=True) if queue.single]
+        if len(steps) == len(heads) and not self._debt:
+            return Budget(0, 0, decoding=True)
+        beside = sum(each.rows for each in steps if first.packs and each.packs and each.group == first.group)
+        decoding = len(steps) > 0 or self._queues.expects_step(now - self._limits.linger.absent_s)
+        granted = self._costs[heads[0].head.cost].prefill_tokens(beside, decoding=decoding)
+        if not decoding:
+            self._debt = 0
+        paid = min(self._debt, granted)
+        self._debt -= paid
+        return Budget(granted, granted - paid, decoding)
+
+    def _shares(self, batch: Batch) -> dict[str, float]:
+        """Return how many times its share of the prefill each peer had; keep what was beyond the budget as a debt."""
+        prefilled: defaultdict[str, int] = defaultdict(int)
+        for task, tokens, queue in batch.parts:
+            if not queue.single:
+                prefilled[task.owner] += tokens * task.rows
+        if batch.budget.decoding:
+            excess = max(0, sum(prefilled.values()) - batch.budget.left)
+            self._debt = min(self._limits.batch.debt_tokens_max, self._debt + excess)
+        share = max(1, batch.budget.granted) / max(1, self._queues.n_prefilling)
+        return {owner: tokens / share for owner, tokens in prefilled.items()}
+
+    def _learn(self, parts: Sequence[Part], failed: Container[Task], now: float, took_s: float) -> None:
+        """Note how long a batch took, unless it tells nothing: one of its tasks failed, is gone or is like no other."""
+        decodes = prefill_tokens = 0
+        for task, tokens, queue in parts:
+            if task.cost is None or task in failed or is_gone(task):
+                return
+            if queue.single:
+                decodes += task.rows
+                queue.stepped_at = now
+            else:
+                prefill_tokens += tokens * task.rows
+        self._costs[parts[0].task.cost].observe(decodes, prefill_tokens, took_s)

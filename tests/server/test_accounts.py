@@ -1,0 +1,66 @@
+"""What one peer may take of a server in a second."""
+
+from swarm.server.accounts import Accounts
+from swarm.server.limits import AccountLimits
+from swarm.server.refusals import Declined
+
+LIMITS = AccountLimits()
+NOW = 1000.0
+
+
+def refused(answer: Declined | None) -> Declined:
+    assert answer is not None
+    assert answer.code == "busy"
+    assert answer.retry_after_s is not None
+    assert answer.retry_after_s > 0
+    return answer
+
+
+def test_too_many_steps_or_bytes_are_refused_for_a_time():
+    accounts, now = Accounts(), NOW
+    for _ in range(int(LIMITS.steps_burst)):
+        assert accounts.charge_step("a", 1, now) is None
+    declined = refused(accounts.charge_step("a", 1, now))
+    assert "2000 steps a second" in declined.why
+    now += declined.retry_after_s
+    assert accounts.charge_step("a", int(10 * LIMITS.bytes_per_s), now) is None
+    declined = refused(accounts.charge_step("a", 1, now))
+    assert "128 MiB of activations a second" in declined.why
+    assert accounts.charge_step("a", 1, now + declined.retry_after_s) is None
+
+
+def test_a_past_is_taken_on_bounded_credit():
+    accounts, now = Accounts(), NOW
+    assert accounts.charge_step("a", int(LIMITS.bytes_burst), now) is None
+    account = accounts.of("a")
+    assert account.debt_s(now) == 0
+    assert accounts.lend("a", int(LIMITS.bytes_per_s / 4), now) is None
+    assert account.debt_s(now) == 0.25
+    assert accounts.lend("a", int(LIMITS.bytes_per_s / 2), now) is None
+    now += refused(accounts.lend("a", 1, now)).retry_after_s
+    assert account.debt_s(now) == 0
+    assert accounts.lend("a", 1, now) is None
+
+
+def test_one_peers_account_is_not_anothers():
+    accounts = Accounts()
+    for _ in range(int(LIMITS.openings_burst)):
+        assert accounts.charge_opening("a", NOW) is None
+    refused(accounts.charge_opening("a", NOW))
+    assert accounts.charge_opening("b", NOW) is None
+
+
+def test_a_crowd_opens_no_more_than_all_peers_may():
+    accounts = Accounts()
+    for number in range(int(LIMITS.all_openings_burst)):
+        assert accounts.charge_opening(str(number), NOW) is None
+    assert "by all peers" in refused(accounts.charge_opening("one more", NOW)).why
+
+
+def test_settled_accounts_are_forgotten_and_others_are_not():
+    accounts = Accounts()
+    accounts.charge_opening("a", NOW)
+    accounts.sweep(NOW)
+    assert set(accounts.peers) == {"a"}
+    accounts.sweep(NOW + 60.0)
+    assert not accounts.peers

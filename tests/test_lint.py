@@ -1,0 +1,33 @@
+"""What `make lint` runs finds nothing; it runs beside the tests."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ("ruff check", "ruff format", "mypy", "lint-imports")
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[str]:
+    """The lines of `make lint` that check something."""
+    lines = subprocess.run(["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\S+/bin/((?:ruff|mypy|lint-imports)\b.*)$", lines, re.MULTILINE)
+
+
+def test_make_lint_runs_these_tools(planned: list[str]) -> None:
+    assert len(planned) == len(TOOLS)
+    assert all(line.startswith(tool) for line, tool in zip(planned, TOOLS, strict=True))
+
+
+@pytest.mark.slow("without a cache mypy reads torch and transformers, too")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_lint_finds_nothing(planned: list[str], tool: str) -> None:
+    name, *arguments = shlex.split(next(line for line in planned if line.startswith(tool)))
+    line = [str(Path(sys.executable).parent / name), *arguments]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
