@@ -14,15 +14,13 @@ The owner arms one timer for `wake_at`, calls `wake` then, and reads while `is_o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from swarm.net.limits import ChannelLimits
 from swarm.net.rate import TokenBucket
 
 
-@dataclass(frozen=True, slots=True)
-class Toll:
+class Toll(NamedTuple):  # one is made for every step: a frozen dataclass takes three times as long
     """The worth of a message, as the handler that took it judges. The channel charges it, once."""
 
     idle: bool = False  # it moved no session forward: one unit and its tensors' bytes are charged
