@@ -173,14 +173,16 @@ class Session:
 
     async def _collect(self, ticket: Ticket, deadline: float) -> list[Tensor]:
         """Return one step's output, if any is wanted, and repair the route as needed until it is there."""
-        refused_step = RefusedStep(self._restorer.patience(deadline))
+        began = _now()
+        refused_step: RefusedStep | None = None
         while True:
-            if not self._circuit.is_standing and ticket.outcome is None:
+            if self._circuit.standing is None and ticket.outcome is None:
                 await self._restorer.restore(deadline)  # a fault between two steps has failed neither
                 self._steps.resend()
             try:
                 output = await self._steps.outcome(ticket)
             except Refused as refused:
+                refused_step = refused_step or RefusedStep(self._restorer.patience(began, deadline))
                 refused_step = await self._after_refusal(refused_step, refused, deadline)
             except (HopFailed, EdgeDown):
                 pass
