@@ -1,0 +1,234 @@
+"""The table of verdicts: a row for each rule. No clock, no network; the loop is there for replies that are awaited."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from swarm.activations import Activations
+from swarm.blocks import Blocks
+from swarm.client.session.leg import Leg
+from swarm.client.session.standing import Layout
+from swarm.client.session.verdicts import (
+    Ended,
+    LetGo,
+    RefuseReplies,
+    RefuseStep,
+    View,
+    is_sound,
+    judge,
+    wrong_output,
+    wrong_relay,
+)
+from swarm.errors import EdgeDown, HopFailed, Refused
+from swarm.protocol import messages as wire
+from swarm.protocol.outbox import Outbox
+from tests.client.test_route import planned, server
+
+SESSION = "0" * 32
+HOPS = planned(Blocks(0, 6), [server(0, 2), server(2, 4), server(4, 6)]).hops
+FIRST, MIDDLE, LAST = range(3)
+EDGES = [(HOPS[index].process, HOPS[index + 1].process) for index in (FIRST, MIDDLE)]
+
+
+def failed(blame):
+    return wire.Failed(session=SESSION, epoch=1, blame=blame, why="it said so")
+
+
+def refused(code="no_room", step=None, retry_after_ms=1500):
+    return wire.Refused(session=SESSION, epoch=1, code=code, step=step, why="full", retry_after_ms=retry_after_ms)
+
+
+def hop_failed(index, why):
+    return HopFailed(HOPS[index].peer_id, str(HOPS[index].blocks), why)
+
+
+def refusal(index, code="no_room", retry_after_s=1.5):
+    return Refused(HOPS[index].peer_id, str(HOPS[index].blocks), code, "full", retry_after_s)
+
+
+SAYS = f"it said so (says {HOPS[FIRST].peer_id})"
+ROWS = {
+    "its connection has ended": (Ended("reset"), MIDDLE, {}, hop_failed(MIDDLE, "the connection ended: reset")),
+    "it cannot reach the next hop": (failed("next"), FIRST, {}, EdgeDown(EDGES[0], SAYS, blocked=False)),
+    "it cannot reach the next hop, and opens": (
+        failed("next"),
+        FIRST,
+        {"awaits": True},
+        EdgeDown(EDGES[0], SAYS, blocked=True),
+    ),
+    "it blames the next hop, and the client relays": (
+        failed("next"),
+        FIRST,
+        {"relayed": {FIRST}},
+        hop_failed(FIRST, "it said so"),
+    ),
+    "it blames the next hop, and another edge is relayed": (
+        failed("next"),
+        FIRST,
+        {"relayed": {MIDDLE}},
+        EdgeDown(EDGES[0], SAYS, blocked=False),
+    ),
+    "it blames the next hop, and is the last": (failed("next"), LAST, {}, hop_failed(LAST, "it said so")),
+    "it blames itself": (failed("self"), FIRST, {}, hop_failed(FIRST, "it said so")),
+    "it ends a session that had no step for long": (failed("self"), MIDDLE, {"is_idle": True}, LetGo()),
+    "it cannot reach the next hop, in an idle session": (
+        failed("next"),
+        FIRST,
+        {"is_idle": True},
+        EdgeDown(EDGES[0], SAYS, blocked=False),
+    ),
+    "its connection has ended, in an idle session": (
+        Ended("reset"),
+        MIDDLE,
+        {"is_idle": True},
+        hop_failed(MIDDLE, "the connection ended: reset"),
+    ),
+    "it calls another hop's activations bad": (
+        refused("bad_activations", step=3),
+        MIDDLE,
+        {"step_waits": True},
+        EdgeDown(EDGES[0], "full", blocked=False),
+    ),
+    "it calls a past bad that another hop has sent": (
+        refused("bad_activations"),
+        LAST,
+        {"stands": False, "awaits": True},
+        EdgeDown(EDGES[1], "full", blocked=False),
+    ),
+    "it calls relayed activations bad": (
+        refused("bad_activations", step=3),
+        MIDDLE,
+        {"relayed": {FIRST}, "step_waits": True},
+        hop_failed(MIDDLE, "it refuses what is in good order: full"),
+    ),
+    "it calls activations bad, and another edge is relayed": (
+        refused("bad_activations", step=3),
+        MIDDLE,
+        {"relayed": {MIDDLE}},
+        EdgeDown(EDGES[0], "full", blocked=False),
+    ),
+    "the first hop calls the client's activations bad": (
+        refused("bad_activations", step=3),
+        FIRST,
+        {"step_waits": True},
+        RefuseStep(3, refusal(FIRST, "bad_activations")),
+    ),
+    "it declines what an attempt asks": (
+        refused(),
+        MIDDLE,
+        {"stands": False, "awaits": True},
+        RefuseReplies(refusal(MIDDLE)),
+    ),
+    "it declines for good": (
+        refused("draining", retry_after_ms=None),
+        MIDDLE,
+        {"stands": False, "awaits": True},
+        RefuseReplies(refusal(MIDDLE, "draining", None)),
+    ),
+    "it declines at once": (
+        refused(retry_after_ms=0),
+        MIDDLE,
+        {"stands": False, "awaits": True},
+        RefuseReplies(refusal(MIDDLE, retry_after_s=0.0)),
+    ),
+    "it refuses the session while it stands": (
+        refused("bad_request"),
+        MIDDLE,
+        {},
+        hop_failed(MIDDLE, "it has lost the session: full"),
+    ),
+    "it does not know the session, and an attempt runs": (
+        refused("not_yours"),
+        MIDDLE,
+        {"stands": False},
+        hop_failed(MIDDLE, "it has lost the session: full"),
+    ),
+    "it refuses a part of the past": (refused("busy"), MIDDLE, {"stands": False}, refusal(MIDDLE, "busy")),
+    "it refuses the parts behind that one": (refused("bad_request"), MIDDLE, {"stands": False}, None),
+    "it refuses a step in flight": (refused(step=3), LAST, {"step_waits": True}, RefuseStep(3, refusal(LAST))),
+    "it refuses the session's first message": (
+        refused(step=0),
+        LAST,
+        {"step_waits": True},
+        RefuseStep(0, refusal(LAST)),
+    ),
+    "it refuses a step that has an outcome": (refused(step=3), LAST, {}, None),
+    "it lacks the step before": (refused("out_of_order", step=3), LAST, {"step_waits": True}, None),
+    "it expects the step from another peer": (refused("not_yours", step=3), LAST, {"step_waits": True}, None),
+}
+
+
+def facts(verdict):
+    """Errors are equal only to themselves: compare what they say."""
+    return None if verdict is None else (type(verdict), asdict(verdict))
+
+
+@pytest.mark.parametrize("name", ROWS)
+async def test_each_fact_has_its_verdict(name):
+    fact, index, given, expected = ROWS[name]
+    legs = tuple(Leg(hop) for hop in HOPS)
+    if given.get("awaits"):
+        legs[index].expect(wire.Opened)
+    layout = Layout(1, legs, frozenset(given.get("relayed", ())))
+    flags = {key: value for key, value in given.items() if key in {"stands", "is_idle", "step_waits"}}
+    assert facts(judge(fact, View(layout, index, **flags))) == facts(expected)
+
+
+def put(want=2, shape=(1, 5, 4)):
+    """A ticket of a step of these activations."""
+    return Outbox(SESSION).put(Activations(torch.zeros(shape)), keep=0, rows=None, want=want, budget_ms=1)
+
+
+def answer(*shape, fill=1.0, dtype=torch.float32):
+    return Activations(torch.full(shape, fill, dtype=dtype))
+
+
+OUTPUTS = {
+    "what was wanted": (put(), answer(1, 2, 4), None),
+    "nothing, as wanted": (put(want=0), None, None),
+    "nothing": (put(), None, "it answered None where (1, 2, 4) is due"),
+    "more than wanted": (put(), answer(1, 5, 4), "it answered (1, 5, 4) where (1, 2, 4) is due"),
+    "something, and nothing was wanted": (put(want=0), answer(1, 2, 4), "it answered (1, 2, 4) where None is due"),
+    "no numbers": (put(), answer(1, 2, 4, fill=float("nan")), "it answered what is of the wrong type"),
+    "infinite ones": (put(), answer(1, 2, 4, fill=float("inf")), "it answered what is of the wrong type"),
+    "integers": (put(), answer(1, 2, 4, dtype=torch.int64, fill=1), "it answered what is of the wrong type"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_each_output_has_its_verdict(name):
+    ticket, activations, wrong = OUTPUTS[name]
+    said = wrong_output(ticket, activations)
+    assert said is None if wrong is None else said.startswith(wrong)
+
+
+RELAYS = {
+    "a step": (answer(1, 5, 4), put(), True),
+    "a piece of a past": (answer(2, 9, 4), None, True),
+    "a step of another shape": (answer(1, 4, 4), put(), False),
+    "a past of no rows and columns": (answer(9, 4), None, False),
+    "a step without numbers": (answer(1, 5, 4, fill=float("nan")), put(), False),
+    "a past without numbers": (answer(2, 9, 4, fill=float("inf")), None, False),
+    "a past of integers": (answer(2, 9, 4, dtype=torch.int32, fill=1), None, False),
+}
+
+
+@pytest.mark.parametrize("name", RELAYS)
+def test_each_relayed_message_has_its_verdict(name):
+    activations, ticket, is_sent = RELAYS[name]
+    assert (wrong_relay(activations, ticket) is None) == is_sent
+
+
+@pytest.mark.parametrize(
+    ("hidden", "sound"),
+    [
+        (torch.ones(3), True),
+        (torch.ones(3, dtype=torch.bfloat16), True),
+        (torch.full((3,), 3e38), True),  # their sum is infinite
+        (torch.tensor([1.0, float("inf")]), False),
+        (torch.tensor([1, 2]), False),
+    ],
+)
+def test_sound_activations_are_finite_floats(hidden, sound):
+    assert is_sound(hidden) is sound
