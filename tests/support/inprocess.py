@@ -40,17 +40,17 @@ class InProcessSwarm:
         self.loop = LoopThread()
         self.servers: list[Server] = []
 
-    def serve(self, blocks: str, *, cache_tokens: int = 100_000) -> Server:
-        """Start a server of these blocks and announce it."""
+    def serve(self, blocks: str, *, cache_tokens: int = 100_000, identity: Identity | None = None) -> Server:
+        """Start a server of these blocks and announce it. identity: a fresh one unless given."""
+        who = identity or Identity.generate()
         span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype)
 
         async def start() -> Server:
-            identity = Identity.generate()
-            me = Endpoint(identity, ChannelKey(), NETWORK)
+            me = Endpoint(who, ChannelKey(), NETWORK)
             options = ServerOptions(cache_tokens=cache_tokens, threads=1)
             server = Server(self.checkpoint, span, me, Listener(me, "127.0.0.1", 0), options)
             await server.start()
-            await self.directory(identity).announce(server.announcement("online"))
+            await self.directory(who).announce(server.announcement("online"))
             return server
 
         self.servers.append(self.loop.run(start()))
