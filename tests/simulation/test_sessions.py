@@ -17,7 +17,7 @@ from swarm.client.session.limits import ChunkLimits, SessionLimits, WatchLimits
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.errors import Refused, SessionClosed, StepTimeout
-from swarm.net.dialer import IDLE_S as CHANNEL_IDLE_S
+from swarm.net.limits import DialerLimits
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
 from swarm.server.limits import HandlerLimits, MemoryLimits
@@ -549,7 +549,7 @@ def test_session_closed_during_a_repair_leaves_nothing(meanwhile: str) -> None:
             await going.say()
         await asyncio.sleep(1.0)
         assert not any(host.handler.sessions for host in going.village.world.hosts)
-        await asyncio.sleep(2 * CHANNEL_IDLE_S)
+        await asyncio.sleep(2 * DialerLimits().idle_s)
         assert not client.process.channels  # nothing counts as their user
 
     played(scenario)
