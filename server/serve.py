@@ -127,7 +127,7 @@ class _Host:
 
     async def _serve(self, loaded: Loaded) -> Blocks | None:
         """Host one span: its whole life, from the first connection to the drain. Returns whereto to move, if at all."""
-        gc.freeze()  # what is there now stays: a full collection would stop all sessions for half a second
+        gc.freeze()  # the present objects stay: a full collection would stop all sessions for half a second
         keep_free_memory()
         options = replace(self._claims.options, cache_tokens=loaded.pool_tokens, prices=loaded.prices)
         server = Server(self._loader.checkpoint, loaded.span, self._me, self._listener, options)

@@ -180,7 +180,7 @@ def _remembered(path: Path) -> Listing | None:
 
 
 def _reason(error: Exception) -> str:
-    """Say in one line what an HTTP or system error is."""
+    """Describe an HTTP or system error in one line."""
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return f"HTTP status {error.response.status_code}"
     return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -32,7 +32,7 @@ def own_weights(model: nn.Module, files: set[str]) -> None:
 def _copy(tensor: Tensor) -> Tensor:
     """Copy a tensor to an address of the same alignment: kernels sum in another order where that differs.
 
-    So a span computes what a stock model computes on the mapped file, to the last bit.
+    So a span and a stock model on the mapped file compute the same, to the last bit.
     """
     if not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.preserve_format)

@@ -330,7 +330,7 @@ def _server_state(server: _Server, now: float) -> ServerState:
     )
 
 
-# --- what to host ----------------------------------------------------------------------------------------------------
+# --- the need for servers --------------------------------------------------------------------------------------------
 
 
 def _needed(blocks: Sequence[BlockState]) -> tuple[int, int]:

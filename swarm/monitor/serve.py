@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -23,7 +23,7 @@ from swarm.monitor.app import make_app
 from swarm.monitor.contacts import dialling
 from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
-from swarm.monitor.service import Monitor, MonitorOptions
+from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.net.carriers.tcp import bound
 from swarm.net.reach import is_public
 
@@ -44,6 +44,7 @@ class HealthArguments:
     join_addresses: tuple[str, ...]
     probes: tuple[str, ...]
     probe_every_s: float
+    limits: MonitorLimits = field(default_factory=MonitorLimits)
 
 
 class HealthReady(Ready):
@@ -75,9 +76,14 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
         database = await asyncio.to_thread(Database, arguments.database)
         public = access.network_key is None and await is_public(arguments.initial_peers)
         monitor = Monitor(
-            MonitorOptions(network=arguments.network, join_addresses=arguments.join_addresses, public=public),
+            MonitorOptions(
+                network=arguments.network,
+                join_addresses=arguments.join_addresses,
+                public=public,
+                limits=arguments.limits,
+            ),
             lambda: open_light(arguments.network, arguments.initial_peers, time.time, access),
-            dialling(identity, arguments.network, access, public=public),
+            dialling(identity, arguments.network, access, public=public, limits=arguments.limits.contacts),
             database,
             time.time,
         )

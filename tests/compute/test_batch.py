@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarm.compute.batch import Ready, form_batch
@@ -34,7 +34,8 @@ tasks = st.builds(
 )
 
 
-@given(ready=st.lists(tasks, max_size=30), budget=st.integers(1, 3000))
+@example(ready=[prefill(5, "a"), prefill(5, "b")], budget=0)
+@given(ready=st.lists(tasks, max_size=30), budget=st.integers(0, 3000))
 def test_a_batch_stays_within_its_group_and_budget(ready: list[Ready], budget: int) -> None:
     batch = form_batch(ready, budget, LIMITS)
     assert bool(batch) == bool(ready)

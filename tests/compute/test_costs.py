@@ -137,3 +137,11 @@ def test_one_hiccup_at_the_start_is_forgotten(decoding: bool) -> None:
         sizes.append(tokens)
     least, most = (8, 16) if decoding else (128, 384)
     assert least <= median(sizes[100:]) <= most
+
+
+def test_one_hiccup_later_changes_little() -> None:
+    costs = Costs(LIMITS)
+    for _ in range(20):
+        costs.observe(0, 512, 0.1)
+    costs.observe(0, 512, 10.0)
+    assert costs.prefill_tokens(0, decoding=False) >= 512

@@ -54,8 +54,8 @@ def test_prefill_waits_longer_than_a_step(linger: Linger) -> None:
 def test_one_long_absence_is_no_rule(linger: Linger) -> None:
     """Else prefill begins just before each of the session's next ten steps."""
     near = Presence()
-    come_and_go(linger, near, [0.002] * 17 + [0.5] + [0.002] * 2, took_s=0.02)
-    linger.delivered([near], now=20.0, took_s=0.02)
+    come_and_go(linger, near, [0.002] * 19 + [0.5], took_s=0.05)
+    linger.delivered([near], now=20.0, took_s=0.05)
     assert linger.until([], since=20.0, now=20.0) > 20.0
 
 
@@ -76,10 +76,20 @@ def test_a_lone_session_is_never_kept_waiting(linger: Linger) -> None:
     assert linger.until([lone], since=0.001, now=0.001) == 0.001
 
 
-def test_a_session_that_stays_away_is_forgotten(linger: Linger) -> None:
-    gone, near = Presence(), Presence()
-    linger.delivered([gone], now=0.0, took_s=0.02)
-    linger.delivered([near], now=LIMITS.absent_s + 0.1, took_s=0.02)
-    linger.arrived(near, now=LIMITS.absent_s + 0.101)
-    assert linger.until([near], since=1.2, now=1.2) == 1.2
-    assert linger.until([], since=1.2, now=1.2) == 1.2
+def test_sessions_that_stay_away_are_forgotten(linger: Linger) -> None:
+    a, b, other = Presence(), Presence(), Presence()
+    linger.delivered([a, b], now=0.0, took_s=0.02)
+    linger.delivered([other], now=LIMITS.absent_s + 0.1, took_s=0.02)
+    linger.arrived(a, now=LIMITS.absent_s + 0.2)
+    assert linger.until([a], since=1.2, now=1.2) == 1.2
+
+
+def test_a_session_that_becomes_quicker_is_waited_for_at_once(linger: Linger) -> None:
+    """Before, its steps were too far apart to be waited for."""
+    near = Presence()
+    come_and_go(linger, near, [0.04] * 10, took_s=0.02)
+    linger.delivered([near], now=10.0, took_s=0.02)
+    assert linger.until([], since=10.0, now=10.0) == 10.0
+    linger.arrived(near, now=10.002)
+    linger.delivered([near], now=11.0, took_s=0.02)
+    assert linger.until([], since=11.0, now=11.0) > 11.0

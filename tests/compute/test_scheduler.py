@@ -112,6 +112,18 @@ def test_only_decoding_sessions_are_expected_back(tokens: int, is_expected: bool
     assert isinstance(scheduler.form(3.0), Idle) == is_expected
 
 
+def test_iterations_of_prefill_do_not_shorten_lingering():
+    """A step waits for a share of the last iteration that delivered steps."""
+    scheduler, a, b = Scheduler(), Tenure(), Tenure()
+    for tenure in (a, b):
+        scheduler.add(Fake("p", tenure=tenure), 0.0)
+    iteration(scheduler, now=0.02, took_s=0.02)
+    scheduler.add(Fake("q", 5), 0.02)
+    iteration(scheduler, now=0.021, took_s=0.001)
+    scheduler.add(Fake("p", tenure=a), 0.03)
+    assert scheduler.form(0.03).until > 0.03 + LIMITS.linger.step_share * 0.001
+
+
 def test_tasks_of_closed_sessions_are_dropped():
     """Else a peer that asks much and leaves makes others wait for outputs that do not count."""
     scheduler = Scheduler()
@@ -180,17 +192,16 @@ def test_steps_and_prefill_that_run_alone_take_turns():
     assert 2 <= singles <= 4
 
 
-def test_waiting_peers_keep_their_turn_however_many_come_and_go():
+def test_only_waiting_peers_keep_their_turn_beyond_the_limit():
     scheduler = granting(2, replace(LIMITS, peers_remembered=1))
-    was_served = Fake("was served", 100, packs=False)
-    scheduler.add(was_served, 0.0)
-    assert iteration(scheduler) == [(was_served, 2)]
-    for number in range(4):
-        scheduler.add(gone := Fake(f"gone {number}", 2, packs=False), 0.0)
-        assert iteration(scheduler) == [(gone, 2)]
-        assert iteration(scheduler) == [(was_served, 2)]
+    scheduler.add(waits := Fake("waits", 100, packs=False), 0.0)
+    assert iteration(scheduler) == [(waits, 2)]
+    for _ in range(2):  # later than the peer that waits, and forgotten
+        scheduler.add(comes := Fake("comes and goes", 2, packs=False), 0.0)
+        assert iteration(scheduler) == [(comes, 2)]
     scheduler.add(new := Fake("new", 2, packs=False), 0.0)
     assert iteration(scheduler) == [(new, 2)]
+    assert iteration(scheduler) == [(waits, 2)]
 
 
 def test_many_steps_that_run_alone_do_not_precede_anothers():
@@ -223,6 +234,17 @@ def test_budgets_depend_on_the_steps_beside():
     assert costs.observed == [(3, 8), (0, 8)]
 
 
+def test_a_sessions_own_next_prompt_has_the_whole_budget():
+    """It has just decoded, and is expected back by nothing else."""
+    costs = Fixed(8)
+    scheduler, tenure = Scheduler(LIMITS, lambda _: costs), Tenure()
+    scheduler.add(Fake("a", tenure=tenure), 0.0)
+    iteration(scheduler)
+    scheduler.add(Fake("a", 16, tenure=tenure), 0.0)
+    iteration(scheduler)
+    assert costs.asked == [(0, False)]
+
+
 def test_budgets_are_asked_for_only_where_prefill_waits():
     """Else iterations of steps use up the pauses between tries, and the ones that run bare."""
     costs = Fixed(8)
@@ -248,9 +270,10 @@ def test_spans_of_other_sizes_have_their_own_costs():
     made: list[Fixed] = []
     scheduler = Scheduler(LIMITS, lambda _: made.append(Fixed(8)) or made[-1])
     for n_blocks in (1, 12):
-        scheduler.add(Fake("a", packs=False, cost=n_blocks), 0.0)
+        scheduler.add(Fake("a", 8, packs=False, cost=n_blocks), 0.0)
         iteration(scheduler)
-    assert [costs.observed for costs in made] == [[(1, 0)], [(1, 0)]]
+    assert [costs.observed for costs in made] == [[(0, 8)], [(0, 8)]]
+    assert [costs.asked for costs in made] == [[(0, False)], [(0, False)]]
 
 
 def test_a_piece_beyond_its_budget_is_repaid_while_sessions_decode():

@@ -4,8 +4,10 @@ from functools import partial
 
 from swarm.monitor import serve
 from swarm.monitor.cli import main
+from swarm.monitor.service import MonitorLimits
 
-serve.MonitorOptions = partial(serve.MonitorOptions, read_every_s=1.0)  # type: ignore[misc, assignment]
+often = MonitorLimits(read_every_s=1.0)
+serve.HealthArguments = partial(serve.HealthArguments, limits=often)  # type: ignore[misc, assignment]
 
 if __name__ == "__main__":
     main()

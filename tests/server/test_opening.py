@@ -11,8 +11,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.dht.records import sign_announcement
 from swarm.identity import Identity
-from swarm.model import span as span_module
-from swarm.model.span import Span
+from swarm.model.span import Span, SpanLimits
 from swarm.protocol.messages import Close, Failed, Opened, Reroute, Rerouted
 from swarm.server.limits import AdmissionLimits, HandlerLimits, HostedLimits
 from swarm.server.server import ServerLimits
@@ -64,9 +63,9 @@ async def test_a_part_of_the_span_is_served(loaded: Loaded, first: Site, owner: 
 async def test_what_strangers_open_is_not_remembered_for_ever(
     loaded: Loaded, first: Site, owner: Peer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(span_module, "PARTS_MAX", 2)
+    monkeypatch.setattr(first.server.span.shared, "limits", SpanLimits(parts_max=2))
     requests = [await opened(owner, first, start=a, stop=b) for a, b in ((0, 1), (0, 2), (1, 2), (1, 3), (0, 3))]
-    assert len(first.server.span._parts) <= 3
+    assert len(first.server.span.shared.parts) <= 2
     assert first.server.span.part(FIRST) is first.server.span
     hidden = activations(1, 4)
     (await owner.to(first)).send(*step(requests[0], 1, hidden, want=4))
