@@ -1,75 +1,54 @@
-"""Sessions: chunks, windows, refusals, deadlines and leases, over real channels."""
+"""Sessions over real channels: chunks, leases, refusals, and servers that are started again."""
 
-import asyncio
 import copy
 import dataclasses
 import gc
 import socket
+import threading
 import time
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from swarm.client.hf.runtime import LoopThread
-from swarm.client.session.limits import ChunkLimits, ConnectLimits, RecoveryLimits, SessionLimits
-from swarm.dht.directory import Directory
+from swarm.activations import Activations
+from swarm.blocks import Blocks
+from swarm.client.session.limits import ChunkLimits, ConnectLimits, SessionLimits
 from swarm.dht.records import Span
-from swarm.errors import NoRoute, PromptTooLong, UsageError
+from swarm.errors import PromptTooLong, UsageError
 from swarm.identity import Identity
-from tests.client.support import IDS, crash, eventually
 from tests.support.inprocess import inprocess
 from tests.support.logits import same_logits
 
-WINDOW = 8  # steps in flight, as all hops agree
+IDS = torch.randint(3, 120, (2, 50), generator=torch.Generator().manual_seed(3))
+
+
+def eventually(condition, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.01)
 
 
 def leases(swarm):
     return [(len(server.handler.sessions), server.pool.used) for server in swarm.servers]
 
 
-def chunked(swarm, positions):
-    """A client that cuts steps of two rows into messages of so many positions."""
-    chunk_bytes = positions * IDS.shape[0] * swarm.checkpoint.traits.hidden_size * 4
-    return swarm.client(limits=SessionLimits(chunks=ChunkLimits(chunk_bytes=chunk_bytes)))
+def chunks_of(positions):
+    """Limits of a client that cuts long steps of two rows into messages of so many positions."""
+    return SessionLimits(chunks=ChunkLimits(chunk_bytes=2 * positions * 64 * 4))
 
 
-def watched(server, see):
-    """Call `see(message)` with each new step that comes to a server."""
-
-    def check(_, facts):
-        see(facts.message)
-
-    server.handler.gates = server.handler.gates.replaced("account", check)
+def test_prefill_in_chunks_equals_the_prefill_in_one(swarm, full):
+    with swarm.client(limits=chunks_of(3)) as model, torch.no_grad():
+        assert same_logits(model(IDS).logits, full(IDS).logits)  # sums in another order: many small products for one
 
 
-def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, full):
-    with chunked(swarm, 3) as model, torch.no_grad():
-        expected = full(IDS).logits
-        got = model(IDS).logits
-    assert same_logits(got, expected)  # sums in another order: many small products for one
-
-
-def test_chunks_in_flight_together_fill_at_most_the_window(checkpoint):
-    with inprocess(checkpoint, "0:1", "1:4", "4:6") as swarm:
-        first, _, last = swarm.servers
-        in_flight = []
-
-        def see(step):
-            in_flight.append(step.step - last.handler.sessions[step.session].inbox.applied)
-
-        watched(first, see)
-        with chunked(swarm, 1) as model, torch.no_grad():
-            model(IDS)
-    assert len(in_flight) == IDS.shape[1]
-    assert 1 < max(in_flight) <= WINDOW
-
-
-def test_a_padded_prefill_in_chunks_continues_token_by_token(swarm, full):
+def test_padded_prefill_in_chunks_continues_token_by_token(swarm, full):
     mask = torch.ones_like(IDS)
     mask[0, :20] = 0
     arguments = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
-    with chunked(swarm, 7) as model:
+    with swarm.client(limits=chunks_of(7)) as model:
         assert torch.equal(model.generate(IDS, **arguments), full.generate(IDS, **arguments))
 
 
@@ -78,7 +57,16 @@ def test_every_lease_is_back_after_a_generation(swarm, model):
     eventually(lambda: leases(swarm) == [(0, 0)] * 3)
 
 
-def test_a_session_grows_no_longer_than_it_was_opened_for(model):
+def test_collected_cache_frees_its_leases(swarm, model):
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    assert leases(swarm) == [(1, 100)] * 3
+    del cache
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+
+
+def test_session_refuses_to_outgrow_what_it_was_opened_for(model):
     cache = model.new_cache(max_length=10)
     with torch.no_grad():
         model(IDS[:, :8], past_key_values=cache)
@@ -89,47 +77,11 @@ def test_a_session_grows_no_longer_than_it_was_opened_for(model):
 
 
 @pytest.mark.parametrize("rollback_max", [-1, 4097])
-def test_a_rollback_too_large_is_refused_at_once(model, rollback_max):
+def test_rollback_beyond_every_servers_limit_is_refused_at_once(model, rollback_max):
     with pytest.raises(UsageError, match="4096"), model.inference_session(rollback_max=rollback_max):
         pass
     with model.inference_session(rollback_max=4096):
         assert model(IDS[:, :2]).logits.shape[1] == 2
-
-
-def test_a_route_not_found_in_time_blames_no_hop(swarm, monkeypatch):
-    async def endless(*_):
-        await asyncio.sleep(3600)
-
-    monkeypatch.setattr(Directory, "survey", endless)
-    soon = SessionLimits(connect=ConnectLimits(open_s=0.3))
-    with swarm.client(step_timeout_s=0.3, limits=soon) as model, torch.no_grad():
-        with pytest.raises(NoRoute, match=f"{swarm.checkpoint.public_name}.* 0:6.* in time"):
-            model(IDS)
-        assert model.backend.membership.sessions.avoidance.failures == {}
-
-
-def test_a_hop_that_ends_and_is_not_replaced_is_named(checkpoint):
-    soon = SessionLimits(recovery=RecoveryLimits(holders_s=0.5))
-    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client(limits=soon) as model:
-        cache = model.new_cache()
-        with torch.no_grad():
-            model(IDS, past_key_values=cache)
-        last = swarm.servers[-1]
-        crash(swarm, last)
-        began = time.monotonic()
-        with torch.no_grad(), pytest.raises(NoRoute, match="3:6") as caught:
-            model(IDS[:, :1], past_key_values=cache)
-        assert last.me.identity.peer_id in str(caught.value)
-        assert time.monotonic() - began < 6
-
-
-def test_a_collected_cache_frees_its_leases(swarm, model):
-    cache = model.new_cache()
-    with torch.no_grad():
-        model(IDS, past_key_values=cache)
-    assert leases(swarm) == [(1, 100)] * 3
-    del cache
-    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
 
 
 def test_rollback_and_gather_travel_with_the_next_step(model, full):
@@ -146,14 +98,22 @@ def test_rollback_and_gather_travel_with_the_next_step(model, full):
     assert same_logits(got, expected)
 
 
-def test_a_model_may_declare_more_positions_than_messages_say(model):
-    """Some models declare ten million."""
-    model.backend = replaced(model.backend, positions_max=10_485_760)
-    cache = model.new_cache()
-    with torch.no_grad():
-        model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
-    assert cache.length == 3
-    cache.close()
+def test_two_threads_in_one_session_take_turns(model):
+    session = model.backend.open_session(Blocks(0, 6), positions_max=64, rollback_max=8)
+    session.step(Activations(torch.randn(1, 12, 64)), keep=0, rows=None, want=1)
+    hidden, outputs = torch.randn(1, 3, 64), {}
+
+    def work(name):
+        outputs[name] = [session.step(Activations(hidden), keep=12, rows=None, want=3) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    session.close()
+    first = outputs["a"][0]
+    assert all(torch.equal(output, first) for name in "ab" for output in outputs[name])
 
 
 def replaced(backend, **traits):
@@ -163,11 +123,59 @@ def replaced(backend, **traits):
     return other
 
 
-def test_a_hop_that_never_answers_leaves_the_next_route(swarm, full):
+def test_model_that_declares_ten_million_positions_works(model, monkeypatch):
+    """A message cannot say so many."""
+    monkeypatch.setattr(model, "backend", replaced(model.backend, positions_max=10_485_760))
+    cache = model.new_cache()
+    model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    assert cache.length == 3
+    cache.close()
+
+
+class Interrupted:
+    """A session of which each step's output is lost: an interrupt hits its owner right behind it."""
+
+    def __init__(self, session):
+        self._session, self.close = session, session.close
+
+    def step(self, activations, **arguments):
+        self._session.step(activations, **arguments)
+        raise KeyboardInterrupt
+
+
+def test_interrupt_right_after_a_session_opened_leaves_no_lease(swarm, model, monkeypatch):
+    backend, open_session = copy.copy(model.backend), model.backend.open_session
+    backend.open_session = lambda *bounds, **more: Interrupted(open_session(*bounds, **more))
+    monkeypatch.setattr(model, "backend", backend)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(IDS)
+    gc.collect()
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+
+
+# Servers
+
+
+def test_server_without_room_is_asked_until_there_is_some(checkpoint, full):
+    with inprocess(checkpoint, "0:3") as swarm, torch.no_grad():
+        small = swarm.serve("3:6", cache_tokens=120)
+        with swarm.client() as one, swarm.client() as two:
+            cache = one.new_cache()
+            one(IDS, past_key_values=cache)  # 100 of the 120 tokens
+            timer = threading.Timer(0.3, cache.close)
+            timer.start()
+            assert same_logits(two(IDS[:1]).logits, full(IDS[:1]).logits)
+            timer.join()
+        eventually(lambda: small.pool.used == 0)
+
+
+def test_hop_that_never_answers_is_left_out_of_the_next_route(swarm, full):
     """Its addresses are tried one after the other, for longer than opening may take."""
-    soon = SessionLimits(connect=ConnectLimits(connect_s=(0.3, 0.5, 0.5)))
     silent = Identity.generate()
-    with socket.create_server(("127.0.0.1", 0)) as listener, swarm.client(limits=soon) as model:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        swarm.client(limits=SessionLimits(connect=ConnectLimits(connect_s=(0.3, 0.5, 0.5)))) as model,
+    ):
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         facts = {"public_key": silent.public_key.hex(), "addresses": (address,) * 2, "decode_tps": 1e6}
         claim = swarm.servers[0].announcement("online").model_copy(update=facts | {"blocks": Span(0, 6)})
@@ -177,35 +185,19 @@ def test_a_hop_that_never_answers_leaves_the_next_route(swarm, full):
             with torch.no_grad():
                 assert torch.allclose(model(input_ids=IDS).logits, full(input_ids=IDS).logits, atol=1e-4)
             assert silent.peer_id not in {hop.peer_id for hop in model.route}
-            (failed,) = model.backend.membership.sessions.avoidance.failures
-            assert failed.startswith(silent.peer_id)
         finally:
             swarm.loop.run(directory.withdraw())
 
 
-def test_a_server_that_was_started_again_is_found_at_once(checkpoint, full):
+def test_server_that_was_started_again_is_found_at_once(checkpoint, full):
     """Though the client has read the directory a moment ago, and knows its former process only."""
-    identity = Identity.generate()
-    with inprocess(checkpoint, "0:3") as swarm:
-        server = swarm.serve("3:6", identity=identity)
-        with swarm.client() as model, torch.no_grad():
+    first, second = Identity.generate(), Identity.generate()
+    with inprocess(checkpoint) as swarm, torch.no_grad():
+        swarm.serve("0:3", identity=first)
+        swarm.serve("3:6", identity=second)
+        with swarm.client() as model:
             expected = full(input_ids=IDS).logits
             assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)
-            swarm.loop.run(server.stop())
-            swarm.serve("3:6", identity=identity)
+            swarm.loop.run(swarm.servers[1].stop())
+            swarm.serve("3:6", identity=second)
             assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)
-
-
-def test_an_interrupt_just_after_opening_leaves_no_lease(swarm, model, monkeypatch):
-    run = LoopThread.run
-
-    def interrupted(self, work):
-        run(self, work)
-        monkeypatch.undo()
-        raise KeyboardInterrupt  # what the work returned is lost
-
-    monkeypatch.setattr(LoopThread, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        model(IDS)
-    gc.collect()
-    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
