@@ -130,6 +130,8 @@ class Session:
             raise
         self.length = keep + tokens
         self._mover.rest()
+        if not outputs:
+            return activations.hidden[:, :0]
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
     async def close(self) -> None:
