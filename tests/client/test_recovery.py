@@ -171,7 +171,7 @@ def test_an_edge_takes_no_process_away():
     assert learn(case(), EDGE).without == frozenset()
 
 
-def test_a_busy_hop_with_the_past_is_waited_for_and_kept():
+def test_busy_hop_with_the_past_is_waited_for_and_kept():
     busy = learn(learn(case(), BROKEN), refused("busy"), "b", has_past=True)
     assert busy.busy is busy.last
     assert busy.without == {"a"}

@@ -169,7 +169,7 @@ def test_server_without_room_is_asked_until_there_is_some(checkpoint, full):
         eventually(lambda: small.pool.used == 0)
 
 
-def test_hop_that_never_answers_is_left_out_of_the_next_route(swarm, full):
+def test_hop_that_never_answers_is_left_out_of_routes(swarm, full):
     """Its addresses are tried one after the other, for longer than opening may take."""
     silent = Identity.generate()
     with (

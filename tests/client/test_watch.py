@@ -121,7 +121,7 @@ def test_patience_follows_earlier_times_within_limits():
     assert usual.wait_s == most
 
 
-async def test_hops_get_no_longer_for_an_answer_than_a_step_takes():
+async def test_hop_has_as_long_for_an_answer_as_steps_take():
     least, first, _ = LIMITS.answer_s
     watcher = Watcher(None, None, LIMITS)
     assert watcher.answer_s == first
