@@ -201,3 +201,11 @@ def test_server_that_was_started_again_is_found_at_once(checkpoint, full):
             swarm.loop.run(swarm.servers[1].stop())
             swarm.serve("3:6", identity=second)
             assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)
+
+
+def test_a_step_may_want_nothing_back(model):
+    session = model.backend.open_session(Blocks(0, 6), positions_max=8, rollback_max=0)
+    try:
+        assert session.step(Activations(torch.randn(2, 3, 64)), keep=0, rows=None, want=0).shape == (2, 0, 64)
+    finally:
+        session.close()

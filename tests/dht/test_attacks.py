@@ -30,6 +30,7 @@ from tests.dht.support import LOOPBACK, NETWORK, ROOT, announcement, node, signe
 ALICE, BOB, MALLORY = (Identity(name * 32) for name in (b"a", b"b", b"m"))
 KEY = key_id(span_key(NETWORK, ROOT, 0))
 SUBKEY = packed_text(span_subkey(ALICE.public_key.hex(), (0, 4)))
+MOMENT_S = 0.05  # after a record has expired
 REGULAR = DHTProtocol.IS_REGULAR_VALUE
 
 
@@ -117,9 +118,10 @@ async def test_a_plain_value_does_not_replace_ours(tmp_path: Path) -> None:
 
 
 async def short_store(attacker: Attacker, record: bytes) -> None:
-    assert await attacker.store((KEY, REGULAR, b"\xc4\x01x", time.time() + 0.5)) == [False]
-    assert await attacker.store(entry(record, time.time() + 0.5)) == [False]
-    await asyncio.sleep(0.8)
+    expires = time.time() + 0.5
+    assert await attacker.store((KEY, REGULAR, b"\xc4\x01x", expires)) == [False]
+    assert await attacker.store(entry(record, expires)) == [False]
+    await asyncio.sleep(expires + MOMENT_S - time.time())
 
 
 async def test_a_rejected_short_store_deletes_hiveminds_dictionary() -> None:
@@ -143,7 +145,7 @@ async def replay(attacker: Attacker) -> None:
     now = time.time()
     old = signed(ALICE, now=now - 59.5)
     assert await attacker.store(entry(old, now + 0.5)) == [False]
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(now + 0.5 + MOMENT_S - time.time())
 
 
 async def test_a_replayed_older_record_deletes_hiveminds_fresh_one() -> None:

@@ -6,8 +6,7 @@ from swarm.monitor import serve
 from swarm.monitor.cli import main
 from swarm.monitor.service import MonitorLimits
 
-often = MonitorLimits(read_every_s=1.0)
-serve.HealthArguments = partial(serve.HealthArguments, limits=often)  # type: ignore[misc, assignment]
+serve.HealthArguments = partial(serve.HealthArguments, limits=MonitorLimits(read_every_s=1.0))  # type: ignore[misc, assignment]
 
 if __name__ == "__main__":
     main()
