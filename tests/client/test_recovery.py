@@ -167,6 +167,14 @@ def test_faults_add_up_until_the_next_wait_for_a_holder():
     assert stuck.done(Wait(1.0)) == replace(stuck, without=frozenset(), nobody=None, waits=1)
 
 
+def test_waits_may_be_as_many_as_the_user_is_patient():
+    given = case(nobody=NOBODY, patience=Patience(BEGAN, DEADLINE, holders_s=1e9, room_s=7.0))
+    for number in range(3000):
+        action = decide(given, BEGAN + number, LIMITS)
+        given = given.done(action).stuck(NOBODY)
+    assert action == Wait(LIMITS.wait_most_s)
+
+
 def test_an_edge_takes_no_process_away():
     assert learn(case(), EDGE).without == frozenset()
 
