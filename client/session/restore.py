@@ -44,7 +44,7 @@ class Restorer:
     async def _recover(self, deadline: float) -> None:
         is_new = not self._steps.answered
         case = Case(
-            self.patience(deadline),
+            self.patience(self._loop.time(), deadline),
             is_new=is_new,
             crowded=is_new and self._shared.turns.locked(),
         )
@@ -80,11 +80,11 @@ class Restorer:
         if action.for_room:
             self._steps.slow_down()
 
-    def patience(self, deadline: float) -> Patience:
-        """Return how long the session waits from now on, in a step with this deadline."""
+    def patience(self, began: float, deadline: float) -> Patience:
+        """Return how long the session waits from when it began to, in a step with this deadline."""
         # Two sessions that wait for each other's room must not both give way at once.
         room_s = self._shared.limits.recovery.held_s * (1 + int(self._circuit.session[:8], 16) / 2**32)
-        return Patience(self._loop.time(), deadline, self._plan.wait_for_blocks_s, room_s)
+        return Patience(began, deadline, self._plan.wait_for_blocks_s, room_s)
 
     async def _round(self, case: Case, turn: "_Turn") -> Case:
         """Take in the faults since the last round, then act until an attempt was made."""

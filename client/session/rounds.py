@@ -42,7 +42,7 @@ class Rounds:
         self._limits = limits
         self._before: object = None
         self._quiet_rounds = 0
-        self._moved_at: float | None = None
+        self._moved_at = 0.0
         self._place: object = None
         self._there_since = 0.0
 
@@ -67,7 +67,7 @@ class Rounds:
         if not computing and front < len(hops):
             moves = moves or hops[front].quiet_ms < 1000 * self._limits.quiet_s
         self._before = state
-        if moves or self._moved_at is None:
+        if moves:
             self._moved_at = now
             self._quiet_rounds = 0
             return None

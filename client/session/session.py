@@ -130,6 +130,8 @@ class Session:
             raise
         self.length = keep + tokens
         self._mover.rest()
+        if not outputs:
+            return activations.hidden[:, :0]
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
 
     async def close(self) -> None:
@@ -173,14 +175,16 @@ class Session:
 
     async def _collect(self, ticket: Ticket, deadline: float) -> list[Tensor]:
         """Return one step's output, if any is wanted, and repair the route as needed until it is there."""
-        refused_step = RefusedStep(self._restorer.patience(deadline))
+        began = _now()
+        refused_step: RefusedStep | None = None
         while True:
-            if not self._circuit.is_standing and ticket.outcome is None:
+            if self._circuit.standing is None and ticket.outcome is None:
                 await self._restorer.restore(deadline)  # a fault between two steps has failed neither
                 self._steps.resend()
             try:
                 output = await self._steps.outcome(ticket)
             except Refused as refused:
+                refused_step = refused_step or RefusedStep(self._restorer.patience(began, deadline))
                 refused_step = await self._after_refusal(refused_step, refused, deadline)
             except (HopFailed, EdgeDown):
                 pass

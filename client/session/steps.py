@@ -106,7 +106,7 @@ class Steps:
         self._outbox.clear()
 
     def _send_due(self) -> None:
-        if not self._circuit.is_standing:
+        if self._circuit.standing is None:
             return  # the next `resend` sends it
         first = self._circuit.layout.legs[0]
         for ticket in self._outbox.due():

@@ -1,4 +1,4 @@
-"""Where a peer can be reached, as a value. Records carry it as text; whoever dials parses it first."""
+"""Where a peer can be reached, as a value. Records carry it as text; a dialler parses it first."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

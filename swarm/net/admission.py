@@ -1,6 +1,6 @@
-"""Who may connect, and which channel ends for a new one: decisions without sockets, loop or clock.
+"""Which connections may come, and which channel ends for a new one: decisions without sockets, loop or clock.
 
-A connection has proven nothing yet, so what it may cost is bounded: by how often any is let in, by where it comes from,
+A connection has proven nothing yet, so its cost is bounded: by how often any is let in, by where it comes from,
 and by their number. Identities are free, so among channels the source counts as well as the peer.
 """
 

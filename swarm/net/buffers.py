@@ -1,4 +1,4 @@
-"""What channels hold for peers that send or read slowly: a bound on all of it together."""
+"""Bytes that channels hold for peers that send or read slowly, and the bound on all of them together."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from swarm.net.carrier import Carrier
 
 
 class SendBuffer:
-    """What was written to a carrier and has not left it, and since when."""
+    """The bytes that were written to a carrier and have not left it, and since when."""
 
     __slots__ = ("_mark", "_since", "_written", "carrier")
 
@@ -67,7 +67,7 @@ class Buffers:
         return self._total
 
     def note(self, channel: Holder) -> None:
-        """See what a channel holds, and cut off as many as must be. To be called when it may be more than before."""
+        """Count a channel's held bytes again, and cut off as many channels as must be. Called when it may hold more."""
         size, _ = channel.held()
         if size <= self._small_bytes:
             return

@@ -1,10 +1,10 @@
-"""What a channel needs below it. `swarm.net.carriers` has the kinds that there are."""
+"""The seam below a channel. `swarm.net.carriers` has the kinds that there are."""
 
 from typing import Protocol
 
 
 class Carrier(Protocol):
-    """What a channel needs below it: an ordered stream of bytes. TCP today; a libp2p stream fits as well."""
+    """An ordered stream of bytes below a channel. TCP today; a libp2p stream fits as well."""
 
     def write(self, data: bytes, /) -> None:
         """Queue bytes for the other side."""
@@ -15,11 +15,11 @@ class Carrier(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is queued, as far as the peer reads it soon, then end. Calls `Channel.lost` when it has ended."""
+        """Send the queued bytes, as far as the peer reads them soon, then end, and call `Channel.lost`."""
         ...
 
     def abort(self) -> None:
-        """End at once, whatever is queued."""
+        """End at once and drop the queued bytes."""
         ...
 
     def pause_reading(self) -> None:

@@ -2,10 +2,10 @@
 
 It joins parts that do no input and output of their own, and are tested alone:
 
-    greeting    the peer's first bytes -> who it is
+    greeting    the peer's first bytes -> its identity
     frames      bytes -> plaintexts, and back
     gate        how much a peer may have read, and when the channel goes on
-    buffers     what was sent and is not read
+    buffers     bytes that were sent and are not read
 """
 
 import asyncio
@@ -31,7 +31,7 @@ UNASKED = 0  # the nonce of a Pong that is a keepalive and answers nothing
 _log = structlog.get_logger("swarm.net")
 
 OnMessage = Callable[["Channel", AnyMessage, Activations | None], Toll]
-"""Takes a channel's messages, one by one, in the loop, and returns what each was worth. Must not block."""
+"""Takes a channel's messages, one by one, in the loop, and returns the Toll of each. Must not block."""
 
 
 def ignore(channel: "Channel", message: AnyMessage, activations: Activations | None) -> Toll:
@@ -53,8 +53,8 @@ class Channel:
     ) -> None:
         """remote: the peer to reach, which makes this side the initiator; None waits for any peer.
 
-        flow: shared by the channels of one side. `ready` is done when the peer has proven who it is, or raises the
-        NetworkError that says why not; `ended` is done, with the reason, when the channel is over.
+        flow: shared by the channels of one side. `ready` is done when the peer has proven its identity, or raises
+        the NetworkError that says why not; `ended` is done, with the reason, when the channel is over.
         """
         loop = asyncio.get_running_loop()
         self.peer = remote.peer if remote is not None else "an unproven peer"
@@ -89,7 +89,7 @@ class Channel:
             self._in.flow.buffers.note(self)
 
     async def ping(self) -> float:
-        """Ask for a sign of life, under the caller's deadline. Returns seconds. Raises ChannelClosed.
+        """Send a ping and wait for the answer, under the caller's deadline. Returns seconds. Raises ChannelClosed.
 
         Callers that ask while others wait for an answer get the same one.
         """
@@ -105,11 +105,11 @@ class Channel:
         """Bytes that are on their way or have arrived, since the start."""
         return self._out.sent
 
-    # What it is
+    # State
 
     @property
     def proven(self) -> bool:
-        """Whether the peer has proven who it is."""
+        """Whether the peer has proven its identity."""
         return self._greeting.done
 
     @property
@@ -183,7 +183,7 @@ class Channel:
             self.close(error)
 
     def _take(self, plaintext: bytearray | memoryview) -> None:
-        """Take one message, and charge what it was worth."""
+        """Take one message, and charge its toll."""
         message, activations = decode(memoryview(plaintext))
         if message.kind in ("hello", "ping", "pong"):  # a tenth of the time of isinstance
             toll = self._answer(message)
@@ -236,7 +236,7 @@ class Channel:
         self._timer.arm(inbound.wake_at(now))
 
     def _wake(self) -> None:
-        """Look what is due: called by the timer, and when a shared budget has paid."""
+        """Do all that is due: called by the timer, and when a shared budget has paid."""
         if self.closed:
             return
         now, inbound = self._timer.time(), self._in

@@ -11,7 +11,7 @@ from swarm.net.noise import ChannelKey
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """This side, as it presents itself on its channels. What its channels may cost is `swarm.net.flow`'s."""
+    """This side, as it presents itself on its channels. Its flow control is `swarm.net.flow`'s."""
 
     identity: Identity
     key: ChannelKey

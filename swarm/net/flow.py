@@ -1,4 +1,4 @@
-"""What all channels of one side share: budgets of reading, and the bound on what is held for slow peers."""
+"""Flow control that all channels of one side share: read budgets, and the bound on bytes held for slow peers."""
 
 import asyncio
 from weakref import WeakValueDictionary
@@ -39,7 +39,7 @@ class SharedBudget(FairQueue[ReadGate]):
 
 
 class FlowControl:
-    """What all channels of one side share. Not for two event loops."""
+    """The budgets, buffers and allowances of one side's channels. Not for two event loops."""
 
     def __init__(self, limits: ChannelLimits | None = None) -> None:
         self.limits = limits = limits or ChannelLimits()
@@ -51,5 +51,5 @@ class FlowControl:
         self._allowances: WeakValueDictionary[str, Allowance] = WeakValueDictionary()
 
     def allowance(self, peer: str, otherwise: Allowance) -> Allowance:
-        """Return what a proven peer's channels share; `otherwise`, if it has no other channel."""
+        """Return the allowance of a proven peer's channels; `otherwise`, if it has no other channel."""
         return self._allowances.setdefault(peer, otherwise)

@@ -39,7 +39,7 @@ class Sealer:
         return length + self._aead.encrypt(self._number.to_bytes(12, "big"), plaintext, length)
 
     def open(self, length: bytes | memoryview, ciphertext: memoryview) -> bytearray | memoryview:
-        """Return the plaintext of what came after its u32 length. Raises InvalidTag.
+        """Return the plaintext of one ciphertext. Raises InvalidTag.
 
         A writable ciphertext is opened in place (OpenSSL's ciphers read where they write): large frames cost no copy.
         """
@@ -129,7 +129,7 @@ class FrameReader:
         return plaintext
 
     def hold(self, now: float, unread_s: float) -> None:
-        """Keep what is not taken, once no more is taken for now. The two times are `begun`'s."""
+        """Keep the bytes that are not taken, once no more are taken for now. The two times are `begun`'s."""
         fresh = self._taken > 0 or self.begun is None
         if not self._unread.size:
             if rest := self._data[self._taken :]:
@@ -170,7 +170,7 @@ class Unread:
                 self._whole = None
 
     def add(self, data: bytes | memoryview) -> None:
-        """Keep what has arrived."""
+        """Keep bytes that have arrived."""
         end = LEAD_BYTES + self.size
         self.size += len(data)
         if self._whole is not None:

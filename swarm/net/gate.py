@@ -1,10 +1,10 @@
 """The read gate: when a channel is read, as a decision without loop, clock or carrier.
 
-Reading is what a peer may cost this side. Each peer has token buckets of its own (`Allowance`), shared by its channels:
-within them it is read at once. What goes beyond is a debt, which all peers pay from the budgets that they share
-(`Budget`), in turn. While a channel has a debt its gate is closed: its carrier is not read, so the peer's next bytes
-wait at its end. The gate opens when the shared budget has paid, or when the peer's own tokens cover the debt, whatever
-comes first: a crowd cannot slow a peer below its own allowance.
+Reading a peer costs this side time. Each peer has token buckets of its own (`Allowance`), shared by its channels:
+within them it is read at once. More is a debt, which all peers pay from the budgets that they share (`Budget`), in
+turn. While a channel has a debt its gate is closed: its carrier is not read, so the peer's next bytes wait at its end.
+The gate opens when the shared budget has paid, or when the peer's own tokens cover the debt, whichever comes first: a
+crowd cannot slow a peer below its own allowance.
 
 A gate also closes for a moment after some frames, so that other channels are read (`yield_turn`).
 
@@ -14,16 +14,14 @@ The owner arms one timer for `wake_at`, calls `wake` then, and reads while `is_o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from swarm.net.limits import ChannelLimits
 from swarm.net.rate import TokenBucket
 
 
-@dataclass(frozen=True, slots=True)
-class Toll:
-    """What a message was worth, as the handler that took it judges. The channel charges it, once."""
+class Toll(NamedTuple):  # one is made for every step: a frozen dataclass takes three times as long
+    """The worth of a message, as the handler that took it judges. The channel charges it, once."""
 
     idle: bool = False  # it moved no session forward: one unit and its tensors' bytes are charged
     free_bytes: int = 0  # of a decode step that was accepted: these bytes are given back
@@ -43,7 +41,7 @@ IDLE = Toll(idle=True)
 
 
 class Allowance:
-    """What one peer has free, on all of its channels together; or one channel, before it is proven whose it is."""
+    """The free tokens of one peer, for all of its channels together; or of one channel whose peer is not proven."""
 
     __slots__ = ("__weakref__", "idle", "keepalives", "read")
 
@@ -55,7 +53,7 @@ class Allowance:
 
 
 class Budget(Protocol):
-    """What all channels share: a fair queue. It calls `ReadGate.paid` when a debt is paid."""
+    """A fair queue that all channels share. It calls `ReadGate.paid` when a debt is paid."""
 
     def pay(self, payer: "ReadGate", amount: float, now: float) -> bool:
         """Pay now, or add to the gate's debt. Returns whether it is paid."""
@@ -98,14 +96,14 @@ class ReadGate:
 
     @property
     def allowance(self) -> Allowance:
-        """What its peer has free."""
+        """The free tokens of its peer."""
         return self._allowance
 
     def trust(self, allowance: Allowance) -> None:
         """The peer has proven itself: it has this allowance from now on, and is sent keepalives."""
         self._allowance, self._proven = allowance, True
 
-    # What is charged
+    # Charges
 
     def charge_read(self, n_bytes: int, shared: Budget, now: float) -> None:
         """Charge bytes that were read."""
@@ -127,7 +125,7 @@ class ReadGate:
         self._allowance.read.give(min(n_bytes, self._limits.reading.step_bytes_free))
 
     def is_free_keepalive(self, now: float) -> bool:
-        """Whether a keepalive that arrived is within what its peer may send uncharged."""
+        """Whether a keepalive that arrived is one that its peer may send uncharged."""
         return self._allowance.keepalives.take(now) == 0
 
     def yield_turn(self, now: float) -> None:
@@ -136,7 +134,7 @@ class ReadGate:
             self._close(now, 0.0)
 
     def _borrow(self, free: TokenBucket, shared: Budget, amount: float, wait_s: float, now: float) -> None:
-        """Pay from what all share; else close until that has paid, or the peer's own tokens would."""
+        """Pay from the shared budget; else close until that has paid, or the peer's own tokens would."""
         if self._ended or shared.pay(self, amount, now):
             return
         _, before = self._debts.get(shared, (free, 0.0))
@@ -161,7 +159,7 @@ class ReadGate:
             self._look(now)
         if self._keepalive_at is None or now < self._keepalive_at:
             return False
-        # After short pauses in a row no keepalive is due any earlier: what the peer asks waits behind what it has sent.
+        # After short pauses in a row no keepalive comes any earlier: the peer's pings wait behind its other bytes.
         self._keepalive_at = now + self._limits.keepalives.every_s if self._debts else None
         return True
 

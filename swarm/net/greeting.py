@@ -3,8 +3,7 @@
     preface, handshake message    each side once, in the clear; the initiator begins
     Hello                         each side once, its first sealed frame: it binds the Ed25519 identity to the channel
 
-A responder with a list of allowed peers sends its Hello last, so a peer that is not on the list does not learn whom it
-has reached.
+A responder with a list of allowed peers sends its Hello last, so it does not tell its identity to other peers.
 """
 
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class Greeting:
         self._process_key = remote.channel_key if remote is not None else b""
 
     def take_outgoing(self) -> bytes:
-        """Return what is to be sent now: to be asked after each step, also one that has failed."""
+        """Return the bytes to send now. Asked after each step, also after one that has failed."""
         outgoing, self._outgoing = self._outgoing, b""
         return outgoing
 

@@ -1,4 +1,4 @@
-"""What arrives on a channel: the peer's bytes, behind the read gate, with a deadline for each frame. Sans-IO."""
+"""The receiving half of a channel: the peer's bytes, behind the read gate, with a deadline for each frame. Sans-IO."""
 
 from swarm.errors import FrameRejected
 from swarm.net.flow import FlowControl
@@ -21,7 +21,7 @@ class Inbound:
         return now if begun is None else begun[0]
 
     def hold(self, now: float) -> None:
-        """Keep what is not taken, once no more is taken for now."""
+        """Keep the bytes that are not taken, once no more are taken for now."""
         self.frames.hold(now, self.gate.closed_s(now))
 
     def end(self) -> None:

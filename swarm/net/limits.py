@@ -1,4 +1,4 @@
-"""What one side's channels may cost it, as values: each is passed to what it bounds, and a test passes another one."""
+"""The bounds on the cost of channels, as values: each is passed to the part that it bounds, and tests pass others."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ class FrameLimits:
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Of what is read. A peer's own allowance is free; the rest comes from budgets that all peers share, in turn."""
+    """Of reading. A peer's own allowance is free; the rest comes from budgets that all peers share, in turn."""
 
     bytes_per_s: float = limit(64.0 * 1024, "bytes/s", "a peer's own")
     bytes_burst: float = limit(256.0 * 1024, "bytes", "a peer's own, at once")
@@ -80,7 +80,7 @@ class ListenerLimits:
     channels_per_peer_max: int = limit(64, "channels", "of one identity, which may run many processes")
     silent_s: float = limit(10.0, "s", "a channel that was used since does not end for a new one of its peer")
     idle_s: float = limit(120.0, "s", "a channel without a session that is silent for longer ends")
-    sweep_s: float = limit(30.0, "s", "a channel whose peer takes nothing of what is queued for so long ends")
+    sweep_s: float = limit(30.0, "s", "a channel whose peer takes no queued byte for so long ends")
 
 
 @dataclass(frozen=True, slots=True)

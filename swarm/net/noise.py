@@ -1,7 +1,7 @@
 """The handshake: Noise IK over X25519, AES-256-GCM and SHA-256, by the `noiseprotocol` library.
 
-In a private swarm it is IKpsk1: the network's secret is mixed in at the end of the first message, whose tag nobody can
-make without it. So whoever is no member is turned away before the responder has said a word (docs/adr).
+In a private swarm it is IKpsk1: the network's secret is mixed in at the end of the first message, whose tag only a
+member can make. So a stranger is turned away before the responder has sent a byte (docs/adr).
 
 The initiator knows the responder's channel key from its signed announcement. No application data travels in the
 handshake's messages: the first one could be replayed. When it is over, its split keys seal our own frames
@@ -35,7 +35,7 @@ class ChannelKey:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSecrets:
-    """What a finished handshake leaves: one AES-256 key per direction, and a hash that is unique to this channel."""
+    """The secrets of a finished handshake: one AES-256 key per direction, and a hash that is unique to this channel."""
 
     send_key: bytes
     receive_key: bytes
@@ -104,5 +104,5 @@ class Handshake:
 
 
 def prologue(network: str) -> bytes:
-    """Return what both sides must agree on before anything else: protocol and network."""
+    """Return the bytes that both sides must agree on before all others: protocol and network."""
     return b"swarm/%d/%s" % (PROTOCOL_VERSION, network.encode())

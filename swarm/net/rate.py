@@ -32,7 +32,7 @@ class TokenBucket:
         return 0.0
 
     def owe(self, now: float, amount: float = 1.0) -> float:
-        """Take what has been used already. Returns the seconds until the debt is paid."""
+        """Take tokens that have been used already. Returns the seconds until the debt is paid."""
         self._fill(now)
         self._level -= amount
         return self.wait_s(now)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Calls its owner no later than it asked for, perhaps earlier: the owner looks what is due and arms it again."""
+    """Calls its owner no later than asked for, perhaps earlier: the owner does all that is due, and arms it again."""
 
     __slots__ = ("_at", "_call", "_handle", "_loop", "time")
 

@@ -52,7 +52,7 @@ def test_a_refusal_is_no_failure():
     assert avoided_for(avoidance, clock, "a") == LIMITS.avoid_s
 
 
-def test_a_blocked_edge_has_a_direction_and_an_end_and_costs_no_process_its_name():
+def test_blocked_edge_has_a_direction_an_end_and_no_culprit():
     clock = Clock()
     avoidance = Avoidance(clock, clock)
     avoidance.block(("a", "b"))
@@ -82,7 +82,7 @@ class Heard:
         return self.at
 
 
-def test_when_several_fall_silent_and_nobody_is_heard_since_nothing_is_held_against_anybody():
+def test_client_that_is_cut_off_holds_nothing_against_hops():
     clock, heard = Clock(), Heard()
     avoidance = Avoidance(clock, heard)
     avoidance.failed("a")
@@ -104,7 +104,7 @@ def test_when_several_fall_silent_and_nobody_is_heard_since_nothing_is_held_agai
     )
 
 
-def test_whoever_is_silent_while_others_are_heard_has_failed():
+def test_hop_that_is_silent_while_others_are_heard_has_failed():
     clock, heard = Clock(), Heard()
     avoidance = Avoidance(clock, heard)
     for process, heard.at in (("a", 1000.5), ("b", 1001.5), ("c", 1001.5)):

@@ -31,7 +31,7 @@ def test_a_part_keeps_the_slowest_hop_busy_for_a_moment():
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, LIMITS.chunk_tokens_min), (4, LIMITS.chunk_tokens_min // 4)])
-def test_slow_hops_get_parts_that_are_worth_reading_the_weights_for(rows, size):
+def test_slow_hops_get_parts_worth_reading_the_weights_for(rows, size):
     assert parts(2 * size, rows, tokens_per_s=1.0) == [size, size]
 
 

@@ -134,6 +134,14 @@ def test_each_case_has_its_action(name):
     assert same(decide(given, BEGAN, LIMITS), action)
 
 
+def test_a_wait_for_blocks_may_have_any_number_of_pauses():
+    given = case(nobody=NOBODY, patience=PATIENT)
+    for _ in range(1200):  # 2.0 ** 1200 would be no number
+        action = decide(given, BEGAN, LIMITS)
+        given = given.done(action).stuck(NOBODY)
+    assert action == Wait(LIMITS.wait_most_s)
+
+
 def test_a_wait_ends_before_the_deadline_or_fails():
     full = case(nobody=NOBODY, last=refused())
     assert isinstance(decide(full, DEADLINE - 1.01, LIMITS), Wait)
@@ -163,7 +171,7 @@ def test_an_edge_takes_no_process_away():
     assert learn(case(), EDGE).without == frozenset()
 
 
-def test_a_busy_hop_with_the_past_is_waited_for_and_kept():
+def test_busy_hop_with_the_past_is_waited_for_and_kept():
     busy = learn(learn(case(), BROKEN), refused("busy"), "b", has_past=True)
     assert busy.busy is busy.last
     assert busy.without == {"a"}

@@ -161,7 +161,7 @@ def test_near_hops_are_taken_over_faster_far_ones():
     assert [hop.signed for hop in hops] == [first, near]
 
 
-def test_a_hop_known_to_be_far_loses_to_an_unmeasured_one():
+def test_hop_known_to_be_far_loses_to_an_unmeasured_one():
     first = server(0, 6)
     far, unknown = server(6, 12, tps=25, rtts=[(first, 300)]), server(6, 12)
     assert [hop.signed for hop in planned(Blocks(0, 12), [first, far, unknown])] == [first, unknown]

@@ -1,21 +1,21 @@
-"""Sessions: chunks, windows, refusals, deadlines and leases, over real channels."""
+"""Sessions over real channels: chunks, leases, refusals, and servers that are started again."""
 
-import asyncio
 import copy
 import dataclasses
 import gc
 import socket
+import threading
 import time
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-from swarm.client.hf.runtime import LoopThread
-from swarm.client.session import live as live_module
-from swarm.client.session import session as session_module
-from swarm.dht.directory import Directory
+from swarm.activations import Activations
+from swarm.blocks import Blocks
+from swarm.client.session.limits import ChunkLimits, ConnectLimits, SessionLimits
 from swarm.dht.records import Span
-from swarm.errors import NoRoute, PromptTooLong, Refused, StepTimeout, UsageError
+from swarm.errors import PromptTooLong, UsageError
 from swarm.identity import Identity
 from tests.support.inprocess import inprocess
 from tests.support.logits import same_logits
@@ -34,36 +34,22 @@ def leases(swarm):
     return [(len(server.handler.sessions), server.pool.used) for server in swarm.servers]
 
 
-def test_a_prefill_in_many_chunks_is_the_prefill_in_one(swarm, model, full, monkeypatch):
-    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 2 * 3 * 64 * 4)  # three positions of two rows
-    with torch.no_grad():
-        expected = full(IDS).logits
-        got = model(IDS).logits
-    assert same_logits(got, expected)  # sums in another order: many small products for one
+def chunks_of(positions):
+    """Limits of a client that cuts long steps of two rows into messages of so many positions."""
+    return SessionLimits(chunks=ChunkLimits(chunk_bytes=2 * positions * 64 * 4))
 
 
-def test_chunks_are_under_way_together_but_never_more_than_the_window(swarm, model, monkeypatch):
-    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 1)  # one position a chunk
-    most = 0
-    transmit = session_module.Session._transmit
-
-    def watched(self, flight):
-        nonlocal most
-        most = max(most, len(self._in_flight))
-        transmit(self, flight)
-
-    monkeypatch.setattr(session_module.Session, "_transmit", watched)
-    with torch.no_grad():
-        model(IDS)
-    assert 1 < most <= 9  # the window of 8, and the one that is just answered
+def test_prefill_in_chunks_equals_the_prefill_in_one(swarm, full):
+    with swarm.client(limits=chunks_of(3)) as model, torch.no_grad():
+        assert same_logits(model(IDS).logits, full(IDS).logits)  # sums in another order: many small products for one
 
 
-def test_a_padded_prefill_in_chunks_continues_token_by_token(model, full, monkeypatch):
-    monkeypatch.setattr("swarm.client.session.chunks.CHUNK_BYTES", 2 * 7 * 64 * 4)
+def test_padded_prefill_in_chunks_continues_token_by_token(swarm, full):
     mask = torch.ones_like(IDS)
     mask[0, :20] = 0
     arguments = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
-    assert torch.equal(model.generate(IDS, **arguments), full.generate(IDS, **arguments))
+    with swarm.client(limits=chunks_of(7)) as model:
+        assert torch.equal(model.generate(IDS, **arguments), full.generate(IDS, **arguments))
 
 
 def test_every_lease_is_back_after_a_generation(swarm, model):
@@ -71,7 +57,16 @@ def test_every_lease_is_back_after_a_generation(swarm, model):
     eventually(lambda: leases(swarm) == [(0, 0)] * 3)
 
 
-def test_a_session_refuses_to_outgrow_what_it_was_opened_for(model):
+def test_collected_cache_frees_its_leases(swarm, model):
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    assert leases(swarm) == [(1, 100)] * 3
+    del cache
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+
+
+def test_session_refuses_to_outgrow_what_it_was_opened_for(model):
     cache = model.new_cache(max_length=10)
     with torch.no_grad():
         model(IDS[:, :8], past_key_values=cache)
@@ -82,97 +77,14 @@ def test_a_session_refuses_to_outgrow_what_it_was_opened_for(model):
 
 
 @pytest.mark.parametrize("rollback_max", [-1, 4097])
-def test_a_rollback_that_no_server_agrees_to_is_refused_where_it_is_asked_for(model, rollback_max):
+def test_rollback_beyond_every_servers_limit_is_refused_at_once(model, rollback_max):
     with pytest.raises(UsageError, match="4096"), model.inference_session(rollback_max=rollback_max):
         pass
     with model.inference_session(rollback_max=4096):
         assert model(IDS[:, :2]).logits.shape[1] == 2
 
 
-def test_a_route_that_is_not_found_in_time_is_no_hop_that_failed(swarm, model, monkeypatch):
-    async def endless(*_):
-        await asyncio.sleep(3600)
-
-    monkeypatch.setattr(session_module, "OPEN_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(Directory, "survey", endless)
-    with torch.no_grad(), pytest.raises(NoRoute, match=f"{swarm.checkpoint.public_name}.* 0:6.* in time"):
-        model(IDS)
-
-
-def test_a_server_without_room_is_asked_again_until_there_is_some(checkpoint, full):
-    with inprocess(checkpoint, "0:3") as swarm:
-        small = swarm.serve("3:6", cache_tokens=120)
-        with swarm.client() as one, swarm.client() as two:
-            cache = one.new_cache()
-            with torch.no_grad():
-                one(IDS, past_key_values=cache)  # 100 of the 120 tokens
-            timer = swarm.loop._loop.call_later
-            swarm.loop._loop.call_soon_threadsafe(timer, 0.5, cache.close)
-            with torch.no_grad():
-                got = two(IDS[:1]).logits
-                assert same_logits(got, full(IDS[:1]).logits)
-        eventually(lambda: small.pool.used == 0)
-
-
-def test_sessions_that_are_opened_faster_than_a_peer_may_wait_their_turn(checkpoint, full, monkeypatch):
-    """All hops refuse one opening at once: none of them has failed, and none is connected anew for that."""
-    monkeypatch.setattr("swarm.server.accounts.OPENINGS_BURST", 2.0)
-    monkeypatch.setattr("swarm.server.accounts.OPENINGS_PER_S", 4.0)
-    with inprocess(checkpoint, "0:2", "2:4", "4:6") as swarm, swarm.client() as model:
-        with torch.no_grad():
-            expected = full(IDS).logits
-            for _ in range(8):
-                out = model(IDS)
-                assert same_logits(out.logits, expected)
-            avoided = out.past_key_values._session._session._avoidance._entries.values()
-        assert not [entry for entry in avoided if entry.failures]
-        peers = [channels for server in swarm.servers for channels in server.listener.admission.proven.values()]
-        assert [len(channels) for channels in peers] == [1] * 5, "each hop, from the client and from the hop before it"
-        del out
-
-
-def test_a_server_that_never_has_room_ends_the_step_at_its_deadline(checkpoint):
-    with inprocess(checkpoint, "0:3") as swarm:
-        swarm.serve("3:6", cache_tokens=10)
-        with swarm.client(step_timeout_s=2.0) as model:
-            began = time.monotonic()
-            with pytest.raises((Refused, StepTimeout), match=r"3:6"):
-                model.generate(IDS[:1], max_new_tokens=2)
-            assert time.monotonic() - began < 6
-        eventually(lambda: leases(swarm) == [(0, 0)] * 2)
-
-
-def test_a_hop_that_ends_and_that_nobody_replaces_is_named(checkpoint, monkeypatch):
-    with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client() as model:
-        cache = model.new_cache()
-        with torch.no_grad():
-            model(IDS, past_key_values=cache)
-        last = swarm.servers[-1]
-        monkeypatch.setattr(session_module, "HOLDERS_S", 0.5)
-
-        async def crash():
-            await last._listener.close()
-
-        swarm.loop.run(crash())
-        began = time.monotonic()
-        with torch.no_grad(), pytest.raises(NoRoute, match="3:6") as caught:
-            model(IDS[:, :1], past_key_values=cache)
-        assert last.me.identity.peer_id in str(caught.value)
-        assert time.monotonic() - began < 6
-
-
-def test_a_collected_cache_frees_its_leases(swarm, model):
-    cache = model.new_cache()
-    with torch.no_grad():
-        model(IDS, past_key_values=cache)
-    assert leases(swarm) == [(1, 100)] * 3
-    del cache
-    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
-
-
 def test_rollback_and_gather_travel_with_the_next_step(model, full):
-    from transformers import DynamicCache
-
     remote, local = model.new_cache(), DynamicCache(config=full.config)
     with torch.no_grad():
         for cache, runs in ((remote, model), (local, full)):
@@ -186,13 +98,22 @@ def test_rollback_and_gather_travel_with_the_next_step(model, full):
     assert same_logits(got, expected)
 
 
-def test_a_model_that_declares_more_positions_than_a_message_can_say_works(model, monkeypatch):
-    """Some models declare ten million."""
-    monkeypatch.setattr(model, "backend", replaced(model.backend, positions_max=10_485_760))
-    cache = model.new_cache()
-    model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
-    assert cache.length == 3
-    cache.close()
+def test_two_threads_in_one_session_take_turns(model):
+    session = model.backend.open_session(Blocks(0, 6), positions_max=64, rollback_max=8)
+    session.step(Activations(torch.randn(1, 12, 64)), keep=0, rows=None, want=1)
+    hidden, outputs = torch.randn(1, 3, 64), {}
+
+    def work(name):
+        outputs[name] = [session.step(Activations(hidden), keep=12, rows=None, want=3) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    session.close()
+    first = outputs["a"][0]
+    assert all(torch.equal(output, first) for name in "ab" for output in outputs[name])
 
 
 def replaced(backend, **traits):
@@ -202,11 +123,59 @@ def replaced(backend, **traits):
     return other
 
 
-def test_a_hop_that_never_answers_is_left_out_of_the_next_route(swarm, model, full, monkeypatch):
+def test_model_that_declares_ten_million_positions_works(model, monkeypatch):
+    """A message cannot say so many."""
+    monkeypatch.setattr(model, "backend", replaced(model.backend, positions_max=10_485_760))
+    cache = model.new_cache()
+    model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    assert cache.length == 3
+    cache.close()
+
+
+class Interrupted:
+    """A session of which each step's output is lost: an interrupt hits its owner right behind it."""
+
+    def __init__(self, session):
+        self._session, self.close = session, session.close
+
+    def step(self, activations, **arguments):
+        self._session.step(activations, **arguments)
+        raise KeyboardInterrupt
+
+
+def test_interrupt_right_after_a_session_opened_leaves_no_lease(swarm, model, monkeypatch):
+    backend, open_session = copy.copy(model.backend), model.backend.open_session
+    backend.open_session = lambda *bounds, **more: Interrupted(open_session(*bounds, **more))
+    monkeypatch.setattr(model, "backend", backend)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(IDS)
+    gc.collect()
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+
+
+# Servers
+
+
+def test_server_without_room_is_asked_until_there_is_some(checkpoint, full):
+    with inprocess(checkpoint, "0:3") as swarm, torch.no_grad():
+        small = swarm.serve("3:6", cache_tokens=120)
+        with swarm.client() as one, swarm.client() as two:
+            cache = one.new_cache()
+            one(IDS, past_key_values=cache)  # 100 of the 120 tokens
+            timer = threading.Timer(0.3, cache.close)
+            timer.start()
+            assert same_logits(two(IDS[:1]).logits, full(IDS[:1]).logits)
+            timer.join()
+        eventually(lambda: small.pool.used == 0)
+
+
+def test_hop_that_never_answers_is_left_out_of_routes(swarm, full):
     """Its addresses are tried one after the other, for longer than opening may take."""
-    monkeypatch.setattr(live_module, "CONNECT_S", (0.3, 0.5, 0.5))
     silent = Identity.generate()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        swarm.client(limits=SessionLimits(connect=ConnectLimits(connect_s=(0.3, 0.5, 0.5)))) as model,
+    ):
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         facts = {"public_key": silent.public_key.hex(), "addresses": (address,) * 2, "decode_tps": 1e6}
         claim = swarm.servers[0].announcement("online").model_copy(update=facts | {"blocks": Span(0, 6)})
@@ -220,34 +189,23 @@ def test_a_hop_that_never_answers_is_left_out_of_the_next_route(swarm, model, fu
             swarm.loop.run(directory.withdraw())
 
 
-def test_a_server_that_was_started_again_is_found_at_once(checkpoint, full, monkeypatch):
+def test_server_that_was_started_again_is_found_at_once(checkpoint, full):
     """Though the client has read the directory a moment ago, and knows its former process only."""
-    keys = Identity.generate(), Identity.generate()
-    with inprocess(checkpoint) as swarm:
-        for identity, blocks in zip(keys, ("0:3", "3:6"), strict=True):
-            with monkeypatch.context() as patch:
-                patch.setattr(Identity, "generate", lambda identity=identity: identity)
-                swarm.serve(blocks)
-        with swarm.client() as model, torch.no_grad():
+    first, second = Identity.generate(), Identity.generate()
+    with inprocess(checkpoint) as swarm, torch.no_grad():
+        swarm.serve("0:3", identity=first)
+        swarm.serve("3:6", identity=second)
+        with swarm.client() as model:
             expected = full(input_ids=IDS).logits
             assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)
             swarm.loop.run(swarm.servers[1].stop())
-            with monkeypatch.context() as patch:
-                patch.setattr(Identity, "generate", lambda: keys[1])
-                swarm.serve("3:6")
+            swarm.serve("3:6", identity=second)
             assert torch.allclose(model(input_ids=IDS, use_cache=False).logits, expected, atol=1e-4)
 
 
-def test_an_interrupt_right_after_a_session_was_opened_leaves_no_lease(swarm, model, monkeypatch):
-    run = LoopThread.run
-
-    def interrupted(self, work):
-        run(self, work)
-        monkeypatch.undo()
-        raise KeyboardInterrupt  # what the work returned is lost
-
-    monkeypatch.setattr(LoopThread, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        model(IDS)
-    gc.collect()
-    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+def test_a_step_may_want_nothing_back(model):
+    session = model.backend.open_session(Blocks(0, 6), positions_max=8, rollback_max=0)
+    try:
+        assert session.step(Activations(torch.randn(2, 3, 64)), keep=0, rows=None, want=0).shape == (2, 0, 64)
+    finally:
+        session.close()

@@ -23,7 +23,7 @@ def planner(*servers, later=()):
     return plan
 
 
-async def test_a_hop_of_the_route_takes_a_larger_part_when_nobody_else_has_the_blocks():
+async def test_sole_holder_of_missing_blocks_takes_a_larger_part():
     first, middle, last = server(0, 2), server(2, 4), server(2, 6)
     legs = open_legs(
         *planned(Blocks(0, 2), [first]),
@@ -50,7 +50,7 @@ async def test_hops_that_can_go_on_are_kept():
     assert (found[1].hop.signed, found[1].hop.blocks) == (spare, Blocks(2, 4))
 
 
-async def test_the_directory_is_read_only_when_nobody_known_can_take_over():
+async def test_directory_is_read_only_if_no_known_hop_takes_over():
     first, middle, last, newcomer = server(0, 2), server(2, 4), server(2, 6), server(2, 4)
     legs = open_legs(
         *planned(Blocks(0, 2), [first]),

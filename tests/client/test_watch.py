@@ -32,7 +32,7 @@ def rounds(hops, count, every_s=0.5):
 
 
 @pytest.mark.parametrize("front", [0, 1, 2, 3])
-def test_what_does_not_arrive_is_sent_again_and_then_given_up(front):
+def test_lost_messages_are_retransmitted_and_then_given_up(front):
     hops = [hop(APPLIED) for _ in range(front)] + [hop(WAITING) for _ in range(3 - front)]
     verdicts = rounds(hops, 1 + LIMITS.give_up_rounds)
     assert verdicts[LIMITS.resend_rounds] == Stuck(front, again=True)
@@ -40,24 +40,25 @@ def test_what_does_not_arrive_is_sent_again_and_then_given_up(front):
     assert [verdict for verdict in verdicts if verdict is None] == [None] * (LIMITS.give_up_rounds - 1)
 
 
-def test_a_hop_that_refuses_steps_for_want_of_room_has_received_them():
+def test_hop_that_refuses_steps_has_received_them():
     watch, hops = Rounds(LIMITS), [hop(WAITING)]
     assert not any(watch.judge(hops, [False], APPLIED, 1.0 * number, number) for number in range(50))
     assert any(watch.judge(hops, [False], APPLIED, 50.0 + number, 49) for number in range(LIMITS.give_up_rounds))
 
 
-def test_bytes_on_their_way_are_waited_for():
-    assert rounds([hop(APPLIED), hop(WAITING, quiet_ms=5)], 20) == [None] * 20
+def test_bytes_on_their_way_are_waited_for_without_end():
+    count = int(4 * LIMITS.overdue_s)
+    assert rounds([hop(APPLIED), hop(WAITING, quiet_ms=5)], count) == [None] * count
 
 
-def test_a_busy_hop_that_finishes_anything_for_anybody_is_waited_for():
+def test_busy_hop_that_finishes_any_job_is_waited_for():
     watch = Rounds(LIMITS)
     for number in range(1000):
         hops = [hop(APPLIED), hop(WAITING, under_way=1, jobs_done=number // 10)]
         assert watch.judge(hops, [True, False], number // 100, 0.5 * number) is None
 
 
-def test_a_hop_that_has_one_step_for_very_long_is_overdue_and_again_after_as_long():
+def test_hop_that_keeps_one_step_is_overdue_again_and_again():
     watch = Rounds(LIMITS)
     done = [True, False]
     overdue_s = LIMITS.overdue_s
@@ -69,13 +70,22 @@ def test_a_hop_that_has_one_step_for_very_long_is_overdue_and_again_after_as_lon
     assert set(said) == {None, Overdue(1)}
 
 
-def test_a_hop_that_finishes_nothing_is_wedged():
-    verdicts = rounds([hop(APPLIED), hop(WAITING, under_way=1)], int(3 * LIMITS.wedged_s))
+def test_hop_that_gets_further_with_a_step_is_not_overdue():
+    watch = Rounds(LIMITS)
+    for second in range(int(2.5 * LIMITS.overdue_s)):
+        hops = [hop(APPLIED), hop(WAITING, under_way=1, jobs_done=second, length=second // 50)]
+        assert watch.judge(hops, [True, False], APPLIED, float(second)) is None
+
+
+@pytest.mark.parametrize("quiet_ms", [5, 10_000])
+def test_hop_that_finishes_nothing_is_wedged_whatever_it_receives(quiet_ms):
+    hops = [hop(APPLIED), hop(WAITING, under_way=1, quiet_ms=quiet_ms)]
+    verdicts = rounds(hops, int(3 * LIMITS.wedged_s))
     assert verdicts[int(1.9 * LIMITS.wedged_s)] is None
     assert verdicts[-1] == Wedged(1)
 
 
-def test_a_hop_behind_a_busy_one_is_not_suspected():
+def test_hop_behind_a_busy_one_is_not_suspected():
     assert rounds([hop(WAITING, under_way=1), hop(WAITING)], 20) == [None] * 20
 
 
@@ -91,12 +101,12 @@ def test_a_hop_behind_a_busy_one_is_not_suspected():
         ("0 9 9 0 9", 5),
     ],
 )
-def test_a_past_waits_for_the_last_hop_that_it_has_not_passed(said, front):
+def test_past_waits_for_the_last_hop_it_has_not_passed(said, front):
     hops = [hop(WAITING, length=int(each.rstrip("+")), under_way=each.count("+")) for each in said.split()]
     assert rebuilding_front(hops, {1, 2, 4}, 9) == front
 
 
-def test_patience_follows_what_is_usual_within_limits():
+def test_patience_follows_earlier_times_within_limits():
     least, first, most = LIMITS.patience_s
     usual = Timeout(LIMITS.patience_s)
     assert usual.wait_s == first
@@ -111,7 +121,7 @@ def test_patience_follows_what_is_usual_within_limits():
     assert usual.wait_s == most
 
 
-async def test_hops_get_no_longer_for_an_answer_than_a_step_usually_takes():
+async def test_hop_has_as_long_for_an_answer_as_steps_take():
     least, first, _ = LIMITS.answer_s
     watcher = Watcher(None, None, LIMITS)
     assert watcher.answer_s == first

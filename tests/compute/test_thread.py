@@ -45,7 +45,8 @@ class Held:
     async def release(self) -> dict[str, object]:
         """Return all results, in their order, but that of the task that held the thread up."""
         self._go.set()
-        await asyncio.gather(*self._pending)
+        async with asyncio.timeout(20):
+            await asyncio.gather(*self._pending)
         return {name: result for name, result in self.results if name != "held"}
 
 

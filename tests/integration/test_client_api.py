@@ -94,6 +94,8 @@ class Interrupter:
         pass
 
 
+# An interrupt that arrives in a finalizer is lost there, and Python says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_stops_the_generation_and_frees_its_leases(
     client: PreTrainedModel, leases: Callable[[], set[tuple[str, str]]]
@@ -108,6 +110,8 @@ def test_an_interrupt_stops_the_generation_and_frees_its_leases(
     client.generate(prompt(1, 6), max_new_tokens=2, **SAME)  # the model is as good as before
 
 
+# An interrupt that arrives in a finalizer is lost there, and Python says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_loop_goes_on_with_a_fresh_cache(
     llama: World, client: PreTrainedModel, leases: Callable[[], set[tuple[str, str]]]

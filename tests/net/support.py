@@ -1,4 +1,4 @@
-"""Two channels over an in-memory carrier that can be tampered with, and what the tests of `swarm.net` share."""
+"""Two channels over an in-memory carrier that can be tampered with, and helpers of the tests of `swarm.net`."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ async def until(condition):
 
 
 class Pipe:
-    """One direction of an in-memory connection; what is written waits in `held` until it is delivered."""
+    """One direction of an in-memory connection; bytes that are written wait in `held` until they are delivered."""
 
     def __init__(self):
         self.held = []

@@ -1,4 +1,4 @@
-"""Who may connect, and which channel ends for a new one: without sockets and by times that are passed in."""
+"""Which connections may come, and which channel ends for a new one: without sockets and by times that are passed in."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ def admission(channels_max=100, unproven_max=256, **limits):
 # Turns
 
 
-def test_a_source_that_connects_too_often_waits_and_is_then_refused():
+def test_a_source_that_connects_too_often_waits_then_is_refused():
     turns = Turns(HANDSHAKES)
     waits = [turns.wait_s("10.0.0.1", 0.0) for _ in range(100)]
     at_once, queued = waits[: int(HANDSHAKES.all_burst)], waits[: int(HANDSHAKES.burst)]
@@ -40,7 +40,7 @@ def test_a_source_that_connects_too_often_waits_and_is_then_refused():
     assert turns.wait_s("10.0.0.1", MINUTE) == 0.0
 
 
-def test_a_new_source_is_refused_while_all_known_ones_are_in_debt():
+def test_a_new_source_is_refused_while_all_are_in_debt():
     turns = Turns(HandshakeLimits(sources_max=2, all_burst=100.0))
     for source in ("a", "b"):
         turns.wait_s(source, 0.0)
@@ -89,6 +89,7 @@ def test_a_peers_silent_channel_ends_for_a_new_one(processes):
     first.heard_at -= LIMITS.silent_s
     entry = proven(mine, new := Present("a peer", MINUTE), bytes([0]))
     assert (entry.stays, entry.ends) == (True, first)
+    assert first not in mine.proven["a peer"]
     mine.forget(first)
     entry = proven(mine, one_more := Present("a peer", MINUTE), bytes([0]))
     assert (entry.stays, entry.ends) == (False, None)

@@ -1,4 +1,4 @@
-"""What channels hold for slow peers."""
+"""Bytes that channels hold for slow peers."""
 
 from swarm.net.buffers import Buffers, SendBuffer
 

@@ -30,7 +30,7 @@ def now():
 
 
 def nothing_to_share(**changes):
-    """What channels share, of which there will be nothing for long."""
+    """Shared budgets that will have nothing for long."""
     flow = FlowControl(channel_limits(**{**LITTLE, **changes}, all_bytes_per_s=1e-3, all_idle_per_s=1e-3))
     flow.read.owe(now(), 1e9)
     flow.idle.owe(now(), 1e9)
@@ -38,7 +38,7 @@ def nothing_to_share(**changes):
 
 
 def throttled(**changes):
-    """A pair whose b reads no more than what a has free, and has a debt already."""
+    """A pair whose b reads no more than a has free, and has a debt already."""
     pair = Pair(flow=nothing_to_share(**changes)).shake()
     for shape in ((1, 100, 8), (1, 1, 1)):
         assert not pair.b.is_paused
@@ -151,7 +151,7 @@ async def test_a_second_hello_ends_the_channel():
 
 
 async def test_a_failed_greeting_is_a_network_error():
-    """Whatever a peer sends before it is proven, a caller of `dial` gets a NetworkError."""
+    """A peer may send anything before it is proven: a caller of `dial` gets a NetworkError."""
     for garbage in ([b"no message"], encode(Close(session=SESSION))):
         me, carrier, frames = endpoint(access=Access(allowed=frozenset())), Pipe(), FrameReader("a", 1024)
         a, b = Channel(carrier, endpoint(), lambda *_: PROGRESS, remote(me)), Greeting(me, None, frames)
@@ -196,7 +196,7 @@ async def test_an_unlisted_peer_is_refused_and_nothing_of_it_processed():
         pair = Pair(b_access=access, ids=(client, server))
         pair.to_b.deliver()
         pair.to_a.deliver()
-        assert pair.to_a.held == []  # the server does not say who it is before it knows who comes
+        assert pair.to_a.held == []  # the server does not name itself to a peer that it does not know
         pair.a.send(*step())
         pair.to_b.deliver()  # a Hello and a step at once
         pair.to_a.deliver()
@@ -206,7 +206,7 @@ async def test_an_unlisted_peer_is_refused_and_nothing_of_it_processed():
             assert stranger.peer_id in str(pair.b.ready.exception())
 
 
-async def test_a_peer_that_may_not_be_reached_is_not_spoken_to():
+async def test_an_unlisted_remote_gets_no_byte():
     pair = Pair(a_access=Access(allowed=frozenset()))
     assert pair.to_b.held == []
     with pytest.raises(HandshakeFailed, match=f"{pair.b_id.peer_id}.*list of allowed peers"):
@@ -232,7 +232,7 @@ async def test_a_peer_that_does_not_read_is_cut_off():
     pair.b.send(*big)
     with pytest.raises(ChannelClosed, match="hold too much"):
         pair.b.send(*step())
-    assert pair.to_a.held == []  # what waited for it is gone
+    assert pair.to_a.held == []  # the bytes that waited for it are gone
 
 
 class Holder:
@@ -260,6 +260,14 @@ async def test_a_closing_channel_counts_until_its_carrier_has_ended():
     assert not other.cut
     pair.b.lost("closed")
     assert pair.flow.buffers.total == other.size
+
+
+async def test_an_ended_channel_holds_nothing():
+    pair = Pair().shake()
+    pair.b.send(*step(1, (1, 1 << 16, 16)))  # 4 MiB
+    assert pair.flow.buffers.total > 4 << 20
+    pair.b.lost("gone")
+    assert pair.flow.buffers.total == 0
 
 
 async def test_a_frame_that_never_ends_ends_the_channel():
@@ -330,7 +338,7 @@ async def test_a_ping_that_was_given_up_measures_nothing():
     await asyncio.sleep(0)
     later = pair.to_b.held.pop()
     pair.shake()
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert not ping.done()
     pair.to_b.held.append(later)
     pair.shake()
@@ -340,7 +348,7 @@ async def test_a_ping_that_was_given_up_measures_nothing():
 # Turns and debts
 
 
-async def test_a_channel_goes_on_with_bytes_that_came_while_it_was_paused():
+async def test_bytes_that_came_during_a_pause_are_read_after_it():
     pair = throttled()
     for number in range(5):
         pair.a.send(*step(number))
@@ -354,7 +362,7 @@ async def test_a_channel_goes_on_with_bytes_that_came_while_it_was_paused():
     assert not pair.to_b.paused
 
 
-async def test_a_channel_that_ends_while_it_is_paused_is_not_resumed():
+async def test_a_channel_that_ends_while_paused_is_not_resumed():
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     pair = throttled()
@@ -453,7 +461,7 @@ async def test_bytes_that_come_too_fast_are_not_read_at_once():
 
 
 async def read_of(pairs, for_s):
-    """Bytes that each b reads of a frame without end when each a sends what it can."""
+    """Bytes that each b reads of a frame without end when each a sends without a pause."""
     read, ends = [0] * len(pairs), now() + for_s
     while now() < ends:
         for i, pair in enumerate(pairs):
@@ -478,7 +486,7 @@ async def test_a_crowd_is_read_in_turn_and_leaves_no_debt():
     flow = FlowControl(limits)
     *hostile, honest = pairs = crowd(flow, 64)
     read = await read_of(pairs, 24.0)
-    first = len(pairs) * 2 * AT_ONCE  # what each has free, and the one read that tells that it has no more
+    first = len(pairs) * 2 * AT_ONCE  # the burst of each, and the one read that exceeds it
     assert first + 20 * per_s <= sum(read) <= first + 24 * per_s + per_s
     assert max(read) - min(read) <= 2 * AT_ONCE
     for pair in hostile:

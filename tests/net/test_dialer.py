@@ -1,4 +1,4 @@
-"""Shared channels: who opens them, and when they end."""
+"""Shared channels: when they are opened, and when they end."""
 
 import asyncio
 import gc
@@ -103,7 +103,7 @@ async def test_an_unused_channel_ends(place):
     assert not dialer.has(place.remote)
 
 
-async def test_a_channel_that_is_used_now_and_again_does_not_end(place):
+async def test_a_channel_that_is_reused_in_time_does_not_end(place):
     dialer, channel = Dialer(endpoint(), ignore, limits=DialerLimits(idle_s=1.0)), None
     for _ in range(30):
         again = await dialer.connect(place.remote, place.addresses)
@@ -115,7 +115,7 @@ async def test_a_channel_that_is_used_now_and_again_does_not_end(place):
     await dialer.close()
 
 
-async def test_a_channel_that_seems_dead_gives_way_to_a_new_one(place, dialer):
+async def test_a_channel_that_seems_dead_is_replaced(place, dialer):
     dead = await dialer.connect(place.remote, place.addresses)
     drops_every_packet(dead)
     dialer.doubt(dead)
@@ -180,12 +180,12 @@ async def test_a_channel_whose_user_gave_up_early_ends(place):
 
 
 async def test_a_failure_without_users_is_not_reported_by_the_loop(dialer):
-    reported, nobody = [], Remote("a peer", ChannelKey().public)
+    reported, absent = [], Remote("a peer", ChannelKey().public)
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    asking = asyncio.create_task(dialer.connect(nobody, [parse("127.0.0.1:1")]))
+    asking = asyncio.create_task(dialer.connect(absent, [parse("127.0.0.1:1")]))
     await asyncio.sleep(0)
     asking.cancel()
-    await until(lambda: not dialer.has(nobody))
+    await until(lambda: not dialer.has(absent))
     gc.collect()
     await asyncio.sleep(0)
     assert reported == []

@@ -60,6 +60,20 @@ def test_a_large_frame_is_opened_where_it_was_put_together(size):
     assert (read(frames, missing) if missing else [bytes(frames.next())]) == [b"next"]
 
 
+def test_a_frame_behind_a_large_one_gets_aligned_memory():
+    """Its tensors are used where they lie, and only the first one of a buffer is aligned."""
+    sealer, frames = Sealer(KEY), reader()
+    stream = sealer.seal([bytes(LARGE)]) + sealer.seal([b"next"])
+    frames.feed(stream[:1000])
+    assert frames.next() is None
+    frames.hold(0.0, 0.0)
+    frames.feed(stream[1000:])
+    assert isinstance(frames.next(), memoryview)
+    behind = frames.next()
+    assert isinstance(behind, bytearray)
+    assert behind == b"next"
+
+
 def test_a_flipped_bit_of_a_frame_is_rejected():
     frame = Sealer(KEY).seal([b"some text"])
     for position in range(4, len(frame)):

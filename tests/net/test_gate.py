@@ -42,14 +42,14 @@ def test_a_peer_within_its_own_allowance_is_read_at_once():
         assert (mine.is_open, mine.wake_at) == (True, None)
 
 
-def test_a_peer_beyond_it_is_paid_for_by_the_shared_budget():
+def test_the_shared_budget_pays_beyond_a_peers_own_allowance():
     mine = gate()
     for _ in range(20):
         mine.charge_read(1000, PLENTY, 1.0)
     assert mine.is_open
 
 
-def test_a_debt_closes_the_gate_until_the_peers_own_tokens_cover_it():
+def test_a_debt_closes_the_gate_until_own_tokens_cover_it():
     mine, shared = gate(proven=False), empty()
     mine.charge_read(110, shared, 0.0)  # a bucket lends while it holds anything
     assert mine.is_open
@@ -63,7 +63,18 @@ def test_a_debt_closes_the_gate_until_the_peers_own_tokens_cover_it():
     assert shared.next_s(1.1) is None  # the debt has left the queue
 
 
-def test_the_gate_opens_as_soon_as_the_shared_budget_has_paid():
+def test_debts_add_up_while_the_gate_is_closed():
+    mine, shared = gate(proven=False), empty()
+    mine.charge_read(110, shared, 0.0)
+    mine.charge_read(15, shared, 0.0)
+    mine.charge_read(15, shared, 0.0)  # the carrier had it already
+    mine.wake(1.1)
+    assert mine.is_open
+    mine.charge_read(1, shared, 1.1)
+    assert mine.wake_at == pytest.approx(4.0, abs=0.1)
+
+
+def test_the_gate_opens_when_the_shared_budget_has_paid():
     opened = []
     mine = ReadGate(LIMITS, lambda: opened.append(True))
     shared = FairQueue(100.0, 1.0)
@@ -102,7 +113,7 @@ def test_a_closed_gate_looks_again_after_a_bounded_pause():
     assert mine.wake_at == 10.0
 
 
-def test_a_message_that_moves_nothing_costs_a_unit_and_its_bytes():
+def test_an_idle_message_costs_a_unit_and_its_bytes():
     mine, shared = gate(), empty()
     mine.charge_idle(0, shared, 0.0)
     mine.charge_idle(2000, shared, 0.0)  # 3 units, of which 1 was left
@@ -115,7 +126,7 @@ def test_a_message_that_moves_nothing_costs_a_unit_and_its_bytes():
     assert mine.is_open
 
 
-def test_bytes_of_an_accepted_step_are_given_back_up_to_a_limit():
+def test_bytes_of_accepted_steps_are_given_back_within_limits():
     for n_bytes, free in ((20, True), (40, False)):
         mine, shared = gate(), empty()
         for _ in range(20):
@@ -133,7 +144,7 @@ def test_allowances_are_shared_by_the_channels_of_a_peer():
     assert not other.is_open
 
 
-def test_a_turn_that_is_over_closes_the_gate_for_a_moment():
+def test_the_end_of_a_turn_closes_the_gate_briefly():
     mine = gate()
     mine.yield_turn(1.0)
     assert (mine.is_open, mine.wake_at) == (False, 1.0)
@@ -141,7 +152,7 @@ def test_a_turn_that_is_over_closes_the_gate_for_a_moment():
     assert (mine.is_open, mine.wake_at) == (True, None)
 
 
-def test_a_turn_that_is_over_does_not_cut_a_debt_short():
+def test_the_end_of_a_turn_cuts_no_debt_short():
     mine, shared = gate(proven=False), empty()
     mine.charge_read(150, PLENTY, 0.0)
     mine.charge_read(1, shared, 0.0)

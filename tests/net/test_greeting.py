@@ -161,7 +161,7 @@ def hello(identity, initiator, digest=SECRETS.handshake_hash):
 
 
 def shaken(initiator):
-    """A side behind the handshake, and what seals for it."""
+    """A side behind the handshake, and the sealer of its peer."""
     side = Side(endpoint(), Remote("a peer", ChannelKey().public) if initiator else None)
     side.greeting.shaken(SECRETS)
     return side, Sealer(SECRETS.receive_key)
@@ -210,7 +210,7 @@ def test_a_stranger_to_a_private_swarm_gets_no_answer(outside, inside):
     a, b = both(outside, inside)
     with pytest.raises(HandshakeFailed):
         greet(a, b)
-    assert b.taken() == b""  # not a byte: a stranger cannot even tell what answers
+    assert b.taken() == b""  # not a byte: a stranger cannot even tell the protocol
 
 
 def test_a_responder_with_a_list_says_last_who_it_is():

@@ -1,4 +1,4 @@
-"""The handshake against a published test vector, and against whoever does not belong."""
+"""The handshake against a published test vector, and against strangers."""
 
 import pytest
 

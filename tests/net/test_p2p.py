@@ -28,7 +28,7 @@ time.sleep(60)
 """
 
 
-def test_a_launched_child_has_its_limits_and_dies_with_its_parent() -> None:
+def test_a_launched_child_has_limits_and_dies_with_its_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
@@ -118,7 +118,7 @@ async def test_p2pd_relays_for_no_peer_and_has_limits() -> None:
         assert ["Max", "data", "size", *[str(DaemonLimits().data_bytes_max)] * 2, "bytes"] in limits
 
 
-async def test_a_p2pd_that_dies_while_it_is_attached_to_is_replaced() -> None:
+async def test_a_p2pd_that_dies_while_attaching_is_replaced() -> None:
     attempts: list[Daemon] = []
     attached = asyncio.Event()
 

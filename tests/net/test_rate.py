@@ -40,11 +40,11 @@ def test_tokens_that_are_given_back_do_not_exceed_the_burst():
 
 
 def settled(queue, times):
-    """Who has been paid when."""
+    """Payers, and when they were paid."""
     return [(payer, now) for now in times if (payer := queue.settle(now)) is not None]
 
 
-def test_a_queue_pays_debts_in_turn_and_forgets_payers_that_leave():
+def test_a_queue_pays_in_turn_and_forgets_payers_that_leave():
     queue = FairQueue(10.0, 10.0)
     assert queue.pay("first", 20.0, 0.0)  # so much is there at first, and lent
     assert not any(queue.pay(payer, 10.0, 0.0) for payer in ("second", "leaves", "first"))

@@ -18,7 +18,7 @@ from tests.net.support import SESSION, endpoint, remote, step, until
 
 
 class Site:
-    """A listener, and what it has taken."""
+    """A listener, and the messages that it has taken."""
 
     def __init__(self, *, handshakes=None, **limits):
         self.me, self.messages, self.served = endpoint(), [], []
@@ -158,7 +158,7 @@ async def test_of_too_many_mute_connections_the_oldest_ends():
 
 
 @pytest.mark.parametrize("processes", [1, 6])
-async def test_a_peers_silent_channel_is_cut_off_for_a_new_one(processes):
+async def test_a_silent_channel_is_cut_off_for_a_new_one(processes):
     site = await Site(channels_per_peer_max=6, silent_s=0.3).start()
     most = 4 if processes == 1 else 6
     me = endpoint()

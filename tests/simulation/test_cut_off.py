@@ -69,7 +69,7 @@ def test_a_generation_goes_on_when_the_clients_network_is_back(
     played(scenario, plan=IMPATIENT)
 
 
-def test_four_short_outages_leave_nobody_avoided() -> None:
+def test_four_short_outages_leave_no_hop_avoided() -> None:
     async def scenario(going: Going) -> None:
         make_slow_spares(going)
         hosts, avoidance = going.hosts, going.village.client.sessions.avoidance
@@ -84,7 +84,7 @@ def test_four_short_outages_leave_nobody_avoided() -> None:
     played(scenario, plan=IMPATIENT)
 
 
-def test_an_outage_that_is_longer_than_a_step_may_take_ends_it_then() -> None:
+def test_outage_longer_than_a_step_ends_it_at_its_deadline() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         began = going.loop.time()
@@ -97,7 +97,7 @@ def test_an_outage_that_is_longer_than_a_step_may_take_ends_it_then() -> None:
     played(scenario, plan=IMPATIENT)
 
 
-def test_an_outage_is_not_held_against_who_has_the_step_when_its_time_is_over() -> None:
+def test_step_timeout_during_an_outage_blames_no_hop() -> None:
     async def scenario(going: Going) -> None:
         make_sole_holders(going)
         await going.say()
@@ -125,7 +125,7 @@ def crash(going: Going, host: Host) -> None:
 
 
 @pytest.mark.parametrize("die", [vanish, crash])
-def test_two_of_three_hops_that_really_die_are_replaced_at_once_and_avoided(die: Callable[..., None]) -> None:
+def test_two_of_three_hops_that_die_are_replaced_at_once(die: Callable[..., None]) -> None:
     async def scenario(going: Going) -> None:
         await go_on(going, 60.0)
         *dead, alive = going.session.route
@@ -152,7 +152,7 @@ def test_a_route_whose_hops_all_die_is_replaced(die: Callable[..., None]) -> Non
     played(scenario, plan=IMPATIENT)
 
 
-def test_hops_that_answer_whoever_connects_and_fall_silent_with_every_step_are_left() -> None:
+def test_hops_that_fall_silent_with_every_step_are_left() -> None:
     async def scenario(going: Going) -> None:
         await go_on(going, 60.0)
         hosts, processes = going.hosts, {hop.process for hop in going.session.route}
@@ -173,7 +173,7 @@ def test_hops_that_answer_whoever_connects_and_fall_silent_with_every_step_are_l
     played(scenario, plan=IMPATIENT)
 
 
-def test_a_new_session_does_not_wait_for_long_where_nobody_was_heard_just_before() -> None:
+def test_new_session_without_recent_contact_fails_soon() -> None:
     async def scenario(going: Going) -> None:
         await going.session.close()
         await asyncio.sleep(120.0)  # no channel is left

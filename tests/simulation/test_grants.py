@@ -15,7 +15,7 @@ from tests.simulation.world import N_BLOCKS
 
 
 @pytest.mark.parametrize("every", [True, False], ids=["all hops'", "the last hop's"])
-def test_a_session_goes_on_with_the_same_hops_when_its_grants_have_ended(every: bool) -> None:
+def test_session_keeps_its_hops_when_its_grants_end(every: bool) -> None:
     loop = VirtualLoop(HORIZON_S)
 
     async def generate() -> None:

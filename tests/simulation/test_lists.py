@@ -71,9 +71,9 @@ class Village:
         self.listed = {one.peer_id for one in identities[:LISTED]}
         self.lines: list[str] = []
         self.world = World(loop, seed, Weather(servers=0), Trace(loop, self.lines), limits, memory_limits)
-        self._started = 0
+        self.started = 0
         for number, identity in enumerate(identities):
-            self._start(identity, SPANS[number % len(SPANS)])
+            self.start(identity, SPANS[number % len(SPANS)])
         client = self.client = Client(self.world, seed, client_limits)
         chosen = preferences(kind, identities[:LISTED], identities[LISTED:])
         wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
@@ -106,9 +106,10 @@ class Village:
         """The running server of an identity."""
         return next(host for host in self.world.hosts if host.identity.peer_id == peer)
 
-    def _start(self, identity: Identity, blocks: Blocks) -> None:
-        self._started += 1
-        host = Host(self.world, f"s{self._started}", Random(self._started), identity, blocks)
+    def start(self, identity: Identity, blocks: Blocks) -> None:
+        """Have another server of these blocks come."""
+        self.started += 1
+        host = Host(self.world, f"s{self.started}", Random(self.started), identity, blocks)
         host.start(0.5)
         self.world.hosts.append(host)
 
@@ -122,7 +123,7 @@ class Village:
         self.world.hosts.remove(host)
         self.world.network.kill(host.process)
         if comes_back:
-            self.world.loop.call_later(1.0, self._start, host.identity, host.blocks)
+            self.world.loop.call_later(1.0, self.start, host.identity, host.blocks)
 
 
 async def broken_session(village: Village, source: Random) -> int:

@@ -68,7 +68,7 @@ def test_a_past_that_no_pool_holds_is_rebuilt(places: tuple[int, ...], relayed: 
     played(scenario)
 
 
-def test_hops_before_a_slow_one_hold_a_window_and_no_blame() -> None:
+def test_hops_before_a_slow_one_hold_one_window_unblamed() -> None:
     async def scenario(going: Going) -> None:
         await going.say(16 * CHUNK_TOKENS)
         for host in spares(going):
@@ -91,7 +91,7 @@ def test_hops_before_a_slow_one_hold_a_window_and_no_blame() -> None:
     played(scenario, client=replace(CLIENT, connect=ConnectLimits(rebuild_s=rebuild_s)))
 
 
-def test_a_hop_that_takes_a_past_and_does_not_say_so_is_left() -> None:
+def test_hop_that_confirms_no_past_is_left() -> None:
     async def scenario(going: Going) -> None:
         await going.say(LONG)
         (liar,) = [host for host in spares(going) if host.blocks == going.hosts[1].blocks]
@@ -103,7 +103,7 @@ def test_a_hop_that_takes_a_past_and_does_not_say_so_is_left() -> None:
     played(scenario)
 
 
-def test_a_past_that_comes_faster_than_a_client_may_send_is_held_back() -> None:
+def test_past_that_comes_too_fast_is_held_back() -> None:
     async def scenario(going: Going) -> None:
         await going.say(LONG)
         refused: list[Any] = []
@@ -125,7 +125,7 @@ def test_a_past_that_comes_faster_than_a_client_may_send_is_held_back() -> None:
     played(scenario)
 
 
-def test_many_long_pasts_on_their_way_to_one_hop_are_rebuilt_by_turns() -> None:
+def test_many_long_pasts_to_one_hop_are_rebuilt_by_turns() -> None:
     """Together they would have each other's pieces refused, and begin again and again."""
 
     async def scenario(going: Going) -> None:

@@ -71,7 +71,7 @@ def test_sessions_that_need_more_cache_than_exists_all_end_well(*, foreseen: boo
     played(scenario, client=small_chunks(8))
 
 
-def test_a_session_that_waits_for_room_holds_none_and_says_at_its_deadline_who_is_full() -> None:
+def test_session_waiting_for_room_holds_none_and_names_full_hop() -> None:
     async def scenario(going: Going) -> None:
         await going.say(PROMPT)
         taken = {host.name: host.pool.used for host in going.village.world.hosts}
@@ -101,7 +101,7 @@ def test_a_session_that_waits_for_room_holds_none_and_says_at_its_deadline_who_i
     played(scenario)
 
 
-def test_openings_beyond_the_rate_wait_in_line_and_none_fails() -> None:
+def test_openings_beyond_the_rate_queue_and_none_fails() -> None:
     async def scenario(going: Going) -> None:
         waits: list[float] = []
         until = going.loop.time() + 40.0
@@ -153,7 +153,7 @@ def test_while_a_step_waits_for_room_only_it_is_retransmitted(code: Any) -> None
     played(scenario, client=small_chunks(8))
 
 
-def test_a_server_that_could_never_hold_a_session_is_left_for_one_that_can_however_many_there_are() -> None:
+def test_session_finds_the_only_server_that_can_hold_it() -> None:
     async def scenario(going: Going) -> None:
         going.village.router.preferences = Preferences()
         last = going.hosts[-1]
@@ -171,7 +171,7 @@ def test_a_server_that_could_never_hold_a_session_is_left_for_one_that_can_howev
     played(scenario)
 
 
-def test_a_hop_that_is_told_too_often_of_new_neighbours_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hop_too_busy_for_a_reroute_keeps_its_past(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server lets a peer reroute no more often than it lets it open: when many sessions lose a hop, that is soon."""
 
     async def scenario(going: Going) -> None:
@@ -194,7 +194,7 @@ def test_a_hop_that_is_told_too_often_of_new_neighbours_keeps_what_it_has(monkey
     played(scenario)
 
 
-def test_session_that_gave_its_room_back_names_the_blocks_it_waits_for() -> None:
+def test_session_without_hops_names_the_blocks_it_waits_for() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         for host in going.village.world.hosts:

@@ -152,7 +152,7 @@ def test_output_waits_for_an_earlier_step_that_was_refused_late() -> None:
     played(scenario, client=small_chunks(8))
 
 
-def test_hop_that_fails_while_a_repair_is_planned_costs_no_timeout() -> None:
+def test_hop_that_fails_during_planning_costs_no_timeout() -> None:
     async def scenario(going: Going) -> None:
         going.village.planning = partial(asyncio.sleep, 3.0)
         first, *_, last = going.hosts
@@ -205,7 +205,7 @@ def test_new_hop_that_stops_after_it_opened_costs_no_timeout() -> None:
     played(scenario)
 
 
-def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take() -> None:
+def test_reused_channel_does_not_shorten_the_connect_timeout() -> None:
     async def scenario(going: Going) -> None:
         for _ in range(10):
             other = await going.village.open(PLAN)
@@ -218,7 +218,7 @@ def test_a_channel_that_is_there_already_says_nothing_about_how_long_others_take
     played(scenario, far_s=0.15)  # it takes four times as long to connect
 
 
-def test_that_a_session_ends_when_it_was_idle_is_nobodys_fault() -> None:
+def test_end_of_an_idle_session_blames_no_hop() -> None:
     async def scenario(going: Going) -> None:
         await going.say(3)
         hosts = going.hosts
@@ -255,7 +255,7 @@ def test_a_hop_that_ends_a_session_in_use_is_avoided() -> None:
     played(scenario)
 
 
-def test_a_hop_that_blames_the_next_one_although_the_client_relays_is_left() -> None:
+def test_hop_that_blames_a_relayed_edge_is_left() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         liar, (process, *others) = going.hosts[0], [hop.process for hop in going.session.route]
@@ -313,7 +313,7 @@ def whole_numbers(message: Any, sent: Any) -> Any:
 
 
 @pytest.mark.parametrize("spoilt", [nothing, without_numbers, of_another_shape, whole_numbers])
-def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoilt: Callable[..., Any]) -> None:
+def test_hop_whose_activations_cannot_be_relayed_is_left(spoilt: Callable[..., Any]) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         going = await going.relayed(0)
@@ -327,7 +327,7 @@ def test_a_hop_whose_activations_are_not_what_the_client_can_relay_is_left(spoil
 
 
 @pytest.mark.parametrize("spoilt", [without_numbers, whole_numbers])
-def test_a_last_hop_whose_output_is_nothing_to_go_on_with_is_left(spoilt: Callable[..., Any]) -> None:
+def test_last_hop_whose_output_is_unsound_is_left(spoilt: Callable[..., Any]) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         liar, (*others, process) = going.hosts[-1], [hop.process for hop in going.session.route]
@@ -341,7 +341,7 @@ def test_a_last_hop_whose_output_is_nothing_to_go_on_with_is_left(spoilt: Callab
 
 @pytest.mark.parametrize("relays", [False, True])
 @pytest.mark.parametrize("lies", [False, True])
-def test_a_hop_that_does_not_take_what_the_client_relays_is_left(relays: bool, lies: bool) -> None:
+def test_hop_that_takes_no_relayed_activations_is_left(relays: bool, lies: bool) -> None:
     """It says that it is not finite, or nothing. The first time the edge is held to be at fault, if it carried it."""
 
     async def scenario(going: Going) -> None:
@@ -420,7 +420,7 @@ def test_what_two_hops_call_impossible_is_believed() -> None:
     played(scenario)
 
 
-def test_too_late_is_believed_when_the_steps_time_is_about_over() -> None:
+def test_too_late_is_believed_near_the_steps_deadline() -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         host, (hosted,) = going.hosts[1], going.hosts[1].handler.sessions.values()
@@ -441,7 +441,7 @@ def test_too_late_is_believed_when_the_steps_time_is_about_over() -> None:
 
 
 @pytest.mark.parametrize("rebuilds", [False, True])
-def test_a_hop_that_always_has_work_but_computes_nothing_is_left_out_of_the_next_route(rebuilds: bool) -> None:
+def test_hop_that_only_claims_to_compute_is_avoided(rebuilds: bool) -> None:
     """What it says is what a busy hop says; more and more comes to it, and it has computed more each time."""
 
     async def scenario(going: Going) -> None:
@@ -494,7 +494,7 @@ class Crowded:
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_a_hop_that_is_busy_with_others_for_very_long_is_left_if_there_is_another_one(everywhere: bool) -> None:
+def test_hop_busy_with_others_for_long_is_left_if_possible(everywhere: bool) -> None:
     async def scenario(going: Going) -> None:
         await going.say()
         process = going.session.route[1].process
@@ -514,7 +514,7 @@ def test_a_hop_that_is_busy_with_others_for_very_long_is_left_if_there_is_anothe
     played(scenario)
 
 
-def test_a_hop_that_is_busy_with_others_when_it_is_given_a_past_is_left() -> None:
+def test_hop_too_busy_with_others_for_a_past_is_left() -> None:
     async def scenario(going: Going) -> None:
         await going.say(3)
         last, listed = going.session.route[-1], going.village.listed

@@ -82,7 +82,7 @@ def test_every_fault_alone(fault):
     assert not bad, [(o.seed, o.error, o.faults, o.wrong) for o in bad]
 
 
-def test_a_clock_that_is_five_minutes_off_is_refused_by_name():
+def test_clock_that_is_five_minutes_off_is_refused_by_name():
     lines: list[str] = []
     outcome = simulate(0, 0.0, Weather(wrong_clocks=0.3), lines)
     assert outcome.good

@@ -39,22 +39,41 @@ class InProcessSwarm:
         self.store = MemoryStore.make(NETWORK, time.time)
         self.loop = LoopThread()
         self.servers: list[Server] = []
+        self._listeners: dict[Server, Listener] = {}
 
-    def serve(self, blocks: str, *, cache_tokens: int = 100_000) -> Server:
-        """Start a server of these blocks and announce it."""
+    def serve(
+        self,
+        blocks: str,
+        *,
+        cache_tokens: int = 100_000,
+        identity: Identity | None = None,
+        announce: tuple[str, ...] = (),
+    ) -> Server:
+        """Start a server of these blocks and announce it. announce: addresses, in the place of its own."""
         span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype)
 
         async def start() -> Server:
-            identity = Identity.generate()
             me = Endpoint(identity, ChannelKey(), NETWORK)
-            options = ServerOptions(cache_tokens=cache_tokens, threads=1)
-            server = Server(self.checkpoint, span, me, Listener(me, "127.0.0.1", 0), options)
+            options = ServerOptions(announce=announce, cache_tokens=cache_tokens, threads=1)
+            listener = Listener(me, "127.0.0.1", 0)
+            server = Server(self.checkpoint, span, me, listener, options)
+            self._listeners[server] = listener
             await server.start()
             await self.directory(identity).announce(server.announcement("online"))
             return server
 
+        identity = identity or Identity.generate()
         self.servers.append(self.loop.run(start()))
         return self.servers[-1]
+
+    def crash(self, server: Server) -> None:
+        """Do what clients and neighbours see of a process that is killed: its record stays until it expires."""
+
+        async def vanish() -> None:
+            await self._listeners[server].close()
+            await server.handler.links.dialer.close()
+
+        self.loop.run(vanish())
 
     def directory(self, identity: Identity | None = None) -> Directory:
         """A view of the directory, for reading or for one identity to announce in."""

@@ -50,9 +50,14 @@ class Link:
 class ByteProxy:
     """Listens on 127.0.0.1. A context manager; every thread and socket has ended when the block has."""
 
-    def __init__(self, target: Callable[[], tuple[str, int] | None]) -> None:
-        """target: where to connect; asked when somebody dials, and again while it gives None."""
+    def __init__(self, target: Callable[[], tuple[str, int] | None], links_max: int | None = None) -> None:
+        """target: where to connect; asked when somebody dials, and again while it gives None.
+
+        links_max: connections beyond these end at once.
+        """
         self.links: list[Link] = []
+        self.refused = 0
+        self._left = links_max
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = []
@@ -90,6 +95,11 @@ class ByteProxy:
             except OSError:
                 return
             self._sockets.append(near)
+            if self._left == 0:
+                self.refused += 1
+                near.close()
+                continue
+            self._left = None if self._left is None else self._left - 1
             self._spawn(self._connect, near, port)
 
     def _connect(self, near: socket.socket, port: int) -> None:

@@ -106,6 +106,7 @@ def _run(
     module: str, arguments: tuple[str, ...], env: dict[str, str], log: str, namespace: str, given: str = os.devnull
 ) -> None:
     os.setpgrp()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell began the run in the background
     with open(log, "ab", buffering=0) as file, open(given, "rb", buffering=0) as start:
         os.dup2(start.fileno(), 0)
         os.dup2(file.fileno(), 1)

@@ -1,1 +1,1 @@
-"""What carries channels, each kind in a file of its own."""
+"""The carriers of channels, each kind in a file of its own."""

@@ -67,7 +67,7 @@ class TcpCarrier(asyncio.Protocol):
         assert self._transport is not None
         self._transport.close()
         if self._transport.get_write_buffer_size():
-            patience_s = 5.0  # for the peer to read what was sent before the end
+            patience_s = 5.0  # for the peer to read the last bytes
             asyncio.get_running_loop().call_later(patience_s, self._transport.abort)
 
     def abort(self) -> None:
@@ -237,7 +237,7 @@ class Listener:
             for channel in list(self.admission.channels):
                 sent[channel] = channel.sent_bytes
                 if channel.unsent_bytes and channel.sent_bytes <= before.get(channel, 0):
-                    channel.cut_off("the peer does not read what it is sent")
+                    channel.cut_off("the peer does not read the bytes that wait for it")
             if self._in_use is not None:
                 for channel in self.admission.idle(loop.time(), self._in_use()):
                     channel.close()
@@ -286,7 +286,7 @@ async def dial(
 
 
 async def _sensible(address: Address, public: bool) -> str:
-    """Return what to dial: for a public swarm the address itself, so that what is checked is dialled."""
+    """Return the host to dial: in a public swarm the resolved address, so that the one dialled is the one checked."""
     host = (await literals(address.host, address.port))[0] if public else address.host
     if not makes_sense(host, public):
         raise OSError(f"{host} makes no sense as an address of {'a public' if public else 'any'} swarm")
@@ -294,7 +294,7 @@ async def _sensible(address: Address, public: bool) -> str:
 
 
 def _keep_little_in_the_kernel(sock: socket.socket) -> None:
-    """Let the kernel take what it can send soon: `unsent_bytes` tells then whether the bytes get through."""
+    """Let the kernel take only bytes that it can send soon: `unsent_bytes` then tells whether they get through."""
     notsent_lowat = {"linux": 25, "darwin": 0x201}.get(sys.platform)  # TCP_NOTSENT_LOWAT
     if notsent_lowat is not None:
         sock.setsockopt(socket.IPPROTO_TCP, notsent_lowat, 128 * 1024)

@@ -1,6 +1,6 @@
 """libp2p: one p2pd process under our control, and a supervisor that replaces it when it fails.
 
-What lives on top of one p2pd is built by a function of it (`supervise`), and is built again for the next one.
+A function builds the parts that live on top of one p2pd, and builds them again for the next one (`supervise`).
 """
 
 from swarm.net.p2p.daemon import Daemon, P2PConfig, p2pd, running_daemon

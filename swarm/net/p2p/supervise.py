@@ -1,4 +1,4 @@
-"""Replaces p2pd when it fails, with what was built on it."""
+"""Replaces p2pd when it fails, and all that was built on it."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _log = structlog.get_logger("swarm.p2p")
 
 
 async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncContextManager[Any]]) -> None:
-    """Keep a p2pd running, with what `attach` builds on it, until cancelled.
+    """Keep a p2pd running, and all that `attach` builds on it, until cancelled.
 
     A failure while the first one starts is raised as it is (AddressInUse, Unreachable, ...). A later one is followed by
     a restart on the same port. Raises P2PFailed after `restarts_max` failures in a row.
