@@ -112,7 +112,6 @@ def _run(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     assert PRELOADED in sys.modules, "nothing was imported before the fork: PYTHONPATH must name the repository"
     if namespace:
         _enter(namespace)
