@@ -164,7 +164,7 @@ def test_past_of_which_half_came_is_replayed_anew() -> None:
 
         going.hosts[1].process.sends = send_three
         going.village.kill(last.peer_id)
-        await going.say()
+        assert await going.say() < 3
         assert pieces >= 3
         assert set(going.failures()) == {source.process, last.process}
         await going.say(3)
@@ -188,7 +188,7 @@ def test_hop_without_kept_outputs_takes_its_journal_or_computes_again(journal: b
             return isinstance(message, Step)
 
         last.process.takes = swallow
-        await going.say()
+        assert await going.say() < 2
         assert list(before.handler.sessions.values()) == [session]
         assert (session.tenure is tenure) == journal
 

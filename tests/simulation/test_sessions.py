@@ -103,41 +103,6 @@ def test_log_says_how_long_each_phase_of_a_repair_took() -> None:
     played(scenario)
 
 
-def test_new_hop_that_stops_after_it_opened_costs_no_timeout() -> None:
-    """All has come but its answer to the ping, by which its distance is measured."""
-
-    async def scenario(going: Going) -> None:
-        first, listed = going.session.route[0].peer_id, going.village.listed
-        starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
-        (spare,) = [host for host in starts if host.identity.peer_id in listed - {first}]
-
-        def send_and_stop(_: Any, message: Any, sent: Any) -> Any:
-            if not isinstance(message, wire.Pong):
-                yield message, sent
-            if isinstance(message, wire.Opened):
-                spare.process.stop()
-
-        spare.process.sends = send_and_stop
-        going.village.kill(first)
-        assert await going.say() < LIMITS.connect.ping_s
-        assert spare.process.state == "stopped"
-
-    played(scenario)
-
-
-def test_reused_channel_does_not_shorten_the_connect_timeout() -> None:
-    async def scenario(going: Going) -> None:
-        for _ in range(10):
-            other = await going.village.open(PLAN)
-            await other.close()
-        last = going.session.route[-1]
-        going.village.kill(last.peer_id)
-        await going.say()
-        assert going.failures() == [last.process]
-
-    played(scenario, far_s=0.15)  # it takes four times as long to connect
-
-
 def test_end_of_an_idle_session_blames_no_hop() -> None:
     async def scenario(going: Going) -> None:
         await going.say(3)
