@@ -110,7 +110,7 @@ def simulate(
     loop.set_exception_handler(lambda _, context: outcome.faults.append(_described(context)))
     loop.set_task_factory(_watching(outcome.faults))
     readable = trace if lines is not None else None
-    with _events_into(readable), torch.inference_mode():
+    with events_into(readable), torch.inference_mode():
         try:
             weather = weather or weather_of(seed, departures_per_min)
             loop.run_until_complete(_run(loop, seed, weather, trace, outcome))
@@ -118,7 +118,7 @@ def simulate(
             outcome.hung, outcome.error = True, str(hang)
         finally:
             outcome.virtual_s, outcome.digest, outcome.events = round(loop.time(), 6), trace.digest, trace.events
-            _tear_down(loop)
+            tear_down(loop)
     outcome.cpu_s = round(time.process_time() - began, 4)
     return outcome
 
@@ -261,7 +261,7 @@ async def _in_time(work: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _events_into(trace: Trace | None) -> Iterator[None]:
+def events_into(trace: Trace | None) -> Iterator[None]:
     """Keep production code's events out of the way, or write them into the trace."""
 
     def note(_logger: object, _method: str, event: dict[str, Any]) -> str:
@@ -301,7 +301,7 @@ def _watching(faults: list[str]) -> Any:
     return make
 
 
-def _tear_down(loop: VirtualLoop) -> None:
+def tear_down(loop: VirtualLoop) -> None:
     """End what is left; the run is over and its outcome is known."""
     loop.set_exception_handler(lambda *_: None)
     loop.horizon_s = float("inf")

@@ -11,8 +11,8 @@ from swarm.blocks import Blocks
 from swarm.client.session.limits import RecoveryLimits
 from swarm.errors import HopFailed, NoRoute, StepTimeout
 from swarm.protocol.messages import Step
-from tests.simulation.test_lists import PLAN
-from tests.simulation.test_sessions import Crowded, Going, played
+from tests.simulation.going import Crowded, Going, played
+from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS, Host
 
 IMPATIENT = replace(PLAN, wait_for_blocks_s=0.0)

@@ -14,28 +14,13 @@ from swarm.errors import NoRoute, StepTimeout
 from swarm.identity import Identity
 from swarm.protocol import messages as wire
 from swarm.protocol.inbox import InboxLimits
-from swarm.protocol.replay import ReplayLimits
-from swarm.server.limits import HandlerLimits, HostedLimits, MemoryLimits
-from tests.simulation.model import HIDDEN_SIZE
+from tests.simulation.going import LIMITS, Going, only_these, played, small_chunks
 from tests.simulation.network import VirtualChannel
-from tests.simulation.test_lists import PLAN
-from tests.simulation.test_room import only_these
-from tests.simulation.test_sessions import LIMITS, Going, played, small_chunks
+from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS, NETWORK, Host, Store
 
 PROMPT = 64
 IDLE_S = 120.0  # by then no channel is left
-
-
-def crowd_out(hosts: list[Host]) -> list[Any]:
-    """Give other sessions nearly all cache of these servers. Returns their leases."""
-    leases = []
-    for host in hosts:
-        host.pool.capacity = host.pool.used + 2 * PROMPT
-        lease = host.pool.lease("somebody else")
-        lease.resize(lease.room)
-        leases.append(lease)
-    return leases
 
 
 def channel_between(one: Host, other: Host) -> VirtualChannel:
@@ -203,6 +188,41 @@ def test_hops_that_do_not_connect_are_found_out_together() -> None:
     played(scenario, client=SessionLimits(connect=ConnectLimits(connect_s=(2.0, 2.0, 2.5))))
 
 
+def test_reused_channel_does_not_shorten_the_connect_timeout() -> None:
+    async def scenario(going: Going) -> None:
+        for _ in range(10):
+            other = await going.village.open(PLAN)
+            await other.close()
+        last = going.session.route[-1]
+        going.village.kill(last.peer_id)
+        await going.say()
+        assert going.failures() == [last.process]
+
+    played(scenario, far_s=0.15)  # it takes four times as long to connect
+
+
+def test_new_hop_that_stops_after_it_opened_costs_no_timeout() -> None:
+    """All has come but its answer to the ping, by which its distance is measured."""
+
+    async def scenario(going: Going) -> None:
+        first, listed = going.session.route[0].peer_id, going.village.listed
+        starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
+        (spare,) = [host for host in starts if host.identity.peer_id in listed - {first}]
+
+        def send_and_stop(_: Any, message: Any, sent: Any) -> Any:
+            if not isinstance(message, wire.Pong):
+                yield message, sent
+            if isinstance(message, wire.Opened):
+                spare.process.stop()
+
+        spare.process.sends = send_and_stop
+        going.village.kill(first)
+        assert await going.say() < LIMITS.connect.ping_s
+        assert spare.process.state == "stopped"
+
+    played(scenario)
+
+
 def test_route_that_is_not_found_in_time_fails_no_hop() -> None:
     async def scenario(going: Going) -> None:
         async def wait_for_ever() -> None:
@@ -287,46 +307,6 @@ def test_hop_may_die_during_a_long_prefill() -> None:
     played(scenario, client=small_chunks(8))
 
 
-# Room
-
-
-@pytest.mark.parametrize("ever", [False, True])
-def test_session_moves_to_where_there_is_room(ever: bool) -> None:
-    """A session that never fits moves at once; one that may fit asks once more before."""
-
-    async def scenario(going: Going) -> None:
-        await going.say()
-        host, full = going.hosts[1], going.session.route[1].process
-        if ever:
-            crowd_out([host])
-        else:
-            host.pool.capacity = host.pool.used
-        assert await going.say(PROMPT) < 5
-        assert full not in {hop.process for hop in going.session.route}
-        assert going.failures() == []
-
-    played(scenario)
-
-
-@pytest.mark.parametrize("index", [0, 2])
-def test_hop_may_die_while_a_step_waits_for_room(index: int) -> None:
-    async def scenario(going: Going) -> None:
-        await going.say()
-        victim = going.session.route[index]
-        leases = crowd_out([host for host in going.village.world.hosts if host.blocks.stop == N_BLOCKS])
-
-        def turn() -> None:
-            going.village.kill(victim.peer_id)
-            for lease in leases:
-                lease.resize(0)
-
-        going.loop.call_later(0.5, turn)  # a step that finds no room comes again after a second
-        assert 0.5 < await going.say(PROMPT) < 10
-        assert going.failures() == [victim.process]
-
-    played(scenario)
-
-
 # Departures
 
 
@@ -356,58 +336,6 @@ def test_leaving_server_serves_on_if_no_other_holds_its_blocks() -> None:
         await draining
 
     played(scenario)
-
-
-# Pasts
-
-
-def test_past_of_which_half_came_is_replayed_anew() -> None:
-    """The source of the past dies while a replacement further on is rebuilding from it."""
-    limits = HandlerLimits(session=HostedLimits(replay=ReplayLimits(chunk_bytes=8 * HIDDEN_SIZE * 4)))
-
-    async def scenario(going: Going) -> None:
-        await going.say(100)
-        _, source, last = going.session.route
-        pieces = 0
-
-        def send_three(_: Any, message: Any, sent: Any) -> Any:
-            nonlocal pieces
-            pieces += isinstance(message, wire.Rebuild)
-            if pieces == 3:
-                going.loop.call_soon(going.village.kill, source.peer_id)
-            return [(message, sent)] if pieces <= 3 else []
-
-        going.hosts[1].process.sends = send_three
-        going.village.kill(last.peer_id)
-        await going.say()
-        assert pieces >= 3
-        assert set(going.failures()) == {source.process, last.process}
-        await going.say(3)
-
-    played(scenario, limits=limits)
-
-
-@pytest.mark.parametrize("journal", [True, False])
-def test_hop_without_kept_outputs_takes_its_journal_or_computes_again(journal: bool) -> None:
-    async def scenario(going: Going) -> None:
-        for host in going.village.world.hosts if not journal else ():
-            host.memory.journals.capacity = 0
-        await going.say(9)
-        before, last = going.hosts[1], going.hosts[2]
-        (session,) = before.handler.sessions.values()
-        tenure = session.tenure
-
-        def swallow(_: Any, message: Any, sent: Any) -> bool:
-            if isinstance(message, wire.Step):
-                going.loop.call_soon(going.village.kill, last.identity.peer_id)
-            return isinstance(message, wire.Step)
-
-        last.process.takes = swallow
-        await going.say()
-        assert list(before.handler.sessions.values()) == [session]
-        assert (session.tenure is tenure) == journal
-
-    played(scenario, memory_limits=MemoryLimits(output_bytes_max=0))
 
 
 # Blocks that no server has

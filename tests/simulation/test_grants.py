@@ -10,7 +10,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HashSpan, embed
-from tests.simulation.test_lists import HORIZON_S, PLAN, Village, _finished
+from tests.simulation.village import HORIZON_S, PLAN, Village, finished
 from tests.simulation.world import N_BLOCKS
 
 
@@ -38,4 +38,4 @@ def test_session_keeps_its_hops_when_its_grants_end(every: bool) -> None:
         await session.close()
         await village.client.sessions.close()
 
-    _finished(loop, generate())
+    finished(loop, generate())

@@ -11,13 +11,13 @@ import pytest
 from swarm.blocks import Blocks
 from swarm.client.planning.route import process_of
 from swarm.client.session.limits import ChunkLimits, ConnectLimits, SessionLimits
-from swarm.protocol.messages import Rebuilt, Refused
+from swarm.protocol.messages import Rebuild, Rebuilt, Refused, Step
 from swarm.protocol.replay import ReplayLimits
 from swarm.server.limits import AccountLimits, HandlerLimits, HostedLimits, MemoryLimits
+from tests.simulation.going import Going, silent
+from tests.simulation.going import played as played_with
 from tests.simulation.model import HIDDEN_SIZE
-from tests.simulation.test_lists import PLAN
-from tests.simulation.test_sessions import Going, silent
-from tests.simulation.test_sessions import played as played_with
+from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS, Host
 
 CHUNK_TOKENS = 8
@@ -145,3 +145,51 @@ def test_many_long_pasts_to_one_hop_are_rebuilt_by_turns() -> None:
             await each.session.close()
 
     played(scenario)
+
+
+def test_past_of_which_half_came_is_replayed_anew() -> None:
+    """The source of the past dies while a replacement further on is rebuilding from it."""
+
+    async def scenario(going: Going) -> None:
+        await going.say(100)
+        _, source, last = going.session.route
+        pieces = 0
+
+        def send_three(_: Any, message: Any, sent: Any) -> Any:
+            nonlocal pieces
+            pieces += isinstance(message, Rebuild)
+            if pieces == 3:
+                going.loop.call_soon(going.village.kill, source.peer_id)
+            return [(message, sent)] if pieces <= 3 else []
+
+        going.hosts[1].process.sends = send_three
+        going.village.kill(last.peer_id)
+        assert await going.say() < 3
+        assert pieces >= 3
+        assert set(going.failures()) == {source.process, last.process}
+        await going.say(3)
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_hop_without_kept_outputs_takes_its_journal_or_computes_again(journal: bool) -> None:
+    async def scenario(going: Going) -> None:
+        for host in going.village.world.hosts if not journal else ():
+            host.memory.journals.capacity = 0
+        await going.say(9)
+        before, last = going.hosts[1], going.hosts[2]
+        (session,) = before.handler.sessions.values()
+        tenure = session.tenure
+
+        def swallow(_: Any, message: Any, sent: Any) -> bool:
+            if isinstance(message, Step):
+                going.loop.call_soon(going.village.kill, last.identity.peer_id)
+            return isinstance(message, Step)
+
+        last.process.takes = swallow
+        assert await going.say() < 2
+        assert list(before.handler.sessions.values()) == [session]
+        assert (session.tenure is tenure) == journal
+
+    played_with(scenario, memory_limits=MemoryLimits(output_bytes_max=0))

@@ -14,8 +14,8 @@ from swarm.client.session.plan import SessionPlan
 from swarm.errors import NoRoute, Refused, StepTimeout
 from swarm.protocol import messages as wire
 from swarm.server.refusals import Declined
-from tests.simulation.test_lists import PLAN
-from tests.simulation.test_sessions import Going, played, small_chunks
+from tests.simulation.going import Going, crowd_out, only_these, played, small_chunks
+from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS
 
 PROMPT = 64
@@ -26,13 +26,6 @@ def fill(going: Going, tokens: int) -> None:
     """Give every server so small a cache."""
     for host in going.village.world.hosts:
         host.pool.capacity = tokens
-
-
-def only_these(going: Going) -> None:
-    """From now on nobody is there but the servers of this route."""
-    router = going.village.router
-    peers = frozenset(hop.peer_id for hop in going.session.route)
-    router.preferences = replace(router.preferences, allowed_peers=peers)
 
 
 async def another(going: Going, plan: SessionPlan = PLAN) -> Going:
@@ -171,20 +164,22 @@ def test_session_finds_the_only_server_that_can_hold_it() -> None:
     played(scenario)
 
 
-def test_hop_too_busy_for_a_reroute_keeps_its_past(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hop_too_busy_for_a_reroute_keeps_its_past() -> None:
     """A server lets a peer reroute no more often than it lets it open: when many sessions lose a hop, that is soon."""
 
     async def scenario(going: Going) -> None:
         await going.say(PROMPT)
         first, _, last = going.hosts
         (session,) = first.handler.sessions.values()
-        tenure = session.tenure
-        until, charge = going.loop.time() + 3.0, first.handler.accounts.charge_opening
+        tenure, until = session.tenure, going.loop.time() + 3.0
 
-        def refuse(peer: str, now: float) -> Declined | None:
-            return Declined("busy", "more than 8 openings a second", 0.1) if now < until else charge(peer, now)
+        def refuse(channel: Any, message: Any, sent: Any) -> bool:
+            is_refused = isinstance(message, wire.Reroute) and going.loop.time() < until
+            if is_refused:
+                channel.send(Declined("busy", "more than 8 openings a second", 0.1).answer(message))
+            return is_refused
 
-        monkeypatch.setattr(first.handler.accounts, "charge_opening", refuse)
+        first.process.takes = refuse
         going.village.kill(last.identity.peer_id)
         assert 2.5 < await going.say() < 6.0
         assert list(first.handler.sessions.values()) == [session]
@@ -210,5 +205,42 @@ def test_session_without_hops_names_the_blocks_it_waits_for() -> None:
         with pytest.raises(StepTimeout) as late:
             await going.say(PROMPT)
         assert (late.value.peer, late.value.span) == ("any server", f"0:{N_BLOCKS}")
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("ever", [False, True])
+def test_session_moves_to_where_there_is_room(ever: bool) -> None:
+    """A session that never fits moves at once; one that may fit asks once more before."""
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        host, full = going.hosts[1], going.session.route[1].process
+        if ever:
+            crowd_out([host], 2 * PROMPT)
+        else:
+            host.pool.capacity = host.pool.used
+        assert await going.say(PROMPT) < 5
+        assert full not in {hop.process for hop in going.session.route}
+        assert going.failures() == []
+
+    played(scenario)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_hop_may_die_while_a_step_waits_for_room(index: int) -> None:
+    async def scenario(going: Going) -> None:
+        await going.say()
+        victim = going.session.route[index]
+        leases = crowd_out([host for host in going.village.world.hosts if host.blocks.stop == N_BLOCKS], 2 * PROMPT)
+
+        def turn() -> None:
+            going.village.kill(victim.peer_id)
+            for lease in leases:
+                lease.resize(0)
+
+        going.loop.call_later(0.5, turn)  # a step that finds no room comes again after a second
+        assert 0.5 < await going.say(PROMPT) < 10
+        assert going.failures() == [victim.process]
 
     played(scenario)

@@ -1,114 +1,33 @@
 """What one session meets now and then, played on a virtual clock: nobody in good order is blamed or waited for."""
 
 import asyncio
-import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import structlog
-import torch
 
-from swarm.activations import Activations
-from swarm.blocks import Blocks
 from swarm.client.planning.route import process_of
-from swarm.client.session.limits import ChunkLimits, SessionLimits, WatchLimits
-from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.limits import SessionLimits, WatchLimits
 from swarm.errors import Refused, SessionClosed, StepTimeout
 from swarm.net.limits import DialerLimits
 from swarm.protocol import messages as wire
-from swarm.protocol.tensors import meta_of
-from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.refusals import Declined
-from tests.simulation.loop import VirtualLoop
-from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
-from tests.simulation.test_lists import HORIZON_S, PLAN, Village, _finished
+from tests.simulation.going import (
+    LIMITS,
+    Crowded,
+    Going,
+    nothing,
+    of_another_shape,
+    played,
+    small_chunks,
+    spoiling,
+    whole_numbers,
+    without_numbers,
+)
+from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS, Host
-
-LIMITS = SessionLimits()
-
-
-class Going:
-    """A session under way in a village, whose every output is compared."""
-
-    def __init__(self, village: Village, session: Session) -> None:
-        self.village, self.session = village, session
-        self.loop = village.world.loop
-        self._local = HashSpan(Blocks(0, N_BLOCKS))
-        self._past = self._local.new_cache()
-
-    async def say(self, tokens: int = 1) -> float:
-        """Go on by some tokens. Returns how long that took, in seconds."""
-        began = self.loop.time()
-        hidden = embed([[self._past.length + number for number in range(tokens)]])
-        got = await self.session.step(Activations(hidden), want=1)
-        assert torch.equal(got, self._local.forward(hidden, cache=self._past)[:, -1:])
-        return self.loop.time() - began
-
-    @property
-    def hosts(self) -> list[Host]:
-        """The servers of the route, in order."""
-        return [self.village.host(hop.peer_id) for hop in self.session.route]
-
-    def failures(self) -> list[str]:
-        """Processes that are held to have failed."""
-        return list(self.village.client.sessions.avoidance.failures)
-
-    def edge(self, index: int) -> tuple[str, str]:
-        """The connection from one hop of the route to the next one."""
-        before, after = self.session.route[index : index + 2]
-        return before.process, after.process
-
-    async def relayed(self, *edges: int) -> "Going":
-        """End this session, and open one on the same route that the client relays these edges of."""
-        avoidance, before = self.village.client.sessions.avoidance, self.session.route
-        for index in edges:
-            avoidance.block(self.edge(index))
-        await self.session.close()
-        await asyncio.sleep(1.0)
-        other = Going(self.village, await self.village.open(PLAN))
-        assert [hop.process for hop in other.session.route] == [hop.process for hop in before]
-        await other.say()
-        return other
-
-
-def played(
-    scenario: Callable[[Going], Coroutine[Any, Any, None]],
-    far_s: float | None = None,
-    plan: SessionPlan = PLAN,
-    limits: HandlerLimits | None = None,
-    memory_limits: MemoryLimits | None = None,
-    client: SessionLimits = LIMITS,
-) -> None:
-    """Open a session and go through a scenario. far_s: how far from the client all servers are, one way.
-
-    limits, memory_limits: of every server. client: of all sessions of the client's.
-    """
-    loop = VirtualLoop(HORIZON_S)
-    unheard: list[Any] = []
-    loop.set_exception_handler(lambda _, context: unheard.append(context))
-
-    async def play() -> None:
-        village = Village(loop, "allowed_peers", 3, limits, memory_limits, client)
-        await asyncio.sleep(25.0)  # everybody has announced
-        for process in village.world.network.processes.values() if far_s else ():
-            village.world.network.link("client", process.name).latency_s = far_s
-        session = await village.open(plan)
-        await scenario(Going(village, session))
-        await session.close()
-        await village.client.sessions.close()
-        await asyncio.sleep(1.0)
-        gc.collect()
-        assert not unheard  # of exceptions that nobody took
-
-    _finished(loop, play())
-
-
-def small_chunks(tokens: int) -> SessionLimits:
-    """Return the limits of a client that cuts long steps into messages of so many positions."""
-    return SessionLimits(chunks=ChunkLimits(chunk_bytes=tokens * HIDDEN_SIZE * 4))
 
 
 def test_slow_upload_of_a_prompt_fails_no_hop() -> None:
@@ -184,41 +103,6 @@ def test_log_says_how_long_each_phase_of_a_repair_took() -> None:
     played(scenario)
 
 
-def test_new_hop_that_stops_after_it_opened_costs_no_timeout() -> None:
-    """All has come but its answer to the ping, by which its distance is measured."""
-
-    async def scenario(going: Going) -> None:
-        first, listed = going.session.route[0].peer_id, going.village.listed
-        starts = [host for host in going.village.world.hosts if host.blocks.start == 0]
-        (spare,) = [host for host in starts if host.identity.peer_id in listed - {first}]
-
-        def send_and_stop(_: Any, message: Any, sent: Any) -> Any:
-            if not isinstance(message, wire.Pong):
-                yield message, sent
-            if isinstance(message, wire.Opened):
-                spare.process.stop()
-
-        spare.process.sends = send_and_stop
-        going.village.kill(first)
-        assert await going.say() < LIMITS.connect.ping_s
-        assert spare.process.state == "stopped"
-
-    played(scenario)
-
-
-def test_reused_channel_does_not_shorten_the_connect_timeout() -> None:
-    async def scenario(going: Going) -> None:
-        for _ in range(10):
-            other = await going.village.open(PLAN)
-            await other.close()
-        last = going.session.route[-1]
-        going.village.kill(last.peer_id)
-        await going.say()
-        assert going.failures() == [last.process]
-
-    played(scenario, far_s=0.15)  # it takes four times as long to connect
-
-
 def test_end_of_an_idle_session_blames_no_hop() -> None:
     async def scenario(going: Going) -> None:
         await going.say(3)
@@ -275,42 +159,6 @@ def test_hop_that_blames_a_relayed_edge_is_left() -> None:
         assert [hop.process for hop in going.session.route[1:]] == others
 
     played(scenario)
-
-
-def silent(kind: type[wire.Message]) -> Callable[..., Any]:
-    """Return what sends no messages of this kind."""
-    return lambda _, message, sent: [] if isinstance(message, kind) else [(message, sent)]
-
-
-def spoiling(kind: type[wire.Message], spoilt: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what sends `spoilt(message, activations)`, or nothing, instead of messages of this kind."""
-
-    def send(_: Any, message: Any, sent: Any) -> Any:
-        instead = spoilt(message, sent) if isinstance(message, kind) else (message, sent)
-        return [] if instead is None else [instead]
-
-    return send
-
-
-def nothing(message: Any, sent: Any) -> None:
-    """Do not send it."""
-
-
-def without_numbers(message: Any, sent: Any) -> Any:
-    """Send activations that are none."""
-    return message, sent.with_hidden(torch.full_like(sent.hidden, torch.nan))
-
-
-def of_another_shape(message: Any, sent: Any) -> Any:
-    """Send them without a position."""
-    fewer = sent.hidden[:, 1:].contiguous()
-    return message.model_copy(update={"hidden": meta_of(fewer)}), sent.with_hidden(fewer)
-
-
-def whole_numbers(message: Any, sent: Any) -> Any:
-    """Send them as integers."""
-    whole = sent.hidden.to(torch.int64)
-    return message.model_copy(update={"hidden": meta_of(whole)}), sent.with_hidden(whole)
 
 
 @pytest.mark.parametrize("spoilt", [nothing, without_numbers, of_another_shape, whole_numbers])
@@ -473,25 +321,6 @@ def test_hop_that_only_claims_to_compute_is_avoided(rebuilds: bool) -> None:
         await again.close()
 
     played(scenario)
-
-
-class Crowded:
-    """Hosts that compute for others alone: what comes is kept until it is its turn."""
-
-    def __init__(self, hosts: list[Host]) -> None:
-        self._hosts = hosts
-        for host in hosts:
-            host.executor.hold()
-
-    async def serve_others(self) -> None:
-        while True:
-            await asyncio.sleep(1.0)
-            for host in self._hosts:
-                host.handler.jobs_done += 1
-
-    def end(self) -> None:
-        for host in self._hosts:
-            host.executor.release()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
