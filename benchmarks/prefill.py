@@ -39,14 +39,23 @@ def main() -> None:
         save_checkpoint(Path(folder), "llama", dtype, options.seed)
         spans = [f"{start}:{start + size}" for start in range(0, BLOCKS, size)]
         with bench(Path(folder), dtype, spans) as swarm:
-            pairs = [swarm.run(measure(swarm, length, options.rounds)) for length in lengths]
-    rows = [[f"{n}", f"{a.median:.0f}", f"{b.median:.0f}", f"{a.median / b.median:.2f}"] for n, a, b in pairs]
+            measured = {length: swarm.run(measure(swarm, length, options.rounds)) for length in lengths}
+    rows = []
+    for length, (overlapped, *waiting) in measured.items():
+        ms, other_ms = overlapped.median, min(each.median for each in waiting)
+        rows.append([f"{length}", f"{ms:.0f}", f"{other_ms:.0f}", f"{ms / other_ms:.2f}"])
     table(f"prefill, {options.dtype}, {options.hops} servers", ["tokens", "overlapped ms", "one by one", "ratio"], rows)
-    write_json(options.json, "prefill", options.seed, [s for _, *both in pairs for s in both], dtype=options.dtype)
+    write_json(
+        options.json,
+        "prefill",
+        options.seed,
+        [each for samples in measured.values() for each in samples],
+        dtype=options.dtype,
+    )
 
 
-async def measure(swarm: Bench, length: int, rounds: int) -> tuple[int, Samples, Samples]:
-    """Samples of a prompt whose chunks overlap, and of one whose chunks wait for each other."""
+async def measure(swarm: Bench, length: int, rounds: int) -> list[Samples]:
+    """Samples of a prompt whose chunks overlap, and of those whose chunks wait for each other."""
     samples = {way: Samples(f"{length}, {way}") for way in WAYS}
     largest = CHUNK_BYTES // (swarm.width * swarm.dtype.itemsize)
     for _ in range(rounds):
@@ -57,8 +66,7 @@ async def measure(swarm: Bench, length: int, rounds: int) -> tuple[int, Samples,
             (flow,) = await swarm.open(1, positions_max=length, limits=limits)
             taken.ms.append(await flow.prefill(length))
             await swarm.close([flow])
-    overlapped, *waiting = samples.values()
-    return length, overlapped, min(waiting, key=lambda those: those.median)
+    return list(samples.values())
 
 
 if __name__ == "__main__":
