@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 import pytest
@@ -110,6 +111,9 @@ def covers(route):
 @example(
     drawn=[(0, 7, 5.0, 0.0), (2, 3, 1000.0, 0.0)], trips={(0, 1): 0.0}, client={}
 )  # leaving a server and coming back is faster, and not allowed
+@example(
+    drawn=[(0, 4, 5.0, 0.0), (4, 3, 5.0, 2.0), (5, 1, 20.0, 0.0), (4, 1, 5.0, 0.0)], trips={}, client={}
+)  # coming back is as fast as the best way
 def test_a_plan_takes_no_longer_than_any_other(drawn, trips, client):
     twin = Twin(drawn, trips, client)
     least = min(map(twin.latency, twin.ways(returns=False)), default=None)
@@ -120,9 +124,9 @@ def test_a_plan_takes_no_longer_than_any_other(drawn, trips, client):
     route = twin.plan()
     assert covers(route)
     assert route.estimate_ms == pytest.approx(twin.latency(twin.way(route)))
-    with_returns = min(map(twin.latency, twin.ways(returns=True)))
     assert route.estimate_ms >= least - 1e-6
-    if with_returns == pytest.approx(least):  # else the planner settles for something near
+    returning = [way for way in twin.ways(returns=True) if len({server for server, *_ in way}) < len(way)]
+    if min(map(twin.latency, returning), default=inf) > least + 1e-6:  # else the planner settles for something near
         assert route.estimate_ms == pytest.approx(least)
 
 
