@@ -256,6 +256,7 @@ REFUSALS = {
         MoveAway(frozenset("ab")),
     ),
     "too late, and it is not": (STEP, refused("too_late", None), SOON, MoveAway(frozenset("b"))),
+    "impossible, shortly before the deadline": (STEP, refused("bad_request", None), LATE, MoveAway(frozenset("b"))),
     "too late": (STEP, refused("too_late", None), LATE, Fail),
     "no room": (STEP, refused(), SOON, Wait(LIMITS.room_s, for_room=True)),
     "no room for a moment": (STEP, refused(retry_after_s=0.3), SOON, Wait(0.3, for_room=True)),
