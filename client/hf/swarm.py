@@ -106,7 +106,7 @@ class Swarm:
             self._loop.stop()
 
     async def _open(self, blocks: Blocks, plan: SessionPlan, rows: int, tokens: int) -> Session:
-        self._latest = await self.membership.open(blocks, plan.sized(rows, tokens))
+        self._latest = await self.membership.open(blocks, plan.sized(rows, tokens, self._options.limits.chunks))
         return self._latest
 
     async def _route(self) -> ExplainedRoute:

@@ -32,9 +32,9 @@ class SessionPlan:
     batch: int = 1
     positions_soon: int = 0
 
-    def sized(self, rows: int, tokens: int) -> "SessionPlan":
+    def sized(self, rows: int, tokens: int, limits: ChunkLimits) -> "SessionPlan":
         """Return the plan of a session whose first step has so many rows of so many tokens."""
-        soon = min(self.positions_max, tokens + ChunkLimits().positions_to_come)
+        soon = min(self.positions_max, tokens + limits.positions_to_come)
         return replace(self, batch=rows, positions_soon=soon)
 
     def terms(self, batch: int, positions_soon: int) -> Terms:

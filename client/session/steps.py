@@ -102,8 +102,9 @@ class Steps:
         self._outbox.slow_down()
 
     def clear(self) -> None:
-        """Forget what is in flight."""
+        """Forget the steps in flight."""
         self._outbox.clear()
+        self._waiters.clear()
 
     def _send_due(self) -> None:
         if self._circuit.standing is None:

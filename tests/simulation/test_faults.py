@@ -14,6 +14,7 @@ from swarm.errors import NoRoute, StepTimeout
 from swarm.identity import Identity
 from swarm.protocol import messages as wire
 from swarm.protocol.inbox import InboxLimits
+from swarm.server.limits import HandlerLimits, HostedLimits
 from tests.simulation.going import LIMITS, Going, only_these, played, small_chunks
 from tests.simulation.network import VirtualChannel
 from tests.simulation.village import PLAN
@@ -34,6 +35,28 @@ def channel_to(going: Going, host: Host) -> VirtualChannel:
     channels = going.village.client.process.channels
     (channel,) = [each for each in channels if each.other.process is host.process]
     return channel
+
+
+def test_chunk_put_on_a_broken_route_is_sent_after_repair() -> None:
+    """The fault comes between the answer to the only chunk in flight and the next chunk."""
+
+    async def scenario(going: Going) -> None:
+        await going.say()
+        client, victim = going.village.client.process, going.hosts[1]
+
+        def vanish(_channel: Any, message: Any, _activations: Any) -> bool:
+            if isinstance(message, wire.Output):
+                client.takes = None
+                going.village.world.network.vanish(victim.process)
+                channel_to(going, victim).end("the network is down")
+            return False
+
+        client.takes = vanish
+        assert await going.say(24) < 5
+        assert victim not in going.hosts
+
+    one_step = HandlerLimits(session=HostedLimits(inbox=InboxLimits(window_steps=1)))
+    played(scenario, limits=one_step, client=small_chunks(8))
 
 
 # Hops that stall or take long
