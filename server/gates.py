@@ -3,7 +3,7 @@
 A gate looks at a session and at the facts of one message. It returns None, or the reason why the message goes no
 further. The first reason wins, so the order is behaviour: a step that was computed before is answered again even if its
 grant has ended, and no bytes are charged to an account for a step that came too late. Gates change nothing of the
-session. `account` and `debt` charge the owner's account, `window` and `memory` take the memory of what they let pass.
+session. `account` and `debt` charge the owner's account; `window` and `memory` take memory for a message that passes.
 
 A channel has checked before: whether it may read, the frame's size, the message's fields, that the tensors fill it.
 """
@@ -25,7 +25,7 @@ from swarm.server.session import Answer, HostedSession
 
 @dataclass(slots=True)
 class Facts:
-    """One message that carries activations, and what gates measure it with. now: the loop's time, seconds.
+    """One message that carries activations, and the measures of the gates. now: the loop's time, seconds.
 
     n_bytes: of all its tensors. verdict: of the session's inbox or receiver, noted by the first gate that asks.
     """
@@ -122,7 +122,7 @@ def _repeated(session: HostedSession, facts: Facts) -> Stop | None:
 
 
 def _unread(session: HostedSession, facts: Facts) -> Stop | None:
-    """The owner and the next hop read what they were sent. Then a repeated step is answered again, and stops here."""
+    """The owner and the next hop read their messages. Then a repeated step is answered again, and stops here."""
     peers, limits = session.peers, facts.limits
     if peers.owner.unsent_bytes > limits.unread_bytes_max or (
         peers.next is not None and peers.next.unsent_bytes > limits.next_unread_bytes_max

@@ -1,4 +1,4 @@
-"""What a server does with each message.
+"""A server takes each message here.
 
 Requests are carried out or refused at once. Activations, in a step or in a piece of a past, climb one ladder:
 
@@ -65,7 +65,7 @@ class Handler:
         limits: HandlerLimits | None = None,
         gates: Gates | None = None,
     ) -> None:
-        """dialer: is given `on_message`, and makes what connects to next hops. wall_clock: seconds since 1970."""
+        """dialer: is given `on_message`, and makes the dialer of next hops. wall_clock: seconds since 1970."""
         self.steps_under_way = 0
         self.jobs_done = 0  # since the start, for all sessions
         self.gates = gates or Gates()
@@ -212,7 +212,7 @@ class Handler:
         return Toll(free_bytes=hidden.nbytes) if is_step and hidden.shape[1] == 1 else PROGRESS
 
     def _stopped(self, session: HostedSession, facts: Facts, stop: Stop) -> Toll:
-        """Do what follows from a message that did not pass a gate, and say who pays for it."""
+        """Answer a message that did not pass a gate, and return the toll with its payer."""
         message = facts.message
         step = message.step if isinstance(message, Step) else None
         if isinstance(stop, Stray):
@@ -242,7 +242,7 @@ class Handler:
             self._outcomes.follow(session, facts, result)
 
     def _on_word_from_next(self, channel: Channel, message: Rebuilt | Refused | Failed) -> Toll:
-        """Take how much of the past the next hops have, or what the next one could not tell the client itself."""
+        """Take the progress of a past at the next hops, or a refusal that the next hop could not send to the client."""
         session = self.sessions.get(message.session)
         if session is None or session.peers.next is not channel or message.epoch != session.seat.epoch:
             return IDLE

@@ -1,4 +1,4 @@
-"""What a session holds of its server's memory. Nothing else touches the pools.
+"""A session's share of its server's memory. Nothing else touches the pools.
 
     lease     unit     taken                           given back
     cache     tokens   when a step is accepted         after a rollback was computed; at the end
@@ -21,7 +21,7 @@ from swarm.server.refusals import Declined
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One server's pools. cache: tokens, which cost what `prices` says; the others are bytes of host memory."""
+    """One server's pools. cache: tokens, at the cost of `prices`; the others are bytes of host memory."""
 
     cache: Pool
     prices: Prices
@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def used(self) -> int:
-        """The sum of what all sessions hold, of whatever unit: 0 if none is left."""
+        """The sum over all sessions and units: 0 if no session is left."""
         return sum(pool.used for pool in (self.cache, self.inputs, self.windows, self.outputs, self.journals))
 
 
@@ -130,7 +130,7 @@ class Holdings:
         self._window_used = 0
 
     def end(self) -> None:
-        """Give back all but what the compute thread still has, which `came_back` will."""
+        """Give back all but the memory that the compute thread still has, which `came_back` will."""
         self.end_window()
         self._outputs.resize(0)
         self._journal.resize(0)

@@ -1,4 +1,4 @@
-"""What peers may cost a server, as values: each is passed to what it bounds, and a test passes another one.
+"""Bounds on the load of peers, as values: each is passed to the part that it bounds, and a test passes another one.
 
 Where several peers bring a pool or a bucket to its bound, each is held to its share (`pool`, `accounts`).
 """
@@ -39,7 +39,7 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class AccountLimits:
-    """Bounds on what peers use per second. Each bucket refuses what is too much and says when to come back."""
+    """Bounds on the use of peers per second. Each bucket refuses the excess and says when to come back."""
 
     steps_per_s: float = limit(2000.0, "steps/s", "of one owner, pieces of a past included")
     steps_burst: float = limit(4000.0, "steps", "of them at once")
@@ -66,7 +66,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class HandlerLimits:
-    """All bounds on what peers ask of a server."""
+    """All bounds on the requests of peers."""
 
     session: HostedLimits = field(default_factory=HostedLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)

@@ -1,4 +1,4 @@
-"""What follows from the output of a step, or of a piece of a past: it is kept, and goes on."""
+"""Outputs of steps and of pieces of a past: each is kept, and goes on."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ _log = structlog.get_logger("swarm.server")
 
 
 class Outcomes:
-    """Takes what the compute thread returns. Lives in the event loop."""
+    """Takes the results of the compute thread. Lives in the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, registry: Registry, replays: Replays) -> None:
         self._loop = loop
@@ -28,7 +28,7 @@ class Outcomes:
         self._replays = replays
 
     def follow(self, session: HostedSession, facts: Facts, result: Tensor | Exception) -> None:
-        """Do what follows from a result that still counts."""
+        """Take a result that still counts."""
         message = facts.message
         if isinstance(message, Rebuild):
             session.receiver.computed()

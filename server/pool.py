@@ -5,7 +5,7 @@ Transactions on Networking 6(2), 1998). A peer that is alone gets most of a pool
 one finds room.
 
 The unit of the KV pool is a token: one row's one position in all blocks of the span. Memory is taken, and charged, in
-pages when positions arrive, whatever a session was opened for. Rollbacks and the end give it back. Layers with a
+pages when positions arrive, not when a session opens. Rollbacks and the end give it back. Layers with a
 sliding window stop costing when their window is full; recurrent states cost the same from the first position on, like a
 slot. Other pools count bytes: of activations that wait, of outputs that are kept.
 """
@@ -18,10 +18,10 @@ PEER_FACTOR = 8  # the ratio in the formula above: 8/9 of a pool for one peer, w
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a span's cache costs.
+    """The cost of a span's cache.
 
     token_bytes: of one row's one position in all layers. windows: for each length of sliding windows, which share of
-    that is theirs. slot_tokens: what a row costs besides, from its first position on. page: positions that memory is
+    that is theirs. slot_tokens: the cost of a row besides, from its first position on. page: positions that memory is
     taken for at a time.
     """
 

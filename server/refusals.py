@@ -1,4 +1,4 @@
-"""What a server answers when it does not do what it is asked, and how it sends."""
+"""Refusals of a server as values, and the way it sends messages."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class Declined:
 
 
 def send(channel: Channel, message: Message, activations: Activations | None = None) -> None:
-    """Send, unless the channel has just ended: then the callback of its end does what follows from that."""
+    """Send, unless the channel has just ended: then the callback of its end takes over."""
     try:
         channel.send(message, activations)
     except ChannelClosed as error:

@@ -111,7 +111,7 @@ class HostedSession:
         return Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
 
     def answer(self, step: Step, output: Activations, took_s: float) -> Answer:
-        """Return what follows from a step: the same step with new activations, or at the end what the client wants."""
+        """Return the message that a step leads to: the same with new activations, or the output for the client."""
         if not isinstance(self.seat.next, Client):
             left_ms = max(0, step.budget_ms - int(took_s * 1000))
             return Answer(step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output.hidden)}), output)
@@ -175,7 +175,7 @@ class HostedSession:
         self.rows = self.length = 0
 
     def end(self) -> None:
-        """End it, and give back what it holds: all but what the compute thread still has."""
+        """End it, and give back its memory: all but the part that the compute thread still has."""
         self.tenure.over = True
         self.history.begin_epoch()
         self.history.drop()

@@ -1,4 +1,4 @@
-"""What a session is opened for, and the planner that finds hops for it."""
+"""The purpose of a session, and the planner that finds hops for it."""
 
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ fresh: from the directory as it is now, not as it was read lately. Raises NoRout
 
 @dataclass(frozen=True, slots=True)
 class SessionPlan:
-    """What a session is opened for.
+    """The purpose of a session.
 
     positions_max: the longest that it may get. rollback_max: the most positions that one step takes back.
     wait_for_blocks_s: how long it waits for a holder of blocks that no server announces. batch, positions_soon: rows,
@@ -38,5 +38,5 @@ class SessionPlan:
         return replace(self, batch=rows, positions_soon=soon)
 
     def terms(self, batch: int, positions_soon: int) -> Terms:
-        """Return what an Open says of the session, with room for so many rows and positions."""
+        """Return the terms of an Open, with room for so many rows and positions."""
         return Terms(self.root, self.positions_max, self.rollback_max, batch, positions_soon)

@@ -1,4 +1,4 @@
-"""What a session does when its route does not stand, and when a hop refuses a step.
+"""The decisions of a session whose route does not stand, or whose step a hop refuses.
 
 Pure: a case goes in, an action comes out.
 
@@ -95,8 +95,8 @@ class Case:
 
     is_new: no step was answered yet. crowded: the client's other new sessions ask full hops. has_turn: to ask them.
     without: processes that failed or declined since the last wait. last: the last fault. busy: a hop that has all of
-    the past, and takes no new neighbours for a moment. nobody: why the last attempt found no route. cut_off: no peer
-    can be reached, so nothing is held against any; cut_off_at: the last time that it was so.
+    the past, and takes no new neighbours for a moment. no_route: the error of an attempt that found no holder. cut_off:
+    no peer can be reached, so nothing is held against any; cut_off_at: the last time that it was so.
     """
 
     patience: Patience
@@ -106,7 +106,7 @@ class Case:
     without: frozenset[str] = frozenset()
     last: Fault | None = None
     busy: Refused | None = None
-    nobody: NoRoute | None = None
+    no_route: NoRoute | None = None
     waits: int = 0
     cut_off: bool = False
     cut_off_at: float = 0.0
@@ -120,12 +120,12 @@ class Case:
         return replace(self, last=fault, without=self.without | more)
 
     def seen(self, *, cut_off: bool, now: float) -> "Case":
-        """Return the case with what is known of the client's own connection."""
+        """Return the case with the state of the client's own connection."""
         return replace(self, cut_off=cut_off, cut_off_at=now if cut_off else self.cut_off_at)
 
-    def stuck(self, nobody: NoRoute) -> "Case":
+    def stuck(self, no_route: NoRoute) -> "Case":
         """Return the case when an attempt has found no holder."""
-        return replace(self, nobody=nobody)
+        return replace(self, no_route=no_route)
 
     def forgiven(self) -> "Case":
         """Return the case when the client has its connection back: its faults said nothing about hops."""
@@ -136,22 +136,22 @@ class Case:
         match action:
             case Queue():
                 return replace(self, crowded=False, has_turn=True)
-            case Wait() if self.nobody is None:
+            case Wait() if self.no_route is None:
                 return replace(self, busy=None)
             case Wait(for_room=True):
-                return replace(self, without=frozenset(), nobody=None)
+                return replace(self, without=frozenset(), no_route=None)
             case Wait():
-                return replace(self, without=frozenset(), nobody=None, waits=min(self.waits + 1, _WAITS_COUNTED))
+                return replace(self, without=frozenset(), no_route=None, waits=min(self.waits + 1, _WAITS_COUNTED))
         return self
 
 
 def decide(case: Case, now: float, limits: RecoveryLimits) -> Action:
-    """Say what to do next; see the rules above."""
+    """Return the next action; see the rules above."""
     if case.is_new and case.crowded and not case.has_turn:
         return Queue(None)
     if case.busy is not None:
         return _wait_for_room(case, case.busy, now, limits)
-    if case.nobody is None:
+    if case.no_route is None:
         return Attempt(case.without, ask_only=case.cut_off)
     if isinstance(case.last, Refused) and case.last.retry_after_s is not None:
         if case.is_new and not case.has_turn:
@@ -162,7 +162,7 @@ def decide(case: Case, now: float, limits: RecoveryLimits) -> Action:
     holders_s = max(case.patience.holders_s, limits.holders_s if asked else 0.0)
     if now - max(case.patience.began, case.cut_off_at) < holders_s:
         return Wait(min(limits.wait_most_s, limits.wait_first_s * 2.0**case.waits))
-    return Fail(_error(case, case.nobody))
+    return Fail(_error(case, case.no_route))
 
 
 def _wait_for_room(case: Case, full: Refused, now: float, limits: RecoveryLimits) -> Wait | Fail:
@@ -173,17 +173,17 @@ def _wait_for_room(case: Case, full: Refused, now: float, limits: RecoveryLimits
     for_s = min(limits.wait_most_s, max(limits.ask_s, full.retry_after_s or 0.0))
     if now + for_s >= case.patience.deadline:
         return Fail(full)
-    new_and_refused = case.is_new and case.nobody is not None
+    new_and_refused = case.is_new and case.no_route is not None
     give_back = new_and_refused or case.patience.gives_back(full, now)
     return Wait(for_s, give_back=give_back, for_room=True)
 
 
-def _error(case: Case, nobody: NoRoute) -> SwarmError:
+def _error(case: Case, no_route: NoRoute) -> SwarmError:
     if case.last is None:
-        return nobody
+        return no_route
     if not case.is_new:
-        return NoRoute(nobody.model, nobody.missing, f"nobody can take over: {nobody.why} ({case.last})")
-    return nobody if isinstance(case.last, EdgeDown) else case.last
+        return NoRoute(no_route.model, no_route.missing, f"no server can take over: {no_route.why} ({case.last})")
+    return no_route if isinstance(case.last, EdgeDown) else case.last
 
 
 def _is_busy_with_past(fault: Fault, has_past: bool, limits: RecoveryLimits) -> bool:
@@ -193,7 +193,7 @@ def _is_busy_with_past(fault: Fault, has_past: bool, limits: RecoveryLimits) -> 
     return has_past and (fault.retry_after_s or 0.0) <= limits.held_s
 
 
-# Who is to blame
+# Blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Block:
 def blame(
     fault: Fault, process: str, *, has_past: bool, was_reconnected: bool, limits: RecoveryLimits
 ) -> Avoid | Defer | Block | None:
-    """Say what all sessions of this client are to know of a fault; None if nothing.
+    """Return the lesson of a fault for all sessions of this client; None if there is none.
 
     was_reconnected: the edge has broken before, and no step was answered since.
     """
@@ -281,7 +281,7 @@ class RefusedStep:
 def after_refusal(
     step: RefusedStep, refused: Refused, process: str, now: float, limits: RecoveryLimits
 ) -> Renew | MoveAway | Wait | Fail:
-    """Say what follows when a hop, run by `process`, refuses a step.
+    """Return the action after a hop, run by `process`, has refused a step.
 
     its grant is over, the first time                       -> Renew
     `too_late`, shortly before the step's deadline          -> Fail; earlier it is not believed

@@ -100,17 +100,17 @@ class Restorer:
             case = await self._act(action, case, turn)
         try:
             await self._attempt(action.without, ask_only=action.ask_only)
-        except NoRoute as nobody:
-            case = await self._without_holders(case, nobody, turn)
+        except NoRoute as no_route:
+            case = await self._without_holders(case, no_route, turn)
         if case.cut_off and not avoidance.cut_off:  # then the faults say nothing about hops
             self._circuit.regained()
             case = case.forgiven()
         return case
 
-    async def _without_holders(self, case: Case, nobody: NoRoute, turn: "_Turn") -> Case:
+    async def _without_holders(self, case: Case, no_route: NoRoute, turn: "_Turn") -> Case:
         """Wait until another attempt may find a route. Raises what the session ends with."""
-        case = case.stuck(nobody)
-        while case.nobody is not None:
+        case = case.stuck(no_route)
+        while case.no_route is not None:
             action = recovery.decide(case, self._loop.time(), self._shared.limits.recovery)
             assert not isinstance(action, recovery.Attempt)
             case = await self._act(action, case, turn)

@@ -53,7 +53,7 @@ class Session:
         self._plan = plan
         self._shared = shared
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when it is closed
-        self._error: SwarmError | None = None  # what the session has ended with
+        self._error: SwarmError | None = None  # the reason for the session's end
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
         self._steps = Steps(self._circuit, shared.limits)
@@ -194,7 +194,7 @@ class Session:
             self._steps.resend()
 
     async def _after_refusal(self, step: RefusedStep, refused: Refused, deadline: float) -> RefusedStep:
-        """Do what follows from a refused step, until it may be sent again. Raises the refusal if it may not."""
+        """Act on a refused step until it may be sent again. Raises the refusal if it may not."""
         process = self._circuit.layout.process_of(refused.peer)
         while True:
             action = after_refusal(step, refused, process, _now(), self._shared.limits.recovery)
@@ -230,7 +230,7 @@ class Session:
         return front.peer_id, str(front.blocks)
 
     def _late(self) -> HopFailed | NoRoute:
-        """Say what opening waits for."""
+        """Return the reason why opening is late."""
         layout = self._circuit.layout
         if not layout.legs:
             return NoRoute(self._plan.root, tuple(self._restorer.blocks), "none was found in time")

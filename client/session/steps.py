@@ -1,7 +1,7 @@
-"""The steps of one session on the client's side: what is in flight, what was sent, and the tasks that await answers.
+"""The steps of one session on the client's side: those in flight, the journal, and the tasks that await answers.
 
-The outbox decides what is sent and when (swarm.protocol.outbox), the journal keeps the embeddings for a replay: the
-client is hop 0. This file joins both to asyncio and to the circuit's first leg.
+The outbox decides which steps are sent, and when (swarm.protocol.outbox). The journal keeps the embeddings for a
+replay: the client is hop 0. This file joins both to asyncio and to the circuit's first leg.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Outcome = Answer | Exception | Dropped
 
 
 class Steps:
-    """One session's steps. Its methods send what has become due."""
+    """One session's steps. Its methods send all that is due."""
 
     def __init__(self, circuit: Circuit, limits: SessionLimits) -> None:
         self.window = 1  # steps that may be in flight, on the route that stood last

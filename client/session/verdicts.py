@@ -1,4 +1,4 @@
-"""What a session concludes from a message, or from a connection's end. Pure: `judge(fact, view) -> Verdict | None`.
+"""The conclusions of a session from a message, or from a connection's end. Pure: `judge(fact, view) -> Verdict | None`.
 
     a hop cannot reach the next one                            -> EdgeDown, the fault of neither; if the client relays
                                                                   that edge, the hop itself has failed
@@ -13,7 +13,7 @@
     the last hop answers with a wrong shape or no numbers      -> HopFailed
     a hop hands the client wrong activations to relay          -> HopFailed
 
-All other refusals follow from what happened before: they are dropped.
+All other refusals are consequences of earlier events: they are dropped.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a session knows when a fact about hop `index` comes.
+    """The knowledge of a session when a fact about hop `index` comes.
 
     stands: steps can travel. is_idle: it has had no step for long. step_waits: the fact is about a step in flight that
     has no outcome.
@@ -67,7 +67,7 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class RefuseReplies:
-    """The hop declines what an attempt has asked of it."""
+    """The hop declines the request of an attempt."""
 
     error: Refused
 
@@ -85,7 +85,7 @@ Verdict: TypeAlias = Fault | LetGo | RefuseReplies | RefuseStep
 
 
 def judge(fact: Fact, view: View) -> Verdict | None:
-    """Say what follows from a fact; None if nothing."""
+    """Return the consequence of a fact; None if there is none."""
     leg = view.leg
     match fact:
         case Ended(why):
@@ -97,7 +97,7 @@ def judge(fact: Fact, view: View) -> Verdict | None:
             return LetGo() if view.is_idle else leg.broken(fact.why)
         case wire.Refused(code="bad_activations") if view.index > 0:
             if view.index - 1 in view.layout.relayed:
-                return leg.broken(f"it refuses what is in good order: {fact.why}")
+                return leg.broken(f"it refuses sound activations: {fact.why}")
             return EdgeDown(view.layout.edge(view.index - 1), fact.why, blocked=False)
         case wire.Refused(step=None):
             return _judge_refused_session(fact, view)
@@ -116,18 +116,18 @@ def _judge_refused_session(fact: wire.Refused, view: View) -> Verdict | None:
 
 
 def wrong_output(ticket: Ticket, activations: Activations | None) -> str | None:
-    """Say what is wrong with the answer to a step; None if it is sound."""
+    """Return the fault of an answer to a step; None if it is sound."""
     due = ticket.answer_shape
     got = None if activations is None else tuple(activations.hidden.shape)
     if got != due:
         return f"it answered {got} where {due} is due"
     if activations is not None and not is_sound(activations.hidden):
-        return "it answered what is of the wrong type, infinite or no numbers"
+        return "its answer is of the wrong type, infinite or no numbers"
     return None
 
 
 def wrong_relay(activations: Activations, ticket: Ticket | None) -> str | None:
-    """Say what is wrong with activations that a hop hands to the client to relay; None if they are sound.
+    """Return the fault of activations that a hop hands to the client to relay; None if they are sound.
 
     ticket: of the step that they belong to; None for a piece of the past.
     """
@@ -138,7 +138,7 @@ def wrong_relay(activations: Activations, ticket: Ticket | None) -> str | None:
 
 
 def is_sound(hidden: Tensor) -> bool:
-    """Whether activations are numbers to go on with, whatever their shape."""
+    """Whether activations are numbers to go on with, of any shape."""
     return hidden.dtype.is_floating_point and is_finite(hidden)
 
 

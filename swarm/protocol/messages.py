@@ -4,8 +4,8 @@ A message is a JSON header and, for two kinds, tensors behind it. `encode` and `
 
     client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
     hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
-    along the route        Step (activations in), Output (what the client asked to have back), Rebuild (a replay)
-    back along it          Rebuilt (to whoever sends the past)
+    along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
+    back along it          Rebuilt (to the sender of the past)
 """
 
 from typing import Annotated, Literal
@@ -50,9 +50,9 @@ RefusalCode = Literal[
     "not_yours",  # the session belongs to another key, or expects its activations from another peer
     "grant_over",  # its owner allowed it for less time, or for fewer tokens
     "out_of_order",  # a step before this one is missing
-    "bad_activations",  # what came is of no shape or type that activations have, infinite or no numbers
+    "bad_activations",  # their shape or type is wrong, or they are infinite or no numbers
     "too_late",  # the client's patience ended before the step began
-    "bad_request",  # what it asks cannot be done, or makes no numbers
+    "bad_request",  # the request is impossible, or makes no numbers
 ]
 
 
@@ -86,7 +86,7 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """Answers a Ping, or is a sign of life that nobody has asked for: with nonce 0, which none of our Pings has."""
+    """Answers a Ping, or is a keepalive without a Ping: with nonce 0, which no Ping has."""
 
     kind: Literal["pong"] = "pong"
     nonce: Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -100,10 +100,10 @@ class Open(Message):
     previous: the only peer whose activations count; None for the client itself.
     next_record: the signed announcement (base64) of the only peer that gets the outputs; None for the client itself.
     relay: the client gets them, and hands them on to the next hop, which this one cannot reach; no next_record then.
-    after_step: the session is behind this step already. rebuild: what it was until then comes by Rebuild messages, and
+    after_step: the session is behind this step already. rebuild: its past until then comes by Rebuild messages, and
     steps wait until it is complete.
-    lifetime_s, tokens_max: nobody pushes into the session later than that, or more than so many tokens of all rows
-    together, what is rebuilt included. Every Reroute grants anew.
+    lifetime_s, tokens_max: no hop pushes into the session later than that, or more than so many tokens of all rows
+    together, rebuilt ones included. Every Reroute grants anew.
     """
 
     kind: Literal["open"] = "open"
@@ -192,7 +192,7 @@ class Rebuild(Message):
 class Rebuilt(Message):
     """The first `stop` positions of a session's past are there again, so that more may come.
 
-    To whoever sends the past: at all hops that it is on its way to. To the owner, when they are all: at this one.
+    To the sender of the past: at all hops that it is on its way to. To the owner, when they are all: at this one.
     """
 
     kind: Literal["rebuilt"] = "rebuilt"
@@ -210,12 +210,12 @@ class Inquiry(Message):
 
 
 class Progress(Message):
-    """How far a session is at one hop: whether it is alive, at work, or waits for what does not come.
+    """How far a session is at one hop: whether it is alive, at work, or waits in vain.
 
     applied: the last step that was computed and sent on. length: positions, those under way included.
     under_way: steps and pieces of the past that wait for the processor or have it.
-    jobs_done: how much the hop has computed for anybody since it started; while it rises, a busy hop is a healthy one.
-    quiet_ms: for how long no byte has come from whoever sends this session's activations.
+    jobs_done: jobs that the hop has computed since it started; while it rises, a busy hop is a healthy one.
+    quiet_ms: for how long no byte has come from the sender of this session's activations.
     """
 
     kind: Literal["progress"] = "progress"
@@ -241,7 +241,7 @@ class Step(Message):
 
     keep: positions that stay; a smaller number than there are is a rollback.
     rows: before the step, row i of the batch becomes the former row rows[i] (reorder, repeat, select).
-    budget_ms: what is left of the client's patience.
+    budget_ms: the rest of the step's time, for the client's deadline.
     want: how many trailing positions the client wants back from the last hop.
     positions: the tokens' position ids, where they are not keep, keep + 1, ...
     mask: the new columns of the 2-D attention mask, where they are not all ones.

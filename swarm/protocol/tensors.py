@@ -1,6 +1,6 @@
 """A bounded codec for tensors: everything is checked before a byte is interpreted, and nothing is copied to read it.
 
-torch is imported where a tensor is touched, and not before: whoever only shakes hands and pings needs no 300 MB for it.
+torch is imported where a tensor is touched, and not before: a process that only shakes hands and pings does without.
 """
 
 import math
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TENSOR_BYTES_MAX = 64 * 1024 * 1024
-CHUNK_BYTES = 1 << 20  # what is long travels in messages of about so much, so that others are not kept waiting
+CHUNK_BYTES = 1 << 20  # long tensors travel in messages of about so much, so that other messages need not wait
 RANK_MAX = 3
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "uint8": 1}  # the dtypes that travel
 
 
 class TensorMeta(BaseModel):
-    """What a tensor's bytes mean. Row-major, little-endian."""
+    """The meaning of a tensor's bytes. Row-major, little-endian."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -44,7 +44,7 @@ def meta_of(tensor: "Tensor") -> TensorMeta:
 
 
 class Metas(NamedTuple):
-    """What describes activations: the fields that messages with activations share."""
+    """The description of activations: the fields that messages with activations share."""
 
     hidden: TensorMeta
     positions: TensorMeta | None

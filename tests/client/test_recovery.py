@@ -59,64 +59,64 @@ DECISIONS = {
         Wait(LIMITS.ask_s, for_room=True),
     ),
     "busy with the past, a new session: hold on": (case(is_new=True, busy=refused("busy")), Wait(1.0, for_room=True)),
-    "no holder, full: wait, holding on": (case(nobody=NOBODY, last=refused()), Wait(1.0, for_room=True)),
+    "no holder, full: wait, holding on": (case(no_route=NOBODY, last=refused()), Wait(1.0, for_room=True)),
     "no holder, full soon again: wait the least": (
-        case(nobody=NOBODY, last=refused(retry_after_s=0.1)),
+        case(no_route=NOBODY, last=refused(retry_after_s=0.1)),
         Wait(LIMITS.ask_s, for_room=True),
     ),
     "no holder, full, held long: give back": (
-        case(nobody=NOBODY, last=refused(), patience=Patience(BEGAN - 8.0, DEADLINE, 0.0, 7.0)),
+        case(no_route=NOBODY, last=refused(), patience=Patience(BEGAN - 8.0, DEADLINE, 0.0, 7.0)),
         Wait(1.0, give_back=True, for_room=True),
     ),
     "no holder, busy, held long: hold on": (
-        case(nobody=NOBODY, last=refused("busy"), patience=Patience(BEGAN - 8.0, DEADLINE, 0.0, 7.0)),
+        case(no_route=NOBODY, last=refused("busy"), patience=Patience(BEGAN - 8.0, DEADLINE, 0.0, 7.0)),
         Wait(1.0, for_room=True),
     ),
-    "no holder, full, new: queue": (case(is_new=True, nobody=NOBODY, last=refused()), Queue(refused())),
+    "no holder, full, new: queue": (case(is_new=True, no_route=NOBODY, last=refused()), Queue(refused())),
     "no holder, full, new, with its turn: hold nothing": (
-        case(is_new=True, has_turn=True, nobody=NOBODY, last=refused()),
+        case(is_new=True, has_turn=True, no_route=NOBODY, last=refused()),
         Wait(1.0, give_back=True, for_room=True),
     ),
     "no holder, full, the deadline is near: its refusal": (
-        case(nobody=NOBODY, last=refused(), patience=Patience(BEGAN, BEGAN + 1.0, 60.0, 7.0)),
+        case(no_route=NOBODY, last=refused(), patience=Patience(BEGAN, BEGAN + 1.0, 60.0, 7.0)),
         Fail(refused()),
     ),
     "no holder, a hop leaves: no holder": (
-        case(nobody=NOBODY, last=refused("draining", None)),
-        Fail(NoRoute("model", (4, 5), f"nobody can take over: {NOBODY.why} ({refused('draining', None)})")),
+        case(no_route=NOBODY, last=refused("draining", None)),
+        Fail(NoRoute("model", (4, 5), f"no server can take over: {NOBODY.why} ({refused('draining', None)})")),
     ),
     "no holder, some failed: ask them again": (
-        case(nobody=NOBODY, last=BROKEN, without=frozenset("a")),
+        case(no_route=NOBODY, last=BROKEN, without=frozenset("a")),
         Wait(PAUSE_S),
     ),
-    "no holder, the user is patient: wait": (case(nobody=NOBODY, patience=PATIENT), Wait(PAUSE_S)),
+    "no holder, the user is patient: wait": (case(no_route=NOBODY, patience=PATIENT), Wait(PAUSE_S)),
     "no holder, the third time: wait longer": (
-        case(nobody=NOBODY, patience=PATIENT, waits=2),
+        case(no_route=NOBODY, patience=PATIENT, waits=2),
         Wait(4 * PAUSE_S),
     ),
     "no holder, the hundredth time: wait the most": (
-        case(nobody=NOBODY, patience=PATIENT, waits=16),
+        case(no_route=NOBODY, patience=PATIENT, waits=16),
         Wait(LIMITS.wait_most_s),
     ),
     "no holder, was cut off lately: ask again": (
-        case(nobody=NOBODY, last=BROKEN, cut_off_at=BEGAN - 1.0, patience=Patience(BEGAN - 99.0, DEADLINE, 0.0, 7.0)),
+        case(no_route=NOBODY, last=BROKEN, cut_off_at=BEGAN - 1.0, patience=Patience(BEGAN - 99.0, DEADLINE, 0.0, 7.0)),
         Wait(PAUSE_S),
     ),
     "no holder, asked for long: no holder can take over": (
         case(
-            nobody=NOBODY,
+            no_route=NOBODY,
             last=BROKEN,
             without=frozenset("a"),
             patience=Patience(BEGAN - LIMITS.holders_s - 1.0, DEADLINE, 0.0, 7.0),
         ),
-        Fail(NoRoute("model", (4, 5), f"nobody can take over: {NOBODY.why} ({BROKEN})")),
+        Fail(NoRoute("model", (4, 5), f"no server can take over: {NOBODY.why} ({BROKEN})")),
     ),
-    "no holder, no fault: no route": (case(nobody=NOBODY), Fail(NOBODY)),
+    "no holder, no fault: no route": (case(no_route=NOBODY), Fail(NOBODY)),
     "no holder, new, a fault: the fault of the only holder": (
-        case(is_new=True, nobody=NOBODY, last=BROKEN),
+        case(is_new=True, no_route=NOBODY, last=BROKEN),
         Fail(BROKEN),
     ),
-    "no holder, new, an edge: no route": (case(is_new=True, nobody=NOBODY, last=EDGE), Fail(NOBODY)),
+    "no holder, new, an edge: no route": (case(is_new=True, no_route=NOBODY, last=EDGE), Fail(NOBODY)),
 }
 
 
@@ -135,7 +135,7 @@ def test_each_case_has_its_action(name):
 
 
 def test_a_wait_for_blocks_may_have_any_number_of_pauses():
-    given = case(nobody=NOBODY, patience=PATIENT)
+    given = case(no_route=NOBODY, patience=PATIENT)
     for _ in range(1200):  # 2.0 ** 1200 would be no number
         action = decide(given, BEGAN, LIMITS)
         given = given.done(action).stuck(NOBODY)
@@ -143,13 +143,13 @@ def test_a_wait_for_blocks_may_have_any_number_of_pauses():
 
 
 def test_a_wait_ends_before_the_deadline_or_fails():
-    full = case(nobody=NOBODY, last=refused())
+    full = case(no_route=NOBODY, last=refused())
     assert isinstance(decide(full, DEADLINE - 1.01, LIMITS), Wait)
     assert isinstance(decide(full, DEADLINE - 1.0, LIMITS), Fail)
 
 
 def test_patience_counts_from_when_the_connection_was_back():
-    back = case(nobody=NOBODY, without=frozenset("a"), cut_off_at=BEGAN + 50.0)
+    back = case(no_route=NOBODY, without=frozenset("a"), cut_off_at=BEGAN + 50.0)
     assert isinstance(decide(back, BEGAN + 50.0 + LIMITS.holders_s - 0.1, LIMITS), Wait)
     assert isinstance(decide(back, BEGAN + 50.0 + LIMITS.holders_s + 0.1, LIMITS), Fail)
 
@@ -163,12 +163,12 @@ def test_faults_add_up_until_the_next_wait_for_a_holder():
     assert given.without == {"a", "b"}
     assert given.last.peer == "b"
     stuck = given.stuck(NOBODY)
-    assert stuck.done(Wait(1.0, for_room=True)) == replace(stuck, without=frozenset(), nobody=None)
-    assert stuck.done(Wait(1.0)) == replace(stuck, without=frozenset(), nobody=None, waits=1)
+    assert stuck.done(Wait(1.0, for_room=True)) == replace(stuck, without=frozenset(), no_route=None)
+    assert stuck.done(Wait(1.0)) == replace(stuck, without=frozenset(), no_route=None, waits=1)
 
 
 def test_waits_may_be_as_many_as_the_user_is_patient():
-    given = case(nobody=NOBODY, patience=Patience(BEGAN, DEADLINE, holders_s=1e9, room_s=7.0))
+    given = case(no_route=NOBODY, patience=Patience(BEGAN, DEADLINE, holders_s=1e9, room_s=7.0))
     for number in range(3000):
         action = decide(given, BEGAN + number, LIMITS)
         given = given.done(action).stuck(NOBODY)

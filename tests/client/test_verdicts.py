@@ -100,7 +100,7 @@ ROWS = {
         refused("bad_activations", step=3),
         MIDDLE,
         {"relayed": {FIRST}, "step_waits": True},
-        hop_failed(MIDDLE, "it refuses what is in good order: full"),
+        hop_failed(MIDDLE, "it refuses sound activations: full"),
     ),
     "it calls activations bad, and another edge is relayed": (
         refused("bad_activations", step=3),
@@ -190,9 +190,9 @@ OUTPUTS = {
     "nothing": (put(), None, "it answered None where (1, 2, 4) is due"),
     "more than wanted": (put(), answer(1, 5, 4), "it answered (1, 5, 4) where (1, 2, 4) is due"),
     "something, and nothing was wanted": (put(want=0), answer(1, 2, 4), "it answered (1, 2, 4) where None is due"),
-    "no numbers": (put(), answer(1, 2, 4, fill=float("nan")), "it answered what is of the wrong type"),
-    "infinite ones": (put(), answer(1, 2, 4, fill=float("inf")), "it answered what is of the wrong type"),
-    "integers": (put(), answer(1, 2, 4, dtype=torch.int64, fill=1), "it answered what is of the wrong type"),
+    "no numbers": (put(), answer(1, 2, 4, fill=float("nan")), "its answer is of the wrong type"),
+    "infinite ones": (put(), answer(1, 2, 4, fill=float("inf")), "its answer is of the wrong type"),
+    "integers": (put(), answer(1, 2, 4, dtype=torch.int64, fill=1), "its answer is of the wrong type"),
 }
 
 
