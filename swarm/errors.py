@@ -9,6 +9,7 @@
     │   ├── PromptTooLong        more positions than the model or the session allows
     │   ├── AddressInUse         a port that another process listens on
     │   ├── IdentityInUse        another process holds the same identity file
+    │   ├── BadRequest           a field of an HTTP request that cannot be answered
     │   └── BadConfiguration     a setting, a file or an environment variable
     ├── CheckpointError
     │   ├── ChecksumMismatch     a file differs from its manifest
@@ -124,6 +125,16 @@ class IdentityInUse(UsageError):
 
     says: ClassVar[str] = "another process uses the identity {path}; stop it, or pass --identity with another file"
     path: str
+
+
+@dataclass(eq=False)
+class BadRequest(UsageError):
+    """A field of a request to the gateway that cannot be answered. code: of the dialect's error, where it has one."""
+
+    says: ClassVar[str] = "{field}: {why}"
+    field: str
+    why: str
+    code: str | None = None
 
 
 @dataclass(eq=False)

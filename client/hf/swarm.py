@@ -1,8 +1,8 @@
 """A client's membership for threads that block: its event loop runs in a thread of its own."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -66,15 +66,8 @@ class Swarm:
         self._options = options
         self._latest: Session | None = None
         name = str(dtype).removeprefix("torch.")
-        joining = joined(
-            Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, name),
-            join,
-            identity,
-            network=options.network,
-            access=options.access,
-            preferences=options.preferences,
-            limits=options.limits,
-        )
+        wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, name)
+        joining = _joined(wanted, join, identity, options)
         self._loop = LoopThread()
         try:
             self.membership, self._life = self._loop.run(_entered(joining))
@@ -119,6 +112,13 @@ class Swarm:
     async def _leave(self) -> None:
         self._life.cancel()
         await asyncio.wait({self._life})
+
+
+@asynccontextmanager
+async def _joined(wanted: Wanted, join: Join, identity: Identity, options: ClientOptions) -> AsyncIterator[Membership]:
+    joining = joined(join, identity, network=options.network, access=options.access, limits=options.limits)
+    async with joining as member, member.of(wanted, options.preferences) as membership:
+        yield membership
 
 
 async def _entered(

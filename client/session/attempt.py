@@ -31,7 +31,7 @@ from swarm.errors import ChannelClosed, NetworkError, NoRoute, SessionClosed
 from swarm.net.address import dialable
 from swarm.net.endpoint import Remote
 from swarm.protocol import messages as wire
-from swarm.protocol.journal import Past
+from swarm.protocol.journal import Expansion, Past, past_bytes
 from swarm.protocol.replay import PastSender, ReplayWindow, lacking, runs
 from swarm.protocol.seat import Terms
 
@@ -79,14 +79,21 @@ class Attempt:
     """One attempt; `run` is called once. spent: seconds by phase, which it adds to."""
 
     def __init__(
-        self, circuit: Circuit, shared: Shared, finder: Finder, late: set[str], spent: defaultdict[str, float]
+        self,
+        circuit: Circuit,
+        shared: Shared,
+        finder: Finder,
+        late: set[str],
+        spent: defaultdict[str, float],
+        expansion: Expansion | None = None,
     ) -> None:
-        """late: processes that did not connect in time, in any attempt of the session's."""
+        """late: processes that did not connect in time, in any attempt of the session's. expansion: the plan's."""
         self._circuit = circuit
         self._shared = shared
         self._finder = finder
         self._late = late
         self._spent = spent
+        self._expansion = expansion
         self._limits: ConnectLimits = shared.limits.connect
         self._loop = asyncio.get_running_loop()
 
@@ -183,7 +190,8 @@ class Attempt:
         groups = runs(needy)
         sender = None
         if groups and groups[0][0] == 0:
-            sender = PastSender(session, epoch, past, groups[0][1], legs[0].past, self._shared.limits.replay)
+            limits = self._shared.limits.replay
+            sender = PastSender(session, epoch, past, groups[0][1], legs[0].past, limits, self._expansion)
         circuit.rebuilding = Rebuilding(frozenset(needy), past[-1].stop, sender)
         replies = [legs[index].expect(wire.Rebuilt) for index in sorted(needy)]
         for first, count in groups:
@@ -191,8 +199,7 @@ class Attempt:
                 legs[first - 1].send(wire.Replay(session=session, epoch=epoch, step=after_step, hops=count))
             else:
                 circuit.send_past()
-        n_bytes = sum(piece.n_bytes for piece in past)
-        windows = 1 + n_bytes // self._shared.limits.replay.window_bytes
+        windows = 1 + past_bytes(past, self._expansion) // self._shared.limits.replay.window_bytes
         rebuilt = [legs[index] for index in sorted(needy)]
         await _answered(replies, rebuilt, self._limits.rebuild_s * windows, "did not rebuild the past")
 

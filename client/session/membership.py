@@ -1,9 +1,10 @@
 """A client's place in a swarm: joins its directory, plans routes, opens sessions. For code that runs on asyncio.
 
-    async with joined(model, join, identity, network="public") as swarm:
+    async with joined(join, identity, network="public") as member, member.of(model) as swarm:
         session = await swarm.open(Blocks(0, 32), plan)
         output = await session.step(Activations(hidden), want=1)
 
+Routes through several models share the directory, the channels and the knowledge of failed peers.
 `swarm.client.hf.swarm` is the same for threads that block.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -39,17 +41,15 @@ Join = Callable[[], AbstractAsyncContextManager[Directory]]
 
 @asynccontextmanager
 async def joined(
-    model: Wanted,
     join: Join,
     identity: Identity,
     *,
     network: str,
     access: Access = EVERYBODY,
-    preferences: Preferences | None = None,
     held_bytes_max: int = 1 << 30,
     limits: SessionLimits | None = None,
-) -> "AsyncIterator[Membership]":
-    """Join the swarm of a model, and leave it at the end of the block. Raises NetworkError.
+) -> "AsyncIterator[Member]":
+    """Join a swarm, and leave it at the end of the block. Raises NetworkError.
 
     join: enters the DHT. held_bytes_max: bytes of unsent steps, and of replayed pasts, of all sessions together.
     """
@@ -57,13 +57,26 @@ async def joined(
         me = Endpoint(identity, ChannelKey(), network, access, public=directory.public)
         flow = FlowControl(ChannelLimits(FrameLimits(held_bytes_max=held_bytes_max)))
         sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me, flow=flow), limits)
-        router = Router(model, directory, sessions.avoidance, preferences)
-        async with Membership(router, sessions) as membership:
-            yield membership
+        try:
+            yield Member(directory, sessions)
+        finally:
+            await sessions.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A client that has joined: its directory, and its sessions through all models."""
+
+    directory: Directory
+    sessions: Sessions
+
+    def of(self, model: Wanted, preferences: Preferences | None = None) -> "Membership":
+        """Return the membership for one model's routes, to be entered."""
+        return Membership(Router(model, self.directory, self.sessions.avoidance, preferences), self.sessions)
 
 
 class Membership:
-    """Opens sessions along planned routes. While it is entered, it keeps the survey of the directory fresh."""
+    """Opens sessions along planned routes through one model. While it is entered, it keeps its survey fresh."""
 
     def __init__(self, router: Router, sessions: Sessions) -> None:
         self.router = router
@@ -100,7 +113,6 @@ class Membership:
     async def __aexit__(self, *_: object) -> None:
         assert self._keeping is not None
         self._keeping.cancel()
-        await self.sessions.close()
 
     async def _keep_fresh(self) -> None:
         """Read the directory again and again while sessions are open: a repair must not have to wait for the DHT."""

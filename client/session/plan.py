@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from swarm.blocks import Blocks
 from swarm.client.planning.route import Hop
 from swarm.client.session.limits import ChunkLimits
+from swarm.protocol.journal import Expansion
 from swarm.protocol.seat import Terms
 
 Planner = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
@@ -21,7 +22,8 @@ class SessionPlan:
 
     positions_max: the longest that it may get. rollback_max: the most positions that one step takes back.
     wait_for_blocks_s: how long it waits for a holder of blocks that no server announces. batch, positions_soon: rows,
-    and positions of each, that hops are to have room for at once.
+    and positions of each, that hops are to have room for at once. expansion: makes embeddings from the token ids that
+    come with each step, so that the client's journal keeps ids alone; None if it keeps embeddings.
     """
 
     root: str
@@ -31,6 +33,7 @@ class SessionPlan:
     wait_for_blocks_s: float
     batch: int = 1
     positions_soon: int = 0
+    expansion: Expansion | None = None
 
     def sized(self, rows: int, tokens: int, limits: ChunkLimits) -> "SessionPlan":
         """Return the plan of a session whose first step has so many rows of so many tokens."""

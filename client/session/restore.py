@@ -131,7 +131,7 @@ class Restorer:
 
     async def _attempt(self, without: Collection[str], *, ask_only: bool) -> None:
         """Make one attempt; faults that arise meanwhile are reported. Raises NoRoute."""
-        attempt = Attempt(self._circuit, self._shared, self._finder, self._late, self._spent)
+        attempt = Attempt(self._circuit, self._shared, self._finder, self._late, self._spent, self._plan.expansion)
         terms = self._plan.terms(self.batch, self.positions_soon)
         standing = None
         try:

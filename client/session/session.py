@@ -95,14 +95,17 @@ class Session:
         keep: int | None = None,
         rows: Sequence[int] | None = None,
         want: int | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """Send activations once around the route.
 
         Returns hidden states of the last `want` positions, [rows, want, hidden_size]; of all if None.
         keep: positions that stay, at most `length`; None for all. rows: the batch is gathered by them first.
+        ids: the token ids that the activations embed, int [rows, tokens], where the plan has an expansion.
         Raises PromptTooLong, and nothing has changed; or StepTimeout, HopFailed, NoRoute, Refused or SessionClosed, and
         the session has ended.
         """
+        assert (ids is None) == (self._plan.expansion is None), "the journal keeps ids, or embeddings"
         deadline = _now() + self._plan.step_timeout_s
         has_begun = False
         try:
@@ -114,7 +117,7 @@ class Session:
                 want = tokens if want is None else min(want, tokens)
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
-                outputs = await self._run(self._cut(activations, keep, rows, want), tokens, deadline)
+                outputs = await self._run(self._cut(activations, keep, rows, want, ids), tokens, deadline)
         except TimeoutError:
             error = StepTimeout(*self._awaited(), self._plan.step_timeout_s)
             if has_begun:  # else it has waited for another step to end
@@ -144,13 +147,15 @@ class Session:
 
     # A step
 
-    def _cut(self, activations: Activations, keep: int, rows: Sequence[int] | None, want: int) -> Iterator[Chunk]:
+    def _cut(
+        self, activations: Activations, keep: int, rows: Sequence[int] | None, want: int, ids: Tensor | None
+    ) -> Iterator[Chunk]:
         limits = self._shared.limits.chunks
         soon = keep + activations.tokens + limits.positions_to_come
         self._restorer.batch = activations.rows
         self._restorer.positions_soon = min(soon, self._plan.positions_max)
         rate = self._circuit.layout.prefill_tps if activations.tokens > 1 else None
-        return cut(activations, keep=keep, rows=rows, want=want, tokens_per_s=rate, limits=limits)
+        return cut(activations, keep=keep, rows=rows, want=want, tokens_per_s=rate, limits=limits, ids=ids)
 
     async def _run(self, chunks: Iterator[Chunk], tokens: int, deadline: float) -> list[Tensor]:
         """Send chunks, at most a window of them in flight, and collect the wanted positions of each."""

@@ -31,7 +31,7 @@ class Sessions:
         """new_id: names a session, with 32 hex digits (`swarm.protocol.naming`). dialer_of: makes the dialer, whose
         channels hand their messages to these sessions.
         """
-        limits = limits or SessionLimits()
+        self.limits = limits = limits or SessionLimits()
         self._new_id = new_id
         self._by_id: dict[str, Session] = {}
         self._watched: set[Channel] = set()

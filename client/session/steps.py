@@ -1,7 +1,7 @@
 """The steps of one session on the client's side: those in flight, the journal, and the tasks that await answers.
 
-The outbox decides which steps are sent, and when (swarm.protocol.outbox). The journal keeps the embeddings for a
-replay: the client is hop 0. This file joins both to asyncio and to the circuit's first leg.
+The outbox decides which steps are sent, and when (swarm.protocol.outbox). The journal keeps the embeddings, or their
+token ids, for a replay: the client is hop 0. This file joins both to asyncio and to the circuit's first leg.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Steps:
         ticket = self._outbox.put(
             chunk.activations, keep=chunk.keep, rows=chunk.rows, want=chunk.want, budget_ms=budget_ms
         )
-        self._journal.add(Entry(ticket.step, chunk.rows, Past(chunk.keep, chunk.activations)))
+        self._journal.add(Entry(ticket.step, chunk.rows, Past(chunk.keep, chunk.kept)))
         self._send_due()
         return ticket
 

@@ -17,7 +17,7 @@ the past is known after the last half of them only, which is more than all windo
 memory has no room for an entry drops the journal, never the session: then the next journal upstream is replayed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -83,6 +83,22 @@ class Past:
     def n_bytes(self) -> int:
         """Memory that the tensors take as they are."""
         return self.activations.n_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """How a past is made from the smaller thing that a journal keeps in its place, such as token ids.
+
+    make: returns hidden states [rows, tokens, hidden_size] of what the journal keeps, [rows, tokens, ...], and of the
+    positions' start. position_bytes: size of one row's hidden state at one position.
+    """
+
+    make: Callable[[Tensor, int], Tensor]
+    position_bytes: int
+
+    def of(self, past: Past) -> Past:
+        """Return the past as it travels."""
+        return replace(past, activations=past.activations.with_hidden(self.make(past.activations.hidden, past.start)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +181,24 @@ class Journal:
         self.n_bytes = sum(entry.past.n_bytes for entry in self._entries)
 
 
+def past_bytes(pieces: Sequence[Past], expansion: Expansion | None = None) -> int:
+    """Return the size of a past as it travels."""
+    if expansion is None:
+        return sum(piece.n_bytes for piece in pieces)
+    return sum(piece.rows * piece.activations.tokens for piece in pieces) * expansion.position_bytes
+
+
 def rebuild_messages(
-    session: str, epoch: int, pieces: Sequence[Past], hops: int, chunk_bytes: int | None = None
+    session: str,
+    epoch: int,
+    pieces: Sequence[Past],
+    hops: int,
+    chunk_bytes: int | None = None,
+    expansion: Expansion | None = None,
 ) -> Iterator[tuple[Rebuild, Activations]]:
     """Write a past as messages of about CHUNK_BYTES, with their activations, each made when it is asked for."""
-    for part in _chunks(pieces, chunk_bytes or CHUNK_BYTES):
+    for kept in _chunks(pieces, chunk_bytes or CHUNK_BYTES, expansion):
+        part = kept if expansion is None else expansion.of(kept)
         metas = metas_of(part.activations)
         message = Rebuild(
             session=session,
@@ -184,11 +213,12 @@ def rebuild_messages(
         yield message, part.activations
 
 
-def _chunks(pieces: Sequence[Past], chunk_bytes: int) -> Iterator[Past]:
+def _chunks(pieces: Sequence[Past], chunk_bytes: int, expansion: Expansion | None) -> Iterator[Past]:
     if not pieces:
         return
     hidden = pieces[0].activations.hidden
-    size = max(1, chunk_bytes // (pieces[0].rows * hidden.shape[2] * hidden.element_size()))
+    position_bytes = hidden.shape[2] * hidden.element_size() if expansion is None else expansion.position_bytes
+    size = max(1, chunk_bytes // (pieces[0].rows * position_bytes))
     beside = _beside(pieces)
     for first in range(pieces[0].start, pieces[-1].stop, size):
         last = first + size

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 from swarm.activations import Activations
 from swarm.limits import limit
-from swarm.protocol.journal import Past, rebuild_messages
+from swarm.protocol.journal import Expansion, Past, rebuild_messages
 from swarm.protocol.messages import Rebuild, RefusalCode
 from swarm.protocol.tensors import CHUNK_BYTES, meta_of
 
@@ -94,13 +94,17 @@ class PastSender:
         hops: int,
         window: ReplayWindow,
         limits: ReplayLimits | None = None,
+        expansion: Expansion | None = None,
     ) -> None:
-        """pieces: of the past, in order, as the journal has them. hops: how many lack it. window: to the first one."""
+        """pieces: of the past, in order, as the journal has them. hops: how many lack it. window: to the first one.
+
+        expansion: makes the past from the pieces, where the journal keeps something smaller.
+        """
         self.done = False  # nothing is left to take, and no piece of the journal is held any more
         self.window = window
         chunk_bytes = (limits or ReplayLimits()).chunk_bytes
         self._messages: Iterator[tuple[Rebuild, Activations]] = rebuild_messages(
-            session, epoch, pieces, hops, chunk_bytes
+            session, epoch, pieces, hops, chunk_bytes, expansion
         )
 
     def take(self) -> tuple[Rebuild, Activations] | None:

@@ -1,0 +1,1 @@
+"""`swarm-gateway`: the swarm behind the HTTP interfaces that programs already speak."""

@@ -1,0 +1,271 @@
+"""Answers chats and completions with one model: template, tokens, text, stop strings, finish reasons.
+
+A choice is one generation. Its text passes a detokenizer, the stop strings, and the parser that takes reasoning and
+tool calls out. All choices of a request run at the same time, and their events come as they happen.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from swarm.errors import BadRequest, PromptTooLong
+from swarm.gateway.chat import (
+    Chat,
+    Completion,
+    Event,
+    Finished,
+    FinishReason,
+    PromptDone,
+    Reasoning,
+    RouteChanged,
+    Text,
+    TokenText,
+    ToolCall,
+)
+from swarm.gateway.generation import Backend, Emitted, Generation, Rerouted, Started, Token
+from swarm.gateway.parsing import Called, OutputParser, Parsed, Thought, parser_for
+from swarm.gateway.text import Detokenizer, StopStrings, TokenTexts
+
+LONG_CHARACTERS = 4096  # a longer prompt is tokenized in a thread: it would hold up all streams
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that is loaded. name: as requests say it. stop_ids: the tokens that end its answers."""
+
+    name: str
+    root: str
+    backend: Backend
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: frozenset[int]
+    texts: TokenTexts
+
+    async def chat(self, chat: Chat) -> AsyncGenerator[Event, None]:
+        """Answer a conversation. Raises UsageError for a request that cannot be answered, or another SwarmError."""
+        ids = await self._rendered(chat)
+        parsers = partial(parser_for, self.tokenizer, chat)
+        async with aclosing(self._choices(chat, ids, parsers)) as events:
+            async for event in events:
+                yield event
+
+    async def complete(self, completion: Completion) -> AsyncGenerator[Event, None]:
+        """Continue a text. Raises as `chat` does."""
+        prompt = completion.prompt
+        ids = await self._tokenized(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            start = self.tokenizer.bos_token_id
+            if start is None:
+                raise BadRequest("prompt", "it is empty, and the model has no token that begins a text")
+            ids = (start,)
+        if any(not 0 <= token < self.backend.vocabulary for token in ids):
+            raise BadRequest("prompt", f"token ids are from 0 to {self.backend.vocabulary - 1}")
+        async with aclosing(self._choices(completion, ids, lambda: None)) as events:
+            async for event in events:
+                yield event
+
+    async def count(self, chat: Chat) -> int:
+        """Return how many tokens a conversation has as a prompt."""
+        return len(await self._rendered(chat))
+
+    def text_of(self, prompt: str | tuple[int, ...]) -> str:
+        """Return a prompt as text."""
+        return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(list(prompt)))
+
+    # Prompts
+
+    async def _rendered(self, chat: Chat) -> tuple[int, ...]:
+        """Put a conversation into the model's template, and tokenize it."""
+        if not self.tokenizer.chat_template:
+            raise BadRequest("messages", f"{self.name} has no chat template; use /v1/completions")
+        tools = [
+            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+            for t in chat.tools
+        ]
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            list(chat.messages),
+            tools=tools if tools and chat.tool_choice.mode != "none" else None,
+            add_generation_prompt=True,
+            tokenize=False,
+            **chat.template,
+        )
+        try:
+            text = await asyncio.to_thread(render)
+        except Exception as error:  # noqa: BLE001 - a template is a program, and says what it does not take
+            raise BadRequest("messages", f"the model's template refuses them: {str(error)[:200]}") from None
+        return await self._tokenized(str(text), special=False)
+
+    async def _tokenized(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        tokenize = partial(self.tokenizer.encode, text, add_special_tokens=special)
+        ids: Sequence[int] = tokenize() if len(text) < LONG_CHARACTERS else await asyncio.to_thread(tokenize)
+        return tuple(ids)
+
+    def _room(self, asked: int | None, prompt: int) -> int:
+        """Return how many tokens the output may have. Raises PromptTooLong."""
+        room = self.backend.positions_max - prompt + 1  # the last token is never fed
+        if room < 1:
+            raise PromptTooLong(prompt, self.backend.positions_max, "the model")
+        return room if asked is None else min(asked, room)
+
+    # Choices
+
+    async def _choices(
+        self, request: Chat | Completion, ids: tuple[int, ...], parsers: Callable[[], OutputParser | None]
+    ) -> AsyncGenerator[Event, None]:
+        tokens_max = self._room(request.tokens_max, len(ids))
+        generation = Generation(
+            prompt=ids,
+            tokens_max=tokens_max,
+            sampling=request.sampling,
+            stop_ids=frozenset() if request.ignore_eos else self.stop_ids,
+            owner=request.owner,
+            conversation=request.conversation,
+            echo=isinstance(request, Completion) and request.echo and request.sampling.logprobs is not None,
+        )
+        choices = [
+            _Choice(self, index, _of_choice(generation, index), request.stop, parsers()).events()
+            for index in range(request.n)
+        ]
+        async with aclosing(merged(choices)) as events:
+            async for event in events:
+                yield event
+
+
+def _of_choice(generation: Generation, index: int) -> Generation:
+    """Return the generation of one choice: with a seed, each choice has its own."""
+    seed = generation.sampling.seed
+    if seed is None or index == 0:
+        return generation
+    return replace(generation, sampling=replace(generation.sampling, seed=seed + index))
+
+
+class _Choice:
+    """One answer."""
+
+    def __init__(
+        self, model: Model, index: int, generation: Generation, stop: Sequence[str], parser: OutputParser | None
+    ) -> None:
+        self._model = model
+        self._index = index
+        self._generation = generation
+        self._detokenizer = Detokenizer(model.tokenizer, special=parser is not None and parser.reads_special)
+        self._stop = StopStrings(stop)
+        self._parser = parser
+        self._calls = 0
+        self._count = 0  # tokens of the output
+        self._ended = False  # by a token that ends answers
+        self._pending: list[TokenText] = []  # tokens whose text is held back
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Generate, and turn tokens into events."""
+        async with aclosing(self._model.backend.generate(self._generation)) as emitted:
+            async for each in emitted:
+                for event in self._of(each):
+                    yield event
+                if self._stop.found is not None:
+                    break
+            if self._stop.found is not None:
+                with suppress(StopAsyncIteration):
+                    await emitted.asend(True)
+        for event in self._rest():
+            yield event
+        yield Finished(self._index, self._reason(), self._count, self._stop.found)
+
+    def _of(self, emitted: Emitted) -> list[Event]:
+        match emitted:
+            case Started(cached, echo):
+                return [PromptDone(self._index, len(self._generation.prompt), cached, self._echoed(echo))]
+            case Rerouted(left, hops, took_s):
+                return [RouteChanged(self._index, left, hops, took_s)]
+            case Token():
+                self._count += 1
+                self._ended = emitted.id in self._generation.stop_ids
+                return [] if self._ended else self._of_token(emitted)
+
+    def _reason(self) -> FinishReason:
+        grammar = self._generation.grammar
+        if self._ended or self._stop.found is not None or (grammar is not None and grammar.is_over):
+            return "tool_calls" if self._calls else "stop"
+        return "length"
+
+    def _of_token(self, token: Token) -> list[Event]:
+        if token.logprob is not None:
+            self._pending.append(self._model.texts.report(token))
+        text = self._stop.feed(self._detokenizer.feed(token.id))
+        return self._parsed(text) if text else []
+
+    def _rest(self) -> list[Event]:
+        """Return the events of what is held back, at the end."""
+        events = self._parsed(self._stop.close()) if self._stop.found is None else []
+        if self._parser is not None:
+            events += [self._event(part) for part in self._parser.close()]
+        if self._pending:
+            events.append(self._text(""))
+        return events
+
+    def _parsed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        if self._parser is None:
+            return [self._text(text)]
+        return [self._event(part) for part in self._parser.feed(text)]
+
+    def _event(self, part: Parsed) -> Event:
+        match part:
+            case str():
+                return self._text(part)
+            case Thought(text):
+                return Reasoning(self._index, text)
+            case Called(call_id, name, arguments):
+                self._calls += 1
+                return ToolCall(self._index, self._calls - 1, call_id, name, arguments)
+
+    def _text(self, text: str) -> Text:
+        tokens, self._pending = tuple(self._pending), []
+        return Text(self._index, text, tokens)
+
+    def _echoed(self, echo: Sequence[Token]) -> tuple[TokenText, ...]:
+        texts = self._model.texts
+        return tuple(
+            texts.report(token) if token.logprob is not None else TokenText(*texts.of(token.id), float("nan"))
+            for token in echo
+        )
+
+
+async def merged(streams: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerator[Event, None]:
+    """Yield the events of several streams as they come. The first error ends all."""
+    queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue(maxsize=len(streams))
+
+    async def drain(stream: AsyncGenerator[Event, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for event in stream:
+                    await queue.put(event)
+            await queue.put(None)
+        except Exception as error:  # noqa: BLE001 - raised below, in the consumer's task
+            await queue.put(error)
+
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for event in only:
+                yield event
+        return
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    try:
+        over = 0
+        while over < len(streams):
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                over += 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""The dialects of HTTP: each turns a request into a `Chat` or a `Completion`, and its events into an answer."""

@@ -1,0 +1,400 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swarm.errors import BadRequest
+from swarm.gateway.api.problems import Problem
+from swarm.gateway.api.sse import DONE, event
+from swarm.gateway.chat import (
+    Chat,
+    Event,
+    Finished,
+    Message,
+    PromptDone,
+    Reasoning,
+    RouteChanged,
+    Sampling,
+    Text,
+    TokenText,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+
+CHOICES_MAX = 8
+LOGPROBS_MAX = 20
+
+
+class _Given(BaseModel):
+    """A part of a request. Fields that are not known are left out, as OpenAI's own server does with most."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Function(_Given):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(_Given):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Given):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(_Given):
+    """The tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class SchemaFormat(_Given):
+    """A schema that the answer fulfils. `schema` shadows a method of pydantic's, so it has an alias."""
+
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Given):
+    """What the answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class StreamOptions(_Given):
+    """Further events of a stream."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(_Given):
+    """The body of a request."""
+
+    model: str
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=256)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    ignore_eos: bool = False
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    user: str | None = None
+
+    def chat(self, owner: str, conversation: str | None) -> Chat:
+        """Return the request in the words of all dialects. Raises BadRequest."""
+        template = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            template.setdefault("reasoning_effort", self.reasoning_effort)
+            template.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return Chat(
+            model=self.model,
+            messages=[message_of(message) for message in self.messages],
+            tools=tuple(_tool(tool.function) for tool in self.tools or ()),
+            tool_choice=self._tool_choice(),
+            schema=self._schema(),
+            tokens_max=self.max_completion_tokens or self.max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            sampling=self._sampling(),
+            n=self.n or 1,
+            template=template,
+            ignore_eos=self.ignore_eos,
+            owner=owner,
+            conversation=self.prompt_cache_key or conversation,
+        )
+
+    def _sampling(self) -> Sampling:
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+        }
+        bias = biases(self.logit_bias or {})
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return Sampling(logit_bias=bias, logprobs=logprobs, **present)
+
+    def _tool_choice(self) -> ToolChoice:
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in {tool.function.name for tool in self.tools or ()}:
+                raise BadRequest("tool_choice", f"there is no tool {name!r} among the tools")
+            return ToolChoice("required", name, parallel)
+        if self.tool_choice == "required" and not self.tools:
+            raise BadRequest("tool_choice", "a call is required, and there are no tools")
+        return ToolChoice(self.tool_choice or "auto", None, parallel)
+
+    def _schema(self) -> Mapping[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "object"}
+        if wanted.json_schema is None:
+            raise BadRequest("response_format", "json_schema is missing")
+        return wanted.json_schema.schema_
+
+
+def biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return logit biases by token id. Raises BadRequest."""
+    if not all(token.isdecimal() for token in given):
+        raise BadRequest("logit_bias", "its keys are token ids")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _tool(function: Function) -> Tool:
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    return Tool(function.name, function.description or "", parameters, bool(function.strict))
+
+
+_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+
+
+def message_of(given: Mapping[str, Any]) -> Message:
+    """Return a message as chat templates take it. Raises BadRequest."""
+    role = given.get("role")
+    if role not in _ROLES:
+        raise BadRequest("messages", f"a role is one of {', '.join(sorted(_ROLES))}, not {str(role)[:40]!r}")
+    message: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
+    message["content"] = text_of(given.get("content"))
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(given.get(name), str):
+            message[name] = given[name]
+    calls = given.get("tool_calls")
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content: a string, or parts of text. Raises BadRequest."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest("messages", "content is text or a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in {"text", "input_text", "output_text", "refusal"}:
+            raise BadRequest("messages", f"parts of content are text, not {str(kind)[:40]!r}")
+        texts.append(str(part.get("text") or part.get("refusal") or ""))
+    return "\n".join(texts)
+
+
+def _call(call: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    try:
+        function = call["function"]
+        arguments = function.get("arguments") or "{}"
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {
+            "id": str(call.get("id") or ""),
+            "type": "function",
+            "function": {"name": str(function["name"]), "arguments": read},
+        }
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise BadRequest("messages", "a tool call has an id, a function's name and JSON arguments") from None
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+class Usage:
+    """Counts the tokens of an answer."""
+
+    def __init__(self) -> None:
+        self.prompt = self.cached = self.completion = 0
+
+    def take(self, each: Event) -> None:
+        """Count an event."""
+        match each:
+            case PromptDone(choice, tokens, cached):
+                if choice == 0:
+                    self.prompt, self.cached = tokens, cached
+            case Finished():
+                self.completion += each.tokens
+
+    def body(self) -> dict[str, Any]:
+        """Return it as OpenAI writes it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+def whole(chat: Chat, events: Sequence[Event]) -> dict[str, Any]:
+    """Return an answer that is not streamed."""
+    usage = Usage()
+    choices = [_Answer(index) for index in range(chat.n)]
+    for each in events:
+        usage.take(each)
+        choices[each.choice].take(each)
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": chat.model,
+        "choices": [choice.body(with_logprobs=chat.sampling.logprobs is not None) for choice in choices],
+        "usage": usage.body(),
+    }
+
+
+class _Answer:
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.text = self.reasoning = ""
+        self.calls: list[dict[str, Any]] = []
+        self.tokens: list[TokenText] = []
+        self.reason = "stop"
+
+    def take(self, each: Event) -> None:
+        match each:
+            case Text():
+                self.text += each.text
+                self.tokens += each.tokens
+            case Reasoning():
+                self.reasoning += each.text
+            case ToolCall():
+                self.calls.append(call_body(each))
+            case Finished():
+                self.reason = each.reason
+
+    def body(self, *, with_logprobs: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+            message["content"] = self.text or None
+        logprobs = {"content": [logprob_body(token) for token in self.tokens], "refusal": None}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": logprobs if with_logprobs else None,
+            "finish_reason": self.reason,
+        }
+
+
+def call_body(call: ToolCall) -> dict[str, Any]:
+    """Return a call as OpenAI writes it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def logprob_body(token: TokenText) -> dict[str, Any]:
+    """Return a token with its probability as OpenAI writes it."""
+    return {
+        "token": token.text,
+        "logprob": token.logprob,
+        "bytes": list(token.raw),
+        "top_logprobs": [{"token": text, "logprob": logprob, "bytes": list(raw)} for text, raw, logprob in token.top],
+    }
+
+
+async def chunks(
+    chat: Chat, events: AsyncGenerator[Event, None], *, include_usage: bool, show_route: bool
+) -> AsyncGenerator[bytes, None]:
+    """Write an answer as server-sent events. show_route: whether changes of the route are told, as comments."""
+    head = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": chat.model,
+    }
+    usage = Usage()
+    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    async with aclosing(events):
+        async for each in events:
+            usage.take(each)
+            if isinstance(each, RouteChanged):
+                if show_route:
+                    route = {"choice": each.choice, "left": each.left, "hops": each.hops, "took_s": each.took_s}
+                    yield event({**head, "choices": [], "swarm_route": route})
+                continue
+            yield event({**head, "choices": [_delta(each, chat)], **no_usage})
+    if include_usage:
+        yield event({**head, "choices": [], "usage": usage.body()})
+    yield DONE
+
+
+def _delta(each: Event, chat: Chat) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    reason, logprobs = None, None
+    match each:
+        case PromptDone():
+            delta = {"role": "assistant", "content": ""}
+        case Text():
+            delta = {"content": each.text}
+            if chat.sampling.logprobs is not None:
+                logprobs = {"content": [logprob_body(token) for token in each.tokens], "refusal": None}
+        case Reasoning():
+            delta = {"reasoning_content": each.text}
+        case ToolCall():
+            delta = {"tool_calls": [{"index": each.index, **call_body(each)}]}
+        case Finished():
+            reason = each.reason
+    return {"index": each.choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def error_body(problem: Problem) -> dict[str, Any]:
+    """Return an error as OpenAI writes it."""
+    kind = {
+        "invalid_request": "invalid_request_error",
+        "not_found": "invalid_request_error",
+        "authentication": "invalid_request_error",
+        "permission": "invalid_request_error",
+        "rate_limit": "rate_limit_error",
+    }.get(problem.kind, "server_error")
+    return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": problem.code}}
+
+
+def error_event(problem: Problem) -> bytes:
+    """Return the last event of a stream that has failed."""
+    return event(error_body(problem))

@@ -1,0 +1,54 @@
+"""What a dialect is to the rest: its routes, and the form of its errors."""
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from swarm.gateway.answering import Model
+from swarm.gateway.api.problems import Problem
+from swarm.gateway.models import Models
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """An interface that programs speak. prefixes: of its paths. error_body: its form of an error."""
+
+    prefixes: tuple[str, ...]
+    error_body: Callable[[Problem], Mapping[str, Any]]
+
+    def speaks(self, path: str) -> bool:
+        """Whether a path belongs to it."""
+        return path.startswith(self.prefixes)
+
+    def problem(self, problem: Problem) -> Response:
+        """Return the answer to a request that failed before its first byte."""
+        return JSONResponse(self.error_body(problem), problem.status, problem.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What dialects answer with."""
+
+    models: Models
+    started: float  # when the gateway began, in seconds since 1970
+
+    async def model(self, name: str) -> Model:
+        """Return a model, loaded. Raises ModelNotFound or CheckpointError."""
+        return await self.models.get(name)
+
+
+def owner_of(request: Request) -> str:
+    """Return the tenant that a request belongs to: sessions are continued for the same one alone."""
+    owner: str = getattr(request.state, "owner", "")
+    return owner
+
+
+def conversation_of(request: Request) -> str | None:
+    """Return the conversation that a request's headers name, if they do."""
+    return request.headers.get("x-session-id") or request.headers.get("x-session-affinity")
+
+
+Chunks = AsyncGenerator[bytes, None]

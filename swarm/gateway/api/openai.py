@@ -1,0 +1,59 @@
+"""OpenAI's dialect: models, chat completions and completions."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from swarm.gateway.api import chat, completions
+from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
+from swarm.gateway.api.sse import collected, streamed
+
+DIALECT = Dialect(("/v1/",), chat.error_body)
+
+
+def router(served: Served) -> APIRouter:
+    """Return the routes."""
+    routes = APIRouter()
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the models that requests can name."""
+        return {"object": "list", "data": [_model(served, name) for name in served.models.names]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """Tell about one model."""
+        served.models.check(name)
+        return _model(served, name)
+
+    @routes.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: chat.ChatRequest, request: Request) -> Response:
+        """Answer a conversation, whole or as a stream."""
+        asked = body.chat(owner_of(request), conversation_of(request))
+        model = await served.model(asked.model)
+        events = model.chat(asked)
+        if not body.stream:
+            return JSONResponse(chat.whole(asked, await collected(events)))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        route = request.headers.get("x-swarm-route") == "show"
+        return await streamed(chat.chunks(asked, events, include_usage=usage, show_route=route), chat.error_event)
+
+    @routes.post("/v1/completions", response_model=None)
+    async def text_completions(body: completions.CompletionRequest, request: Request) -> Response:
+        """Continue texts, or token ids, whole or as a stream."""
+        asked = body.completions(owner_of(request), conversation_of(request))
+        model = await served.model(body.model)
+        texts = [model.text_of(each.prompt) for each in asked] if body.echo else [""] * len(asked)
+        writer = completions.Writer(asked, texts)
+        events = completions.all_of([model.complete(each) for each in asked], asked[0].n)
+        if not body.stream:
+            return JSONResponse(writer.whole(await collected(events)))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return await streamed(writer.chunks(events, include_usage=usage), chat.error_event)
+
+    return routes
+
+
+def _model(served: Served, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(served.started), "owned_by": "swarm"}

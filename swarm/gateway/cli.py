@@ -1,0 +1,123 @@
+"""`swarm-gateway`: an HTTP endpoint that programs of OpenAI's API speak to, with the swarm behind it."""
+
+from pathlib import Path
+
+import click
+
+from swarm.commands import (
+    DTYPES,
+    HOST_PORT,
+    LOG_LEVELS,
+    NETWORK,
+    access_options,
+    ending_at_once,
+    ready_writer,
+    run_click,
+    run_until_stopped,
+    split_peers,
+)
+from swarm.version import __version__
+
+
+@click.command("swarm-gateway")
+@click.version_option(__version__)
+@click.option("--listen", type=HOST_PORT, default="127.0.0.1:8000", show_default=True, help="port 0 picks a free one")
+@click.option(
+    "--model",
+    multiple=True,
+    metavar="MODEL",
+    help="hub id or directory of a model that the swarm serves; may be repeated",
+)
+@click.option(
+    "--initial-peers",
+    multiple=True,
+    metavar="MULTIADDR",
+    callback=split_peers,
+    help="node to join through; may be repeated",
+)
+@click.option("--network", type=NETWORK, default="public", show_default=True, help="the swarm's name")
+@access_options
+@click.option(
+    "--identity",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="key file, for servers with a list of peers; by default a fresh identity",
+)
+@click.option("--revision", default=None, help="branch, tag or commit of the models")
+@click.option("--token", default=None, help="of the hub, for gated models")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloaded models are kept")
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="of the computation")
+@click.option(
+    "--step-timeout",
+    type=click.FloatRange(1, 86400),
+    default=120.0,
+    show_default=True,
+    help="seconds, repairs included",
+)
+@click.option("--threads", type=click.IntRange(1), default=None, help="cores for the models' heads; torch's choice")
+@click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+def command(
+    *,
+    listen: tuple[str, int],
+    model: tuple[str, ...],
+    initial_peers: tuple[str, ...],
+    network: str,
+    network_key: Path | None,
+    allow_peers: Path | None,
+    identity: Path | None,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    dtype: str,
+    step_timeout: float,
+    threads: int | None,
+    ready_file: Path | None,
+    log_level: str,
+) -> None:
+    """Serve the swarm's models over HTTP, to any program that speaks OpenAI's API.
+
+    \b
+    swarm-gateway --initial-peers /ip4/.../p2p/12D3... --model org/name
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"model": "org/name", "messages": [{"role": "user", "content": "Hello"}]}'
+
+    The gateway holds embeddings and head of a model; the swarm's servers hold the blocks. When one of them dies under a
+    request, another takes over and the text goes on.
+    """
+    if not initial_peers:
+        raise click.UsageError("say through which node to join: --initial-peers, or set SWARM_INITIAL_PEERS")
+    if not model:
+        raise click.UsageError("say which model to serve: --model, or set SWARM_MODEL")
+    with ready_writer(ready_file) as ready:
+        with ending_at_once():
+            try:
+                from swarm.gateway.engine import EngineLimits  # noqa: PLC0415 - torch: --help needs none
+                from swarm.gateway.models import ModelOptions  # noqa: PLC0415 - as above
+                from swarm.gateway.serve import GatewayArguments, serve_gateway  # noqa: PLC0415 - as above
+            except ModuleNotFoundError as error:
+                raise click.UsageError(
+                    f"{error.name} is missing: install the gateway with pip install 'swarm-inference[gateway]'"
+                ) from None
+        arguments = GatewayArguments(
+            listen=listen,
+            models=model,
+            initial_peers=initial_peers,
+            network=network,
+            network_key=network_key,
+            allow_peers=allow_peers,
+            identity=identity,
+            options=ModelOptions(revision=revision, token=token, cache_dir=cache_dir, dtype=dtype),
+            threads=threads,
+            engine=EngineLimits(step_timeout_s=step_timeout),
+        )
+        run_until_stopped(lambda stop: serve_gateway(arguments, ready, stop), log_level)
+
+
+def main() -> None:
+    """Run the command."""
+    run_click(command)
+
+
+if __name__ == "__main__":
+    main()

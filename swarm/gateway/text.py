@@ -1,0 +1,96 @@
+"""From sampled tokens to text as it may be sent: whole characters, and nothing of a stop string."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+from swarm.gateway.chat import TokenText
+from swarm.gateway.generation import Token
+
+
+def _byte_level() -> dict[str, int]:
+    """Return GPT-2's table: printable bytes stand for themselves, the others for characters from 256 on."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in kept}
+    table.update({chr(256 + at): byte for at, byte in enumerate(sorted(set(range(256)) - set(kept)))})
+    return table
+
+
+class Detokenizer:
+    """Text of one output, piece by piece. A piece ends where a character does."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> None:
+        """special: whether special tokens are a part of the text."""
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=not special)
+
+    def feed(self, token: int) -> str:
+        """Return the text that this token completes; "" while a character is not complete."""
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+class StopStrings:
+    """Holds text back while it may be the beginning of a stop string."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.found: str | None = None
+        self._stop = [each for each in stop if each]
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Return the text that may be sent now. When a stop string is there, nothing of it is, and `found` is set."""
+        self._held += text
+        ends = [(at, each) for each in self._stop if (at := self._held.find(each)) >= 0]
+        if ends:
+            at, self.found = min(ends, key=lambda end: (end[0], -len(end[1])))
+            sent, self._held = self._held[:at], ""
+            return sent
+        keep = max((_overlap(self._held, each) for each in self._stop), default=0)
+        sent, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return sent
+
+    def close(self) -> str:
+        """Return what is held back, at the end of the output."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how long the longest end of a text is with which a stop string begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0
+
+
+class TokenTexts:
+    """Writes tokens of one vocabulary as dialects report them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._is_byte_level = "ByteLevel" in str(type(tokenizer.backend_tokenizer.decoder))
+        self._table = _byte_level()
+        self.of = lru_cache(maxsize=8192)(self._of)
+
+    def report(self, token: Token) -> TokenText:
+        """Return a token with the text of it and of the likeliest others."""
+        assert token.logprob is not None
+        top = tuple((*self.of(each.id), each.logprob) for each in token.top)
+        return TokenText(*self.of(token.id), token.logprob, top)
+
+    def _of(self, token: int) -> tuple[str, bytes]:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:
+            return "", b""
+        if self._is_byte_level and all(character in self._table for character in piece):
+            raw = bytes(self._table[character] for character in piece)
+            return raw.decode(errors="replace"), raw
+        text = str(self._tokenizer.decode([token], skip_special_tokens=False))
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            raw = bytes([int(piece[3:5], 16)])
+            return raw.decode(errors="replace"), raw
+        if piece.startswith("▁") and not text.startswith(" "):  # a decoder drops the space of a first word
+            text = " " + text
+        return text, text.encode()
