@@ -51,6 +51,11 @@ class Sessions:
         """Whether there is a session."""
         return bool(self._by_id)
 
+    @property
+    def open_sessions(self) -> tuple[Session, ...]:
+        """The sessions that have not ended, in the order in which they were opened."""
+        return tuple(self._by_id.values())
+
     def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> Toll:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
         if isinstance(message, FromHop):

@@ -13,9 +13,8 @@ from starlette.exceptions import HTTPException
 
 from swarm.errors import SwarmError
 from swarm.gateway.api import openai
-from swarm.gateway.api.dialect import Served
+from swarm.gateway.api.dialect import Catalogue, Served
 from swarm.gateway.api.problems import Problem, problem_of
-from swarm.gateway.models import Models
 from swarm.gateway.watching import Watching
 from swarm.limits import limit
 from swarm.version import __version__
@@ -34,7 +33,7 @@ class GatewayLimits:
 class Gateway:
     """All that requests need."""
 
-    models: Models
+    models: Catalogue
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     started: float = field(default_factory=time.time)
 

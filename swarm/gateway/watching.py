@@ -37,7 +37,7 @@ class Watching:
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
-                serving.result()
+                serving.exception()  # the app has answered with it, and has logged it
         finally:
             gone.set()
             for task in (serving, leaving):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from swarm.activations import Activations
-from swarm.protocol.journal import Entry, Journal, JournalLimits, Past, rebuild_messages
+from swarm.protocol.journal import Entry, Expansion, Journal, JournalLimits, Past, past_bytes, rebuild_messages
 from swarm.protocol.tensors import CHUNK_BYTES
 
 WIDTH = 4
@@ -98,6 +98,34 @@ def test_messages_tell_the_past_as_it_is(rng, chunk_bytes):
         start += tokens
     for name, parts in told.items():
         assert torch.equal(torch.cat(parts, dim=1), getattr(expected, name)), name
+
+
+@logs
+@given(RANDOM, st.sampled_from([1, 40, 1 << 20]), st.sampled_from([4, 256]))
+def test_ids_expand_to_the_past_that_embeddings_would_be(rng, chunk_bytes, steps_unfolded_max):
+    """A token's embedding here depends on its position too, as learned positions do."""
+    table = torch.randn(50, WIDTH)
+
+    def embed(ids: torch.Tensor, start: int) -> torch.Tensor:
+        return table[ids.long()] + torch.arange(start, start + ids.shape[1])[:, None]
+
+    expansion = Expansion(lambda ids, start: embed(ids[:, :, 0], start), position_bytes=WIDTH * 4)
+    limits = JournalLimits(steps_unfolded_max)
+    of_ids, of_embeddings = Journal(limits), Journal(limits)
+    for entry, _ in steps_of(rng):
+        rows, tokens, _ = entry.past.activations.hidden.shape
+        ids = torch.tensor([[rng.randrange(50) for _ in range(tokens)] for _ in range(rows)], dtype=torch.int32)
+        start, activations = entry.past.start, entry.past.activations
+        of_ids.add(Entry(entry.step, entry.rows, Past(start, activations.with_hidden(ids[:, :, None]))))
+        of_embeddings.add(Entry(entry.step, entry.rows, Past(start, activations.with_hidden(embed(ids, start)))))
+    pieces, expected = of_ids.past_after(99), of_embeddings.past_after(99)
+    told = list(rebuild_messages("ab" * 16, 1, pieces, 1, chunk_bytes, expansion))
+    as_ever = list(rebuild_messages("ab" * 16, 1, expected, 1, chunk_bytes))
+    assert [message for message, _ in told] == [message for message, _ in as_ever]
+    for (_, part), (_, known) in zip(told, as_ever, strict=True):
+        assert torch.equal(part.hidden, known.hidden)
+    rows = pieces[0].rows
+    assert past_bytes(pieces, expansion) == rows * pieces[-1].stop * WIDTH * 4
 
 
 @logs

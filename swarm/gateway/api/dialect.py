@@ -2,14 +2,13 @@
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from swarm.gateway.answering import Model
 from swarm.gateway.api.problems import Problem
-from swarm.gateway.models import Models
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +27,28 @@ class Dialect:
         return JSONResponse(self.error_body(problem), problem.status, problem.headers)
 
 
+class Catalogue(Protocol):
+    """The models that requests can name."""
+
+    @property
+    def names(self) -> list[str]:
+        """Their names."""
+        ...
+
+    def check(self, name: str) -> None:
+        """Raise ModelNotFound where a request cannot say this name."""
+        ...
+
+    async def get(self, name: str) -> Model:
+        """Return a model, and load it if need be. Raises ModelNotFound or CheckpointError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """What dialects answer with."""
 
-    models: Models
+    models: Catalogue
     started: float  # when the gateway began, in seconds since 1970
 
     async def model(self, name: str) -> Model:

@@ -1,0 +1,129 @@
+"""A gateway whose model says what a test wants: the engine's interface, behind the real HTTP server."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from swarm.errors import ModelNotFound
+from swarm.gateway.answering import Model
+from swarm.gateway.app import Gateway, make_app
+from swarm.gateway.generation import Emitted, Generation, Likely, Rerouted, Started, Token
+from swarm.gateway.text import TokenTexts
+from tests.support.swarms import DEMO_CHECKPOINT
+
+NAME = "scripted"
+Script = Callable[[Generation], "Sequence[str | Exception | Rerouted] | str"]
+"""What the model says to a prompt: text, and in between errors that are raised or changes of the route."""
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass
+class ScriptedBackend:
+    """Says the same as its script, token by token; `asked` are the generations that it got."""
+
+    tokenizer: PreTrainedTokenizerBase
+    script: Script
+    positions_max: int = 8192
+    token_s: float = 0.0
+    asked: list[Generation] = field(default_factory=list)
+    running: int = 0
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.tokenizer)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Emitted, bool | None]:
+        self.asked.append(generation)
+        self.running += 1
+        try:
+            said = self.script(generation)
+            yield Started(0, self._echo(generation))
+            count = 0
+            for part in [said] if isinstance(said, str) else said:
+                if isinstance(part, Exception):
+                    raise part
+                if isinstance(part, Rerouted):
+                    yield part
+                    continue
+                for token in self.tokenizer.encode(part, add_special_tokens=False):
+                    if count >= generation.tokens_max:
+                        return
+                    count += 1
+                    await asyncio.sleep(self.token_s)
+                    if (yield self._token(token, generation)):
+                        return
+            if count < generation.tokens_max and generation.stop_ids:
+                yield self._token(min(generation.stop_ids), generation)
+        finally:
+            self.running -= 1
+
+    def _echo(self, generation: Generation) -> tuple[Token, ...]:
+        if not generation.echo:
+            return ()
+        first, *rest = generation.prompt
+        return (Token(first), *(self._token(token, generation) for token in rest))
+
+    def _token(self, token: int, generation: Generation) -> Token:
+        count = generation.sampling.logprobs
+        if count is None:
+            return Token(token)
+        return Token(token, -0.25, tuple(Likely(token, -0.25 - i) for i in range(count)))
+
+
+class ScriptedModels:
+    """One loaded model."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.names = [model.name]
+
+    def check(self, name: str) -> None:
+        if name not in self.names:
+            raise ModelNotFound(name, "this is a test")
+
+    async def get(self, name: str) -> Model:
+        self.check(name)
+        return self.model
+
+
+def scripted_model(script: Script, *, template: str = CHATML, token_s: float = 0.0) -> Model:
+    """A model that says what the script wants, with the vocabulary of the demo's checkpoint."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
+    tokenizer.chat_template = template
+    backend = ScriptedBackend(tokenizer, script, token_s=token_s)
+    return Model(NAME, "0" * 64, backend, tokenizer, frozenset({tokenizer.eos_token_id}), TokenTexts(tokenizer))
+
+
+@contextmanager
+def running(gateway: Gateway) -> Iterator[str]:
+    """Serve a gateway in a thread. Yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(make_app(gateway), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+@contextmanager
+def scripted(script: Script, **options: object) -> Iterator[tuple[str, ScriptedBackend]]:
+    """A running gateway with one scripted model. Yields its URL and the backend."""
+    model = scripted_model(script, **options)
+    with running(Gateway(ScriptedModels(model))) as url:
+        yield url, model.backend

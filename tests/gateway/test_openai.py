@@ -1,0 +1,202 @@
+"""OpenAI's dialect over HTTP, with a scripted model."""
+
+import json
+import socket
+import time
+from urllib.parse import urlparse
+
+import httpx
+import pytest
+
+from swarm.errors import HopFailed, NoRoute, StepTimeout
+from swarm.gateway.generation import Rerouted
+from tests.gateway.scripted import NAME, scripted
+from tests.support.swarms import eventually
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def says_ok():
+    with scripted(lambda _: "All is well.") as (url, backend):
+        yield url, backend
+
+
+def post(url, path, body, **options):
+    return httpx.post(url + path, json={"model": NAME, **body}, timeout=30, **options)
+
+
+def events(response):
+    """The data of a stream's events; the last is "[DONE]" or a dict."""
+    blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
+    datas = [block.partition("data: ")[2] for block in blocks]
+    return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+def test_answer_has_text_reason_and_usage(says_ok):
+    body = post(says_ok[0], "/v1/chat/completions", {"messages": HELLO}).json()
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "All is well.", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_stream_ends_with_reason_usage_and_done(says_ok):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = events(post(says_ok[0], "/v1/chat/completions", {"messages": HELLO, **options}))
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] > 0
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "All is well."
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-1:]] == ["stop"]
+
+
+def test_tokens_max_is_told_as_length(says_ok):
+    body = post(says_ok[0], "/v1/chat/completions", {"messages": HELLO, "max_tokens": 1}).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 1
+
+
+def test_tokens_max_is_clamped_to_the_context(says_ok):
+    url, backend = says_ok
+    post(url, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 10**9})
+    asked = backend.asked[-1]
+    assert asked.tokens_max == backend.positions_max - len(asked.prompt) + 1
+
+
+def test_stop_string_does_not_appear(says_ok):
+    body = post(says_ok[0], "/v1/chat/completions", {"messages": HELLO, "stop": ["wel", "zzz"]}).json()
+    assert body["choices"][0]["message"]["content"] == "All is "
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_logprobs_have_bytes_and_the_likeliest(says_ok):
+    asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    body = post(says_ok[0], "/v1/chat/completions", asked).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in content) == b"All is well."
+    assert {len(token["top_logprobs"]) for token in content} == {2}
+
+
+def test_n_choices_come_with_a_seed_each(says_ok):
+    url, backend = says_ok
+    body = post(url, "/v1/chat/completions", {"messages": HELLO, "n": 3, "seed": 7}).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [asked.sampling.seed for asked in backend.asked[-3:]] == [7, 8, 9]
+
+
+def test_completions_take_texts_and_ids_and_echo_them(says_ok):
+    url, _ = says_ok
+    body = post(url, "/v1/completions", {"prompt": ["Say: ", "Tell: "], "max_tokens": 50, "echo": True}).json()
+    assert [choice["text"] for choice in body["choices"]] == ["Say: All is well.", "Tell: All is well."]
+    assert post(url, "/v1/completions", {"prompt": [5, 6, 7]}).status_code == 200
+    assert post(url, "/v1/completions", {"prompt": [[5, 6], [7]]}).json()["choices"][1]["index"] == 1
+
+
+def test_echo_with_logprobs_and_no_tokens_scores_the_prompt(says_ok):
+    asked = {"prompt": "Say this", "max_tokens": 0, "echo": True, "logprobs": 1}
+    (choice,) = post(says_ok[0], "/v1/completions", asked).json()["choices"]
+    assert choice["text"] == "Say this"
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(isinstance(each, float) for each in logprobs["token_logprobs"][1:])
+    assert "".join(logprobs["tokens"]) == "<|bos|>Say this"
+    assert len(logprobs["text_offset"]) == len(logprobs["tokens"])
+
+
+def test_models_are_listed_and_found(says_ok):
+    url, _ = says_ok
+    assert [model["id"] for model in httpx.get(url + "/v1/models").json()["data"]] == [NAME]
+    assert httpx.get(f"{url}/v1/models/{NAME}").json()["object"] == "model"
+    assert httpx.get(f"{url}/v1/models/other").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": HELLO, "n": 0}, 400, "n"),
+        ({"messages": HELLO, "temperature": 3}, 400, "temperature"),
+        ({"messages": [{"role": "wizard", "content": ""}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ({"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+        ({"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"messages": HELLO, "model": "other"}, 404, None),
+    ],
+)
+def test_bad_request_names_its_field(says_ok, body, status, param):
+    response = post(says_ok[0], "/v1/chat/completions", body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert error["message"]
+
+
+def test_prompt_beyond_the_context_is_told_in_the_words_of_agents(says_ok):
+    messages = [{"role": "user", "content": "word " * 9000}]
+    response = post(says_ok[0], "/v1/chat/completions", {"messages": messages})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 8192 tokens" in error["message"]
+
+
+def test_body_that_is_too_long_or_no_json_is_refused(says_ok):
+    url, _ = says_ok
+    assert httpx.post(url + "/v1/chat/completions", content=b"x" * (9 << 20), timeout=30).status_code == 413
+    response = httpx.post(url + "/v1/chat/completions", content=b"{", headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NoRoute("m", (3,)), 503),
+        (StepTimeout("peer", "0:4", 5.0), 504),
+        (HopFailed("peer", "0:4", "gone"), 502),
+        (RuntimeError("a secret path"), 500),
+    ],
+)
+def test_error_before_the_first_byte_has_its_status(error, status):
+    def script(_):
+        raise error
+
+    with scripted(script) as (url, _):
+        for stream in (False, True):
+            response = post(url, "/v1/chat/completions", {"messages": HELLO, "stream": stream})
+            assert response.status_code == status
+            assert ("retry-after" in response.headers) == (status in {503, 504})
+            assert "secret" not in response.text
+
+
+def test_error_after_the_first_byte_is_an_event_and_no_clean_end():
+    with scripted(lambda _: ["All is", StepTimeout("peer", "0:4", 5.0)]) as (url, _):
+        *_, last = events(post(url, "/v1/chat/completions", {"messages": HELLO, "stream": True}))
+    assert last["error"]["type"] == "server_error"
+
+
+def test_change_of_the_route_is_told_to_those_who_ask():
+    changed = Rerouted(("left",), ("new 0:4",), 0.4)
+    with scripted(lambda _: ["All ", changed, "is well."]) as (url, _):
+        asked = {"messages": HELLO, "stream": True}
+        told = events(post(url, "/v1/chat/completions", asked, headers={"X-Swarm-Route": "show"}))
+        routes = [chunk["swarm_route"] for chunk in told[:-1] if "swarm_route" in chunk]
+        assert routes == [{"choice": 0, "left": ["left"], "hops": ["new 0:4"], "took_s": 0.4}]
+        assert not [chunk for chunk in events(post(url, "/v1/chat/completions", asked))[:-1] if "swarm_route" in chunk]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_goes_away_ends_its_generation(stream):
+    with scripted(lambda _: "word " * 2000, token_s=0.01) as (url, backend):
+        body = json.dumps({"model": NAME, "messages": HELLO, "stream": stream}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((urlparse(url).hostname, urlparse(url).port)) as connection:
+            connection.sendall(head.encode() + body)
+            eventually(lambda: backend.running == 1, 5)
+            time.sleep(0.1)
+        eventually(lambda: backend.running == 0, 1)

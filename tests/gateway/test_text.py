@@ -1,0 +1,56 @@
+"""Text of an output: whole characters, nothing of a stop string, tokens with their bytes."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from swarm.gateway.generation import Likely, Token
+from swarm.gateway.text import Detokenizer, StopStrings, TokenTexts
+from tests.support.swarms import DEMO_CHECKPOINT
+
+PIECES = st.lists(st.text("abc", max_size=4), max_size=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
+
+
+def test_pieces_are_whole_characters_and_together_the_text(tokenizer):
+    text = "naïve 東京 🦀 end"
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+    assert "" in pieces  # a character of several tokens waits for its last
+
+
+def test_tokens_have_the_bytes_of_the_text(tokenizer):
+    text, texts = "naïve 東京\n", TokenTexts(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(texts.of(token)[1] for token in ids).decode() == text
+    report = texts.report(Token(ids[0], -0.5, (Likely(ids[0], -0.5),)))
+    assert (report.raw, report.logprob) == (texts.of(ids[0])[1], -0.5)
+    assert report.top == ((*texts.of(ids[0]), -0.5),)
+
+
+@given(PIECES, st.lists(st.text("abc", min_size=1, max_size=3), max_size=2))
+@example(["a", "ab"], ["aab"])
+def test_stop_strings_end_the_text_where_they_begin(pieces, stop):
+    strings, sent = StopStrings(stop), ""
+    for piece in pieces:
+        sent += strings.feed(piece)
+        assert not any(each in sent for each in stop)
+        if strings.found is not None:
+            break
+    else:
+        sent += strings.close()
+    fed, whole = "", "".join(pieces)
+    for piece in pieces:  # the text as it was when a stop string was first there
+        fed += piece
+        ends = [fed.find(each) for each in stop if each in fed]
+        if ends:
+            assert sent == fed[: min(ends)]
+            return
+    assert (strings.found, sent) == (None, whole)
