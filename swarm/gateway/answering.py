@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -81,13 +82,14 @@ class Model:
         """Put a conversation into the model's template, and tokenize it."""
         if not self.tokenizer.chat_template:
             raise BadRequest("messages", f"{self.name} has no chat template; use /v1/completions")
-        tools = [
+        tools: list[Any] = [
             {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
             for t in chat.tools
         ]
+        messages: Any = [dict(message) for message in chat.messages]
         render = partial(
             self.tokenizer.apply_chat_template,
-            list(chat.messages),
+            messages,
             tools=tools if tools and chat.tool_choice.mode != "none" else None,
             add_generation_prompt=True,
             tokenize=False,
@@ -258,13 +260,13 @@ async def merged(streams: Sequence[AsyncGenerator[Event, None]]) -> AsyncGenerat
     try:
         over = 0
         while over < len(streams):
-            event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
+            taken = await queue.get()
+            if isinstance(taken, Exception):
+                raise taken
+            if taken is None:
                 over += 1
             else:
-                yield event
+                yield taken
     finally:
         for task in tasks:
             task.cancel()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
@@ -81,7 +82,7 @@ class TokenTexts:
         return TokenText(*self.of(token.id), token.logprob, top)
 
     def _of(self, token: int) -> tuple[str, bytes]:
-        piece = self._tokenizer.convert_ids_to_tokens(token)
+        piece: Any = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return "", b""
         if self._is_byte_level and all(character in self._table for character in piece):
