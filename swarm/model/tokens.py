@@ -10,6 +10,7 @@ comparison, and their own forward stays.
 """
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class TokenEnds:
     def position_bytes(self) -> int:
         """Size of one hidden state."""
         return self.traits.hidden_size * self.dtype.itemsize
+
+    @property
+    def is_direct(self) -> tuple[bool, bool]:
+        """Whether embedding and head are called directly, and not by the family's own forward."""
+        return self._embedding is not None, self._norm is not None
 
     def embed(self, ids: Tensor, start: int | Tensor) -> Tensor:
         """Return what block 0 gets for token ids, int [rows, tokens]: hidden states [rows, tokens, hidden_size].
@@ -122,8 +128,9 @@ class TokenEnds:
         expected, head = self._own_logits(hidden), self._model.get_output_embeddings()
         for name in _NORMS:
             norm = getattr(self._decoder, name, None)
-            if isinstance(norm, nn.Module) and torch.equal(head(norm(hidden[:, None]))[:, -1].float(), expected):
-                return norm
+            with suppress(RuntimeError):  # of shapes that do not fit: something else lies between the two
+                if isinstance(norm, nn.Module) and torch.equal(head(norm(hidden[:, None]))[:, -1].float(), expected):
+                    return norm
         return None
 
     def _fits(self, positions: int) -> bool:

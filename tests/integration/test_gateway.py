@@ -1,0 +1,118 @@
+"""`swarm-gateway` over a swarm of real processes: answers are whole, and the same, while servers are killed."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from swarm.demo.local import LocalSwarm
+from tests.support import warm
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, eventually, world
+
+CODE = "def read_lines(path):\n    return open(path)\n\nclass Reader:\n    def __init__(self, path):\n"
+
+
+@contextmanager
+def gateway(swarm: LocalSwarm, folder, *options: str) -> Iterator[tuple[str, str]]:
+    """Run the command on a swarm. Yields its URL and its model's name."""
+    ready = folder / "gateway.json"
+    peers = [part for peer in swarm.initial_peers for part in ("--initial-peers", peer)]
+    command = warm.start(
+        folder,
+        "swarm.gateway.cli",
+        *("--listen", "127.0.0.1:0", "--model", str(DEMO_CHECKPOINT), "--dtype", "float32", "--threads", "1"),
+        *("--network", swarm.network, "--ready-file", str(ready), *peers, *options),
+    )
+    try:
+        eventually(lambda: ready.exists() or command.process.poll() is not None, 60)
+        told = json.loads(ready.read_text())
+        yield told["url"], told["models"][0]
+        command.process.send_signal(signal.SIGTERM)
+        code, printed = command.ended(20)
+        assert code == 0, printed
+        assert not ready.exists()
+    finally:
+        command.process.kill()
+
+
+@dataclass
+class Stream:
+    """One answer as it comes: pieces of text with the loop's times, and how the stream ended."""
+
+    pieces: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def gap_s(self) -> float:
+        return max(b - a for a, b in zip(self.times, self.times[1:], strict=False))
+
+
+async def completed(client: httpx.AsyncClient, body: dict) -> Stream:
+    """Stream one completion."""
+    stream, loop = Stream(), asyncio.get_running_loop()
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                stream.done = True
+            elif line.startswith("data: "):
+                told = json.loads(line[6:])
+                assert "error" not in told, told
+                stream.pieces.append(told["choices"][0]["text"])
+                stream.times.append(loop.time())
+    return stream
+
+
+async def all_completed(url: str, bodies: list[dict]) -> list[Stream]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        return await asyncio.gather(*(completed(client, body) for body in bodies))
+
+
+@pytest.mark.slow("eight processes, 1,600 tokens twice, three kills a second apart")
+async def test_streams_are_byte_identical_while_servers_are_killed(tmp_path):
+    with (
+        world(DEMO_CHECKPOINT, tmp_path, DEMO_SPANS * 2, torch.float32) as running,
+        gateway(running.swarm, tmp_path) as (url, name),
+    ):
+        bodies = [
+            {"model": name, "prompt": CODE[: 20 + 6 * i], "max_tokens": 100, "ignore_eos": True, **sampling}
+            for i in range(4)
+            for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": i})
+        ]
+        undisturbed = await all_completed(url, bodies)
+        generating = asyncio.create_task(all_completed(url, bodies))
+        for server in running.swarm.servers[:3]:
+            await asyncio.sleep(1.0)
+            server.kill()
+        disturbed = await generating
+    for before, after in zip(undisturbed, disturbed, strict=True):
+        assert after.done
+        assert after.text == before.text
+        assert after.gap_s < 3.0
+
+
+@pytest.mark.slow("a whole swarm of processes")
+async def test_gateway_gives_the_local_models_text_and_ends_in_order(tmp_path):
+    with (
+        world(DEMO_CHECKPOINT, tmp_path, ("0:12",), torch.float32) as running,
+        gateway(running.swarm, tmp_path) as (url, name),
+    ):
+        body = {"model": name, "prompt": CODE, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        (stream,) = await all_completed(url, [body])
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
+    ids = tokenizer(CODE, return_tensors="pt")["input_ids"]
+    expected = running.full.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert stream.text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
