@@ -33,10 +33,11 @@ class Costs:
         else:
             self._prefill[steps].observe(prefill_tokens, max(took_s - (decode_s or 0.0), took_s / 10))
 
-    def prefill_tokens(self, beside: int, *, decoding: bool) -> int:
+    def prefill_tokens(self, beside: int, *, decoding: bool, stretch: float = 0.0) -> int:
         """Return how many tokens of prefill the next iteration may carry beside so many decode steps.
 
-        decoding: whether any session decodes, in this iteration or as soon as it is over.
+        decoding: whether any session decodes, in this iteration or as soon as it is over. stretch: share of an
+        iteration that prefill may add, where that is more than the limit's.
 
         While one does, prefill may make an iteration longer by `stretch`, or up to `unnoticed_s`. Where the cost of
         prefill beside so many steps is unknown, it counts as its cost alone.
@@ -45,18 +46,20 @@ class Costs:
             return self._prefill[0].largest(self._limits.alone_s) or self._limits.prefill_tokens_unknown
         if beside == 0:  # the session that decodes waits for all of it
             decode_s = self._decode_s.get(1, 0.0)
-            stretch_s = self._stretch_s(decode_s)
+            stretch_s = self._stretch_s(decode_s, stretch)
             return self._prefill[1].largest(stretch_s) or self._prefill[0].largest(decode_s + stretch_s) or 1
         steps = beside.bit_length()
         until_bare = self._until_bare.get(steps, 0)
         self._until_bare[steps] = (until_bare or self._limits.bare_every) - 1
         if until_bare == 0:
             return 0
-        stretch_s = self._stretch_s(self._decode_s.get(steps, 0.0))
+        stretch_s = self._stretch_s(self._decode_s.get(steps, 0.0), stretch)
         return self._prefill[steps].largest(stretch_s) or self._prefill[0].largest(stretch_s) or 1
 
-    def _stretch_s(self, decode_s: float) -> float:
-        return max(self._limits.unnoticed_s - decode_s, self._limits.stretch * decode_s)
+    def _stretch_s(self, decode_s: float, stretch: float) -> float:
+        limits = self._limits
+        usual_s = max(limits.unnoticed_s - decode_s, limits.stretch * decode_s)
+        return max(usual_s, min(stretch * max(decode_s, limits.unnoticed_s), limits.own_s - decode_s))
 
 
 class _BySize:

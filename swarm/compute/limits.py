@@ -29,6 +29,7 @@ class CostLimits:
     stretch: float = limit(0.25, "of an iteration", "prefill beside decode steps adds no more")
     unnoticed_s: float = limit(0.018, "s", "an iteration may be this long: a quarter of a quick one pays for no piece")
     alone_s: float = limit(0.2, "s", "an iteration of prefill alone: a step that comes meanwhile waits for its end")
+    own_s: float = limit(0.1, "s", "a peer's own waiting prompts make iterations with its steps no longer than this")
     bare_every: int = limit(16, "iterations", "one of so many runs without prefill, to learn the cost of decode")
     smoothing: float = limit(0.2, "weight", "of the newest measurement")
     outlier: float = limit(1.5, "times", "a longer measurement than so many times the expected one is cut to it")

@@ -5,7 +5,7 @@ peer. A peer finishes the prefill that it has begun.
 """
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
 from itertools import islice
 from math import inf
@@ -22,12 +22,14 @@ class Queue(Presence):
     over when the head came. stepped_at: when the session's last decode step ran.
     """
 
-    __slots__ = ("_tenure", "head", "since", "single", "stepped_at", "tasks")
+    __slots__ = ("_tenure", "head", "owner", "since", "single", "stepped_at", "tasks")
 
     head: Task  # while one waits
 
-    def __init__(self, tenure: Tenure | None) -> None:
+    def __init__(self, tenure: Tenure | None, owner: str) -> None:
+        """owner: the peer whose session it is."""
         super().__init__()
+        self.owner = owner
         self._tenure = None if tenure is None else weakref.ref(tenure)  # a queue keeps no cache in memory
         self.tasks: deque[tuple[Task, int]] = deque()  # the head first, each with the number of iterations before it
         self.single = False
@@ -69,7 +71,7 @@ class Queues:
         """Queue a task behind those of its session. Returns its queue."""
         queue = None if task.tenure is None else self._of.get(task.tenure)
         if queue is None:
-            queue = Queue(task.tenure)
+            queue = Queue(task.tenure, task.owner)
             if task.tenure is not None:
                 self._of[task.tenure] = queue
         queue.tasks.append((task, self._n_iterations))
@@ -86,9 +88,17 @@ class Queues:
         queues = [*self.single, *(queue for of_peer in self._long.values() for queue in islice(of_peer, of_each))]
         return sorted(queues, key=self._turn)
 
-    def expects_step(self, since: float) -> bool:
-        """Whether a session that has decoded later than that is alive, and nothing of it waits."""
-        return any(queue.stepped_at > since and not queue.tasks and queue.is_alive for queue in self._of.values())
+    def expected(self, since: float) -> Counter[str]:
+        """Count by peer the sessions that have decoded later than that, are alive, and have nothing waiting."""
+        return Counter(
+            queue.owner
+            for queue in self._of.values()
+            if queue.stepped_at > since and not queue.tasks and queue.is_alive
+        )
+
+    def prompts(self, owner: str) -> int:
+        """How many prompts of a peer wait."""
+        return len(self._long.get(owner, ()))
 
     def ran(self, queues: Iterable[Queue], failed: Container[Task], shares: Mapping[str, float]) -> list[Task]:
         """Note that these heads had their part of an iteration. Returns those that are over, which wait no more.

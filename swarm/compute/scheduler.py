@@ -9,7 +9,7 @@ budget, so that prefill delays no session's decode by much. Prefill that must ru
 budget becomes a debt, which later budgets repay. A task that does not pack runs alone when it is its turn.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -128,13 +128,24 @@ class Scheduler:
         if len(steps) == len(heads) and not self._debt:
             return Budget(0, 0, decoding=True)
         beside = sum(each.rows for each in steps if first.packs and each.packs and each.group == first.group)
-        decoding = len(steps) > 0 or self._queues.expects_step(now - self._limits.linger.absent_s)
-        granted = self._costs[heads[0].head.cost].prefill_tokens(beside, decoding=decoding)
+        decoding = Counter(each.owner for each in steps) or self._queues.expected(now - self._limits.linger.absent_s)
+        costs, stretch = self._costs[heads[0].head.cost], self._stretch(decoding)
+        granted = costs.prefill_tokens(beside, decoding=bool(decoding), stretch=stretch)
         if not decoding:
             self._debt = 0
         paid = min(self._debt, granted)
         self._debt -= paid
-        return Budget(granted, granted - paid, decoding)
+        return Budget(granted, granted - paid, bool(decoding))
+
+    def _stretch(self, decoding: Counter[str]) -> float:
+        """Return the share of an iteration that prefill may add, by the prompts of the peers that decode.
+
+        Prompts that come in a burst would trickle in one by one: each would decode alone, and be over before the next
+        is in. So a peer's own prompts may delay its own steps, the more of them wait for each of these. The steps of a
+        peer that has no prompts waiting are delayed as ever.
+        """
+        shares = [(self._queues.prompts(owner) - 1) / count for owner, count in decoding.items()]
+        return max(0.0, min(shares, default=0.0))
 
     def _shares(self, batch: Batch) -> dict[str, float]:
         """Return how many times its share of the prefill each peer had; keep the excess over the budget as a debt."""

@@ -145,3 +145,18 @@ def test_one_hiccup_later_changes_little() -> None:
         costs.observe(0, 512, 0.1)
     costs.observe(0, 512, 10.0)
     assert costs.prefill_tokens(0, decoding=False) >= 512
+
+
+def test_waiting_prompts_lengthen_an_iteration_up_to_its_limit():
+    costs = Costs(LIMITS)
+    for _ in range(50):
+        costs.observe(8, 0, 0.040)
+        for tokens in (16, 32, 64, 256, 1024):
+            costs.observe(8, tokens, 0.040 + 0.001 * tokens)
+
+    def granted(stretch: float) -> int:
+        return max(costs.prefill_tokens(8, decoding=True, stretch=stretch) for _ in range(2))
+
+    assert granted(0.0) <= 16  # a quarter of 40 ms is 10
+    assert 24 <= granted(1.0) <= 48  # 40 ms
+    assert 48 <= granted(100.0) <= 64  # up to 100 in all

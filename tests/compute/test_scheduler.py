@@ -22,6 +22,7 @@ BEFORE = {
     9: "baa9a72edfd0d176",
 }
 LIMITS = SchedulerLimits()
+WITHOUT_BURSTS = replace(LIMITS, costs=replace(LIMITS.costs, own_s=0.0))  # that version knew no bursts
 
 
 class Fixed:
@@ -32,7 +33,7 @@ class Fixed:
         self.asked: list[tuple[int, bool]] = []
         self.observed: list[tuple[int, int]] = []
 
-    def prefill_tokens(self, beside: int, *, decoding: bool) -> int:
+    def prefill_tokens(self, beside: int, *, decoding: bool, stretch: float = 0.0) -> int:
         self.asked.append((beside, decoding))
         return self.tokens
 
@@ -47,7 +48,7 @@ def granting(tokens: int, limits: SchedulerLimits = LIMITS) -> Scheduler:
 
 def test_batches_are_those_of_the_version_before():
     for seed, digest in BEFORE.items():
-        log = simulate(seed, Scheduler())
+        log = simulate(seed, Scheduler(WITHOUT_BURSTS))
         assert hashlib.sha256(json.dumps(log).encode()).hexdigest()[:16] == digest, seed
 
 
@@ -72,6 +73,32 @@ def test_steps_of_two_sessions_run_together():
     for owner in "ab":
         scheduler.add(Fake(owner), 0.0)
     assert len(iteration(scheduler)) == 2
+
+
+def burst(decoding: str, prompts: str, n: int) -> list[float]:
+    """The stretches that are asked for while one session decodes beside a peer's waiting prompts."""
+    asked: list[float] = []
+
+    class Noting(Fixed):
+        def prefill_tokens(self, beside: int, *, decoding: bool, stretch: float = 0.0) -> int:
+            asked.append(stretch)
+            return super().prefill_tokens(beside, decoding=decoding, stretch=stretch)
+
+    scheduler = Scheduler(LIMITS, lambda _: Noting(16))
+    scheduler.add(Fake(decoding), 0.0)
+    for _ in range(n):
+        scheduler.add(Fake(prompts, 64), 0.0)
+    iteration(scheduler)
+    return asked
+
+
+def test_a_peers_waiting_prompts_may_delay_its_own_steps():
+    assert burst("a", "a", 9) == [8.0]
+    assert burst("a", "a", 1) == [0.0]  # a prompt alone has the share that it always had
+
+
+def test_prompts_of_one_peer_do_not_delay_anothers_steps():
+    assert burst("a", "b", 9) == [0.0]
 
 
 def test_sessions_expected_back_are_waited_for_a_moment():
