@@ -14,11 +14,8 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -75,10 +72,11 @@ def main() -> None:
         options.streams, options.tokens, options.rounds = "2", 4, 1
     torch.set_num_threads(1)
     modes, runs = options.modes.split(","), []
-    with LocalSwarm(CHECKPOINT, SPANS, options=("--dtype", "float32")) as swarm, ExitStack() as stack:
+    with LocalSwarm(CHECKPOINT, SPANS, options=("--dtype", "float32"), log_level="warning") as swarm:
         bench = Bench(swarm, options.prompt, options.tokens, options.seed)
         if "gateway" in modes:
-            bench.url, bench.gateway = stack.enter_context(gateway(swarm))
+            gateway = swarm.start_gateway("--dtype", "float32", "--threads", "1").wait_ready()
+            bench.url, bench.gateway = gateway.ready["url"], gateway.process.pid
         for streams in map(int, options.streams.split(",")):
             for turn in range(options.rounds + 1):
                 for mode in modes:
@@ -180,25 +178,6 @@ class Bench:
             "wall_s": max(stamps[-1] for result in results for stamps in result["stamps"]),
             "cpu_ms": sum(result["cpu_ms"] for result in results),
         }
-
-
-@contextmanager
-def gateway(swarm: LocalSwarm) -> Iterator[tuple[str, int]]:
-    """Run `swarm-gateway` on a swarm. Yields its URL and its process id."""
-    with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
-        ready = Path(folder, "ready.json")
-        peers = [part for peer in swarm.initial_peers for part in ("--initial-peers", peer)]
-        line = [sys.executable, "-m", "swarm.gateway.cli", "--listen", "127.0.0.1:0", "--model", str(CHECKPOINT)]
-        line += ["--dtype", "float32", "--network", swarm.network, "--threads", "1", "--log-level", "warning"]
-        process = subprocess.Popen([*line, *peers, "--ready-file", str(ready)])
-        try:
-            while not ready.exists():
-                assert process.poll() is None, "the gateway ended"
-                time.sleep(0.05)
-            yield json.loads(ready.read_text())["url"], process.pid
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 async def stream_all(url: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:

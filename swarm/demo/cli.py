@@ -1,5 +1,7 @@
 """`swarm-demo`: a whole swarm on this machine, in a minute, from nothing."""
 
+import contextlib
+import json
 import signal
 import sys
 import time
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm.commands import LOG_LEVELS, configure_logging, run_click
+from swarm.commands import HOST_PORT, LOG_LEVELS, configure_logging, run_click
 from swarm.demo.local import LocalSwarm
 from swarm.errors import SwarmError
 from swarm.version import __version__
@@ -27,12 +29,14 @@ PROMPT = '''def read_lines(path, encoding="utf-8"):
 @click.version_option(__version__)
 @click.option("--prompt", default=PROMPT, help="the start of some Python code")
 @click.option("--max-new-tokens", type=click.IntRange(1, 400), default=96, show_default=True)
+@click.option("--gateway", is_flag=True, help="serve the swarm over HTTP until Ctrl-C, in the place of a generation")
+@click.option("--listen", type=HOST_PORT, default="127.0.0.1:8000", show_default=True, help="of the gateway")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
-def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
+def command(prompt: str, max_new_tokens: int, gateway: bool, listen: tuple[str, int], log_level: str) -> None:
     """Start a bootstrap node and four servers of a small checkpoint on this machine, and generate through them.
 
-    Half-way a server is killed, and another takes over. The checkpoint comes with the package; nothing is downloaded,
-    and nothing is left running.
+    Half-way a server is killed, and another takes over. With --gateway, the swarm is served over HTTP instead. The
+    checkpoint comes with the package; nothing is downloaded, and nothing is left running.
     """
     configure_logging(log_level)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order
@@ -42,6 +46,9 @@ def command(prompt: str, max_new_tokens: int, log_level: str) -> None:
         CHECKPOINT, SPANS, options=("--dtype", "float32"), on_start=lambda name: click.echo(f"starting {name}")
     ) as swarm:
         click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on four servers\n")
+        if gateway:
+            _serve(swarm, *listen)
+            return
         _generate(swarm, prompt, max_new_tokens)
     click.echo(how_to_go_on(Path(sys.executable).parent))
 
@@ -70,6 +77,18 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     if tokens.tolist() != expected.tolist():
         raise SwarmError("the swarm's tokens differ from the local model's")
     click.echo(f"the local model gives the same {tokens.shape[1]} tokens")
+
+
+def _serve(swarm: LocalSwarm, host: str, port: int) -> None:
+    """Serve the swarm over HTTP until a signal comes."""
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    url = swarm.start_gateway("--dtype", "float32", listen=at).wait_ready().ready["url"]
+    click.echo(f"\nthe gateway is at {url} (Ctrl-C ends it). Continue some code:\n")
+    click.echo(f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\")
+    click.echo(f'    -d \'{{"model": "{CHECKPOINT.name}", "prompt": "def read_lines(path):", "max_tokens": 48}}\'')
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
+    click.echo("ending the swarm")
 
 
 def how_to_go_on(folder: Path) -> str:

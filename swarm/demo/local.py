@@ -228,3 +228,11 @@ class LocalSwarm:
         server = self._processes.start(name, "swarm.server.cli", (*arguments, *peers, *options), place)
         self.servers.append(server)
         return server
+
+    def start_gateway(self, *options: str, listen: str = "127.0.0.1:0") -> LocalProcess:
+        """Start a gateway to the swarm's model; `wait_ready` waits for it, and its ready file has the `url`.
+
+        A later `--listen` wins, so options may have one of their own.
+        """
+        arguments = ("--model", self.model, "--listen", listen, "--initial-peers", ",".join(self.initial_peers))
+        return self._processes.start("gateway", "swarm.gateway.cli", (*arguments, *options), self._place)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,33 +12,20 @@ import torch
 from transformers import AutoTokenizer
 
 from swarm.demo.local import LocalSwarm
-from tests.support import warm
-from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, eventually, world
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, world
 
 CODE = "def read_lines(path):\n    return open(path)\n\nclass Reader:\n    def __init__(self, path):\n"
 
 
 @contextmanager
-def gateway(swarm: LocalSwarm, folder, *options: str) -> Iterator[tuple[str, str]]:
-    """Run the command on a swarm. Yields its URL and its model's name."""
-    ready = folder / "gateway.json"
-    peers = [part for peer in swarm.initial_peers for part in ("--initial-peers", peer)]
-    command = warm.start(
-        folder,
-        "swarm.gateway.cli",
-        *("--listen", "127.0.0.1:0", "--model", str(DEMO_CHECKPOINT), "--dtype", "float32", "--threads", "1"),
-        *("--network", swarm.network, "--ready-file", str(ready), *peers, *options),
-    )
+def gateway(swarm: LocalSwarm) -> Iterator[tuple[str, str]]:
+    """Run the command on a swarm. Yields its URL and its model's name; it must end in order."""
+    running = swarm.start_gateway("--dtype", "float32", "--threads", "1").wait_ready()
     try:
-        eventually(lambda: ready.exists() or command.process.poll() is not None, 60)
-        told = json.loads(ready.read_text())
-        yield told["url"], told["models"][0]
-        command.process.send_signal(signal.SIGTERM)
-        code, printed = command.ended(20)
-        assert code == 0, printed
-        assert not ready.exists()
+        yield running.ready["url"], running.ready["models"][0]
     finally:
-        command.process.kill()
+        code = running.stop()
+    assert code == 0, running.last_lines()
 
 
 @dataclass
@@ -85,7 +71,7 @@ async def all_completed(url: str, bodies: list[dict]) -> list[Stream]:
 async def test_streams_are_byte_identical_while_servers_are_killed(tmp_path):
     with (
         world(DEMO_CHECKPOINT, tmp_path, DEMO_SPANS * 2, torch.float32) as running,
-        gateway(running.swarm, tmp_path) as (url, name),
+        gateway(running.swarm) as (url, name),
     ):
         bodies = [
             {"model": name, "prompt": CODE[: 20 + 6 * i], "max_tokens": 100, "ignore_eos": True, **sampling}
@@ -108,7 +94,7 @@ async def test_streams_are_byte_identical_while_servers_are_killed(tmp_path):
 async def test_gateway_gives_the_local_models_text_and_ends_in_order(tmp_path):
     with (
         world(DEMO_CHECKPOINT, tmp_path, ("0:12",), torch.float32) as running,
-        gateway(running.swarm, tmp_path) as (url, name),
+        gateway(running.swarm) as (url, name),
     ):
         body = {"model": name, "prompt": CODE, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
         (stream,) = await all_completed(url, [body])
