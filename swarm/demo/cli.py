@@ -85,7 +85,8 @@ def _serve(swarm: LocalSwarm, host: str, port: int) -> None:
     url = swarm.start_gateway("--dtype", "float32", listen=at).wait_ready().ready["url"]
     click.echo(f"\nthe gateway is at {url} (Ctrl-C ends it). Continue some code:\n")
     click.echo(f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\")
-    click.echo(f'    -d \'{{"model": "{CHECKPOINT.name}", "prompt": "def read_lines(path):", "max_tokens": 48}}\'')
+    body = json.dumps({"model": CHECKPOINT.name, "prompt": "def read_lines(path):", "max_tokens": 48})
+    click.echo(f"    -d '{body}'")
     with contextlib.suppress(KeyboardInterrupt):
         signal.pause()
     click.echo("ending the swarm")
