@@ -202,7 +202,11 @@ class _Choice:
 
     def _rest(self) -> list[Event]:
         """Return the events of what is held back, at the end."""
-        events = self._parsed(self._stop.close()) if self._stop.found is None else []
+        events: list[Event] = []
+        if self._stop.found is None:
+            events += self._parsed(self._stop.feed(self._detokenizer.close()))
+        if self._stop.found is None:
+            events += self._parsed(self._stop.close())
         if self._parser is not None:
             events += [self._event(part) for part in self._parser.close()]
         if self._pending:

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from swarm.gateway.chat import TokenText
 from swarm.gateway.generation import Token
+
+
+INCOMPLETE = "\ufffd"  # a decoder's mark for bytes that are no character
+CHARACTER_TOKENS_MAX = 4  # bytes of a character: more tokens without one are no beginning of any
 
 
 def _byte_level() -> dict[str, int]:
@@ -20,16 +23,37 @@ def _byte_level() -> dict[str, int]:
 
 
 class Detokenizer:
-    """Text of one output, piece by piece. A piece ends where a character does."""
+    """Text of one output, piece by piece. A piece ends where a character does, if the tokens make characters at all."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> None:
         """special: whether special tokens are a part of the text."""
         self._tokenizer = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=not special)
+        self._special = special
+        self._ids: list[int] = []  # of the last piece, whose end decides on spaces, and those behind it
+        self._sent = 0  # how many of them are the last piece's
+        self._before = ""  # its text
 
     def feed(self, token: int) -> str:
         """Return the text that this token completes; "" while a character is not complete."""
-        return self._stream.step(self._tokenizer, token) or ""
+        self._ids.append(token)
+        text = self._text(self._ids)
+        if text.endswith(INCOMPLETE) and len(self._ids) - self._sent < CHARACTER_TOKENS_MAX:
+            return ""
+        return self._send(text)
+
+    def close(self) -> str:
+        """Return what is left at the end of the output."""
+        return self._send(self._text(self._ids))
+
+    def _send(self, text: str) -> str:
+        piece, self._ids = text[len(self._before) :], self._ids[self._sent :]
+        self._sent = len(self._ids)
+        self._before = self._text(self._ids)
+        return piece
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._special)
+        return text
 
 
 class StopStrings:
