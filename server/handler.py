@@ -76,7 +76,7 @@ class Handler:
         self.admission = Admission(hosting, memory, self.accounts, self.registry, self.limits, wall_clock)
         self._loop = asyncio.get_running_loop()
         self._replays = Replays(self._loop, self.accounts, self.limits.session)
-        self._outcomes = Outcomes(self._loop, self.registry, self._replays)
+        self._outcomes = Outcomes(self._loop, self.registry, self._replays, lambda: self.steps_under_way > 0)
         self._executor = executor
 
     @property
@@ -239,7 +239,7 @@ class Handler:
         self.steps_under_way -= isinstance(facts.message, Step)
         session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
         if not task.tenure.over and result is not None:
-            self._outcomes.follow(session, facts, result)
+            self._outcomes.follow(session, facts, result, finite=task.finite)
 
     def _on_word_from_next(self, channel: Channel, message: Rebuilt | Refused | Failed) -> Toll:
         """Take the progress of a past at the next hops, or a refusal that the next hop could not send to the client."""

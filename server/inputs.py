@@ -6,7 +6,7 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.model.span import Span
 from swarm.protocol.messages import POSITIONS_MAX, ROWS_MAX
-from swarm.protocol.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX, is_finite
+from swarm.protocol.tensors import CHUNK_BYTES, TENSOR_BYTES_MAX
 from swarm.server.refusals import Declined
 
 
@@ -27,7 +27,7 @@ def objection(activations: Activations, span: Span, step_bytes_max: int) -> Decl
         return declined
     if mask is not None and (declined := _bad_mask(mask, rows, tokens)):
         return declined
-    if not is_finite(hidden):
+    if not activations.is_finite():
         return Declined("bad_activations", "activations that are infinite or no numbers")
     return None
 

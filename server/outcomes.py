@@ -1,6 +1,7 @@
 """Outputs of steps and of pieces of a past: each is kept, and goes on."""
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 from torch import Tensor
@@ -9,7 +10,6 @@ from swarm.activations import Activations
 from swarm.protocol.messages import Rebuild, Step
 from swarm.protocol.replay import follow_up
 from swarm.protocol.seat import Client
-from swarm.protocol.tensors import is_finite
 from swarm.server.gates import Facts
 from swarm.server.refusals import Declined, send
 from swarm.server.registry import Registry
@@ -22,13 +22,17 @@ _log = structlog.get_logger("swarm.server")
 class Outcomes:
     """Takes the results of the compute thread. Lives in the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, registry: Registry, replays: Replays) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, registry: Registry, replays: Replays, others: Callable[[], bool]
+    ) -> None:
+        """others: whether other steps are under way, which this one's answer may travel with."""
         self._loop = loop
+        self._others = others
         self._registry = registry
         self._replays = replays
 
-    def follow(self, session: HostedSession, facts: Facts, result: Tensor | Exception) -> None:
-        """Take a result that still counts."""
+    def follow(self, session: HostedSession, facts: Facts, result: Tensor | Exception, *, finite: bool) -> None:
+        """Take a result that still counts. finite: whether all of its numbers are known to be finite."""
         message = facts.message
         if isinstance(message, Rebuild):
             session.receiver.computed()
@@ -40,7 +44,10 @@ class Outcomes:
         # Tensors that are kept beside an output are small, and copied: they would keep the frame that they came in.
         positions, mask = facts.activations.positions, facts.activations.mask
         output = Activations(
-            result, None if positions is None else positions.clone(), None if mask is None else mask.clone()
+            result,
+            None if positions is None else positions.clone(),
+            None if mask is None else mask.clone(),
+            finite,
         )
         if isinstance(message, Step):
             self._step(session, message, output, self._loop.time() - facts.now)
@@ -53,7 +60,7 @@ class Outcomes:
         self._registry.fail(session, step, f"{name} while {'rebuilding' if step is None else 'computing'}")
 
     def _step(self, session: HostedSession, step: Step, output: Activations, took_s: float) -> None:
-        if not is_finite(output.hidden):
+        if not output.is_finite():
             why = f"blocks {session.span.blocks} make activations of it that are infinite or no numbers"
             send(session.owner, Declined("bad_request", why).answer(step))
             self._registry.end(session)
@@ -62,7 +69,7 @@ class Outcomes:
         if session.history.journal is not None:
             session.note(step.step, step.rows, step.keep, output)
         session.keep(step, answer)
-        pass_on(session, answer)
+        pass_on(session, answer, soon=self._others())
 
     def _piece(self, session: HostedSession, piece: Rebuild, output: Activations) -> None:
         session.note(session.inbox.accepted, None, piece.start, output)
@@ -80,14 +87,14 @@ class Outcomes:
             self._replays.confirm(session, peers.owner, after.stop)
 
 
-def pass_on(session: HostedSession, answer: Answer) -> None:
+def pass_on(session: HostedSession, answer: Answer, *, soon: bool = False) -> None:
     """Send an answer to where it goes now, which a repair may have changed since it was computed.
 
-    An answer that the next hop does not get will be sent again: the owner sees to that.
+    An answer that the next hop does not get will be sent again: the owner sees to that. soon: see `send`.
     """
     message, seat = answer.message, session.seat
     if message.epoch != seat.epoch:
         message = message.model_copy(update={"epoch": seat.epoch})
     to = session.peers.owner if isinstance(seat.next, Client) else session.peers.next
     if to is not None:
-        send(to, message, answer.activations)
+        send(to, message, answer.activations, soon=soon)

@@ -43,9 +43,12 @@ class Declined:
         )
 
 
-def send(channel: Channel, message: Message, activations: Activations | None = None) -> None:
-    """Send, unless the channel has just ended: then the callback of its end takes over."""
+def send(channel: Channel, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
+    """Send, unless the channel has just ended: then the callback of its end takes over.
+
+    soon: at the end of this turn of the loop, perhaps in one frame with others.
+    """
     try:
-        channel.send(message, activations)
+        (channel.send_soon if soon else channel.send)(message, activations)
     except ChannelClosed as error:
         _log.debug("not sent", kind=message.__class__.__name__, why=error.why)

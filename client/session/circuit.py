@@ -24,13 +24,17 @@ from swarm.protocol.replay import PastSender
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the sessions of one client share. watch: has the client told of a channel's end."""
+    """What the sessions of one client share. watch: has the client told of a channel's end.
+
+    others: whether there is more than one session, so that steps may travel together.
+    """
 
     dialer: Dialer
     avoidance: Avoidance
     connects: Timeout
     turns: asyncio.Semaphore
     watch: Callable[[Channel], None]
+    others: Callable[[], bool] = lambda: False
     limits: SessionLimits = field(default_factory=SessionLimits)
 
 

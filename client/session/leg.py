@@ -78,6 +78,15 @@ class Leg:
         except ChannelClosed as closed:
             raise self.broken(closed.why) from None
 
+    def send_soon(self, message: wire.Message, activations: Activations) -> None:
+        """Send at the end of this turn of the loop, perhaps in one frame with other sessions'. Raises HopFailed."""
+        if self.channel is None:
+            raise self.broken("not connected")
+        try:
+            self.channel.send_soon(message, activations)
+        except ChannelClosed as closed:
+            raise self.broken(closed.why) from None
+
     def expect(self, kind: type[Reply]) -> "asyncio.Future[Reply]":
         """Return a future of the hop's next reply of this kind."""
         self._replies[kind] = asyncio.get_running_loop().create_future()

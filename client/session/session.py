@@ -56,7 +56,7 @@ class Session:
         self._error: SwarmError | None = None  # the reason for the session's end
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
-        self._steps = Steps(self._circuit, shared.limits)
+        self._steps = Steps(self._circuit, shared.limits, shared.others)
         self._restorer = Restorer(self._circuit, shared, Finder(blocks, planner), plan, self._steps)
         self._watcher = Watcher(self._circuit, self._steps, shared.limits.watch)
         self._mover = Mover(self._circuit, self._restorer, self._watcher, self._lock, plan.step_timeout_s)

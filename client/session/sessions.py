@@ -43,6 +43,7 @@ class Sessions:
             connects=Timeout(limits.connect.connect_s),
             turns=asyncio.Semaphore(limits.recovery.turns),
             watch=self._watch,
+            others=lambda: len(self._by_id) > 1,
             limits=limits,
         )
 

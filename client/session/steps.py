@@ -5,7 +5,7 @@ token ids, for a replay: the client is hop 0. This file joins both to asyncio an
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -23,7 +23,9 @@ Outcome = Answer | Exception | Dropped
 class Steps:
     """One session's steps. Its methods send all that is due."""
 
-    def __init__(self, circuit: Circuit, limits: SessionLimits) -> None:
+    def __init__(self, circuit: Circuit, limits: SessionLimits, others: Callable[[], bool] = lambda: False) -> None:
+        """others: whether the client has other sessions, whose steps these may travel with."""
+        self._others = others
         self.window = 1  # steps that may be in flight, on the route that stood last
         self._circuit = circuit
         self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox)
@@ -113,8 +115,9 @@ class Steps:
         for ticket in self._outbox.due():
             if ticket.outcome is not None:
                 continue
+            send = first.send_soon if self._others() else first.send
             try:
-                first.send(ticket.message, ticket.activations)
+                send(ticket.message, ticket.activations)
             except HopFailed as failed:
                 self._circuit.report(failed)
                 self._outbox.refused(ticket.step, failed)  # also if the fault is known already

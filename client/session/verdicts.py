@@ -19,8 +19,6 @@ All other refusals are consequences of earlier events: they are dropped.
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch import Tensor
-
 from swarm.activations import Activations
 from swarm.client.session.leg import Leg
 from swarm.client.session.recovery import Fault
@@ -28,7 +26,6 @@ from swarm.client.session.standing import Layout
 from swarm.errors import EdgeDown, Refused
 from swarm.protocol import messages as wire
 from swarm.protocol.outbox import Ticket
-from swarm.protocol.tensors import is_finite
 
 _UNSOUND = "of the wrong shape or type, infinite or no numbers"
 
@@ -121,7 +118,7 @@ def wrong_output(ticket: Ticket, activations: Activations | None) -> str | None:
     got = None if activations is None else tuple(activations.hidden.shape)
     if got != due:
         return f"it answered {got} where {due} is due"
-    if activations is not None and not is_sound(activations.hidden):
+    if activations is not None and not is_sound(activations):
         return "its answer is of the wrong type, infinite or no numbers"
     return None
 
@@ -133,13 +130,13 @@ def wrong_relay(activations: Activations, ticket: Ticket | None) -> str | None:
     """
     hidden = activations.hidden
     due = None if ticket is None else ticket.message.hidden.shape
-    is_formed = hidden.dim() == 3 and is_sound(hidden) and due in {None, tuple(hidden.shape)}
+    is_formed = hidden.dim() == 3 and is_sound(activations) and due in {None, tuple(hidden.shape)}
     return None if is_formed else f"its activations are {_UNSOUND}"
 
 
-def is_sound(hidden: Tensor) -> bool:
+def is_sound(activations: Activations) -> bool:
     """Whether activations are numbers to go on with, of any shape."""
-    return hidden.dtype.is_floating_point and is_finite(hidden)
+    return activations.hidden.dtype.is_floating_point and activations.is_finite()
 
 
 def _refusal(fact: wire.Refused, leg: Leg) -> Refused:

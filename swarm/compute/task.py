@@ -1,12 +1,12 @@
 """The compute thread's work: tasks, and the tenure that a session's tasks belong to."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from swarm.activations import Activations
+from swarm.activations import Activations, is_finite
 from swarm.compute.batch import Ready
 from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
@@ -102,6 +102,13 @@ def is_gone(task: Task) -> bool:
     return task.tenure is not None and task.tenure.over
 
 
+class Checked(NamedTuple):
+    """An output of a span. finite: whether all of its numbers are known to be finite."""
+
+    hidden: Tensor
+    finite: bool
+
+
 class Forward:
     """New positions of a session on their way through its span: alone, packed with others', in pieces."""
 
@@ -114,6 +121,7 @@ class Forward:
         "activations",
         "cost",
         "done",
+        "finite",
         "owner",
         "rows",
         "tenure",
@@ -136,6 +144,7 @@ class Forward:
         self.activations = activations
         self.rows, self.tokens, _ = activations.hidden.shape
         self.done = 0
+        self.finite = True  # whether all of the output's numbers are known to be finite
         self._keep = keep
         self._rows = rows
         self._want = want
@@ -164,9 +173,11 @@ class Forward:
         part = self.activations.part(self.done, self.done + tokens).to(self.tenure.span.device)
         return Segment(part.hidden, past.cache, part.positions)
 
-    def forward_packed(self, segments: Sequence[Segment]) -> list[Tensor]:
+    def forward_packed(self, segments: Sequence[Segment]) -> list[Checked]:
         """Run segments of its group as one step."""
-        return self.tenure.span.forward_packed(segments)
+        outputs = self.tenure.span.forward_packed(segments)
+        finite = is_finite(torch.cat([output.flatten() for output in outputs]))  # one look for all
+        return [Checked(output, finite) for output in outputs]
 
     def run(self, tokens: int) -> None:
         """Compute the next positions alone."""
@@ -174,12 +185,14 @@ class Forward:
             return
         past = self._begin()
         new = self.activations if tokens == self.tokens else self.activations.part(self.done, self.done + tokens)
-        self.take(past.forward(self.tenure.span, new))
+        self.take(Checked(past.forward(self.tenure.span, new), finite=False))
 
-    def take(self, output: Tensor) -> None:
+    def take(self, output: Checked) -> None:
         """Keep the output of the next positions."""
-        self.done += output.shape[1]
-        self._outputs.append(output)
+        hidden, finite = output
+        self.done += hidden.shape[1]
+        self.finite = self.finite and finite
+        self._outputs.append(hidden)
 
     def result(self) -> Tensor | None:
         """Return the output on the host when all is computed; None once it is gone."""

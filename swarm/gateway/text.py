@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from swarm.gateway.chat import TokenText
 from swarm.gateway.generation import Token
 
-
 INCOMPLETE = "\ufffd"  # a decoder's mark for bytes that are no character
 CHARACTER_TOKENS_MAX = 4  # bytes of a character: more tokens without one are no beginning of any
 

@@ -15,7 +15,6 @@ import structlog
 
 from swarm.activations import Activations
 from swarm.errors import ChannelClosed, HandshakeFailed, InvalidMessage, NetworkError, SwarmError
-from swarm.net.buffers import SendBuffer
 from swarm.net.carrier import Carrier
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
@@ -23,9 +22,11 @@ from swarm.net.frames import FrameReader
 from swarm.net.gate import IDLE, PROGRESS, ReadGate, Toll
 from swarm.net.greeting import Greeting, Proven
 from swarm.net.inbound import Inbound
+from swarm.net.outbound import Outbound
 from swarm.net.pings import Pings
 from swarm.net.timer import Timer
-from swarm.protocol.messages import AnyMessage, Message, Ping, Pong, decode, encode
+from swarm.protocol.bundles import unbundled
+from swarm.protocol.messages import AnyMessage, Message, Outputs, Ping, Pong, Steps, decode
 
 UNASKED = 0  # the nonce of a Pong that is a keepalive and answers nothing
 _log = structlog.get_logger("swarm.net")
@@ -68,7 +69,7 @@ class Channel:
         flow = flow or FlowControl()
         frames = FrameReader(self.peer, flow.limits.frames.hello_bytes_max)
         self._in = Inbound(flow, frames, ReadGate(flow.limits, self._wake))
-        self._out = SendBuffer(carrier)
+        self._out = Outbound(carrier)
         self._pings = Pings(me.clock)
         self._timer = Timer(self._wake)
         self._greeting = Greeting(me, remote, frames)
@@ -83,9 +84,21 @@ class Channel:
         """Seal and queue one message. Raises ChannelClosed when the channel has ended."""
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
-        assert self._greeting.sealer is not None
-        frame = self._greeting.sealer.seal(encode(message, activations))
-        if self._out.write(frame, self._timer.time()) > self._in.limits.held_bytes_small:
+        self._note_unsent(self._out.send(message, activations, self._timer.time()))
+
+    def send_soon(self, message: Message, activations: Activations | None = None) -> None:
+        """Queue one message at the end of this turn of the loop, perhaps in one frame with others. Raises as `send`."""
+        if self.closed:
+            raise ChannelClosed(self.peer, self.ended.result())
+        if not self._out.send_soon(message, activations, self._flush):
+            self.send(message, activations)
+
+    def _flush(self) -> None:
+        if not self.closed:
+            self._note_unsent(self._out.flush(self._timer.time()))
+
+    def _note_unsent(self, n_bytes: int) -> None:
+        if n_bytes > self._in.limits.held_bytes_small:
             self._in.flow.buffers.note(self)
 
     async def ping(self) -> float:
@@ -175,16 +188,26 @@ class Channel:
                 plaintext = frames.next()
                 if plaintext is None:
                     break
-                self._take(plaintext)
-                turn += 1 + len(plaintext) / 65536
+                turn += self._take(plaintext) + len(plaintext) / 65536
                 if turn >= self._in.limits.turn:
                     gate.yield_turn(now)
         except SwarmError as error:
             self.close(error)
 
-    def _take(self, plaintext: bytearray | memoryview) -> None:
-        """Take one message, and charge its toll."""
+    def _take(self, plaintext: bytearray | memoryview) -> int:
+        """Take the messages of one frame. Returns how many there are."""
         message, activations = decode(memoryview(plaintext))
+        if isinstance(message, (Steps, Outputs)):
+            assert activations is not None
+            for part in unbundled(message, activations):
+                if not self.closed:
+                    self._hand_over(*part)
+            return len(message.sessions)
+        self._hand_over(message, activations)
+        return 1
+
+    def _hand_over(self, message: AnyMessage, activations: Activations | None) -> None:
+        """Take one message, and charge its toll."""
         if message.kind in ("hello", "ping", "pong"):  # a tenth of the time of isinstance
             toll = self._answer(message)
         else:
@@ -214,10 +237,12 @@ class Channel:
         try:
             proven = self._greeting.advance()
         finally:
+            self._out.sealer = self._greeting.sealer
             if (outgoing := self._greeting.take_outgoing()) and not self.closed:
                 self._out.write(outgoing, self._timer.time())
         if proven is not None:
             self.peer = proven.peer
+            self._out.bundles = proven.bundles
             gate = self._in.gate
             gate.trust(self._in.flow.allowance(proven.peer, gate.allowance))
             self.ready.set_result(proven)

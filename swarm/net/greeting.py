@@ -29,6 +29,7 @@ class Proven:
     peer: str
     process_key: bytes  # the public channel key: each process of a peer makes one
     software: str
+    bundles: bool = False  # whether it takes several steps in one frame
 
 
 class Greeting:
@@ -109,7 +110,8 @@ class Greeting:
         assert self._secrets is not None
         identity = self.me.identity
         signature = identity.sign(HELLO_DOMAIN[self.remote is not None], self._secrets.handshake_hash)
-        hello = Hello(public_key=identity.public_key.hex(), signature=signature.hex(), software=__version__)
+        key = identity.public_key.hex()
+        hello = Hello(public_key=key, signature=signature.hex(), software=__version__, bundles=True)
         self._outgoing += self.sealer.seal(encode(hello))
 
     def _meet(self, plaintext: bytearray | memoryview) -> Proven:
@@ -131,7 +133,7 @@ class Greeting:
             self._introduce()
         self._frames.trust(peer)
         self.done = True
-        return Proven(peer, self._process_key, hello.software)
+        return Proven(peer, self._process_key, hello.software, hello.bundles)
 
     def _refuse_unlisted(self, peer: str) -> None:
         if not self.me.access.admits(peer):

@@ -5,12 +5,13 @@ A message is a JSON header and, for two kinds, tensors behind it. `encode` and `
     client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
     hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
     along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
+                           Steps, Outputs (those of several sessions in one frame: `swarm.protocol.bundles`)
     back along it          Rebuilt (to the sender of the past)
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from swarm.activations import Activations
 from swarm.blocks import BLOCKS_MAX
@@ -25,6 +26,7 @@ POSITIONS_MAX = 1 << 22
 ROLLBACK_MAX = 4096  # positions that one step takes back
 STEPS_MAX = 1 << 40
 TEXT_MAX = 300
+BUNDLE_MAX = 128  # steps in one frame
 
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 PeerId = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]
@@ -41,6 +43,9 @@ def _printable(text: object) -> object:
 
 
 Text = Annotated[str, Field(max_length=TEXT_MAX), BeforeValidator(_printable)]  # people read it on their terminals
+
+Value = TypeVar("Value")
+Column = Annotated[tuple[Value, ...], Field(min_length=1, max_length=BUNDLE_MAX, fail_fast=True)]
 
 RefusalCode = Literal[
     "no_room",  # in memory: come back after retry_after_ms
@@ -69,13 +74,15 @@ class Hello(Message):
     """The first message of either side: proves the Ed25519 identity behind the handshake's key.
 
     `signature` covers the side's role and the handshake's hash (channel binding, section 11.2 of the Noise
-    specification), so that it is worth nothing on any other channel.
+    specification), so that it is worth nothing on any other channel. bundles: whether this side takes Steps and
+    Outputs, which versions before 0.2 do not know.
     """
 
     kind: Literal["hello"] = "hello"
     public_key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
     software: Annotated[str, Field(max_length=64)]
+    bundles: bool = False
 
 
 class Ping(Message):
@@ -273,6 +280,51 @@ class Output(Message):
     hidden: TensorMeta | None = None
 
 
+class Steps(Message):
+    """Steps of one position and one row each, of several sessions, as if each came by itself, in this order.
+
+    Columns of the fields of Step. hidden: [steps, 1, hidden_size], row i is that of step i.
+    """
+
+    kind: Literal["steps"] = "steps"
+    sessions: Column[SessionId]
+    epochs: Column[Epoch]
+    steps: Column[StepNumber]
+    keeps: Column[Annotated[int, Field(ge=0, le=POSITIONS_MAX)]]
+    budgets_ms: Column[Milliseconds]
+    wants: Column[Annotated[int, Field(ge=0, le=POSITIONS_MAX)]]
+    hidden: TensorMeta
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_columns(self.hidden, self.sessions, self.epochs, self.steps, self.keeps, self.budgets_ms, self.wants)
+        return self
+
+
+class Outputs(Message):
+    """Outputs of one position and one row each, of several sessions, as if each came by itself, in this order.
+
+    Columns of the fields of Output. hidden: [outputs, 1, hidden_size], row i is that of output i.
+    """
+
+    kind: Literal["outputs"] = "outputs"
+    sessions: Column[SessionId]
+    epochs: Column[Epoch]
+    steps: Column[StepNumber]
+    hidden: TensorMeta
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_columns(self.hidden, self.sessions, self.epochs, self.steps)
+        return self
+
+
+def _check_columns(hidden: TensorMeta, *columns: tuple[object, ...]) -> None:
+    """Raise ValueError where columns differ in length, or have another than the tensor."""
+    if len(hidden.shape) != 3 or hidden.shape[1] != 1 or {len(column) for column in columns} != {hidden.shape[0]}:
+        raise ValueError("columns and tensor are not of the same length")
+
+
 class Refused(Message):
     """A request is declined and nothing of it was applied. Not a failure of the hop."""
 
@@ -319,6 +371,8 @@ AnyMessage = Annotated[
     | Leaving
     | Step
     | Output
+    | Steps
+    | Outputs
     | Refused
     | Failed
     | Close,
@@ -360,7 +414,7 @@ def decode(frame: memoryview) -> tuple[AnyMessage, Activations | None]:
         hidden, positions, mask = decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
         assert hidden is not None
         return message, Activations(hidden, positions, mask)
-    if isinstance(message, Output) and message.hidden is not None:
+    if isinstance(message, (Output, Steps, Outputs)) and message.hidden is not None:
         (hidden,) = decode_tensors((message.hidden,), frame[start:])
         assert hidden is not None
         return message, Activations(hidden)

@@ -95,14 +95,3 @@ def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> "
     if offset != len(payload):
         raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {offset}")
     return tuple(tensors)
-
-
-def is_finite(tensor: "Tensor") -> bool:
-    """Whether no element is infinite or NaN.
-
-    The sum of elements of which one is not finite is not finite either, and takes a tenth of the time that looking at
-    each takes; only a sum that overflows needs that.
-    """
-    import torch  # noqa: PLC0415 - see above
-
-    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())

@@ -231,4 +231,4 @@ def test_each_relayed_message_has_its_verdict(name):
     ],
 )
 def test_sound_activations_are_finite_floats(hidden, sound):
-    assert is_sound(hidden) is sound
+    assert is_sound(Activations(hidden)) is sound

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm.activations import Activations
+from swarm.activations import Activations, is_finite
 from swarm.model.span import Span
 from swarm.protocol.messages import ROWS_MAX, Failed, Inquiry, Progress, Rebuilt, Refused, Reroute, Rerouted, Step
-from swarm.protocol.tensors import is_finite
 from tests.server.sites import (
     FIRST,
     HIDDEN,
