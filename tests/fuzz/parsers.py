@@ -140,6 +140,8 @@ def _messages() -> tuple[wire.Message, ...]:
     hidden, positions = TensorMeta(dtype="bfloat16", shape=(2, 3, 8)), TensorMeta(dtype="int64", shape=(1, 3))
     mask = TensorMeta(dtype="uint8", shape=(2, 3))
     of = {"session": SESSION, "epoch": 3}
+    columns = {"sessions": (SESSION, "0" * 32), "epochs": (3, 4), "steps": (1, 9)}
+    hidden_of_two = TensorMeta(dtype="bfloat16", shape=(2, 1, 8))
     past = {"hidden": hidden, "positions": positions, "mask": mask}
     record = b64encode(signed(BOB, now=NOW)).decode()
     return (
@@ -161,6 +163,8 @@ def _messages() -> tuple[wire.Message, ...]:
         wire.Leaving(**of),
         wire.Step(**of, step=1, keep=0, rows=(1, 0), budget_ms=100, want=1, **past),
         wire.Output(**of, step=1, hidden=hidden),
+        wire.Steps(**columns, keeps=(0, 4), budgets_ms=(100, 90), wants=(1, 0), hidden=hidden_of_two),
+        wire.Outputs(**columns, hidden=hidden_of_two),
         wire.Refused(**of, step=4, code="no_room", why="full", retry_after_ms=250),
         wire.Close(session=SESSION),
     )  # fmt: skip

@@ -22,6 +22,7 @@ from tests.net.support import SESSION, Pair, Pipe, channel_limits, endpoint, rem
 pytestmark = pytest.mark.virtual_clock
 LIMITS = channel_limits()
 LITTLE = {"bytes_per_s": 1000.0, "bytes_burst": 1000.0}  # of a peer's own: a greeting and a step
+ONE = (1, 1, 8)  # a decode step's activations
 AT_ONCE = 256 * 1024  # that a carrier reads
 
 
@@ -62,6 +63,41 @@ async def test_a_message_arrives_as_it_was_sent():
     ((received, got),) = pair.at_b
     assert received == message
     assert torch.equal(got.hidden, sent.hidden)
+
+
+async def test_messages_of_one_turn_share_a_frame_and_keep_their_order():
+    pair = Pair().shake()
+    for number in range(3):
+        pair.a.send_soon(*step(number, ONE))
+    assert pair.to_b.held == []
+    await asyncio.sleep(0)
+    assert len(pair.to_b.held) == 1
+    pair.a.send_soon(*step(3, ONE))
+    pair.a.send(Close(session=SESSION))  # what waits goes first
+    pair.to_b.deliver()
+    assert [getattr(message, "step", "close") for message, _ in pair.at_b] == [0, 1, 2, 3, "close"]
+    await asyncio.sleep(0)
+    assert pair.to_b.held == []
+
+
+async def test_peer_that_knows_no_bundles_gets_frames_of_their_own():
+    pair = Pair().shake()
+    pair.a._out.bundles = False  # as after the Hello of a version before
+    for number in range(2):
+        pair.a.send_soon(*step(number, ONE))
+    assert len(pair.to_b.held) == 2
+    pair.to_b.deliver()
+    assert [message.step for message, _ in pair.at_b] == [0, 1]
+
+
+async def test_messages_that_wait_are_dropped_with_the_channel():
+    pair = Pair().shake()
+    pair.a.send_soon(*step(1, ONE))
+    pair.a.cut_off("a test")
+    await asyncio.sleep(0)
+    assert pair.to_b.held == []
+    with pytest.raises(ChannelClosed):
+        pair.a.send_soon(*step(2, ONE))
 
 
 async def test_messages_arrive_in_any_pieces():

@@ -281,6 +281,10 @@ class VirtualChannel:
         """Whether it has ended."""
         return self.ended.done()
 
+    def send_soon(self, message: Message, activations: Activations | None = None) -> None:
+        """As `send`: this network has messages, and no frames that they could share."""
+        self.send(message, activations)
+
     def send(self, message: Message, activations: Activations | None = None) -> None:
         """As `Channel.send`."""
         if self.closed:
