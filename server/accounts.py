@@ -8,9 +8,11 @@ memory have limits of their own (`admission`, `pool`).
 Identities are free, so accounts keep one peer from taking everything, and cannot stop a crowd.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarm.net.rate import TokenBucket
+from swarm.server.gateways import GatewayAllowance
 from swarm.server.limits import AccountLimits
 from swarm.server.refusals import Declined
 
@@ -44,14 +46,18 @@ class Account:
 class Accounts:
     """Those of all peers that did something lately. `now`: seconds, on any one clock."""
 
-    def __init__(self, limits: AccountLimits | None = None) -> None:
+    def __init__(
+        self, limits: AccountLimits | None = None, gateways: Mapping[str, GatewayAllowance] | None = None
+    ) -> None:
+        """gateways: peers that may have more."""
+        self._gateways = gateways or {}
         self.limits = limits or AccountLimits()  # of accounts that are made from now on
         self.peers: dict[str, Account] = {}
         self._openings = TokenBucket(self.limits.all_openings_per_s, self.limits.all_openings_burst)
 
     def charge_opening(self, peer: str, now: float) -> Declined | None:
         """Charge a request that makes caches and connections. Returns why not."""
-        limits = self.limits
+        limits = self._limits_of(peer)
         if (wait_s := self.of(peer).openings.take(now)) > 0:
             return Declined("busy", f"more than {limits.openings_per_s:.0f} openings a second", wait_s)
         if (wait_s := self._openings.take(now)) > 0:
@@ -62,7 +68,7 @@ class Accounts:
         """Charge a step and its activations. Returns why not."""
         account = self.peers.get(owner) or self.of(owner)
         if (wait_s := account.steps.take(now)) > 0:
-            return Declined("busy", f"more than {self.limits.steps_per_s:.0f} steps a second", wait_s)
+            return Declined("busy", f"more than {self._limits_of(owner).steps_per_s:.0f} steps a second", wait_s)
         if (wait_s := account.bytes.take(now, n_bytes)) > 0:
             return self._too_many_bytes(wait_s)
         return None
@@ -80,13 +86,17 @@ class Accounts:
         """Return a peer's account; a new one is full."""
         account = self.peers.get(peer)
         if account is None:
-            account = self.peers[peer] = Account.of(self.limits)
+            account = self.peers[peer] = Account.of(self._limits_of(peer))
         return account
 
     def sweep(self, now: float) -> None:
         """Forget those that are settled."""
         for peer in [peer for peer, account in self.peers.items() if account.is_settled(now)]:
             del self.peers[peer]
+
+    def _limits_of(self, peer: str) -> AccountLimits:
+        gateway = self._gateways.get(peer)
+        return self.limits if gateway is None else gateway.of(self.limits)
 
     def _too_many_bytes(self, wait_s: float) -> Declined:
         return Declined("busy", f"more than {self.limits.bytes_per_s / 2**20:.0f} MiB of activations a second", wait_s)

@@ -71,8 +71,9 @@ class Admission:
         return Declined("not_yours", "there is a session of this name")
 
     def _too_many(self, peer: str) -> Declined | None:
-        limits = self._limits.admission
-        most = (limits.sessions_max - len(self._registry.sessions)) // limits.sessions_share
+        limits, gateway = self._limits.admission, self._limits.gateways.get(peer)
+        free = limits.sessions_max - len(self._registry.sessions)
+        most = free // limits.sessions_share if gateway is None else min(gateway.sessions, free)
         if len(self._registry.of(peer)) < most:
             return None
         retry_after_s = self._limits.session.retry_after_s

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from swarm.access import EVERYBODY, Access
+from swarm.server.gateways import GatewayAllowance
 
 AUTO = "auto"
 
@@ -66,6 +67,7 @@ class ServeArguments:
     journal_memory: int  # bytes
     drain_timeout: float  # seconds
     rebalance_every: float  # seconds; 0: never
+    gateway: tuple[tuple[str, GatewayAllowance], ...]
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "ServeArguments":

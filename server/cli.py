@@ -22,6 +22,7 @@ from swarm.commands import (
 )
 from swarm.dht.records import RECORD, check_address, check_printable
 from swarm.server.arguments import AUTO, ServeArguments
+from swarm.server.gateways import GatewayAllowance
 from swarm.server.lean import leave_out_what_no_server_needs
 from swarm.version import __version__
 
@@ -81,6 +82,21 @@ class Root(click.ParamType[str]):
         if re.fullmatch(r"[0-9a-f]{64}", str(value)) is None:
             self.fail(f"{value!r} is not 64 hex digits", param, ctx)
         return str(value)
+
+
+class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
+    """A gateway's peer id, and what it may have."""
+
+    name = "peer=sessions,openings,steps"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, GatewayAllowance]:
+        """Parse, or fail with the reason."""
+        match = re.fullmatch(r"([1-9A-HJ-NP-Za-km-z]{40,60})=(\d{1,4}),(\d{1,4}),(\d{1,6})", str(value))
+        if match is None or not all(int(number) for number in match.groups()[1:]):
+            self.fail(f"{value!r} should look like 12D3KooW...=256,50,20000", param, ctx)
+        return match[1], GatewayAllowance(int(match[2]), float(match[3]), float(match[4]))
 
 
 @click.command("swarm-serve")
@@ -162,6 +178,13 @@ class Root(click.ParamType[str]):
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
 @click.option("--max-disk-space", type=Size(), default=None, help="the most that downloads may take, such as 100GB")
+@click.option(
+    "--gateway",
+    type=Gateway(),
+    multiple=True,
+    metavar="PEER=SESSIONS,OPENINGS,STEPS",
+    help="let a gateway have so many sessions, and openings and steps a second; others get 60, 8 and 2000. Repeatable",
+)
 @click.option("--public-name", type=PublicName(), default="", help="this server's name, for people")
 @common_options
 def command(

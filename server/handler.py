@@ -70,7 +70,7 @@ class Handler:
         self.jobs_done = 0  # since the start, for all sessions
         self.gates = gates or Gates()
         self.limits = limits or HandlerLimits()
-        self.accounts = Accounts(self.limits.accounts)
+        self.accounts = Accounts(self.limits.accounts, self.limits.gateways)
         self.links = Links(dialer(self.on_message))
         self.registry = Registry(self.links)
         self.admission = Admission(hosting, memory, self.accounts, self.registry, self.limits, wall_clock)

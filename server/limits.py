@@ -3,6 +3,7 @@
 Where several peers bring a pool or a bucket to its bound, each is held to its share (`pool`, `accounts`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swarm.limits import limit
@@ -10,6 +11,7 @@ from swarm.protocol.inbox import InboxLimits
 from swarm.protocol.journal import JournalLimits
 from swarm.protocol.replay import ReplayLimits
 from swarm.protocol.tensors import CHUNK_BYTES
+from swarm.server.gateways import GatewayAllowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class HandlerLimits:
-    """All bounds on the requests of peers."""
+    """All bounds on the requests of peers. gateways: by peer id, those that may have more."""
 
     session: HostedLimits = field(default_factory=HostedLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     accounts: AccountLimits = field(default_factory=AccountLimits)
+    gateways: Mapping[str, GatewayAllowance] = field(default_factory=dict)
     sweep_s: float = limit(15.0, "s", "between looks for idle sessions and unused replay windows")

@@ -35,8 +35,9 @@ from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
 from swarm.server.claims import Claims
+from swarm.server.limits import HandlerLimits
 from swarm.server.loader import Loaded, Opened, in_thread, open_model
-from swarm.server.server import Server, ServerOptions
+from swarm.server.server import Server, ServerLimits, ServerOptions
 
 Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.server")
@@ -106,6 +107,7 @@ class _Host:
             public_name=arguments.public_name,
             journal_bytes=arguments.journal_memory,
             automatic=every_s > 0,
+            limits=ServerLimits(handler=HandlerLimits(gateways=dict(arguments.gateway))),
         )
         checkpoint, numeric_class = opened.loader.checkpoint, opened.loader.numeric_class
         self._claims = Claims(directory, checkpoint, me, numeric_class, options)

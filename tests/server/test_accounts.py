@@ -1,6 +1,7 @@
 """What one peer may take of a server in a second."""
 
 from swarm.server.accounts import Accounts
+from swarm.server.gateways import GatewayAllowance
 from swarm.server.limits import AccountLimits
 from swarm.server.refusals import Declined
 
@@ -64,3 +65,19 @@ def test_settled_accounts_are_forgotten_and_others_are_not():
     assert set(accounts.peers) == {"a"}
     accounts.sweep(NOW + 60.0)
     assert not accounts.peers
+
+
+def test_gateway_may_have_more_than_others():
+    accounts = Accounts(gateways={"gateway": GatewayAllowance(sessions=256, openings_per_s=80.0, steps_per_s=20_000.0)})
+    for _ in range(int(10 * LIMITS.steps_burst)):
+        assert accounts.charge_step("gateway", 1, NOW) is None
+    assert "20000 steps a second" in refused(accounts.charge_step("gateway", 1, NOW)).why
+    for _ in range(int(LIMITS.steps_burst)):
+        assert accounts.charge_step("other", 1, NOW) is None
+    assert "2000 steps a second" in refused(accounts.charge_step("other", 1, NOW)).why
+
+
+def test_gateway_with_less_than_others_keeps_their_bursts():
+    limits = GatewayAllowance(sessions=1, openings_per_s=1.0, steps_per_s=1.0).of(LIMITS)
+    assert (limits.openings_per_s, limits.openings_burst) == (1.0, LIMITS.openings_burst)
+    assert (limits.steps_per_s, limits.steps_burst) == (1.0, LIMITS.steps_burst)

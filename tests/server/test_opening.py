@@ -13,6 +13,7 @@ from swarm.dht.records import sign_announcement
 from swarm.identity import Identity
 from swarm.model.span import Span, SpanLimits
 from swarm.protocol.messages import Close, Failed, Opened, Reroute, Rerouted
+from swarm.server.gateways import GatewayAllowance
 from swarm.server.limits import AdmissionLimits, HandlerLimits, HostedLimits
 from swarm.server.server import ServerLimits
 from tests.server.sites import (
@@ -188,6 +189,17 @@ async def test_a_peers_sessions_leave_room_for_those_of_others(loaded: Loaded, o
         assert code(refused) == "no_room"
         assert refused.retry_after_ms > 0
         await opened(stranger, first)
+
+
+async def test_gateway_has_the_sessions_that_the_operator_allows(loaded: Loaded, owner: Peer, stranger: Peer):
+    allowance = {owner.me.identity.peer_id: GatewayAllowance(sessions=5, openings_per_s=8.0, steps_per_s=2000.0)}
+    limits = ServerLimits(handler=HandlerLimits(admission=AdmissionLimits(sessions_max=32), gateways=allowance))
+    async with serving(loaded, FIRST, limits=limits) as first:
+        for _ in range(5):
+            await opened(owner, first)
+        assert code(await owner.ask(first, open_for(first))) == "no_room"
+        await opened(stranger, first)
+        assert code(await stranger.ask(first, open_for(first))) == "no_room"
 
 
 async def test_a_session_that_will_soon_lack_room_is_not_opened(first: Site, owner: Peer, stranger: Peer):
