@@ -80,8 +80,10 @@ def run_click(command: click.Command) -> NoReturn:
     """Run a click command on sys.argv, with settings from files and environment as defaults, and exit."""
     try:
         settings = load_settings().model_dump(exclude_none=True, exclude={"gateway"})  # a table, of no option
+        several = {option.name for option in command.params if isinstance(option, click.Option) and option.multiple}
+        one = {name: (value,) for name, value in settings.items() if name in several and isinstance(value, str)}
         status = command.main(
-            standalone_mode=False, auto_envvar_prefix="SWARM", default_map=settings, prog_name=command.name
+            standalone_mode=False, auto_envvar_prefix="SWARM", default_map=settings | one, prog_name=command.name
         )
         _leave(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:

@@ -80,7 +80,7 @@ class _Tenant:
         """Take limits, which the file may have changed; a bucket whose rate is the same keeps its level."""
         before, self.limits = self.limits, limits
         if self.requests is None or before.requests_per_minute != limits.requests_per_minute:
-            self.requests = _bucket(limits.requests_per_minute)
+            self.requests = _bucket(limits.requests_per_minute, lends=1.0)
         if self.tokens is None or before.tokens_per_minute != limits.tokens_per_minute:
             self.tokens = _bucket(limits.tokens_per_minute)
 
@@ -173,8 +173,9 @@ class Admission:
             del self._tenants[name]
 
 
-def _bucket(per_minute: int | None) -> TokenBucket | None:
-    return None if per_minute is None else TokenBucket(per_minute / 60, float(per_minute))
+def _bucket(per_minute: int | None, lends: float = 0.0) -> TokenBucket | None:
+    """Return a bucket of a minute's amount. lends: what it gives beyond its level, which is then no part of it."""
+    return None if per_minute is None else TokenBucket(per_minute / 60, per_minute - lends + 1e-6)
 
 
 class Slots:

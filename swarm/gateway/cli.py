@@ -40,6 +40,13 @@ from swarm.version import __version__
 @click.option(
     "--keys", type=click.Path(path_type=Path, dir_okay=False), default=None, help="key file; see `swarm-gateway keys`"
 )
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    default=48,
+    show_default=True,
+    help="requests that run at one time; a server gives one peer 60 sessions",
+)
 @click.option("--no-keys", is_flag=True, help="serve any caller, on any address")
 @click.option("--allow-origin", multiple=True, help="of pages that may call the gateway; may be repeated; * for all")
 @click.option("--ends-memory", type=SIZE, default=None, help="of all embeddings and heads; default: half the memory")
@@ -80,6 +87,7 @@ def command(
     model: tuple[str, ...],
     allow_download: tuple[str, ...],
     keys: Path | None,
+    concurrency: int,
     no_keys: bool,
     allow_origin: tuple[str, ...],
     ends_memory: int | None,
@@ -114,6 +122,8 @@ def command(
     with ready_writer(ready_file) as ready:
         with ending_at_once():
             try:
+                from swarm.gateway.admission import AdmissionLimits, GenerationLimits  # noqa: PLC0415 - as below
+                from swarm.gateway.app import GatewayLimits  # noqa: PLC0415 - as below
                 from swarm.gateway.engine import EngineLimits  # noqa: PLC0415 - torch: --help needs none
                 from swarm.gateway.models import ModelOptions  # noqa: PLC0415 - as above
                 from swarm.gateway.serve import GatewayArguments, serve_gateway  # noqa: PLC0415 - as above
@@ -138,6 +148,9 @@ def command(
             allowed_downloads=allow_download,
             upstreams=load_settings().gateway.upstream,
             threads=threads,
+            limits=GatewayLimits(
+                admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
+            ),
             engine=EngineLimits(step_timeout_s=step_timeout),
         )
         run_until_stopped(lambda stop: serve_gateway(arguments, ready, stop), log_level)

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from swarm.errors import SwarmError
 from swarm.gateway.account import Account, account_in
 from swarm.gateway.api.problems import Problem, Rejected, problem_of
 from swarm.gateway.keys import ANYONE, Keys, Tenant
@@ -107,7 +108,8 @@ class Failsafe:
         try:
             await self._app(scope, receive, noted)
         except Exception as error:
-            _log.error("a request failed", path=route_of(scope), exc_info=error)
+            if not isinstance(error, SwarmError):
+                _log.error("a request failed", path=route_of(scope), exc_info=error)
             if begun:
                 raise
             await self._answer(scope["path"], problem_of(error))(scope, receive, send)

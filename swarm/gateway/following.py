@@ -6,7 +6,7 @@ are on this disk, or the operator allows their download; and their root is the o
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -51,9 +51,11 @@ class Following:
         models: Models,
         options: ModelOptions,
         allowed: Collection[str],
+        now: Callable[[], float],
         limits: FollowingLimits | None = None,
     ) -> None:
-        """allowed: names of the models that may be downloaded."""
+        """allowed: names of the models that may be downloaded. now: in seconds."""
+        self._now = now
         self._directory = directory
         self._models = models
         self._options = options
@@ -104,7 +106,7 @@ class Following:
         opened = self._opened.get(name)
         if opened is not None and opened.root in roots:
             return opened
-        now, failed = asyncio.get_running_loop().time(), self._failed.get(name)
+        now, failed = self._now(), self._failed.get(name)
         is_allowed = name in self._allowed
         if failed is not None and now - failed < self._limits.retry_s:
             return None

@@ -6,6 +6,7 @@ again.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -75,7 +76,7 @@ class Models:
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._room = asyncio.Lock()  # one model is loaded at a time: each makes room for itself
-        self._now = asyncio.get_running_loop().time
+        self._now = time.monotonic
         self._planning: dict[str, Membership] = {}  # of models that are not loaded, by their roots
         self._routing = asyncio.Lock()
         self._routes: dict[str, str] = {}

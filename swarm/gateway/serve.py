@@ -82,7 +82,7 @@ async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], No
             models = await entered.enter_async_context(serving(Models(member, compute, options, arguments.engine)))
             for name in arguments.models:
                 await models.add(name)
-            following = Following(member.directory, models, options, arguments.allowed_downloads)
+            following = Following(member.directory, models, options, arguments.allowed_downloads, time.monotonic)
             await entered.enter_async_context(followed(None if arguments.models else following))
             recorder = Recorder()
             models.watch(recorder)

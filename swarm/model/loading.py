@@ -65,7 +65,7 @@ def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
 
 
 def ends_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
-    """Return the bytes of the client's part, from its shapes alone. Tied weights count twice: it is an upper bound."""
+    """Return the bytes of the client's part, from its shapes alone: nothing is downloaded for it."""
     hollow = skeleton(hollow_class(checkpoint.config, None), checkpoint.config)
     weights = (*hollow.parameters(), *hollow.buffers())
     return sum(weight.numel() for weight in weights) * expected_dtype(checkpoint, dtype).itemsize
