@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Literal
 
 from swarm.gateway.api.problems import Problem, Rejected
@@ -209,7 +210,7 @@ class Slots:
         limits = self.admission.limits
         turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(limits.wait_s):
+            async with asyncio.timeout(limits.wait_s if isfinite(limits.wait_s) else None):
                 await turn
         except TimeoutError:
             why = f"the request waited {limits.wait_s:.0f} s for its turn"

@@ -7,7 +7,7 @@ are on this disk, or the operator allows their download; and their root is the o
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -31,6 +31,7 @@ class FollowingLimits:
     every_s: float = limit(60.0, "s", "the directory is read this often for models that come and go")
     models_max: int = limit(64, "models", "that are listed; the rest is left out")
     retry_s: float = limit(600.0, "s", "a model that could not be opened is tried again after this")
+    first_s: float = limit(10.0, "s", "the gateway is ready after this at the latest; models may follow")
 
 
 def candidates(entries: Sequence[ModelEntry]) -> dict[str, frozenset[str]]:
@@ -60,18 +61,19 @@ class Following:
         self._models = models
         self._options = options
         self._allowed = frozenset(allowed)
-        self._limits = limits or FollowingLimits()
+        self.limits = limits or FollowingLimits()
         self._opened: dict[str, Checkpoint] = {}
         self._failed: dict[str, float] = {}  # when, by name
 
-    async def run(self) -> None:
-        """Refresh again and again."""
+    async def run(self, begun: asyncio.Event) -> None:
+        """Refresh again and again. begun: set when it was done once."""
         while True:
-            await asyncio.sleep(self._limits.every_s)
             try:
                 await self.refresh()
             except Exception:  # noqa: BLE001 - a checkpoint may break its reader; the next refresh is a minute away
                 _log.exception("the list of models stays as it is")
+            begun.set()
+            await asyncio.sleep(self.limits.every_s)
 
     async def refresh(self) -> None:
         """Read the directory, and list the models that it has and that may be loaded here."""
@@ -80,26 +82,18 @@ class Following:
         except NetworkError as error:
             _log.warning("the list of models stays as it is", why=str(error))
             return
-        found = await self._usable(candidates(entries))
+        found: set[str] = set()
+        for name, roots in candidates(entries).items():
+            if len(found) < self.limits.models_max and (checkpoint := await self._checkpoint(name, roots)) is not None:
+                found.add(name)
+                if name not in self._models.names:
+                    _log.info("model found", model=name)
+                await self._models.put(checkpoint)
         for name in [name for name in self._models.names if name not in found]:
             _log.info("model gone", model=name)
             await self._models.drop(name)
-        for name, checkpoint in found.items():
-            if name not in self._models.names:
-                _log.info("model found", model=name)
-            await self._models.put(checkpoint)
         reasons = await self._models.routes()
         self._models.arrange(sorted(self._models.names, key=lambda name: (bool(reasons.get(name)), name)))
-
-    async def _usable(self, announced: dict[str, frozenset[str]]) -> dict[str, Checkpoint]:
-        found = {}
-        for name, roots in announced.items():
-            checkpoint = await self._checkpoint(name, roots)
-            if checkpoint is not None:
-                found[name] = checkpoint
-            if len(found) == self._limits.models_max:
-                break
-        return found
 
     async def _checkpoint(self, name: str, roots: frozenset[str]) -> Checkpoint | None:
         """Return the opened checkpoint of a name, if this gateway may have it and servers serve it."""
@@ -108,7 +102,7 @@ class Following:
             return opened
         now, failed = self._now(), self._failed.get(name)
         is_allowed = name in self._allowed
-        if failed is not None and now - failed < self._limits.retry_s:
+        if failed is not None and now - failed < self.limits.retry_s:
             return None
         if not is_allowed and not await asyncio.to_thread(is_cached, name, self._options):
             return None
@@ -151,13 +145,16 @@ def opened_here(name: str, options: ModelOptions, *, may_download: bool) -> Chec
 
 @asynccontextmanager
 async def followed(following: Following | None) -> AsyncIterator[None]:
-    """Keep the list in step within the block, which begins when it has been read once."""
+    """Keep the list in step within the block, which begins when it was read once, or after a while."""
     if following is None:
         yield
         return
-    await following.refresh()
-    running = asyncio.create_task(following.run())
+    begun = asyncio.Event()
+    running = asyncio.create_task(following.run(begun))
     try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(following.limits.first_s):
+                await begun.wait()
         yield
     finally:
         running.cancel()

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import uvloop
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm.config import UpstreamSettings
@@ -122,7 +123,7 @@ def running(gateway: Gateway, upstreams: Sequence[UpstreamSettings] = ()) -> Ite
             await serving
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=lambda: asyncio.run(serve(listening)), daemon=True)
+        thread = threading.Thread(target=lambda: uvloop.run(serve(listening)), daemon=True)
         thread.start()
         try:
             assert started.wait(20)

@@ -89,7 +89,7 @@ def test_computed_tokens_are_owed_and_paid_by_time():
     assert not isinstance(ask(line, "ada", limits, now=30.1), Refusal)
 
 
-def test_changed_limit_holds_at_once_and_an_unchanged_one_keeps_its_debt():
+def test_changed_limit_holds_at_once_and_others_keep_their_debt():
     line = admission()
     line.end(ask(line, "ada", TenantLimits(tokens_per_minute=60)))
     line.charge("ada", 600, 0.0)

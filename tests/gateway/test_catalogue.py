@@ -18,7 +18,7 @@ from swarm.dht.directory import ModelEntry
 from swarm.errors import DownloadFailed, ModelNotFound, Unreachable, UnsupportedCheckpoint
 from swarm.gateway import following as following_module
 from swarm.gateway.api.problems import Rejected
-from swarm.gateway.following import Following, FollowingLimits, candidates
+from swarm.gateway.following import Following, FollowingLimits, candidates, followed
 from swarm.gateway.generation import Generation, Sampling, Token
 from swarm.gateway.models import ModelOptions, Models, RouteLimits, serving
 from swarm.gateway.recorder import Recorder
@@ -295,6 +295,33 @@ async def test_model_that_failed_is_tried_again_later(disk):
     times.append(601.0)
     await follows.refresh()
     assert models.names == ["org/a"]
+
+
+@pytest.mark.virtual_clock
+async def test_gateway_does_not_wait_long_for_its_first_list():
+    class Silent:
+        async def models(self):
+            await asyncio.sleep(3600)
+
+    began = asyncio.get_running_loop().time()
+    async with followed(following(Silent(), Listed(), first_s=10.0)):
+        assert asyncio.get_running_loop().time() - began == pytest.approx(10.0)
+
+
+@pytest.mark.virtual_clock
+async def test_list_is_read_every_minute_whatever_fails():
+    class Broken:
+        asked = 0
+
+        async def models(self):
+            self.asked += 1
+            raise RuntimeError("a bug")
+
+    directory = Broken()
+    async with followed(following(directory, Listed(), every_s=60.0)):
+        assert directory.asked == 1
+        await asyncio.sleep(125)
+    assert directory.asked == 3
 
 
 async def test_list_has_a_bound(disk):
