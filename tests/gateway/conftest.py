@@ -81,6 +81,6 @@ async def engine(swarm):
 def events_as_commands_print_them():
     """Without this structlog draws the local variables of every traceback, which takes seconds."""
     before = structlog.get_config()
-    configure_events("info")
+    configure_events("warning")
     yield
     structlog.configure(**before)
