@@ -12,6 +12,7 @@ from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.commands import (
     DTYPES,
     HOST_PORT,
+    SIZE,
     common_options,
     default_identity,
     ending_at_once,
@@ -25,19 +26,6 @@ from swarm.server.arguments import AUTO, ServeArguments
 from swarm.server.gateways import GatewayAllowance
 from swarm.server.lean import leave_out_what_no_server_needs
 from swarm.version import __version__
-
-
-class Size(click.ParamType[int]):
-    """An amount of memory or disk, such as 20GB."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse to bytes, or fail with the reason."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(value).strip(), re.IGNORECASE)
-        if match is None:
-            self.fail(f"{value!r} is not a size; write it as 20GB", param, ctx)
-        return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 class HostPortText(click.ParamType[str]):
@@ -154,13 +142,13 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 )
 @click.option(
     "--cache-memory",
-    type=Size(),
+    type=SIZE,
     default=None,
     help="size of the KV pool in memory; by default 0.6 of the free memory of the host, or 0.9 of the GPU's",
 )
 @click.option(
     "--journal-memory",
-    type=Size(),
+    type=SIZE,
     default="1GB",
     show_default=True,
     help="host memory for outputs that are replayed when the next server vanishes",
@@ -177,7 +165,7 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 @click.option("--root", type=Root(), default=None, help="root that the checkpoint must have, 64 hex digits")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
-@click.option("--max-disk-space", type=Size(), default=None, help="the most that downloads may take, such as 100GB")
+@click.option("--max-disk-space", type=SIZE, default=None, help="the most that downloads may take, such as 100GB")
 @click.option(
     "--gateway",
     type=Gateway(),

@@ -79,9 +79,11 @@ class Stop:
 def run_click(command: click.Command) -> NoReturn:
     """Run a click command on sys.argv, with settings from files and environment as defaults, and exit."""
     try:
-        settings = load_settings().model_dump(exclude_none=True)
+        settings = load_settings().model_dump(exclude_none=True, exclude={"gateway"})  # a table, of no option
+        several = {option.name for option in command.params if isinstance(option, click.Option) and option.multiple}
+        one = {name: (value,) for name, value in settings.items() if name in several and isinstance(value, str)}
         status = command.main(
-            standalone_mode=False, auto_envvar_prefix="SWARM", default_map=settings, prog_name=command.name
+            standalone_mode=False, auto_envvar_prefix="SWARM", default_map=settings | one, prog_name=command.name
         )
         _leave(status if isinstance(status, int) else 0)
     except click.exceptions.Abort:
@@ -244,6 +246,22 @@ class HostPort(click.ParamType[tuple[str, int]]):
 
 
 HOST_PORT = HostPort()
+
+
+class Size(click.ParamType[int]):
+    """An amount of memory or disk, such as 20GB."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse to bytes, or fail with the reason."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(value).strip(), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is not a size; write it as 20GB", param, ctx)
+        return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+SIZE = Size()
 
 
 class NetworkName(click.ParamType[str]):

@@ -2,10 +2,10 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import platformdirs
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -20,6 +20,26 @@ NETWORK_PATTERN = r"^[a-z0-9-]{1,32}$"
 PROTOCOL_VERSION = 1  # the major version: peers of different majors do not talk
 CACHE_DIR = Path(platformdirs.user_cache_dir("swarm"))
 DATA_DIR = Path(platformdirs.user_data_dir("swarm"))
+
+
+class UpstreamSettings(BaseModel):
+    """One `[[gateway.upstream]]`: a server of OpenAI's API that holds models whole."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(description="up to /v1, as http://127.0.0.1:11434/v1", pattern=r"^https?://[^\s?#]+$")
+    models: dict[str, str] = Field(description="the names that requests say, and the server's own", min_length=1)
+    when: Literal["prefer", "fallback"] = Field("fallback", description="before the swarm, or where it has no route")
+    key_file: Path | None = Field(None, description="holds the server's key, and nothing else")
+    remote: bool = Field(False, description="prompts may leave this machine in clear; loopback needs no such word")
+
+
+class GatewaySettings(BaseModel):
+    """`[gateway]`: what `swarm-gateway` has beside its options."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    upstream: tuple[UpstreamSettings, ...] = ()
 
 
 class Settings(BaseSettings):
@@ -42,6 +62,7 @@ class Settings(BaseSettings):
     cache_dir: Path | None = Field(None, description="where the hub's files are kept")
     p2pd_sha256: str | None = Field(None, description="a p2pd that replaces hivemind's", pattern="^[0-9a-f]{64}$")
     log_level: str | None = Field(None, pattern="^(debug|info|warning|error)$")
+    gateway: GatewaySettings = Field(GatewaySettings(), description="in a file only")
 
     @field_validator("initial_peers", mode="before")
     @classmethod

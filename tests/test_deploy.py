@@ -9,12 +9,18 @@ import pytest
 from click import Command
 
 from swarm.dht.cli import command as bootstrap
+from swarm.gateway.cli import command as gateway
 from swarm.monitor.cli import command as health
 from swarm.server.cli import command as serve
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
-UNITS = {"swarm-bootstrap.service": bootstrap, "swarm-health.service": health, "swarm-serve@.service": serve}
+UNITS = {
+    "swarm-bootstrap.service": bootstrap,
+    "swarm-gateway.service": gateway,
+    "swarm-health.service": health,
+    "swarm-serve@.service": serve,
+}
 EXPOSURE_MAX = 20  # tenths of systemd's scale, on which a unit without any hardening has about 95
 HARDENING = (
     "DynamicUser=yes",
@@ -95,7 +101,7 @@ def test_settings_in_the_example_exist() -> None:
     named = {
         f"--{name.lower().replace('_', '-')}" for name in re.findall(r"^#?SWARM_([A-Z0-9_]+)=", text, re.MULTILINE)
     }
-    assert named - {"--model"} <= options(bootstrap, serve, health)
+    assert named - {"--model"} <= options(bootstrap, serve, health, gateway)
     assert "--join-address" in named
 
 

@@ -1,5 +1,6 @@
 """Every command and every snippet of README.md and docs/start.md runs, as it is written there."""
 
+import json
 import os
 import re
 import shlex
@@ -68,7 +69,7 @@ class Running:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        return re.search(r"/ip4/[^\"]+", ready.read_text())[0]
+        return re.search(r"(/ip4|http:/)/[^\"]+", ready.read_text())[0]
 
     def stop(self):
         """Ask all to end, and return their exit codes."""
@@ -94,7 +95,7 @@ def running(tmp_path_factory):
 
 def test_pages_have_the_commands_that_are_run_here():
     names = [line.split()[0] for line in commands(README)]
-    assert names == ["pip", "swarm-serve", "make"]
+    assert names == ["pip", "swarm-serve", "swarm-gateway", "curl"]
     names = [line.split()[0] for line in commands(START)]
     assert names == ["swarm-bootstrap", "export", "swarm-serve", "swarm-serve", "swarm-generate"]
 
@@ -106,6 +107,7 @@ def test_pip_installs_a_checkout():
 
 
 def test_make_demo_is_a_target_that_runs_the_demo():
+    assert "`make demo`" in README.read_text()
     planned = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert planned.strip().endswith("swarm-demo")
 
@@ -161,3 +163,11 @@ def test_the_python_snippet_prints_what_the_readme_shows(running, tmp_path):
 
 def test_a_server_of_the_readme_chooses_its_blocks(running):
     running.start(command(README, "swarm-serve") + " --identity third.key")  # the other servers have the default one
+
+
+def test_curl_of_the_readme_gets_an_answer_of_the_gateway(running):
+    url = running.start(command(README, "swarm-gateway"))
+    line = command(README, "curl").replace("http://127.0.0.1:8000", url).replace("MODEL", CHECKPOINT.name)
+    run = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    (choice,) = json.loads(run.stdout)["choices"]
+    assert choice["text"]

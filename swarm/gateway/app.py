@@ -1,32 +1,38 @@
 """The gateway over HTTP: its routes, and what every request passes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from swarm.errors import SwarmError
+from swarm.errors import ModelNotFound, SwarmError
+from swarm.gateway import health
+from swarm.gateway.account import Meter
+from swarm.gateway.admission import AdmissionLimits, GenerationLimits, Slots
+from swarm.gateway.admitting import Admitting
 from swarm.gateway.api import openai
 from swarm.gateway.api.dialect import Catalogue, Served
 from swarm.gateway.api.problems import Problem, problem_of
-from swarm.gateway.watching import Watching
-from swarm.limits import limit
+from swarm.gateway.doors import DoorOptions, Doors, Entrance, Failsafe
+from swarm.gateway.recorder import Recorder
+from swarm.gateway.upstream import HEADER, Forwarding, Upstreams
+from swarm.gateway.watching import BodyLimits, Watching
 from swarm.version import __version__
-
-_log = structlog.get_logger("swarm.gateway")
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
     """Bounds of requests."""
 
-    body_bytes_max: int = limit(8 << 20, "bytes", "a longer request is answered with 413")
+    bodies: BodyLimits = field(default_factory=BodyLimits)
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    generations: GenerationLimits = field(default_factory=GenerationLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,10 @@ class Gateway:
     models: Catalogue
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     started: float = field(default_factory=time.time)
+    doors: DoorOptions = field(default_factory=DoorOptions)
+    recorder: Recorder = field(default_factory=Recorder)
+    readiness: Callable[[], Awaitable[health.Readiness]] = health.always_ready
+    upstreams: Upstreams | None = None
 
 
 DIALECTS = (openai.DIALECT,)  # the first whose paths fit
@@ -44,17 +54,54 @@ DIALECTS = (openai.DIALECT,)  # the first whose paths fit
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the API."""
     app = FastAPI(title="Swarm gateway", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max)
+    slots = Slots(gateway.limits.admission, time.monotonic)
+    meter = Meter(gateway.recorder, slots, gateway.limits.generations)
+    _add_middleware(app, gateway, slots)
     _add_errors(app)
-    served = Served(gateway.models, gateway.started)
+    _add_gauges(gateway.recorder, slots, meter.turns)
+    upstreams = gateway.upstreams
+    elsewhere = list if upstreams is None else (lambda: upstreams.names)
+    served = Served(gateway.models, gateway.started, meter, elsewhere)
+    app.include_router(health.router(gateway.recorder, gateway.readiness, has_keys=gateway.doors.keys is not None))
     app.include_router(openai.router(served))
     return app
 
 
+def _add_middleware(app: FastAPI, gateway: Gateway, slots: Slots) -> None:
+    def is_here(name: str) -> bool:
+        try:
+            gateway.models.check(name)
+        except ModelNotFound:
+            return False
+        return True
+
+    # From the inside to the outside.
+    app.add_middleware(Forwarding, upstreams=gateway.upstreams, is_here=is_here)
+    app.add_middleware(Failsafe, answer=answered)
+    app.add_middleware(Admitting, slots=slots, answer=answered)
+    app.add_middleware(Watching, limits=gateway.limits.bodies, answer=answered)
+    app.add_middleware(Doors, options=gateway.doors, answer=answered)
+    if gateway.doors.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(gateway.doors.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", HEADER, "retry-after"],
+        )
+    app.add_middleware(Entrance, recorder=gateway.recorder)
+
+
+def _add_gauges(recorder: Recorder, requests: Slots, sequences: Slots) -> None:
+    asked, generated = requests.admission, sequences.admission
+    recorder.gauge("requests_running", "Requests that run.", lambda: asked.running)
+    recorder.gauge("requests_waiting", "Requests that wait for their turn.", lambda: asked.waiting)
+    recorder.gauge("sequences_running", "Sequences that are generated.", lambda: generated.running)
+    recorder.gauge("sequences_waiting", "Sequences that wait for their turn.", lambda: generated.waiting)
+
+
 def _add_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        if not isinstance(error, SwarmError):
-            _log.error("a request failed", path=request.url.path, exc_info=error)
         return written(request, problem_of(error))
 
     async def invalid(request: Request, error: Exception) -> Response:
@@ -71,7 +118,6 @@ def _add_errors(app: FastAPI) -> None:
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Any]] = {
         SwarmError: answer,
-        Exception: answer,
         RequestValidationError: invalid,
         HTTPException: http,
     }
@@ -80,6 +126,11 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def written(request: Request, problem: Problem) -> Response:
-    """Return an error in the form of the dialect that was spoken to."""
-    path = request.url.path
+    """Return an error in the form of the dialect that was spoken to, and note it for the middleware."""
+    request.state.problem = problem
+    return answered(request.url.path, problem)
+
+
+def answered(path: str, problem: Problem) -> Response:
+    """Return an error in the form of the dialect that a path belongs to."""
     return next((each for each in DIALECTS if each.speaks(path)), DIALECTS[-1]).problem(problem)

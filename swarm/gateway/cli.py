@@ -9,6 +9,7 @@ from swarm.commands import (
     HOST_PORT,
     LOG_LEVELS,
     NETWORK,
+    SIZE,
     access_options,
     ending_at_once,
     ready_writer,
@@ -16,18 +17,39 @@ from swarm.commands import (
     run_until_stopped,
     split_peers,
 )
+from swarm.config import load_settings
+from swarm.gateway.keys_cli import keys as keys_group
 from swarm.version import __version__
 
 
-@click.command("swarm-gateway")
+@click.group("swarm-gateway", invoke_without_command=True)
 @click.version_option(__version__)
 @click.option("--listen", type=HOST_PORT, default="127.0.0.1:8000", show_default=True, help="port 0 picks a free one")
 @click.option(
     "--model",
     multiple=True,
     metavar="MODEL",
-    help="hub id or directory of a model that the swarm serves; may be repeated",
+    help="hub id or directory of a model; may be repeated; default: all that the swarm serves and this disk has",
 )
+@click.option(
+    "--allow-download",
+    multiple=True,
+    metavar="MODEL",
+    help="hub id of a model to serve, too, as soon as the swarm does; may be repeated",
+)
+@click.option(
+    "--keys", type=click.Path(path_type=Path, dir_okay=False), default=None, help="key file; see `swarm-gateway keys`"
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    default=48,
+    show_default=True,
+    help="requests that run at one time; a server gives one peer 60 sessions",
+)
+@click.option("--no-keys", is_flag=True, help="serve any caller, on any address")
+@click.option("--allow-origin", multiple=True, help="of pages that may call the gateway; may be repeated; * for all")
+@click.option("--ends-memory", type=SIZE, default=None, help="of all embeddings and heads; default: half the memory")
 @click.option(
     "--initial-peers",
     multiple=True,
@@ -57,10 +79,18 @@ from swarm.version import __version__
 @click.option("--threads", type=click.IntRange(1), default=None, help="cores for the models' heads; torch's choice")
 @click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.pass_context
 def command(
+    context: click.Context,
     *,
     listen: tuple[str, int],
     model: tuple[str, ...],
+    allow_download: tuple[str, ...],
+    keys: Path | None,
+    concurrency: int,
+    no_keys: bool,
+    allow_origin: tuple[str, ...],
+    ends_memory: int | None,
     initial_peers: tuple[str, ...],
     network: str,
     network_key: Path | None,
@@ -85,13 +115,15 @@ def command(
     The gateway holds embeddings and head of a model; the swarm's servers hold the blocks. When one of them dies under a
     request, another takes over and the text goes on.
     """
+    if context.invoked_subcommand is not None:
+        return
     if not initial_peers:
         raise click.UsageError("say through which node to join: --initial-peers, or set SWARM_INITIAL_PEERS")
-    if not model:
-        raise click.UsageError("say which model to serve: --model, or set SWARM_MODEL")
     with ready_writer(ready_file) as ready:
         with ending_at_once():
             try:
+                from swarm.gateway.admission import AdmissionLimits, GenerationLimits  # noqa: PLC0415 - as below
+                from swarm.gateway.app import GatewayLimits  # noqa: PLC0415 - as below
                 from swarm.gateway.engine import EngineLimits  # noqa: PLC0415 - torch: --help needs none
                 from swarm.gateway.models import ModelOptions  # noqa: PLC0415 - as above
                 from swarm.gateway.serve import GatewayArguments, serve_gateway  # noqa: PLC0415 - as above
@@ -107,11 +139,24 @@ def command(
             network_key=network_key,
             allow_peers=allow_peers,
             identity=identity,
-            options=ModelOptions(revision=revision, token=token, cache_dir=cache_dir, dtype=dtype),
+            options=ModelOptions(
+                revision=revision, token=token, cache_dir=cache_dir, dtype=dtype, ends_bytes_max=ends_memory
+            ),
+            keys=keys,
+            is_open=no_keys,
+            allowed_origins=allow_origin,
+            allowed_downloads=allow_download,
+            upstreams=load_settings().gateway.upstream,
             threads=threads,
+            limits=GatewayLimits(
+                admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
+            ),
             engine=EngineLimits(step_timeout_s=step_timeout),
         )
         run_until_stopped(lambda stop: serve_gateway(arguments, ready, stop), log_level)
+
+
+command.add_command(keys_group)
 
 
 def main() -> None:

@@ -1,38 +1,47 @@
 """The life of `swarm-gateway`: the directory, the models and the web server, in one loop."""
 
 import asyncio
+import ipaddress
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import structlog
-import uvicorn
 
 from swarm.access import Access
-from swarm.client.session.membership import Member, joined
+from swarm.client.session.membership import joined
 from swarm.commands import Ready, Stop
 from swarm.compute.thread import ComputeThread
+from swarm.config import UpstreamSettings
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
+from swarm.errors import BadConfiguration
 from swarm.gateway.app import Gateway, GatewayLimits, make_app
+from swarm.gateway.doors import DoorOptions
 from swarm.gateway.engine import EngineLimits
+from swarm.gateway.following import Following, followed
+from swarm.gateway.health import Readiness
+from swarm.gateway.keys import Keys
 from swarm.gateway.models import ModelOptions, Models, serving
+from swarm.gateway.recorder import Recorder
+from swarm.gateway.upstream import polled
 from swarm.identity import Identity
 from swarm.net.carriers.tcp import bound
 from swarm.net.p2p import P2PConfig
 from swarm.net.reach import is_public
+from swarm.web import WebServer, url_of
 
 _log = structlog.get_logger("swarm.gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayArguments:
-    """The arguments of `swarm-gateway`."""
+    """The arguments of `swarm-gateway`. models: none for those that the swarm serves and this gateway may load."""
 
     listen: tuple[str, int]
     models: tuple[str, ...]
@@ -42,6 +51,11 @@ class GatewayArguments:
     allow_peers: Path | None
     identity: Path | None  # None: a fresh one
     options: ModelOptions
+    keys: Path | None = None
+    is_open: bool = False  # without keys, and on any address
+    allowed_origins: tuple[str, ...] = ()
+    allowed_downloads: tuple[str, ...] = ()
+    upstreams: tuple[UpstreamSettings, ...] = ()
     threads: int | None = None
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     engine: EngineLimits = field(default_factory=EngineLimits)
@@ -54,69 +68,78 @@ class GatewayReady(Ready):
     models: tuple[str, ...]
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the command has them. on_started: called when it takes requests."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_started()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
-
-
 async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError or NetworkError."""
-    path = arguments.identity
+    doors, path = doors_of(arguments), arguments.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     with bound(*arguments.listen) as listening, computing(arguments.threads) as compute:
         access = Access.load(arguments.network_key, arguments.allow_peers)
         joining = joined(partial(_directory, arguments, access), identity, network=arguments.network, access=access)
-        async with joining as member, serving(_models(member, compute, arguments)) as models:
+        async with AsyncExitStack() as entered:
+            upstreams = await entered.enter_async_context(polled(arguments.upstreams))
+            member = await entered.enter_async_context(joining)
+            options = arguments.options
+            models = await entered.enter_async_context(serving(Models(member, compute, options, arguments.engine)))
             for name in arguments.models:
                 await models.add(name)
-            await _live(Gateway(models, arguments.limits), identity, listening, ready, stop)
+            following = Following(member.directory, models, options, arguments.allowed_downloads, time.monotonic)
+            await entered.enter_async_context(followed(None if arguments.models else following))
+            recorder = Recorder()
+            models.watch(recorder)
+            gateway = Gateway(
+                models,
+                arguments.limits,
+                doors=doors,
+                recorder=recorder,
+                readiness=partial(readiness, models, doors.keys, all_needed=bool(arguments.models)),
+                upstreams=upstreams,
+            )
+            await _live(gateway, identity, listening, ready, stop)
+
+
+def doors_of(arguments: GatewayArguments) -> DoorOptions:
+    """Return which requests are let in. Raises BadConfiguration for a gateway that strangers could use unawares."""
+    on_loopback = _is_loopback(arguments.listen[0])
+    keys = None if arguments.keys is None else Keys(arguments.keys, time.monotonic)
+    if keys is not None and arguments.is_open:
+        raise BadConfiguration("--no-keys", "there are --keys, too; leave one of them out")
+    if keys is None and not on_loopback and not arguments.is_open:
+        why = "others could use this gateway without a key; pass --keys FILE, or --no-keys if that is meant"
+        raise BadConfiguration("--listen", why)
+    return DoorOptions(keys, on_loopback and not arguments.is_open, frozenset(arguments.allowed_origins))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def readiness(models: Models, keys: Keys | None, *, all_needed: bool) -> Readiness:
+    """Return whether models have routes now: all of them, or one at least where they follow the swarm."""
+    routes = await models.routes()
+    has_route = [not why for why in routes.values()]
+    is_ready = bool(has_route) and (all(has_route) if all_needed else any(has_route))
+    return Readiness(is_ready, routes, (keys.problem,) if keys is not None and keys.problem else ())
 
 
 async def _live(
     gateway: Gateway, identity: Identity, listening: socket.socket, ready: Callable[[Ready], None], stop: Stop
 ) -> None:
-    config = uvicorn.Config(
-        make_app(gateway),
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        limit_concurrency=1024,  # connections; more are answered with 503
-        timeout_graceful_shutdown=2,  # seconds for requests under way
-    )
-    host, port = listening.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    names = tuple(gateway.models.names)
+    url, names = url_of(listening), tuple(gateway.models.names)
 
     def on_started() -> None:
         ready(GatewayReady(peer_id=identity.peer_id, addresses=(), pid=os.getpid(), url=url, models=names))
         _log.info("ready", url=url, models=names)
 
-    server = _Server(config, on_started)
+    server = WebServer(make_app(gateway), on_started)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(sockets=[listening]))
         await stop.wait()
         _log.info("stopping")
         server.should_exit = True
         await serving
-
-
-def _models(member: Member, compute: ComputeThread, arguments: GatewayArguments) -> Models:
-    return Models(member, compute, arguments.options, arguments.engine)
 
 
 @contextmanager

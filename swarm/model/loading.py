@@ -64,6 +64,19 @@ def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
     return max(sum(weight.numel() for weight in (*layer.parameters(), *layer.buffers())) for layer in layers) * item
 
 
+def ends_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
+    """Return the bytes of the client's part, from its shapes alone: nothing is downloaded for it."""
+    hollow = skeleton(hollow_class(checkpoint.config, None), checkpoint.config)
+    weights = (*hollow.parameters(), *hollow.buffers())
+    return sum(weight.numel() for weight in weights) * expected_dtype(checkpoint, dtype).itemsize
+
+
+def ends_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the files that `load_ends` needs."""
+    names = needed_tensors(checkpoint, hollow_class(checkpoint.config, None), None)
+    return (CONFIG_NAME, *_files_with(checkpoint, names))
+
+
 def expected_dtype(checkpoint: Checkpoint, dtype: Dtype = "auto") -> torch.dtype:
     """Return the dtype in which a span will compute: the one that is asked for, or the one that the config declares."""
     if isinstance(dtype, torch.dtype):

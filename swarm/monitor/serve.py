@@ -5,13 +5,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
-import uvicorn
 
 from swarm.access import Access
 from swarm.commands import Ready, Stop
@@ -26,6 +24,7 @@ from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.net.carriers.tcp import bound
 from swarm.net.reach import is_public
+from swarm.web import WebServer, url_of
 
 _log = structlog.get_logger("swarm.monitor")
 
@@ -51,15 +50,6 @@ class HealthReady(Ready):
     """The ready file: `url` is the page's. Servers see `peer_id` when they are greeted."""
 
     url: str
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the command has them."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
 
 
 async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
@@ -119,22 +109,12 @@ async def _live(
         for model in arguments.probes
     ]
     monitor.probe_problem = lambda: problem_of(probers)
-    config = uvicorn.Config(
-        make_app(monitor),
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        limit_concurrency=1024,  # connections; more are answered with 503
-        timeout_graceful_shutdown=2,  # seconds for requests under way
-    )
-    server = _Server(config)
+    server = WebServer(make_app(monitor))
     async with asyncio.TaskGroup() as group:
         working = [group.create_task(monitor.run()), *(group.create_task(prober.run()) for prober in probers)]
         serving = group.create_task(server.serve(sockets=[listening]))
         await monitor.read_once()
-        host, port = listening.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url = url_of(listening)
         ready(HealthReady(peer_id=identity.peer_id, addresses=(), pid=os.getpid(), url=url))
         _log.info("ready", url=url, network=arguments.network)
         await stop.wait()

@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
 from swarm.compute.thread import ComputeThread
+from swarm.events import configure_events
 from swarm.gateway.engine import Engine, EngineLimits
 from swarm.identity import Identity
 from swarm.model.loading import load_ends
@@ -73,3 +75,12 @@ async def engine_of(swarm: InProcessSwarm, limits: EngineLimits | None = None) -
 async def engine(swarm):
     async with engine_of(swarm) as engine:
         yield engine
+
+
+@pytest.fixture(scope="package", autouse=True)
+def events_as_commands_print_them():
+    """Without this structlog draws the local variables of every traceback, which takes seconds."""
+    before = structlog.get_config()
+    configure_events("warning")
+    yield
+    structlog.configure(**before)

@@ -5,16 +5,19 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import uvicorn
+import uvloop
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from swarm.config import UpstreamSettings
 from swarm.errors import ModelNotFound
 from swarm.gateway.answering import Model
 from swarm.gateway.app import Gateway, make_app
 from swarm.gateway.generation import Emitted, Generation, Likely, Rerouted, Started, Token
 from swarm.gateway.text import TokenTexts
+from swarm.gateway.upstream import polled
+from swarm.web import WebServer, url_of
 from tests.support.swarms import DEMO_CHECKPOINT
 
 NAME = "scripted"
@@ -107,17 +110,26 @@ def scripted_model(script: Script, *, template: str = CHATML, token_s: float = 0
 
 
 @contextmanager
-def running(gateway: Gateway) -> Iterator[str]:
-    """Serve a gateway in a thread. Yields its URL."""
+def running(gateway: Gateway, upstreams: Sequence[UpstreamSettings] = ()) -> Iterator[str]:
+    """Serve a gateway in a thread. Yields its URL when it takes requests."""
+    started, stop = threading.Event(), threading.Event()
+
+    async def serve(listening: socket.socket) -> None:
+        async with polled(upstreams) as polling:
+            server = WebServer(make_app(replace(gateway, upstreams=polling)), started.set)
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            await asyncio.to_thread(stop.wait)
+            server.should_exit = True
+            await serving
+
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(make_app(gateway), lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+        thread = threading.Thread(target=lambda: uvloop.run(serve(listening)), daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            assert started.wait(20)
+            yield url_of(listening)
         finally:
-            server.should_exit = True
+            stop.set()
             thread.join(10)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from swarm.gateway.account import Meter, account_of
 from swarm.gateway.answering import Model
 from swarm.gateway.api.problems import Problem
 
@@ -46,14 +47,27 @@ class Catalogue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What dialects answer with."""
+    """What dialects answer with. elsewhere: names of the models that upstreams have now."""
 
     models: Catalogue
     started: float  # when the gateway began, in seconds since 1970
+    meter: Meter
+    elsewhere: Callable[[], list[str]] = list
 
-    async def model(self, name: str) -> Model:
-        """Return a model, loaded. Raises ModelNotFound or CheckpointError."""
-        return await self.models.get(name)
+    @property
+    def names(self) -> list[str]:
+        """All names that requests of OpenAI's dialect can say."""
+        return [*self.models.names, *(name for name in self.elsewhere() if name not in self.models.names)]
+
+    async def model(self, name: str, request: Request) -> Model:
+        """Return a model, loaded, whose generations are counted for a request.
+
+        Raises ModelNotFound, CheckpointError, or Rejected where the request's key may not use it.
+        """
+        account = account_of(request)
+        self.models.check(name)
+        account.check(name)
+        return self.meter.metered(await self.models.get(name), account)
 
 
 def owner_of(request: Request) -> str:

@@ -19,19 +19,20 @@ def router(served: Served) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the models that requests can name."""
-        return {"object": "list", "data": [_model(served, name) for name in served.models.names]}
+        return {"object": "list", "data": [_model(served, name) for name in served.names]}
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         """Tell about one model."""
-        served.models.check(name)
+        if name not in served.names:
+            served.models.check(name)
         return _model(served, name)
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: chat.ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
         asked = body.chat(owner_of(request), conversation_of(request))
-        model = await served.model(asked.model)
+        model = await served.model(asked.model, request)
         events = model.chat(asked)
         if not body.stream:
             return JSONResponse(chat.whole(asked, await collected(events)))
@@ -43,7 +44,7 @@ def router(served: Served) -> APIRouter:
     async def text_completions(body: completions.CompletionRequest, request: Request) -> Response:
         """Continue texts, or token ids, whole or as a stream."""
         asked = body.completions(owner_of(request), conversation_of(request))
-        model = await served.model(body.model)
+        model = await served.model(body.model, request)
         texts = [model.text_of(each.prompt) for each in asked] if body.echo else [""] * len(asked)
         writer = completions.Writer(asked, texts)
         events = completions.all_of([model.complete(each) for each in asked], asked[0].n)

@@ -1,0 +1,51 @@
+"""The web server of the commands that have one: uvicorn in the command's own loop, under the command's own signals."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+CONNECTIONS_MAX = 1024  # more are answered with 503
+GRACE_S = 2  # for requests under way, when the server ends
+
+
+def _nothing() -> None:
+    pass
+
+
+class WebServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: the command has them. End it with `should_exit`."""
+
+    def __init__(self, app: ASGIApp, on_started: Callable[[], None] = _nothing) -> None:
+        """on_started: called when requests are taken."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                limit_concurrency=CONNECTIONS_MAX,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+def url_of(listening: socket.socket) -> str:
+    """Return the URL of a socket's own address."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,231 @@
+"""Whole requests go to the swarm or to an upstream, never to both; what an upstream sends passes as it is."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.config import Settings, UpstreamSettings
+from swarm.errors import BadConfiguration, HopFailed, NoRoute, PromptTooLong, Refused, StepTimeout
+from swarm.gateway.app import Gateway
+from swarm.gateway.upstream import HEADER, configured, order_of, polled
+from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
+STREAM = b'data: {"choices": [{"delta": {"content": "from upstream"}}]}\n\ndata: [DONE]\n\n'
+
+
+class Whole:
+    """A server of OpenAI's API that holds a model whole."""
+
+    def __init__(self):
+        self.models = ["theirs"]
+        self.asked = []
+        self.headers = []
+        self.status = 200
+        self.body = STREAM
+        self.length = None  # what the header says; None: the truth
+        self.close = lambda: None
+
+
+@contextmanager
+def whole():
+    state = Whole()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self._send(200, json.dumps({"data": [{"id": name} for name in state.models]}).encode())
+
+        def do_POST(self):
+            state.headers.append(dict(self.headers))
+            state.asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self._send(state.status, state.body, state.length)
+
+        def _send(self, status, body, length=None):
+            self.send_response(status)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Content-Length", str(length or len(body)))
+            self.send_header("X-Private", "no business of clients")
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    def close():
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+    state.close = close
+    try:
+        yield state, f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        close()
+
+
+@contextmanager
+def gateway(url, when="fallback", script=lambda _: "from the swarm", ours=NAME, key_file=None, **options):
+    """A gateway with one upstream, which it has asked for its models."""
+    settings = UpstreamSettings(url=url, models={ours: "theirs"}, when=when, key_file=key_file)
+    model = scripted_model(script, **options)
+    with running(Gateway(ScriptedModels(model)), [settings]) as served:
+        yield served, model.backend
+
+
+def test_each_order_is_as_documented():
+    assert order_of(is_here=True, when=None) == ("swarm",)
+    assert order_of(is_here=True, when="prefer") == ("upstream", "swarm")
+    assert order_of(is_here=True, when="fallback") == ("swarm", "upstream")
+    assert order_of(is_here=False, when="fallback") == order_of(is_here=False, when="prefer") == ("upstream",)
+
+
+@given(st.booleans(), st.sampled_from([None, "prefer", "fallback"]))
+def test_no_side_is_tried_twice(is_here, when):
+    order = order_of(is_here=is_here, when=when)
+    assert len(order) == len(set(order)) > 0
+    assert ("upstream" in order) == (when is not None)
+
+
+def test_preferred_upstream_gets_the_whole_request(tmp_path):
+    (key := tmp_path / "key").write_text("their-key\n")
+    with whole() as (upstream, url), gateway(url, "prefer", key_file=key) as (served, backend):
+        body = {**HELLO, "stream": True, "some_extension": {"a": [1]}}
+        response = httpx.post(served + CHAT, json=body, headers={"Authorization": "Bearer mine", "x-api-key": "mine"})
+        assert response.content == STREAM
+        assert response.headers[HEADER] == "upstream"
+        assert "x-private" not in response.headers
+        assert upstream.asked == [("/v1/chat/completions", {**body, "model": "theirs"})]
+        assert upstream.headers[0]["Authorization"] == "Bearer their-key"
+        assert "mine" not in str(upstream.headers)
+        assert backend.asked == []
+        assert "swarm_gateway_requests_total" in (found := httpx.get(served + "/metrics").text)
+        assert f'model="{NAME}",path="{CHAT}",status="200"' in found
+
+
+def test_swarm_answers_first_where_the_upstream_is_a_fallback():
+    with whole() as (upstream, url), gateway(url) as (served, _):
+        response = httpx.post(served + CHAT, json=HELLO)
+        assert response.json()["choices"][0]["message"]["content"] == "from the swarm"
+        assert response.headers[HEADER] == "swarm"
+        assert upstream.asked == []
+
+
+@pytest.mark.parametrize("error", [NoRoute("m", (3,)), Refused("peer", "0:4", "no_room", "full")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_fallback_answers_where_the_swarm_has_no_way(error, stream):
+    def script(_):
+        raise error
+
+    with whole() as (upstream, url), gateway(url, script=script) as (served, _):
+        response = httpx.post(served + CHAT, json={**HELLO, "stream": stream})
+        assert (response.status_code, response.content) == (200, STREAM)
+        assert response.headers[HEADER] == "upstream"
+        assert len(upstream.asked) == 1
+
+
+@pytest.mark.parametrize("error", [StepTimeout("p", "0:4", 5.0), HopFailed("p", "0:4", "x"), PromptTooLong(9, 8, "m")])
+def test_other_failures_of_the_swarm_stay_its_own(error):
+    def script(_):
+        raise error
+
+    with whole() as (upstream, url), gateway(url, script=script) as (served, _):
+        response = httpx.post(served + CHAT, json=HELLO)
+        assert response.status_code >= 400
+        assert response.headers[HEADER] == "swarm"
+        assert upstream.asked == []
+
+
+def test_answer_that_has_begun_is_never_continued_elsewhere():
+    with whole() as (upstream, url), gateway(url, script=lambda _: ["All is", NoRoute("m", (3,))]) as (served, _):
+        response = httpx.post(served + CHAT, json={**HELLO, "stream": True})
+        assert '"error"' in response.text
+        assert upstream.asked == []
+
+
+def test_error_of_an_upstream_passes_as_it_is():
+    with whole() as (upstream, url), gateway(url, "prefer") as (served, backend):
+        upstream.status, upstream.body = 429, b'{"error": {"message": "slow down"}}'
+        response = httpx.post(served + CHAT, json=HELLO)
+        assert (response.status_code, response.content) == (429, upstream.body)
+        assert backend.asked == []
+
+
+@pytest.mark.parametrize("when", ["prefer", "fallback"])
+def test_upstream_that_is_gone_counts_as_no_route(when):
+    def script(_):
+        if when == "fallback":
+            raise NoRoute("m", (3,))
+        return "from the swarm"
+
+    with whole() as (upstream, url), gateway(url, when, script) as (served, _):
+        upstream.close()
+        response = httpx.post(served + CHAT, json=HELLO)
+    if when == "prefer":
+        assert (response.status_code, response.headers[HEADER]) == (200, "swarm")
+    else:
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_route")
+        assert response.headers["retry-after"] == "5"
+
+
+def test_answer_that_breaks_off_has_no_clean_end():
+    with whole() as (upstream, url), gateway(url, "prefer") as (served, _):
+        upstream.body, upstream.length = STREAM[:20], len(STREAM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.post(served + CHAT, json={**HELLO, "stream": True})
+
+
+def test_model_that_an_upstream_alone_has_is_listed_and_answered():
+    with whole() as (_, url), gateway(url, ours="org/other") as (served, _):
+        names = [model["id"] for model in httpx.get(served + "/v1/models").json()["data"]]
+        assert names == [NAME, "org/other"]
+        assert httpx.get(served + "/v1/models/org/other").status_code == 200
+        assert httpx.post(served + CHAT, json={**HELLO, "model": "org/other"}).content == STREAM
+
+
+def test_model_that_the_upstream_has_lost_is_the_swarms():
+    with whole() as (upstream, url):
+        upstream.models = []
+        with gateway(url, "prefer") as (served, _):
+            assert httpx.post(served + CHAT, json=HELLO).headers[HEADER] == "swarm"
+
+
+# Settings
+
+
+@pytest.mark.parametrize("url", ["https://api.example/v1", "http://10.0.0.1/v1", "http://localhost.example/v1"])
+def test_prompts_leave_the_machine_only_when_it_is_said(url):
+    given = {"url": url, "models": {NAME: "theirs"}}
+    with pytest.raises(BadConfiguration, match="remote = true"):
+        configured([UpstreamSettings(**given)])
+    assert configured([UpstreamSettings(**given, remote=True)])
+
+
+def test_missing_key_file_is_told_by_its_name(tmp_path):
+    settings = UpstreamSettings(url="http://127.0.0.1/v1", models={NAME: "x"}, key_file=tmp_path / "none")
+    with pytest.raises(BadConfiguration, match="none"):
+        configured([settings])
+
+
+def test_upstreams_come_from_the_settings_file(tmp_path, monkeypatch):
+    (tmp_path / "swarm.toml").write_text(
+        '[[gateway.upstream]]\nurl = "http://127.0.0.1:11434/v1"\nwhen = "prefer"\nmodels = { "org/name" = "llama" }\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    (upstream,) = Settings().gateway.upstream
+    assert (upstream.when, upstream.models, upstream.remote) == ("prefer", {"org/name": "llama"}, False)
+
+
+async def test_no_upstreams_are_none():
+    async with polled([]) as upstreams:
+        assert upstreams is None
