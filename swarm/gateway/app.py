@@ -12,9 +12,10 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from swarm.errors import SwarmError
-from swarm.gateway.api import openai
+from swarm.gateway.api import messages, openai
 from swarm.gateway.api.dialect import Catalogue, Served
 from swarm.gateway.api.problems import Problem, problem_of
+from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.watching import Watching
 from swarm.limits import limit
 from swarm.version import __version__
@@ -27,6 +28,7 @@ class GatewayLimits:
     """Bounds of requests."""
 
     body_bytes_max: int = limit(8 << 20, "bytes", "a longer request is answered with 413")
+    streams: StreamLimits = field(default_factory=StreamLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Gateway:
     started: float = field(default_factory=time.time)
 
 
-DIALECTS = (openai.DIALECT,)  # the first whose paths fit
+DIALECTS = (messages.DIALECT, openai.DIALECT)  # the first whose paths fit
 
 
 def make_app(gateway: Gateway) -> FastAPI:
@@ -46,8 +48,9 @@ def make_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Swarm gateway", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max)
     _add_errors(app)
-    served = Served(gateway.models, gateway.started)
-    app.include_router(openai.router(served))
+    served = Served(gateway.models, gateway.started, gateway.limits.streams)
+    for dialect in (openai, messages):
+        app.include_router(dialect.router(served))
     return app
 
 

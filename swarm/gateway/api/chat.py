@@ -211,19 +211,19 @@ def message_of(given: Mapping[str, Any]) -> Message:
     return message
 
 
-def text_of(content: object) -> str:
+def text_of(content: object, field: str = "messages") -> str:
     """Return the text of a message's content: a string, or parts of text. Raises BadRequest."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest("messages", "content is text or a list of parts")
+        raise BadRequest(field, "content is text or a list of parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in {"text", "input_text", "output_text", "refusal"}:
-            raise BadRequest("messages", f"parts of content are text, not {str(kind)[:40]!r}")
+            raise BadRequest(field, f"parts of content are text, not {str(kind)[:40]!r}")
         texts.append(str(part.get("text") or part.get("refusal") or ""))
     return "\n".join(texts)
 

@@ -9,9 +9,10 @@ from fastapi.responses import JSONResponse, Response
 
 from swarm.gateway.answering import Model
 from swarm.gateway.api.problems import Problem
+from swarm.gateway.api.sse import StreamLimits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: a dialect may refine it
 class Dialect:
     """An interface that programs speak. prefixes: of its paths. error_body: its form of an error."""
 
@@ -50,6 +51,7 @@ class Served:
 
     models: Catalogue
     started: float  # when the gateway began, in seconds since 1970
+    streams: StreamLimits
 
     async def model(self, name: str) -> Model:
         """Return a model, loaded. Raises ModelNotFound or CheckpointError."""

@@ -1,11 +1,11 @@
-"""OpenAI's dialect: models, chat completions and completions."""
+"""OpenAI's dialect: models, chat completions, completions and responses."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from swarm.gateway.api import chat, completions
+from swarm.gateway.api import chat, completions, responses, responses_events
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
 from swarm.gateway.api.sse import collected, streamed
 
@@ -37,7 +37,8 @@ def router(served: Served) -> APIRouter:
             return JSONResponse(chat.whole(asked, await collected(events)))
         usage = body.stream_options is not None and body.stream_options.include_usage
         route = request.headers.get("x-swarm-route") == "show"
-        return await streamed(chat.chunks(asked, events, include_usage=usage, show_route=route), chat.error_event)
+        chunks = chat.chunks(asked, events, include_usage=usage, show_route=route)
+        return await streamed(chunks, chat.error_event, served.streams)
 
     @routes.post("/v1/completions", response_model=None)
     async def text_completions(body: completions.CompletionRequest, request: Request) -> Response:
@@ -50,7 +51,17 @@ def router(served: Served) -> APIRouter:
         if not body.stream:
             return JSONResponse(writer.whole(await collected(events)))
         usage = body.stream_options is not None and body.stream_options.include_usage
-        return await streamed(writer.chunks(events, include_usage=usage), chat.error_event)
+        return await streamed(writer.chunks(events, include_usage=usage), chat.error_event, served.streams)
+
+    @routes.post("/v1/responses", response_model=None)
+    async def create_response(body: responses.ResponseRequest, request: Request) -> Response:
+        """Answer a conversation that is given as items, whole or as a stream."""
+        asked = body.chat(owner_of(request), conversation_of(request))
+        model = await served.model(asked.model)
+        events, writer = model.chat(asked), responses_events.Writer(body)
+        if not body.stream:
+            return JSONResponse(writer.whole(await collected(events)))
+        return await streamed(writer.chunks(events), writer.failed, served.streams)
 
     return routes
 
