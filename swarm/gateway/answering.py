@@ -119,6 +119,8 @@ class Model:
     async def _choices(
         self, request: Chat | Completion, ids: tuple[int, ...], parsers: Callable[[], OutputParser | None]
     ) -> AsyncGenerator[Event, None]:
+        if any(token >= self.backend.vocabulary for token in request.sampling.logit_bias):
+            raise BadRequest("logit_bias", f"token ids are from 0 to {self.backend.vocabulary - 1}")
         tokens_max = self._room(request.tokens_max, len(ids))
         generation = Generation(
             prompt=ids,

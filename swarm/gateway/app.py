@@ -46,7 +46,7 @@ DIALECTS = (messages.DIALECT, openai.DIALECT)  # the first whose paths fit
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the API."""
     app = FastAPI(title="Swarm gateway", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max)
+    app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max, refuse=written)
     _add_errors(app)
     served = Served(gateway.models, gateway.started, gateway.limits.streams)
     for dialect in (openai, messages):

@@ -1,17 +1,23 @@
 """Reads a request's body with a bound, and cancels its work when the client goes away, in the midst of a prompt too."""
 
 import asyncio
+from collections.abc import Callable
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarm.gateway.api.problems import Problem
 
 
 class Watching:
     """Pure ASGI middleware: the frameworks' own notice a client that is gone only when they next send to it."""
 
-    def __init__(self, app: ASGIApp, body_bytes_max: int) -> None:
-        """body_bytes_max: a longer body is answered with 413."""
+    def __init__(self, app: ASGIApp, body_bytes_max: int, refuse: Callable[[Request, Problem], Response]) -> None:
+        """body_bytes_max: a longer body is answered with 413. refuse: writes that in the client's dialect."""
         self._app = app
         self._body_bytes_max = body_bytes_max
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -22,7 +28,10 @@ class Watching:
         if body is None:
             return
         if len(body) > self._body_bytes_max:
-            await _too_large(send, self._body_bytes_max)
+            text = f"a request has at most {self._body_bytes_max} bytes"
+            refused = self._refuse(Request(scope), Problem(413, "invalid_request", text))
+            refused.headers["connection"] = "close"
+            await refused(scope, receive, send)
             return
         given, gone = [body], asyncio.Event()
 
@@ -37,7 +46,7 @@ class Watching:
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
-                serving.exception()  # the app has answered with it, and has logged it
+                serving.result()  # an error that no handler has answered is answered by what is around this
         finally:
             gone.set()
             for task in (serving, leaving):
@@ -57,10 +66,3 @@ class Watching:
             if not message.get("more_body", False):
                 break
         return b"".join(parts)
-
-
-async def _too_large(send: Send, most: int) -> None:
-    text = f'{{"error":{{"message":"a request has at most {most} bytes","type":"invalid_request_error"}}}}'.encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": text})

@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
 from swarm.compute.thread import ComputeThread
+from swarm.events import configure_events
 from swarm.gateway.engine import Engine, EngineLimits
 from swarm.identity import Identity
 from swarm.model.loading import load_ends
@@ -26,6 +28,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def events():
+    """As the command writes them: structlog's own tracebacks show all variables, which takes seconds."""
+    before = structlog.get_config()
+    configure_events("warning")
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm.errors import ModelNotFound
 from swarm.gateway.answering import Model
-from swarm.gateway.app import Gateway, make_app
+from swarm.gateway.app import Gateway, GatewayLimits, make_app
 from swarm.gateway.generation import Emitted, Generation, Likely, Rerouted, Started, Token
 from swarm.gateway.text import TokenTexts
 from tests.support.swarms import DEMO_CHECKPOINT
@@ -122,8 +122,10 @@ def running(gateway: Gateway) -> Iterator[str]:
 
 
 @contextmanager
-def scripted(script: Script, **options: object) -> Iterator[tuple[str, ScriptedBackend]]:
+def scripted(
+    script: Script, *, limits: GatewayLimits | None = None, **options: object
+) -> Iterator[tuple[str, ScriptedBackend]]:
     """A running gateway with one scripted model. Yields its URL and the backend."""
     model = scripted_model(script, **options)
-    with running(Gateway(ScriptedModels(model))) as url:
+    with running(Gateway(ScriptedModels(model), limits or GatewayLimits())) as url:
         yield url, model.backend

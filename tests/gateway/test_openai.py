@@ -171,6 +171,7 @@ def test_error_before_the_first_byte_has_its_status(error, status):
             assert response.status_code == status
             assert ("retry-after" in response.headers) == (status in {503, 504})
             assert "secret" not in response.text
+            assert response.json()["error"]["type"] == "server_error"
 
 
 def test_error_after_the_first_byte_is_an_event_and_no_clean_end():

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, Protocol
 
-from swarm.gateway.api.chat import error_body, logprob_body
+from swarm.gateway.api.chat_events import error_body, logprob_body
 from swarm.gateway.api.problems import Problem
 from swarm.gateway.api.responses import ResponseRequest, sealed
 from swarm.gateway.api.responses_tools import INPUT, Tools
@@ -272,6 +272,8 @@ class _Thought:
 
 class _Call:
     """A call of a function, or of a tool that takes free text. It is complete when it comes."""
+
+    _space: str | None  # the namespace of the function
 
     def __init__(self, call: ToolCall, tools: Tools) -> None:
         self._is_text = call.name in tools.texts
