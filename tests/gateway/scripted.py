@@ -37,6 +37,7 @@ class ScriptedBackend:
     script: Script
     positions_max: int = 8192
     token_s: float = 0.0
+    prompt_s: float = 0.0
     asked: list[Generation] = field(default_factory=list)
     running: int = 0
 
@@ -48,6 +49,7 @@ class ScriptedBackend:
         self.asked.append(generation)
         self.running += 1
         try:
+            await asyncio.sleep(self.prompt_s)
             said = self.script(generation)
             yield Started(0, self._echo(generation))
             count = 0
@@ -98,11 +100,11 @@ class ScriptedModels:
         return self.model
 
 
-def scripted_model(script: Script, *, template: str = CHATML, token_s: float = 0.0) -> Model:
+def scripted_model(script: Script, *, template: str = CHATML, token_s: float = 0.0, prompt_s: float = 0.0) -> Model:
     """A model that says what the script wants, with the vocabulary of the demo's checkpoint."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
     tokenizer.chat_template = template
-    backend = ScriptedBackend(tokenizer, script, token_s=token_s)
+    backend = ScriptedBackend(tokenizer, script, token_s=token_s, prompt_s=prompt_s)
     return Model(NAME, "0" * 64, backend, tokenizer, frozenset({tokenizer.eos_token_id}), TokenTexts(tokenizer))
 
 
