@@ -318,14 +318,20 @@ def test_error_after_the_first_byte_fails_the_response():
 
 
 def test_silent_stream_is_kept_alive_from_its_first_second():
-    """The prompt takes longer than a client waits: the headers come before the first token, a failure as an event."""
     limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))
     with scripted(lambda _: "All is well.", prompt_s=0.2, limits=limits) as (url, _):
         response = post(url, {"stream": True})
         assert response.text.count(": the route is being repaired") >= 2
         assert events(response)[-1]["type"] == "response.completed"
-    failing = HopFailed("peer", "0:4", "gone")
-    with scripted(lambda _: [failing], prompt_s=0.2, limits=limits) as (url, _):
+
+
+def test_failure_of_a_long_prompt_is_an_event_behind_the_headers():
+    def script(_):
+        raise HopFailed("peer", "0:4", "gone")
+
+    limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))
+    with scripted(script, prompt_s=0.2, limits=limits) as (url, backend):
         response = post(url, {"stream": True})
         assert response.status_code == 200
-        assert [body["type"] for body in events(response)[-2:]] == ["error", "response.failed"]
+        assert [body["type"] for body in events(response)] == ["error", "response.failed"]
+        assert backend.running == 0
