@@ -46,7 +46,7 @@ DIALECTS = (messages.DIALECT, openai.DIALECT)  # the first whose paths fit
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the API."""
     app = FastAPI(title="Swarm gateway", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max, refuse=written)
+    app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max, answer=answered)
     _add_errors(app)
     served = Served(gateway.models, gateway.started, gateway.limits.streams)
     for dialect in (openai, messages):
@@ -56,9 +56,7 @@ def make_app(gateway: Gateway) -> FastAPI:
 
 def _add_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        if not isinstance(error, SwarmError):
-            _log.error("a request failed", path=request.url.path, exc_info=error)
-        return written(request, problem_of(error))
+        return answered(request, error)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -74,12 +72,18 @@ def _add_errors(app: FastAPI) -> None:
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Any]] = {
         SwarmError: answer,
-        Exception: answer,
         RequestValidationError: invalid,
         HTTPException: http,
     }
     for cls, handler in handlers.items():
         app.add_exception_handler(cls, handler)
+
+
+def answered(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that has failed. What is not ours is logged."""
+    if not isinstance(error, SwarmError):
+        _log.error("a request failed", path=request.url.path, exc_info=error)
+    return written(request, problem_of(error))
 
 
 def written(request: Request, problem: Problem) -> Response:

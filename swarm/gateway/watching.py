@@ -7,17 +7,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarm.gateway.api.problems import Problem
+from swarm.gateway.api.problems import Problem, Rejected
 
 
 class Watching:
     """Pure ASGI middleware: the frameworks' own notice a client that is gone only when they next send to it."""
 
-    def __init__(self, app: ASGIApp, body_bytes_max: int, refuse: Callable[[Request, Problem], Response]) -> None:
-        """body_bytes_max: a longer body is answered with 413. refuse: writes that in the client's dialect."""
+    def __init__(self, app: ASGIApp, body_bytes_max: int, answer: Callable[[Request, Exception], Response]) -> None:
+        """body_bytes_max: a longer body is answered with 413. answer: writes an error in the client's dialect."""
         self._app = app
         self._body_bytes_max = body_bytes_max
-        self._refuse = refuse
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -29,7 +29,7 @@ class Watching:
             return
         if len(body) > self._body_bytes_max:
             text = f"a request has at most {self._body_bytes_max} bytes"
-            refused = self._refuse(Request(scope), Problem(413, "invalid_request", text))
+            refused = self._answer(Request(scope), Rejected(Problem(413, "invalid_request", text)))
             refused.headers["connection"] = "close"
             await refused(scope, receive, send)
             return
@@ -45,8 +45,9 @@ class Watching:
         leaving = asyncio.ensure_future(receive())  # the next message, and the last, is that the client has gone
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()  # an error that no handler has answered is answered by what is around this
+            error = serving.exception() if serving.done() else None
+            if isinstance(error, Exception):  # beyond this, the server would close the connection of a client's pool
+                await self._answer(Request(scope), error)(scope, receive, send)
         finally:
             gone.set()
             for task in (serving, leaving):
