@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
-from swarm.gateway.api.messages_events import PING, Writer, error_body, error_event
+from swarm.gateway.api.messages_events import PING, Writer, error_body
 from swarm.gateway.api.problems import Problem
 from swarm.gateway.api.sse import collected, streamed
 from swarm.gateway.api.turns import Turns
@@ -222,7 +222,7 @@ class _Anthropic(Dialect):
         request_id = new_request_id()
         status = 529 if problem.kind == "overloaded" else problem.status
         headers = {**problem.headers, "request-id": request_id}
-        return JSONResponse({**self.error_body(problem), "request_id": request_id}, status, headers)
+        return JSONResponse(error_body(problem, request_id), status, headers)
 
 
 DIALECT = _Anthropic(("/v1/messages",), error_body)
@@ -247,10 +247,11 @@ def router(served: Served) -> APIRouter:
         """Answer a conversation, whole or as a stream."""
         asked = body.chat(owner_of(request), conversation_of(request))
         model = await served.model(asked.model)
-        events, writer, headers = model.chat(asked), Writer(asked), {"request-id": new_request_id()}
+        headers = {"request-id": new_request_id()}
+        events, writer = model.chat(asked), Writer(asked, headers["request-id"])
         if not body.stream:
             return JSONResponse(writer.whole(await collected(events)), headers=headers)
-        return await streamed(writer.chunks(events), error_event, served.streams, keep_alive=PING, headers=headers)
+        return await streamed(writer.chunks(events), writer.failed, served.streams, keep_alive=PING, headers=headers)
 
     @routes.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountRequest, request: Request) -> Response:

@@ -18,7 +18,8 @@ Block = dict[str, Any]
 class Writer:
     """Writes the events of one answer. The whole message is what the stream's events add up to."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, request_id: str) -> None:
+        self._request_id = request_id
         self._content: list[Block] = []
         self._is_open = False  # whether the last block may get more
         self._usage: dict[str, Any] = {}
@@ -46,6 +47,10 @@ class Writer:
             async for each in events:
                 for body in self._written(each):
                     yield event(body, body["type"])
+
+    def failed(self, problem: Problem) -> bytes:
+        """Return the last event of a stream that has failed."""
+        return event(error_body(problem, self._request_id), "error")
 
     def _written(self, each: Event) -> Iterator[Mapping[str, Any]]:
         match each:
@@ -127,7 +132,7 @@ def _usage(prompt: int, cached: int) -> dict[str, Any]:
     }
 
 
-def error_body(problem: Problem) -> dict[str, Any]:
+def error_body(problem: Problem, request_id: str | None = None) -> dict[str, Any]:
     """Return an error as Anthropic writes it."""
     kind = {
         "invalid_request": "request_too_large" if problem.status == 413 else "invalid_request_error",
@@ -141,9 +146,4 @@ def error_body(problem: Problem) -> dict[str, Any]:
     message = problem.message
     if problem.too_long is not None:  # in the words that agents look for
         message = "prompt is too long: {} tokens > {} maximum".format(*problem.too_long)
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def error_event(problem: Problem) -> bytes:
-    """Return the last event of a stream that has failed."""
-    return event(error_body(problem), "error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

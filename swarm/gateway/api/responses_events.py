@@ -161,7 +161,6 @@ class Writer:
             "output": list(self._output),
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "prompt_cache_key": request.prompt_cache_key,
             "reasoning": _given(request.reasoning, ("effort", "summary")),
             "service_tier": "default",
             "store": False,
@@ -172,7 +171,7 @@ class Writer:
             "top_logprobs": request.top_logprobs or 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            "user": request.user,
+            **{name: value for name in ("prompt_cache_key", "user") if (value := getattr(request, name)) is not None},
             **({"usage": self._usage(finished)} if finished is not None else {}),
         }
 
