@@ -1,4 +1,4 @@
-"""A gateway whose model answers with given events: what dialects are tested with, apart from templates' own formats."""
+"""A gateway whose model answers with given events: dialects are tested with it, apart from templates' own formats."""
 
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence

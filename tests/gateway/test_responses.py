@@ -74,7 +74,7 @@ def asked(replies, **body):
 
 
 def without_ids(value):
-    """A response without what is drawn or read from a clock."""
+    """A response without its ids and times."""
     if isinstance(value, dict):
         return {
             name: without_ids(each) for name, each in value.items() if name not in {"id", "created_at", "completed_at"}

@@ -19,7 +19,7 @@ CHOICE = "properties/choices/items/properties"
 NULLABLE = "`nullable` is of OpenAPI 3.0, and has no meaning in this document of 3.1"
 FIRST = "nothing is before a first token"
 EXCEPTIONS = (
-    # vendor, schema, what may be null in it although the document forbids that, and why
+    # vendor, schema, a field that may be null although the document forbids it, reason
     ("openai", CHUNK, f"{CHOICE}/logprobs/properties/refusal", NULLABLE),
     ("openai", CHUNK, f"{CHOICE}/logprobs", NULLABLE),
     ("openai", CHUNK, f"{CHOICE}/finish_reason", NULLABLE),
@@ -56,7 +56,7 @@ def validator(vendor, schema):
 
 
 def check(vendor, schema, body):
-    """Fail where a body is not what a vendor's schema says."""
+    """Fail where a body is not valid against a vendor's schema."""
     errors = [f"{error.instance_path}: {error.message[:300]}" for error in validator(vendor, schema).iter_errors(body)]
     assert not errors, f"{schema}: {errors}"
 

@@ -101,7 +101,7 @@ class ChatRequest(_Given):
     ignore_eos: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     user: str | None = None
-    # What is not there, and would change the answer
+    # These are not supported, and would change the answer
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None

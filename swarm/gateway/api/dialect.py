@@ -12,7 +12,7 @@ from swarm.gateway.api.problems import Problem
 from swarm.gateway.api.sse import StreamLimits
 
 
-@dataclass(frozen=True)  # without slots: a dialect may refine it
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """An interface that programs speak. prefixes: of its paths. error_body: its form of an error."""
 

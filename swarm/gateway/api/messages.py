@@ -26,7 +26,7 @@ request, so with it no turn could continue a kept session."""
 
 
 class _Given(BaseModel):
-    """A part of a request. What only steers caches and accounts is left out."""
+    """A part of a request. Fields that only steer caches and accounts are left out."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -71,13 +71,13 @@ class OutputFormat(_Given):
 
 
 class OutputConfig(_Given):
-    """What the answer is."""
+    """The form of the answer."""
 
     format: OutputFormat | None = None
 
 
 class Metadata(_Given):
-    """Whose request it is. user_id: Claude Code writes its session's id into it."""
+    """The user. user_id: Claude Code writes its session's id into it."""
 
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
@@ -213,7 +213,7 @@ def _text(field: str, content: object) -> str:
 # --- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Anthropic(Dialect):
     """Its errors have an id, and 529 stands for a swarm that has no room."""
 

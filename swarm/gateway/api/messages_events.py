@@ -16,7 +16,7 @@ Block = dict[str, Any]
 
 
 class Writer:
-    """Writes the events of one answer. The whole message is what the stream's events add up to."""
+    """Writes the events of one answer. The stream's events add up to the whole message."""
 
     def __init__(self, chat: Chat, request_id: str) -> None:
         self._request_id = request_id

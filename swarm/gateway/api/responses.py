@@ -25,7 +25,7 @@ class _Given(BaseModel):
 
 
 class TextFormat(_Given):
-    """What the answer is. `schema` shadows a method of pydantic's, so it has an alias."""
+    """The form of the answer. `schema` shadows a method of pydantic's, so it has an alias."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -69,7 +69,7 @@ class ResponseRequest(_Given):
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: str | None = None
-    # What needs a memory, or another program
+    # These need a memory, or another program
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None

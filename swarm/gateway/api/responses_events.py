@@ -204,7 +204,7 @@ def _tool_body(tool: Mapping[str, Any]) -> Fields:
 
 
 class _Message:
-    """What the model says."""
+    """Text for the user."""
 
     def __init__(self) -> None:
         self.id = f"msg_{secrets.token_hex(24)}"
@@ -233,7 +233,7 @@ class _Message:
 
 
 class _Thought:
-    """What the model thinks: as text, or as a summary where a client has asked for one."""
+    """The model's reasoning: as text, or as a summary where a client has asked for one."""
 
     def __init__(self, request: ResponseRequest) -> None:
         self.id = f"rs_{secrets.token_hex(24)}"

@@ -30,7 +30,7 @@ class _Function(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the model may call. texts: names of those that take free text. spaces: namespace and own name, by name."""
+    """Tools that the model may call. texts: names of those that take free text. spaces: namespace and name, by name."""
 
     tools: tuple[Tool, ...] = ()
     texts: frozenset[str] = frozenset()

@@ -54,7 +54,7 @@ class EventStream(StreamingResponse):
         keep_alive: bytes,
         headers: Mapping[str, str],
     ) -> None:
-        """following: the next of the chunks, which somebody waits for already."""
+        """following: the first of the chunks; a task waits for it already."""
         self._following: asyncio.Future[bytes] | None = following
         self._chunks = chunks
         self._error_event = error_event

@@ -38,15 +38,15 @@ class Turns:
             self._add("system", "content", text)
 
     def user(self, text: str) -> None:
-        """Add what the user says."""
+        """Add the user's text."""
         self._add("user", "content", text)
 
     def assistant(self, text: str) -> None:
-        """Add what the model has said."""
+        """Add the model's text."""
         self._add("assistant", "content", text)
 
     def thought(self, text: str) -> None:
-        """Add what the model has thought."""
+        """Add the model's reasoning."""
         self._add("assistant", "reasoning_content", text)
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
