@@ -16,9 +16,10 @@ from swarm.gateway import health
 from swarm.gateway.account import Meter
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits, Slots
 from swarm.gateway.admitting import Admitting
-from swarm.gateway.api import openai
+from swarm.gateway.api import messages, openai
 from swarm.gateway.api.dialect import Catalogue, Served
 from swarm.gateway.api.problems import Problem, problem_of
+from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.doors import DoorOptions, Doors, Entrance, Failsafe
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import HEADER, Forwarding, Upstreams
@@ -33,6 +34,7 @@ class GatewayLimits:
     bodies: BodyLimits = field(default_factory=BodyLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     generations: GenerationLimits = field(default_factory=GenerationLimits)
+    streams: StreamLimits = field(default_factory=StreamLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Gateway:
     upstreams: Upstreams | None = None
 
 
-DIALECTS = (openai.DIALECT,)  # the first whose paths fit
+DIALECTS = (messages.DIALECT, openai.DIALECT)  # the first whose paths fit
 
 
 def make_app(gateway: Gateway) -> FastAPI:
@@ -61,9 +63,10 @@ def make_app(gateway: Gateway) -> FastAPI:
     _add_gauges(gateway.recorder, slots, meter.turns)
     upstreams = gateway.upstreams
     elsewhere = list if upstreams is None else (lambda: upstreams.names)
-    served = Served(gateway.models, gateway.started, meter, elsewhere)
+    served = Served(gateway.models, gateway.started, meter, gateway.limits.streams, elsewhere)
     app.include_router(health.router(gateway.recorder, gateway.readiness, has_keys=gateway.doors.keys is not None))
-    app.include_router(openai.router(served))
+    for dialect in (openai, messages):
+        app.include_router(dialect.router(served))
     return app
 
 

@@ -48,20 +48,23 @@ def unbundled(message: Steps | Outputs, activations: Activations) -> Iterator[tu
     finite = activations.is_finite()
     one = TensorMeta.model_construct(dtype=message.hidden.dtype, shape=(1, *message.hidden.shape[1:]))
     rows = activations.hidden.split(1)
-    if isinstance(message, Outputs):
-        fields = zip(message.sessions, message.epochs, message.steps, rows, strict=True)
-        for session, epoch, step, hidden in fields:
-            yield (
-                Output.model_construct(session=session, epoch=epoch, step=step, hidden=one),
-                Activations(hidden, finite=finite),
-            )
-        return
-    columns = (message.sessions, message.epochs, message.steps, message.keeps, message.budgets_ms, message.wants)
-    for (session, epoch, number, keep, budget_ms, want), hidden in zip(zip(*columns, strict=True), rows, strict=True):
-        step = Step.model_construct(
-            session=session, epoch=epoch, step=number, keep=keep, budget_ms=budget_ms, want=want, hidden=one
+    singles: Iterator[Step | Output]
+    singles = _outputs_of(message, one) if isinstance(message, Outputs) else _steps_of(message, one)
+    for single, hidden in zip(singles, rows, strict=True):
+        yield single, Activations(hidden, finite=finite)
+
+
+def _outputs_of(message: Outputs, hidden: TensorMeta) -> Iterator[Output]:
+    for session, epoch, step in zip(message.sessions, message.epochs, message.steps, strict=True):
+        yield Output.model_construct(session=session, epoch=epoch, step=step, hidden=hidden)
+
+
+def _steps_of(message: Steps, hidden: TensorMeta) -> Iterator[Step]:
+    columns = message.sessions, message.epochs, message.steps, message.keeps, message.budgets_ms, message.wants
+    for session, epoch, step, keep, budget_ms, want in zip(*columns, strict=True):
+        yield Step.model_construct(
+            session=session, epoch=epoch, step=step, keep=keep, budget_ms=budget_ms, want=want, hidden=hidden
         )
-        yield step, Activations(hidden, finite=finite)
 
 
 def _hidden(message: Message) -> TensorMeta | None:

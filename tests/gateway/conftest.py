@@ -30,6 +30,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="package", autouse=True)
+def events():
+    """As the command writes them: structlog's own tracebacks show all variables, which takes seconds."""
+    before = structlog.get_config()
+    configure_events("warning")
+    yield
+    structlog.configure(**before)
+
+
 @pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gateway") / "llama"

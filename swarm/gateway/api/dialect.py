@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from swarm.gateway.account import Meter, account_of
 from swarm.gateway.answering import Model
 from swarm.gateway.api.problems import Problem
+from swarm.gateway.api.sse import StreamLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Served:
     models: Catalogue
     started: float  # when the gateway began, in seconds since 1970
     meter: Meter
+    streams: StreamLimits
     elsewhere: Callable[[], list[str]] = list
 
     @property
