@@ -48,8 +48,8 @@ def unbundled(message: Steps | Outputs, activations: Activations) -> Iterator[tu
     finite = activations.is_finite()
     one = TensorMeta.model_construct(dtype=message.hidden.dtype, shape=(1, *message.hidden.shape[1:]))
     rows = activations.hidden.split(1)
-    singles: Iterator[Step | Output]
-    singles = _outputs_of(message, one) if isinstance(message, Outputs) else _steps_of(message, one)
+    singles: list[Step | Output] = []
+    singles += _outputs_of(message, one) if isinstance(message, Outputs) else _steps_of(message, one)
     for single, hidden in zip(singles, rows, strict=True):
         yield single, Activations(hidden, finite=finite)
 
