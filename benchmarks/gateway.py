@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swarm import AutoDistributedModel
 from swarm.demo.cli import CHECKPOINT
 from swarm.demo.local import LocalSwarm
+from swarm.identity import Identity
 
 SPANS = ("0:4", "4:8", "8:12")
 TIE = 1e-3  # logits that are no farther apart may come out in either order
@@ -73,7 +74,9 @@ def main() -> None:
         options.streams, options.tokens, options.rounds = "2", 4, 1
     torch.set_num_threads(1)
     modes, runs = options.modes.split(","), []
-    with LocalSwarm(CHECKPOINT, SPANS, options=("--dtype", "float32"), log_level="warning") as swarm:
+    me = Identity.generate()  # the servers know the gateway
+    allowed = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000")
+    with LocalSwarm(CHECKPOINT, SPANS, options=allowed, log_level="warning", identities={"gateway": me}) as swarm:
         bench = Bench(swarm, options.prompt, options.tokens, options.seed)
         if "gateway" in modes:
             gateway = swarm.start_gateway("--dtype", "float32", "--threads", "1").wait_ready()

@@ -25,6 +25,7 @@ from common import SEED, Samples, table, write_json
 
 from swarm.demo.cli import CHECKPOINT
 from swarm.demo.local import LocalProcess, LocalSwarm
+from swarm.identity import Identity
 from tests.support import warm
 
 SPANS = ("0:4", "4:8", "8:12")
@@ -61,9 +62,11 @@ def main() -> None:
     options = arguments.parse_args()
     if options.quick:
         options.streams, options.tokens = 2, 40
-    served = {"options": ("--dtype", "float32"), "log_level": "warning", "launch": warm.launch}
+    me = Identity.generate()  # the servers know the gateway: a repair of all streams opens as many sessions at once
+    allowed = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000")
+    served = {"options": allowed, "log_level": "warning", "launch": warm.launch, "identities": {"gateway": me}}
     with LocalSwarm(CHECKPOINT, SPANS * 2, **served) as swarm:
-        gateway = swarm.start_gateway("--dtype", "float32", "--threads", "1").wait_ready()
+        gateway = swarm.start_gateway("--dtype", "float32", "--threads", "1", "--concurrency", "256").wait_ready()
         url, name = gateway.ready["url"], gateway.ready["models"][0]
         bodies = requests(name, options.streams, options.tokens, options.seed)
         undisturbed = asyncio.run(stream_all(url, bodies))
