@@ -80,6 +80,8 @@ class Model:
 
     async def _rendered(self, chat: Chat) -> tuple[int, ...]:
         """Put a conversation into the model's template, and tokenize it."""
+        if chat.continues and chat.messages[-1]["role"] != "assistant":
+            raise BadRequest("continue_final_message", "the last message is no assistant's: there is nothing to continue")
         if not self.tokenizer.chat_template:
             raise BadRequest("messages", f"{self.name} has no chat template; use /v1/completions")
         tools: list[Any] = [
@@ -91,7 +93,8 @@ class Model:
             self.tokenizer.apply_chat_template,
             messages,
             tools=tools if tools and chat.tool_choice.mode != "none" else None,
-            add_generation_prompt=True,
+            add_generation_prompt=not chat.continues,
+            continue_final_message=chat.continues,
             tokenize=False,
             **chat.template,
         )

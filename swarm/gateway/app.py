@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from swarm.errors import SwarmError
+from swarm.gateway import pages
 from swarm.gateway.api import openai
 from swarm.gateway.api.dialect import Catalogue, Served
 from swarm.gateway.api.problems import Problem, problem_of
@@ -48,6 +49,7 @@ def make_app(gateway: Gateway) -> FastAPI:
     _add_errors(app)
     served = Served(gateway.models, gateway.started)
     app.include_router(openai.router(served))
+    app.include_router(pages.router())
     return app
 
 

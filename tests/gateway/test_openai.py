@@ -114,6 +114,13 @@ def test_models_are_listed_and_found(says_ok):
     assert httpx.get(f"{url}/v1/models/other").status_code == 404
 
 
+def test_answer_goes_on_where_the_last_message_ends(says_ok):
+    url, backend = says_ok
+    said = [*HELLO, {"role": "assistant", "content": "All is "}]
+    assert post(url, "/v1/chat/completions", {"messages": said, "continue_final_message": True}).status_code == 200
+    assert backend.tokenizer.decode(backend.asked[-1].prompt).endswith("<|im_start|>assistant\nAll is ")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
@@ -124,6 +131,7 @@ def test_models_are_listed_and_found(says_ok):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         ({"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
         ({"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"messages": HELLO, "continue_final_message": True}, 400, "continue_final_message"),
         ({"messages": HELLO, "model": "other"}, 404, None),
     ],
 )

@@ -116,6 +116,7 @@ class ChatRequest(_Given):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
     ignore_eos: bool = False
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     user: str | None = None
@@ -137,6 +138,7 @@ class ChatRequest(_Given):
             sampling=self._sampling(),
             n=self.n or 1,
             template=template,
+            continues=self.continue_final_message,
             ignore_eos=self.ignore_eos,
             owner=owner,
             conversation=self.prompt_cache_key or conversation,
