@@ -10,6 +10,7 @@ const PLAIN_TAG = /^<\/?(?:br|sub|sup|kbd)\s*\/?>$/i;
 const CLEAN = {
   ALLOWED_TAGS: "a blockquote br code del em h1 h2 h3 h4 h5 h6 hr kbd li ol p pre strong sub sup table tbody td th thead tr ul".split(" "),
   ALLOWED_ATTR: ["align", "class", "href", "start"],
+  ADD_URI_SAFE_ATTR: ["align", "start"],
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,

@@ -8,7 +8,7 @@ export const clone = (id) => document.getElementById(id).content.firstElementChi
 export const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 export const shortModel = (id) => id.split("/").at(-1);
 const seconds = (s) => `${s < 1 ? s.toFixed(2) : s < 10 ? s.toFixed(1) : Math.round(s)} s`;
-const shortPeer = (peer) => (peer.length > 10 ? `…${peer.slice(-6)}` : peer);
+const shortPeer = (peer) => (peer.length > 10 ? `…${peer.slice(-4)}` : peer);
 
 function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -147,7 +147,7 @@ function changeLine({ at_s, left, took_s }) {
   const item = document.createElement("li");
   const time = document.createElement("span");
   time.className = "at";
-  time.textContent = seconds(at_s);
+  time.textContent = `after ${seconds(at_s)}`;
   const those = left.length > 3 ? plural(left.length, "server") : `Server${left.length > 1 ? "s" : ""} ${left.map(shortPeer).join(", ")}`;
   const text = left.length ? `${those} left, another took over: ${seconds(took_s)}, same text` : `The route was repaired: ${seconds(took_s)}, same text`;
   item.append(time, " ", text);

@@ -1,18 +1,18 @@
 /* The chat page: which chat is shown, what is running, and what keys and buttons do. */
 
-import { answer, apiKey, keepKey, models } from "./client.js";
+import { begun, Clock, newId, requestOf, SETTINGS } from "./answers.js";
+import { answer, keepKey, models } from "./client.js";
 import { History, remembered } from "./history.js";
 import { AnswerView, clone, fit, plural, sends, shortModel, UserView } from "./messages.js";
+import { drawSettings, takeSetting } from "./sampling.js";
+import { $, chosen, confirmed, copy, drawTheme, hide, nextTheme, place, say, tell } from "./surface.js";
 
 const MODELS_EVERY_MS = 30000;
 const SAVE_EVERY_MS = 2000; // while an answer grows: a closed tab loses no more
 const TICK_MS = 250; // of clocks that are shown
 const TITLE_MAX = 60;
 const PINNED_PX = 48; // from the end; a reader who is further up is left there
-const THEMES = ["system", "light", "dark"];
-const SETTINGS = { temperature: null, top_p: null, max_tokens: null, seed: null, system: "" }; // null: not sent
 
-const $ = (id) => document.getElementById(id);
 const running = new Map(); // chat id -> AbortController
 const views = new Map(); // message -> its view, of the chat that is shown
 const history = await History.open();
@@ -24,7 +24,7 @@ let catalogue = []; // models
 
 function newChat() {
   const model = remembered.get("model", null);
-  return { id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), title: "", model, settings: { ...SETTINGS, ...remembered.get("sampling", {}) }, messages: [], at: Date.now() };
+  return { id: newId(), title: "", model, settings: { ...SETTINGS, ...remembered.get("sampling", {}) }, messages: [], at: Date.now() };
 }
 
 function show(next) {
@@ -33,7 +33,7 @@ function show(next) {
   $("log").replaceChildren(...chat.messages.map(viewOf));
   location.hash === `#${chat.id}` || window.history.replaceState(null, "", chats.includes(chat) ? `#${chat.id}` : location.pathname + location.search);
   drawChat();
-  drawSettings();
+  drawSettings(chat.settings);
   $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 
@@ -152,8 +152,6 @@ function open() {
 
 // --- asking -------------------------------------------------------------------------------------------------------
 
-const messageId = () => `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
-
 function send(text) {
   if (running.has(chat.id)) return;
   if (!chat.model) {
@@ -165,25 +163,15 @@ function send(text) {
     window.history.replaceState(null, "", `#${chat.id}`);
   }
   chat.title ||= text.split("\n")[0].slice(0, TITLE_MAX);
-  add({ id: messageId(), role: "user", content: text });
+  add({ id: newId(), role: "user", content: text });
   ask();
 }
 
 /** Answer the last message, or go on with the answer that it is. */
 function ask(partial = null) {
-  const blank = { state: "running", failure: null, finish: null, waiting: "", elapsed_s: 0, ttft_s: null, rate: null, tokens: 0, exact: false, prompt: null, cached: 0 };
-  const message = partial ?? { id: messageId(), role: "assistant", content: "", reasoning: "", thought_s: null, hops: [], changes: [] };
-  Object.assign(message, blank, { model: chat.model });
+  const message = begun(partial, chat.model);
   if (!partial) add(message);
   run(chat, message, requestOf(chat, partial));
-}
-
-function requestOf({ id, model, messages, settings }, partial) {
-  const said = messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
-  const request = { model, stream: true, stream_options: { include_usage: true }, prompt_cache_key: id };
-  for (const name of ["temperature", "top_p", "max_tokens", "seed"]) if (settings[name] !== null) request[name] = settings[name];
-  if (partial) request.continue_final_message = true;
-  return { ...request, messages: settings.system ? [{ role: "system", content: settings.system }, ...said] : said };
 }
 
 async function run(its, message, request) {
@@ -243,60 +231,6 @@ function again(message) {
   ask();
 }
 
-/** Measures an answer, and collects its parts in the message. */
-class Clock {
-  #began = performance.now();
-  #first = null; // when the first token came, in seconds from the beginning
-  #last = 0;
-  #count = 0; // pieces: a token each, nearly always
-  #message;
-
-  constructor(message) {
-    this.#message = message;
-  }
-
-  get #now() {
-    return (performance.now() - this.#began) / 1000;
-  }
-
-  tick() {
-    if (this.#message.state === "running") this.#message.elapsed_s = this.#now;
-  }
-
-  take({ text, reasoning, route, finish, usage, waiting }) {
-    const message = this.#message;
-    message.waiting = waiting ?? "";
-    if (text || reasoning) this.#token(Boolean(text));
-    if (text) message.content += text;
-    if (reasoning) message.reasoning += reasoning;
-    if (finish) [message.finish, this.#last] = [finish, this.#now];
-    if (route) this.#route(route);
-    if (usage) {
-      Object.assign(message, { tokens: usage.completion_tokens, exact: true, prompt: usage.prompt_tokens, cached: usage.prompt_tokens_details?.cached_tokens ?? 0 });
-    }
-    const span = this.#last - (this.#first ?? 0);
-    message.rate = message.tokens > 4 && span > 0 ? (message.tokens - 1) / span : null;
-  }
-
-  #token(isText) {
-    const message = this.#message;
-    this.#last = this.#now;
-    if (this.#first === null) this.#first = message.ttft_s = this.#last;
-    if (isText && message.reasoning && message.thought_s === null) message.thought_s = this.#last - this.#first;
-    message.tokens = ++this.#count;
-  }
-
-  #route({ left, hops, took_s }) {
-    const before = new Set(this.#message.hops.map((hop) => hop.peer));
-    this.#message.hops = hops.map((hop) => {
-      const [peer, blocks = ""] = hop.split(" ");
-      return { peer, blocks };
-    });
-    const came = before.size ? this.#message.hops.map((hop) => hop.peer).filter((peer) => !before.has(peer)) : [];
-    if (left.length || took_s > 0) this.#message.changes.push({ at_s: this.#now, left, came, took_s });
-  }
-}
-
 // --- models and the key -------------------------------------------------------------------------------------------
 
 async function look() {
@@ -332,6 +266,12 @@ function drawModel() {
   );
 }
 
+function keepSettings() {
+  remembered.set("sampling", chat.settings);
+  save(chat);
+  drawSettings(chat.settings);
+}
+
 function chooseModel(id) {
   chat.model = id;
   remembered.set("model", id);
@@ -341,65 +281,19 @@ function chooseModel(id) {
 
 async function askKey() {
   const field = $("key-value");
-  if ($("key").open) return false;
-  field.value = "";
-  $("key").returnValue = "no";
-  $("key").showModal();
-  await new Promise((resolve) => $("key").addEventListener("close", resolve, { once: true }));
-  if ($("key").returnValue !== "yes" || !field.value.trim()) return false;
+  if (!(await chosen($("key")))) return false;
   keepKey(field.value.trim(), $("key-remember").checked);
   field.value = "";
   look();
   return true;
 }
 
-// --- sampling -----------------------------------------------------------------------------------------------------
-
-function drawSettings() {
-  for (const field of $("settings").elements) {
-    if (!(field.name in SETTINGS)) continue;
-    const value = chat.settings[field.name];
-    field.value = value ?? (field.type === "range" ? 1 : "");
-    const output = $(`${field.name}-now`);
-    if (output) output.textContent = value === null ? "model’s default" : value;
-  }
-  $("tune").classList.toggle("used", Object.keys(SETTINGS).some((name) => chat.settings[name] !== SETTINGS[name]));
-  $("change-key").hidden = !apiKey();
-}
-
-function changeSettings({ target }) {
-  if (!(target.name in SETTINGS) || !target.checkValidity()) return;
-  const number = target.value === "" ? null : Number(target.value);
-  chat.settings[target.name] = target.name === "system" ? target.value : number;
-  keepSettings();
-}
-
-function keepSettings() {
-  remembered.set("sampling", chat.settings);
-  save(chat);
-  drawSettings();
-}
-
 // --- what is seen and said ----------------------------------------------------------------------------------------
 
 const pinned = () => $("scroll").scrollHeight - $("scroll").scrollTop - $("scroll").clientHeight < PINNED_PX;
-const hide = (id) => $(id).matches(":popover-open") && $(id).hidePopover();
 
 function toEnd() {
   $("scroll").scrollTop = $("scroll").scrollHeight;
-}
-
-function tell(text, label = "", work = null) {
-  const button = $("notice").querySelector("button");
-  $("notice").hidden = !text;
-  $("notice").querySelector("span").textContent = text;
-  button.hidden = !label;
-  button.textContent = label;
-  button.onclick = work;
-}
-
-function say(text) {
-  $("announcer").textContent = text;
 }
 
 function sayEnd(message) {
@@ -408,48 +302,6 @@ function sayEnd(message) {
   const text = view.find(".text").innerText;
   const { failure, state } = message;
   say(failure ? `Incomplete. ${failure.title} ${failure.advice}` : state === "stopped" ? `Stopped. ${text}` : `Answer finished. ${text}`);
-}
-
-async function confirmed(question) {
-  $("confirm-title").textContent = question;
-  $("confirm").returnValue = "no";
-  $("confirm").showModal();
-  await new Promise((resolve) => $("confirm").addEventListener("close", resolve, { once: true }));
-  return $("confirm").returnValue === "yes";
-}
-
-async function copy(button, text, source) {
-  let done = "Copied";
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    getSelection().selectAllChildren(source); // not a secure context: the reader's own keys copy it
-    done = "Selected: press your keys to copy";
-  }
-  say(done);
-  const use = button.querySelector("use");
-  use.setAttribute("href", "#i-done");
-  setTimeout(() => use.setAttribute("href", "#i-copy"), 1500);
-}
-
-function drawTheme() {
-  const theme = document.documentElement.dataset.theme ?? "system";
-  const words = { system: "as the system", light: "light", dark: "dark" }[theme];
-  $("theme").setAttribute("aria-label", `Colours: ${words}`);
-  $("theme").title = `Colours: ${words}`;
-}
-
-function nextTheme() {
-  const { dataset } = document.documentElement;
-  const next = THEMES[(THEMES.indexOf(dataset.theme ?? "system") + 1) % THEMES.length];
-  if (next === "system") delete dataset.theme;
-  else dataset.theme = next;
-  try {
-    localStorage.setItem("swarm-theme", next);
-  } catch {
-    // storage is off: until the page is closed, then
-  }
-  drawTheme();
 }
 
 // --- keys and buttons ---------------------------------------------------------------------------------------------
@@ -507,13 +359,6 @@ function fresh() {
   $("prompt").focus();
 }
 
-/** Put a popover above the button that opens it, where there is room; phones have it at the bottom. */
-function place(popover, button) {
-  const box = button.getBoundingClientRect();
-  popover.style.setProperty("--left", `${Math.round(box.left)}px`);
-  popover.style.setProperty("--bottom", `${Math.round(innerHeight - box.top + 8)}px`);
-}
-
 for (const each of chats) for (const message of each.messages) if (message.state === "running") {
   Object.assign(message, { state: "broken", failure: { title: "The page was closed.", advice: "Continue the answer, or retry.", detail: "" } });
 }
@@ -526,13 +371,14 @@ $("ideas").addEventListener("click", (event) => event.target.tagName === "BUTTON
 for (const id of ["new", "new-narrow"]) $(id).addEventListener("click", fresh);
 $("clear").addEventListener("click", forgetAll);
 $("theme").addEventListener("click", nextTheme);
-$("settings").addEventListener("input", changeSettings);
+$("settings").addEventListener("input", ({ target }) => takeSetting(target, chat.settings) && keepSettings());
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("settings").addEventListener("reset", (event) => {
   event.preventDefault();
   chat.settings = { ...SETTINGS };
   keepSettings();
 });
+$("key").querySelector("[data-do=cancel]").addEventListener("click", () => $("key").close("no"));
 $("change-key").addEventListener("click", () => {
   hide("sampling");
   keepKey(null, false);
