@@ -83,7 +83,9 @@ def test_page_closes_its_elements_and_names_each_once(page: Reader) -> None:
     assert (page.wrong, page.open) == ([], [])
     ids = addresses(page, "id")
     assert len(ids) == len(set(ids))
-    referred = [part for value in addresses(page, "aria-labelledby", "aria-describedby", "for") for part in value.split()]
+    referred = [
+        part for value in addresses(page, "aria-labelledby", "aria-describedby", "for") for part in value.split()
+    ]
     referred += [*addresses(page, "popovertarget"), *(each[1:] for each in addresses(page, "href") if each[1:2] != "")]
     inside = {each for each in referred if "/" not in each}
     assert inside <= set(ids)
