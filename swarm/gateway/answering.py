@@ -81,9 +81,7 @@ class Model:
     async def _rendered(self, chat: Chat) -> tuple[int, ...]:
         """Put a conversation into the model's template, and tokenize it."""
         if chat.continues and chat.messages[-1]["role"] != "assistant":
-            raise BadRequest(
-                "continue_final_message", "the last message is no assistant's: there is nothing to continue"
-            )
+            raise BadRequest("continue_final_message", "the last message is not the assistant's")
         if not self.tokenizer.chat_template:
             raise BadRequest("messages", f"{self.name} has no chat template; use /v1/completions")
         tools: list[Any] = [

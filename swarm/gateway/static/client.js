@@ -14,12 +14,12 @@ export class Failure extends Error {
 }
 
 const UNREACHABLE = ["The gateway does not answer.", "Check that swarm-gateway is running, then retry."];
-const BROKEN = ["The connection broke.", "The text above is incomplete: continue it, or retry."];
+const BROKEN = ["The connection broke.", "Continue from here, or retry."];
 const WORDS = {
   context_length_exceeded: ["This chat is longer than the model can read.", "Start a new chat, or edit an earlier message to be shorter."],
   model_not_found: ["This gateway does not have the model any more.", "Choose another one below the message."],
   no_route: ["Some blocks of the model have no server now.", "Retry when a server is back, or choose another model."],
-  timeout: ["The servers took too long.", "Retry: the gateway then chooses a new route."],
+  timeout: ["The servers took too long.", "Go on or retry: the gateway then chooses a new route."],
   swarm_unreachable: ["The gateway cannot reach the swarm.", "Check the gateway's network, then retry."],
   401: ["The gateway asks for an API key.", "Enter the key that its owner gave you."],
   403: ["This key may not use the model.", "Choose another model, or ask the gateway's owner."],

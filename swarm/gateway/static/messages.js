@@ -83,12 +83,14 @@ export class AnswerView {
     this.#reasoning(over);
     this.#route();
     this.#failure();
+    this.find(".facts").hidden = over && !message.tokens && message.hops.length === 0;
     write(this.find(".facts summary"), factsOf(message));
     write(this.find(".about"), detailsOf(message));
     this.find(".tools").hidden = !over;
     const mayGoOn = Boolean(message.content) && (message.state === "stopped" || message.finish === "length");
     this.find(".tools [data-do=continue]").hidden = !mayGoOn;
     this.find(".failure [data-do=continue]").hidden = !message.content;
+    this.find(".tools [data-do=again]").hidden = Boolean(message.failure); // its own button says it
     this.find(".tools [data-do=copy]").hidden = !message.content;
   }
 
@@ -154,7 +156,7 @@ function changeLine({ at_s, left, took_s }) {
   return item;
 }
 
-function factsOf({ state, waiting, hops, ttft_s, rate, tokens, exact, content, reasoning, elapsed_s }) {
+function factsOf({ state, waiting, hops, ttft_s, rate, tokens, exact, elapsed_s }) {
   if (state === "running" && ttft_s === null) return `${waiting || "The servers read the prompt"} · ${seconds(elapsed_s)}`;
   const facts = [];
   if (state === "stopped") facts.push("stopped");
@@ -162,7 +164,7 @@ function factsOf({ state, waiting, hops, ttft_s, rate, tokens, exact, content, r
   if (ttft_s !== null) facts.push(`first token ${seconds(ttft_s)}`);
   if (state !== "running" && tokens) facts.push(`${exact ? "" : "about "}${plural(tokens, "token")}`);
   if (state !== "running" && hops.length) facts.push(plural(new Set(hops.map((hop) => hop.peer)).size, "server"));
-  return facts.join(" · ") || (content || reasoning ? "details" : "no answer");
+  return facts.join(" · ") || "details";
 }
 
 function detailsOf({ prompt, cached, finish, model }) {
