@@ -165,7 +165,15 @@ OUTSIDE = """() => [
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1024, 1440])
 def test_nothing_is_outside_of_the_screen(open_page: Open, gateway: Chatting, width: int) -> None:
+    long = {"id": "organisation/A-Model-With-A-Long-Name-70B-Instruct"}
     page = full(open_page(viewport={"width": width, "height": 700}), gateway)
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [long]}))
+    page.evaluate("localStorage.clear()")
+    page.reload()
+    page.locator("#new-narrow, #new").locator("visible=true").first.click()
+    expect(page.locator("#model .name")).to_have_text("A-Model-With-A-Long-Name-70B-Instruct")
+    assert page.evaluate(OUTSIDE) == []
+    page.go_back()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE) == []
 
