@@ -103,7 +103,7 @@ def test_page_that_has_not_changed_is_not_sent_again(url: str) -> None:
     assert httpx.head(url).status_code == 200
 
 
-def test_files_are_kept_for_ever_at_an_address_of_their_version(url: str, page: Reader) -> None:
+def test_files_are_kept_for_ever_at_their_versions_address(url: str, page: Reader) -> None:
     loaded = [each for each in addresses(page, "src", "href") if each.startswith("static/")]
     assert len(loaded) == 4
     for path in loaded:

@@ -1,4 +1,4 @@
-/* Answers as data: how a request for one looks, and what is measured while it comes. */
+/* Answers as data: the request for one, and its measurement while it comes. */
 
 export const SETTINGS = { temperature: null, top_p: null, max_tokens: null, seed: null, system: "" }; // null: not sent
 

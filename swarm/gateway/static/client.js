@@ -1,9 +1,9 @@
-/* The gateway's API: its models, and an answer's parts as they come. A Failure says in words what to do. */
+/* The gateway's API: its models, and an answer's parts as they come. A Failure has advice in words. */
 
 const API = new URL("v1/", document.baseURI);
 const KEY = "swarm-key";
 
-/** Why there is no answer, or no more of it. title: what happened; advice: what to do; detail: the gateway's words. */
+/** Why there is no answer, or no more of it. title: the event; advice: the reader's next step; detail: the gateway's words. */
 export class Failure extends Error {
   constructor([title, advice], { status = 0, detail = "", retryAfter = null } = {}) {
     super(title);
@@ -31,7 +31,7 @@ const WORDS = {
 };
 
 function failureOf(status, error, retryAfter) {
-  const other = status >= 400 && status < 500 ? ["The gateway refuses this request.", "Change what its message names, then retry."] : ["The answer failed.", "Retry."];
+  const other = status >= 400 && status < 500 ? ["The gateway refuses this request.", "Its message below names the reason."] : ["The answer failed.", "Retry."];
   return new Failure(WORDS[error?.code] ?? WORDS[status] ?? other, { status, detail: error?.message ?? "", retryAfter });
 }
 
@@ -100,7 +100,7 @@ async function* blocks(body) {
     if (error.name === "AbortError" || error instanceof Failure) throw error;
     throw new Failure(BROKEN);
   } finally {
-    reader.cancel().catch(() => {}); // the gateway sees that nobody reads, and frees the servers
+    reader.cancel().catch(() => {}); // the gateway sees that the reader has gone, and frees the servers
   }
 }
 

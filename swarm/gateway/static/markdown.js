@@ -1,6 +1,6 @@
-/* Markdown that grows. Blocks that are over stay as they are; only the last one is made again, and what differs is put
-   in place, so that nothing flickers and a selection stays. A model's text is a stranger's: HTML in it is shown as text,
-   images are links, and what is left passes DOMPurify. */
+/* Markdown that grows. Blocks that are over stay as they are; only the last one is made again, and its differences
+   are put in place, so that nothing flickers and a selection stays. A model's text is a stranger's: HTML in it is shown as text,
+   images are links, and the rest passes DOMPurify. */
 
 import { Marked } from "./vendor/marked.js";
 import "./vendor/purify.js";
@@ -94,7 +94,7 @@ function closed(open) {
   return end;
 }
 
-/** Code gets its name and a copy button; what may be wide scrolls by keyboard, too; links leave without a referrer. */
+/** Code gets its name and a copy button; wide parts scroll by keyboard, too; links leave without a referrer. */
 function decorated(fragment) {
   for (const link of fragment.querySelectorAll("a")) {
     Object.assign(link, { target: "_blank", rel: "noopener noreferrer nofollow", title: link.href });

@@ -1,4 +1,4 @@
-/* Messages as they are seen. A view is made once; update() shows what its message has become. */
+/* Views of messages. A view is made once; update() shows its message's present state. */
 
 import { Markdown } from "./markdown.js";
 

@@ -1,4 +1,4 @@
-/* The chat page: which chat is shown, what is running, and what keys and buttons do. */
+/* The chat page: the chat that is shown, the answers under way, keys and buttons. */
 
 import { begun, Clock, newId, requestOf, SETTINGS } from "./answers.js";
 import { answer, keepKey, models } from "./client.js";
@@ -11,7 +11,7 @@ const MODELS_EVERY_MS = 30000;
 const SAVE_EVERY_MS = 2000; // while an answer grows: a closed tab loses no more
 const TICK_MS = 250; // of clocks that are shown
 const TITLE_MAX = 60;
-const PINNED_PX = 48; // from the end; a reader who is further up is left there
+const PINNED_PX = 48; // from the end; a reader further up is left there
 
 const running = new Map(); // chat id -> AbortController
 const views = new Map(); // message -> its view, of the chat that is shown
@@ -288,7 +288,7 @@ async function askKey() {
   return true;
 }
 
-// --- what is seen and said ----------------------------------------------------------------------------------------
+// --- seen and said ------------------------------------------------------------------------------------------------
 
 const pinned = () => $("scroll").scrollHeight - $("scroll").scrollTop - $("scroll").clientHeight < PINNED_PX;
 

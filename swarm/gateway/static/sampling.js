@@ -16,7 +16,7 @@ export function drawSettings(settings) {
   $("change-key").hidden = !apiKey();
 }
 
-/** Put what a field says into the settings. Returns whether it says something that can be sent. */
+/** Put a field's value into the settings. Returns whether it can be sent. */
 export function takeSetting(field, settings) {
   if (!(field.name in SETTINGS) || !field.checkValidity()) return false;
   settings[field.name] = field.name === "system" ? field.value : field.value === "" ? null : Number(field.value);

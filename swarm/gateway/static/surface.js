@@ -1,4 +1,4 @@
-/* What the page says and opens: notices, dialogs, popovers, colours. */
+/* Notices, announcements, dialogs, popovers, colours. */
 
 const THEMES = ["system", "light", "dark"];
 const COPIED_MS = 1500;
@@ -16,7 +16,7 @@ export function tell(text, label = "", work = null) {
   button.onclick = work;
 }
 
-/** Tell those who do not see the page. */
+/** Announce a text to screen readers. */
 export function say(text) {
   $("announcer").textContent = text;
 }

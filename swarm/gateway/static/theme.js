@@ -1,4 +1,4 @@
-/* Runs before the first paint: a reader who has chosen light or dark never sees the other one. */
+/* Runs before the first paint: a reader with a choice of light or dark never sees the other one. */
 "use strict";
 try {
   const theme = localStorage.getItem("swarm-theme");

@@ -35,7 +35,7 @@ def gateway(running: Chatting) -> Chatting:
 
 @pytest.fixture
 def open_page(browser: Any, gateway: Chatting) -> Iterator[Open]:
-    """Open the page; whatever it complains of in its console fails the test, but for what is expected."""
+    """Open the page. A complaint in its console fails the test, unless it is expected."""
     contexts, complaints, expected = [], [], []
 
     def opened(kind: str = "wide", *, complains: tuple[str, ...] = (), before: Any = None, **options: Any) -> Any:

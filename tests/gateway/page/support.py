@@ -1,4 +1,4 @@
-"""What the tests of the chat page share: a gateway whose model says what a test wants, and a reader's deeds."""
+"""Shared by the tests of the chat page: a gateway with a scripted model, and a reader's deeds."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "phone": {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True},
     "small phone": {"viewport": {"width": 360, "height": 640}, "is_mobile": True, "has_touch": True},
 }
-REFUSED = ("Failed to load resource",)  # what Chromium's console says of each status from 400 on
+REFUSED = ("Failed to load resource",)  # Chromium's console, of each status from 400 on
 BLOCKED = ("Content Security Policy", "requires 'Trusted")
 A, B, C, D = (f"12D3KooWpeer{name * 4}" for name in "abcd")
 FIRST = Rerouted((), (f"{A} 0:4", f"{B} 4:8", f"{C} 8:12"), 0.0)

@@ -1,4 +1,4 @@
-"""The chat page in Chromium with a scripted model: chats, a server that leaves, and what goes wrong."""
+"""The chat page in Chromium with a scripted model: chats, a server that leaves, and errors."""
 
 import json
 import re
@@ -176,7 +176,7 @@ def test_code_is_copied_exactly(open_page: Open, gateway: Chatting) -> None:
 # --- the route -------------------------------------------------------------------------------------------------------
 
 
-def test_server_that_leaves_is_shown_at_once_and_text_goes_on(open_page: Open, gateway: Chatting) -> None:
+def test_server_that_leaves_is_shown_and_text_goes_on(open_page: Open, gateway: Chatting) -> None:
     gateway.says = [FIRST, "Before it. ", CHANGE, "After it. " * 40]
     gateway.backend.token_s = 0.01
     page = open_page()
@@ -215,7 +215,7 @@ def test_models_show_their_health_where_it_is_told(open_page: Open, gateway: Cha
     assert page.get_by_role("button", name="Model: org/other, broken").is_visible()
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_error_in_mid_stream_leaves_marked_text_that_goes_on(open_page: Open, gateway: Chatting) -> None:

@@ -1,4 +1,4 @@
-"""What a model cannot do to the reader of the chat page."""
+"""Hostile text in answers does nothing to the reader of the chat page."""
 
 from typing import Any
 
