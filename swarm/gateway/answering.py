@@ -31,6 +31,17 @@ from swarm.gateway.generation import Backend, Emitted, Generation, Rerouted, Sta
 from swarm.gateway.parsing import Called, OutputParser, Parsed, Thought, parser_for
 from swarm.gateway.text import Detokenizer, StopStrings, TokenTexts
 
+RENDERED = frozenset(
+    {
+        "conversation",
+        "tools",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_dict",
+        "chat_template",
+    }
+)
 LONG_CHARACTERS = 4096  # a longer prompt is tokenized in a thread: it would hold up all streams
 
 
@@ -80,6 +91,10 @@ class Model:
 
     async def _rendered(self, chat: Chat) -> tuple[int, ...]:
         """Put a conversation into the model's template, and tokenize it."""
+        if chat.continues and chat.messages[-1]["role"] != "assistant":
+            raise BadRequest("continue_final_message", "the last message is not the assistant's")
+        if taken := RENDERED & set(chat.template):
+            raise BadRequest("chat_template_kwargs", f"the gateway itself says {', '.join(sorted(taken))}")
         if not self.tokenizer.chat_template:
             raise BadRequest("messages", f"{self.name} has no chat template; use /v1/completions")
         tools: list[Any] = [

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from swarm.errors import ModelNotFound, SwarmError
-from swarm.gateway import health
+from swarm.gateway import health, pages
 from swarm.gateway.account import Meter
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits, Slots
 from swarm.gateway.admitting import Admitting
@@ -67,6 +67,7 @@ def make_app(gateway: Gateway) -> FastAPI:
     app.include_router(health.router(gateway.recorder, gateway.readiness, has_keys=gateway.doors.keys is not None))
     for dialect in (openai, messages):
         app.include_router(dialect.router(served))
+    app.include_router(pages.router())
     return app
 
 

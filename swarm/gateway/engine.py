@@ -180,8 +180,10 @@ class _Run:
         self._hops, self._repairs = frozenset(hop.peer_id for hop in session.route), session.repairs
         try:
             sampler = Sampler(generation.sampling, generation.prompt, generation.grammar)
+            began = engine.now()
             hidden, echo = await self._prefill(cached)
             yield Started(cached, echo)
+            yield self._rerouted(engine.now() - began)
             for count in range(1, generation.tokens_max + 1):
                 chosen = await engine.next(hidden, sampler, len(self._kept.ids), generation.owner)
                 in_order = self._is_over(chosen.token.id, count)

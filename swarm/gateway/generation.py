@@ -3,7 +3,8 @@
     async with aclosing(backend.generate(generation)) as tokens:
         async for token in tokens: ...
 
-A backend yields `Started` once, when the prompt has been computed, then a `Token` for each sampled one. It ends behind
+A backend yields `Started` once, when the prompt has been computed, then a `Token` for each sampled one, and between
+them `Rerouted` where the route is another one. It ends behind
 a token of `stop_ids`, at `tokens_max`, or where the grammar is complete. `asend(True)` ends it earlier in good order:
 its session is kept for the next turn. Closing it frees everything on all servers.
 """
@@ -102,10 +103,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Rerouted:
-    """The route has changed, and the text goes on. For the chat page; other dialects leave it out."""
+    """The route as it is: once at the beginning, and after each change. For the chat page; other dialects leave it out.
 
-    left: tuple[str, ...]  # peers that are not on the route any more
-    hops: tuple[str, ...]  # "peer blocks"
+    left: peers that are not on it any more. hops: "peer blocks". took_s: of the step that the change held up.
+    """
+
+    left: tuple[str, ...]
+    hops: tuple[str, ...]
     took_s: float
 
 

@@ -118,6 +118,13 @@ def test_models_are_listed_and_found(says_ok):
     assert httpx.get(f"{url}/v1/models/other").status_code == 404
 
 
+def test_answer_goes_on_where_the_last_message_ends(says_ok):
+    url, backend = says_ok
+    said = [*HELLO, {"role": "assistant", "content": "All is "}]
+    assert post(url, "/v1/chat/completions", {"messages": said, "continue_final_message": True}).status_code == 200
+    assert backend.tokenizer.decode(backend.asked[-1].prompt).endswith("<|im_start|>assistant\nAll is ")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
@@ -133,6 +140,8 @@ def test_models_are_listed_and_found(says_ok):
         ({"messages": HELLO, "functions": [{"name": "f"}]}, 400, "functions"),
         ({"messages": HELLO, "modalities": ["text", "audio"]}, 400, "modalities"),
         ({"messages": HELLO, "web_search_options": {}}, 400, "web_search_options"),
+        ({"messages": HELLO, "continue_final_message": True}, 400, "continue_final_message"),
+        ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, 400, "chat_template_kwargs"),
         ({"messages": HELLO, "model": "other"}, 404, None),
     ],
 )

@@ -98,6 +98,7 @@ class ChatRequest(_Given):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
     ignore_eos: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     user: str | None = None
@@ -126,6 +127,7 @@ class ChatRequest(_Given):
             sampling=self._sampling(),
             n=self.n or 1,
             template=template,
+            continues=bool(self.continue_final_message),
             ignore_eos=bool(self.ignore_eos),
             owner=owner,
             conversation=self.prompt_cache_key or conversation,

@@ -237,11 +237,6 @@ def router(served: Served) -> APIRouter:
     """Return the routes."""
     routes = APIRouter()
 
-    @routes.head("/", response_model=None)
-    async def alive() -> Response:
-        """Tell Claude Code, which asks before it begins, that the gateway is there."""
-        return Response()
-
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
