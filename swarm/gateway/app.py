@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from swarm.errors import SwarmError
-from swarm.gateway.api import openai
+from swarm.gateway.api import ollama, openai
 from swarm.gateway.api.dialect import Catalogue, Served
 from swarm.gateway.api.problems import Problem, problem_of
 from swarm.gateway.watching import Watching
@@ -38,7 +38,7 @@ class Gateway:
     started: float = field(default_factory=time.time)
 
 
-DIALECTS = (openai.DIALECT,)  # the first whose paths fit
+DIALECTS = (ollama.DIALECT, openai.DIALECT)  # the first whose paths fit, or the last
 
 
 def make_app(gateway: Gateway) -> FastAPI:
@@ -48,6 +48,7 @@ def make_app(gateway: Gateway) -> FastAPI:
     _add_errors(app)
     served = Served(gateway.models, gateway.started)
     app.include_router(openai.router(served))
+    app.include_router(ollama.router(served))  # the last: it has `/` only where no other router has
     return app
 
 

@@ -17,6 +17,7 @@ from swarm.client.session.membership import Member, Membership
 from swarm.compute.thread import ComputeThread
 from swarm.errors import ModelNotFound
 from swarm.gateway.answering import Model
+from swarm.gateway.api.dialect import About
 from swarm.gateway.engine import Engine, EngineLimits
 from swarm.gateway.text import TokenTexts
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
@@ -69,6 +70,13 @@ class Models:
         """Raise ModelNotFound where requests cannot say this name."""
         if name not in self._checkpoints:
             raise ModelNotFound(name, f"this gateway has {', '.join(self.names) or 'none'}")
+
+    def about(self, name: str) -> About:
+        """Return what is known of a model before it is loaded. Raises ModelNotFound."""
+        self.check(name)
+        checkpoint = self._checkpoints[name]
+        traits = checkpoint.traits
+        return About(checkpoint.root, traits.model_type, traits.n_blocks, traits.hidden_size, traits.positions_max)
 
     def loaded(self) -> list[Model]:
         """Return the models whose weights are here."""

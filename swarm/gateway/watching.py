@@ -37,7 +37,7 @@ class Watching:
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
-                serving.exception()  # the app has answered with it, and has logged it
+                serving.result()  # an error goes on to the middleware that answers with it
         finally:
             gone.set()
             for task in (serving, leaving):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +27,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def plain_tracebacks():
+    """A traceback of a failed request with all its variables, as structlog draws it, takes seconds."""
+    structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="package")

@@ -27,6 +27,17 @@ class Dialect:
         return JSONResponse(self.error_body(problem), problem.status, problem.headers)
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a checkpoint says of a model, without its weights. positions_max: None where it declares no limit."""
+
+    root: str  # 64 hex digits
+    family: str
+    n_blocks: int
+    hidden_size: int
+    positions_max: int | None
+
+
 class Catalogue(Protocol):
     """The models that requests can name."""
 
@@ -37,6 +48,14 @@ class Catalogue(Protocol):
 
     def check(self, name: str) -> None:
         """Raise ModelNotFound where a request cannot say this name."""
+        ...
+
+    def about(self, name: str) -> About:
+        """Return what is known of a model before it is loaded. Raises ModelNotFound."""
+        ...
+
+    def loaded(self) -> list[Model]:
+        """Return the models whose weights are here."""
         ...
 
     async def get(self, name: str) -> Model:

@@ -1,11 +1,12 @@
-"""Server-sent events of an answer: the first event before the headers, comments while a hop is repaired, no clean end
-after an error.
+"""Streams an answer: its first event before the headers, a sign of life while a hop is repaired, no clean end after an
+error. Server-sent events are the form of most dialects; another one brings its own `Form`.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -30,17 +31,31 @@ def event(data: Body, name: str | None = None) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": the route is being repaired, or the prompt is long\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a stream is written. keep_alive: what clients read without taking it for a part of the answer."""
+
+    media_type: str
+    keep_alive: bytes
+
+
+SSE = Form("text/event-stream", b": the route is being repaired, or the prompt is long\n\n")
 
 
 class EventStream(StreamingResponse):
     """Streams an answer whose first event is there. An error is an error event, and no clean end follows it."""
 
     def __init__(
-        self, first: bytes, chunks: AsyncGenerator[bytes, None], error_event: Callable[[Problem], bytes]
+        self,
+        first: bytes,
+        chunks: AsyncGenerator[bytes, None],
+        error_event: Callable[[Problem], bytes],
+        form: Form = SSE,
     ) -> None:
-        self._events = _kept_alive(first, chunks, error_event)
-        super().__init__(self._events, media_type="text/event-stream", headers=HEADERS)
+        self._events = _kept_alive(first, chunks, error_event, form.keep_alive)
+        super().__init__(self._events, media_type=form.media_type, headers=HEADERS)
 
     async def stream_response(self, send: Send) -> None:
         """Send, and end the generation whatever ends the sending."""
@@ -48,13 +63,15 @@ class EventStream(StreamingResponse):
             await super().stream_response(send)
 
 
-async def streamed(chunks: AsyncGenerator[bytes, None], error_event: Callable[[Problem], bytes]) -> EventStream:
+async def streamed(
+    chunks: AsyncGenerator[bytes, None], error_event: Callable[[Problem], bytes], form: Form = SSE
+) -> EventStream:
     """Return a response that begins when the first event is there. Raises what the generator raises before that."""
-    return EventStream(await anext(chunks), chunks, error_event)
+    return EventStream(await anext(chunks), chunks, error_event, form)
 
 
 async def _kept_alive(
-    first: bytes, chunks: AsyncGenerator[bytes, None], error_event: Callable[[Problem], bytes]
+    first: bytes, chunks: AsyncGenerator[bytes, None], error_event: Callable[[Problem], bytes], keep_alive: bytes
 ) -> AsyncGenerator[bytes, None]:
     following: asyncio.Future[bytes] | None = None
     try:
@@ -66,7 +83,7 @@ async def _kept_alive(
                 ready, following = following, None
                 yield ready.result()
             else:
-                yield KEEP_ALIVE
+                yield keep_alive
     except StopAsyncIteration:
         return
     except Exception as error:  # noqa: BLE001 - the client is told; a clean end would say that the text is whole
