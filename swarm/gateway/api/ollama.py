@@ -17,7 +17,7 @@ from swarm.gateway.answering import Model
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
 from swarm.gateway.api.ollama_requests import ChatRequest, GenerateRequest
 from swarm.gateway.api.problems import Problem
-from swarm.gateway.api.sse import Form, streamed
+from swarm.gateway.api.sse import streamed
 from swarm.gateway.chat import Chat, Event, Finished, PromptDone, Reasoning, Text, TokenText, ToolCall
 
 VERSION = "0.12.11"  # the Ollama whose interface this is: clients ask for a least version
@@ -73,8 +73,8 @@ def router(served: Served) -> APIRouter:
             return JSONResponse(answer.without_events("unload" if body.unloads else "load"))
         events = model.chat(asked) if isinstance(asked, Chat) else model.complete(asked)
         if body.is_streamed:
-            form = Form("application/x-ndjson", line(answer.piece(Piece())))
-            return await streamed(answer.lines(events), error_line, form)
+            lines, no_text = answer.lines(events), line(answer.piece(Piece()))
+            return await streamed(lines, error_line, keep_alive=no_text, media_type="application/x-ndjson")
         return JSONResponse(await answer.whole(events))
 
     return routes

@@ -1,12 +1,11 @@
-"""Streams an answer: its first event before the headers, a sign of life while a hop is repaired, no clean end after an
-error. Server-sent events are the form of most dialects; another one brings its own `Form`.
+"""Server-sent events of an answer: the first event before the headers, comments while a hop is repaired, no clean end
+after an error.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -31,17 +30,7 @@ def event(data: Body, name: str | None = None) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a stream is written. keep_alive: what clients read without taking it for a part of the answer."""
-
-    media_type: str
-    keep_alive: bytes
-
-
-SSE = Form("text/event-stream", b": the route is being repaired, or the prompt is long\n\n")
+KEEP_ALIVE = b": the route is being repaired, or the prompt is long\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -52,10 +41,12 @@ class EventStream(StreamingResponse):
         first: bytes,
         chunks: AsyncGenerator[bytes, None],
         error_event: Callable[[Problem], bytes],
-        form: Form = SSE,
+        *,
+        keep_alive: bytes,
+        media_type: str,
     ) -> None:
-        self._events = _kept_alive(first, chunks, error_event, form.keep_alive)
-        super().__init__(self._events, media_type=form.media_type, headers=HEADERS)
+        self._events = _kept_alive(first, chunks, error_event, keep_alive)
+        super().__init__(self._events, media_type=media_type, headers=HEADERS)
 
     async def stream_response(self, send: Send) -> None:
         """Send, and end the generation whatever ends the sending."""
@@ -64,10 +55,17 @@ class EventStream(StreamingResponse):
 
 
 async def streamed(
-    chunks: AsyncGenerator[bytes, None], error_event: Callable[[Problem], bytes], form: Form = SSE
+    chunks: AsyncGenerator[bytes, None],
+    error_event: Callable[[Problem], bytes],
+    *,
+    keep_alive: bytes = KEEP_ALIVE,
+    media_type: str = "text/event-stream",
 ) -> EventStream:
-    """Return a response that begins when the first event is there. Raises what the generator raises before that."""
-    return EventStream(await anext(chunks), chunks, error_event, form)
+    """Return a response that begins when the first event is there. Raises what the generator raises before that.
+
+    keep_alive: what clients of a dialect read without taking it for a part of the answer.
+    """
+    return EventStream(await anext(chunks), chunks, error_event, keep_alive=keep_alive, media_type=media_type)
 
 
 async def _kept_alive(
