@@ -12,8 +12,9 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from swarm.errors import SwarmError
+from swarm.gateway import document
 from swarm.gateway.api import ollama, openai
-from swarm.gateway.api.dialect import Catalogue, Served
+from swarm.gateway.api.dialect import Catalogue, Dialect, Served
 from swarm.gateway.api.problems import Problem, problem_of
 from swarm.gateway.watching import Watching
 from swarm.limits import limit
@@ -43,12 +44,13 @@ DIALECTS = (ollama.DIALECT, openai.DIALECT)  # the first whose paths fit, or the
 
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the API."""
-    app = FastAPI(title="Swarm gateway", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Swarm gateway", version=__version__, openapi_url=document.PATH, docs_url=None, redoc_url=None)
     app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max)
     _add_errors(app)
     served = Served(gateway.models, gateway.started)
     app.include_router(openai.router(served))
     app.include_router(ollama.router(served))  # the last: it has `/` only where no other router has
+    document.documented(app, dialect_of)
     return app
 
 
@@ -82,5 +84,9 @@ def _add_errors(app: FastAPI) -> None:
 
 def written(request: Request, problem: Problem) -> Response:
     """Return an error in the form of the dialect that was spoken to."""
-    path = request.url.path
-    return next((each for each in DIALECTS if each.speaks(path)), DIALECTS[-1]).problem(problem)
+    return dialect_of(request.url.path).problem(problem)
+
+
+def dialect_of(path: str) -> Dialect:
+    """Return the dialect that a path belongs to."""
+    return next((each for each in DIALECTS if each.speaks(path)), DIALECTS[-1])

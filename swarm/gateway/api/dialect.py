@@ -13,10 +13,14 @@ from swarm.gateway.api.problems import Problem
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """An interface that programs speak. prefixes: of its paths. error_body: its form of an error."""
+    """An interface that programs speak.
+
+    prefixes: of its paths. error_body: its form of an error. stream_type: the media type of its streams.
+    """
 
     prefixes: tuple[str, ...]
     error_body: Callable[[Problem], Mapping[str, Any]]
+    stream_type: str = "text/event-stream"
 
     def speaks(self, path: str) -> bool:
         """Whether a path belongs to it."""

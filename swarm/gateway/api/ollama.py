@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from swarm.gateway.answering import Model
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
+from swarm.gateway.api.ollama_answers import ChatAnswer, GenerateAnswer, Running, Shown, Tags, Version
 from swarm.gateway.api.ollama_requests import ChatRequest, GenerateRequest
 from swarm.gateway.api.problems import Problem
 from swarm.gateway.api.sse import streamed
@@ -54,12 +55,12 @@ def router(served: Served) -> APIRouter:
     models = _Models(served)
     _add_models(routes, served, models)
 
-    @routes.post("/api/chat", response_model=None)
+    @routes.post("/api/chat", response_model=None, responses=_of(ChatAnswer))
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, as lines of JSON or whole."""
         return await answered(body, request, _Answer(body.model, _chat_piece))
 
-    @routes.post("/api/generate", response_model=None)
+    @routes.post("/api/generate", response_model=None, responses=_of(GenerateAnswer))
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Answer a prompt, as lines of JSON or whole."""
         return await answered(body, request, _Answer(body.model, _generate_piece))
@@ -74,7 +75,7 @@ def router(served: Served) -> APIRouter:
         events = model.chat(asked) if isinstance(asked, Chat) else model.complete(asked)
         if body.is_streamed:
             lines, no_text = answer.lines(events), line(answer.piece(Piece()))
-            return await streamed(lines, error_line, keep_alive=no_text, media_type="application/x-ndjson")
+            return await streamed(lines, error_line, keep_alive=no_text, media_type=DIALECT.stream_type)
         return JSONResponse(await answer.whole(events))
 
     return routes
@@ -86,26 +87,30 @@ def _add_models(routes: APIRouter, served: Served, models: "_Models") -> None:
     async def root() -> PlainTextResponse:
         return PlainTextResponse("Ollama is running")
 
-    @routes.get("/api/version")
+    @routes.get("/api/version", response_model=None, responses=_of(Version))
     async def version() -> Body:
         """Tell which version of Ollama has this interface."""
         return {"version": VERSION}
 
-    @routes.get("/api/tags")
+    @routes.get("/api/tags", response_model=None, responses=_of(Tags))
     async def tags() -> Body:
         """List the models that requests can name."""
         return {"models": [models.listed(name) for name in served.models.names]}
 
-    @routes.get("/api/ps")
+    @routes.get("/api/ps", response_model=None, responses=_of(Running))
     async def ps() -> Body:
         """List the models that are loaded."""
         return {"models": [models.running(model) for model in served.models.loaded()]}
 
-    @routes.post("/api/show")
+    @routes.post("/api/show", response_model=None, responses=_of(Shown))
     async def show(body: ShowRequest) -> Body:
         """Tell about one model."""
         name = models.named(body.model or body.name or "")
         return models.shown(name, await served.model(name))
+
+
+def _of(answer: type[BaseModel]) -> dict[int | str, Body]:
+    return {200: {"model": answer}}
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -313,4 +318,4 @@ def error_line(problem: Problem) -> bytes:
     return line(error_body(problem))
 
 
-DIALECT = Dialect(("/api/",), error_body)
+DIALECT = Dialect(("/api/",), error_body, "application/x-ndjson")

@@ -11,6 +11,7 @@ from swarm.gateway.chat import Chat, Completion, Message, Sampling, Tool
 
 LOGPROBS_MAX = 20
 SEED_MAX = 2**63 - 1
+TEMPERATURE_MIN = 1e-4  # a lower one takes the likeliest token: logits that are divided by it would overflow
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -33,7 +34,7 @@ class Options(_Given):
     min_p: Finite | None = None
     seed: Annotated[int, Field(le=SEED_MAX)] | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     repeat_last_n: int | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -60,8 +61,9 @@ class Options(_Given):
         if penalty != 1 and self.repeat_last_n not in {None, -1}:
             raise BadRequest("options.repeat_last_n", "repeat_penalty counts the whole text, which is -1, or none, 0")
         top_k = 40 if self.top_k is None else self.top_k
+        temperature = _or(self.temperature, 0.8)
         return Sampling(
-            temperature=max(0.0, _or(self.temperature, 0.8)),
+            temperature=temperature if temperature >= TEMPERATURE_MIN else 0.0,
             top_k=max(0, top_k),
             top_p=min(1.0, max(0.0, _or(self.top_p, 0.9))),
             min_p=min(1.0, max(0.0, _or(self.min_p, 0.0))),
