@@ -74,10 +74,10 @@ clients: $(CLIENTS)/openai3/.installed $(CLIENTS)/openai2/.installed
 $(CLIENTS)/openai3/.installed: tests/clients/requirements.txt
 $(CLIENTS)/openai2/.installed: tests/clients/requirements-openai2.txt
 
-# Nothing but what the file lists: no dependency brings torch. Three of lm-eval's have no wheel: they are built.
+# Only packages of the file are installed: no dependency brings torch. Three of lm-eval's have no wheel: they are built.
 $(CLIENTS)/%/.installed: $(TOOLS)/.installed
 	rm -rf $(@D)
-	$(TOOLS)/bin/uv venv --quiet --python $(BIN)/python $(@D)
+	$(TOOLS)/bin/uv venv --quiet --python $(PYTHON) $(@D)
 	$(TOOLS)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --only-binary :all: \
 		--no-binary rouge-score --no-binary sqlitedict --no-binary word2number -r $(filter %.txt,$^)
 	touch $@

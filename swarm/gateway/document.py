@@ -1,4 +1,4 @@
-"""The gateway's OpenAPI document, `/openapi.json`: errors and streams are added to what FastAPI writes.
+"""The gateway's OpenAPI document, `/openapi.json`: FastAPI's own, with errors and streams added.
 
 Dialects write their answers by hand, so FastAPI knows nothing of them. The shape of errors is taken from an example.
 """
@@ -50,7 +50,7 @@ def _may_stream(operation: Json, document: Json) -> bool:
 
 
 def shape(example: object) -> Json:
-    """Return the JSON schema of what looks like an example: its objects have all their fields, None is anything."""
+    """Return the JSON schema of values like an example: its objects have all their fields, None is anything."""
     match example:
         case Mapping():
             fields = {name: shape(value) for name, value in example.items()}

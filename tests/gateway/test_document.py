@@ -47,7 +47,7 @@ def check(operation, examples):
     )
 
     def call(case, is_answered):
-        if isinstance(case.body, dict) and is_answered:  # what is drawn at random never is
+        if isinstance(case.body, dict) and is_answered:  # random names never are
             case.body |= {"model": NAME, **({"messages": HELLO} if "messages" in case.body else {})}
         if case.path_parameters:
             case.path_parameters = dict.fromkeys(case.path_parameters, NAME)

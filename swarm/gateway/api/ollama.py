@@ -1,4 +1,4 @@
-"""Ollama's dialect: `/api/chat`, `/api/generate`, and what its clients ask about models."""
+"""Ollama's dialect: `/api/chat`, `/api/generate`, and the endpoints that describe models."""
 
 import json
 import time

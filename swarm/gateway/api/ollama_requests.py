@@ -1,4 +1,4 @@
-"""Ollama's requests: bodies of `/api/chat` and `/api/generate`, and what they ask for in the words of all dialects."""
+"""Ollama's requests: bodies of `/api/chat` and `/api/generate`, as chats and completions of all dialects."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class Options(_Given):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self, logprobs: int | None) -> Sampling:
-        """Return it in the words of all dialects. Raises BadRequest for what would change the answer."""
+        """Return it in the words of all dialects. Raises BadRequest for an option that would change the answer."""
         for name, neutral in (("typical_p", 1), ("tfs_z", 1), ("mirostat", 0)):
             if getattr(self, name) not in {None, neutral}:
                 raise BadRequest(f"options.{name}", f"only {neutral}, which leaves it out, is supported")

@@ -63,7 +63,7 @@ async def streamed(
 ) -> EventStream:
     """Return a response that begins when the first event is there. Raises what the generator raises before that.
 
-    keep_alive: what clients of a dialect read without taking it for a part of the answer.
+    keep_alive: bytes that clients of a dialect read and leave out of the answer.
     """
     return EventStream(await anext(chunks), chunks, error_event, keep_alive=keep_alive, media_type=media_type)
 

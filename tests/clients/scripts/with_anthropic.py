@@ -11,7 +11,7 @@ ASKED = [{"role": "user", "content": "What is the weather in Rome?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "now", "input_schema": PARAMETERS}
 
-answer = client.messages.create(model=model, max_tokens=50, messages=HELLO, system="Be brief.", temperature=0.5)
+answer = client.messages.create(model=model, max_tokens=50, messages=HELLO, system="Be brief.")
 assert answer.content[0].text == "All is well."
 assert answer.stop_reason == "end_turn"
 assert answer.usage.output_tokens > 0
