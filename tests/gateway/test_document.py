@@ -65,6 +65,7 @@ def test_document_has_every_dialect_and_its_streams(url):
         assert set(answers["200"]["content"]) == {"application/json", kind}
 
 
+@pytest.mark.slow("about a hundred requests, drawn at random for every operation")
 def test_answers_are_as_the_document_says(url):
     tried = operations(url)
     assert len(tried) >= 10
