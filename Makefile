@@ -1,6 +1,7 @@
 # Everything runs in an environment of its own, .venv, made from constraints.txt; nothing needs to be installed first.
 # What checks the health page, too, compiles one dependency of py-libp2p: on Debian that takes gcc and libgmp-dev.
 # The tools of `make lock` and `make audit` have another one, .venv-tools: nothing that runs depends on them.
+# Programs that the gateway is tested with have two, in .venv-clients: some want openai 3, some want openai 2.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,9 +14,10 @@ CASES ?= 100000
 EXECUTIONS ?= 10000000
 SECONDS ?= 3600
 TOOLS := .venv-tools
+CLIENTS := .venv-clients
 SBOM := build/sbom.cdx.json
 
-.PHONY: help demo test test-long simulate fuzz docs lint format install lock audit clean
+.PHONY: help demo test test-long simulate fuzz docs lint format install clients real-model lock audit clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +30,8 @@ help:
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make install    make the environment, $(VENV), and nothing else"
+	@echo "make clients    make the environments of the programs that the gateway is tested with, $(CLIENTS)"
+	@echo "make real-model fetch a small real model for tests, SmolLM2-135M-Instruct, into the user's cache"
 	@echo "make lock       write constraints.lock anew: the hashes of everything in constraints.txt"
 	@echo "make audit      write $(SBOM) (CycloneDX) and look all of it up among known vulnerabilities"
 	@echo "make clean      remove the environment, caches and builds"
@@ -41,7 +45,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist work
 test: $(HEALTH)
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-long: $(HEALTH)
+test-long: $(HEALTH) clients real-model
 	$(PYTEST) -m long --timeout 900 $(PYTEST_ARGS)
 
 simulate: $(STAMP)
@@ -66,6 +70,21 @@ format: $(STAMP)
 
 install: $(STAMP)
 
+clients: $(CLIENTS)/openai3/.installed $(CLIENTS)/openai2/.installed
+$(CLIENTS)/openai3/.installed: tests/clients/requirements.txt
+$(CLIENTS)/openai2/.installed: tests/clients/requirements-openai2.txt
+
+# Only packages of the file are installed: no dependency brings torch. Three of lm-eval's have no wheel: they are built.
+$(CLIENTS)/%/.installed: $(TOOLS)/.installed
+	rm -rf $(@D)
+	$(TOOLS)/bin/uv venv --quiet --python $(PYTHON) $(@D)
+	$(TOOLS)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --only-binary :all: \
+		--no-binary rouge-score --no-binary sqlitedict --no-binary word2number -r $(filter %.txt,$^)
+	touch $@
+
+real-model: $(HEALTH)
+	$(BIN)/python -m tests.support.real_model
+
 # Debian's python3 cannot put pip into an environment unless python3-venv is installed; its pip can, from outside.
 define make_venv
 $(PYTHON) -m venv --clear $(VENV) 2>/dev/null \
@@ -80,13 +99,18 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 # All extras in one go where there is nothing yet.
 $(HEALTH): setup.cfg pyproject.toml constraints.txt
 	test -e $(STAMP) && test $(STAMP) -nt setup.cfg && test $(STAMP) -nt constraints.txt || { $(make_venv); }
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,health,browser,clients]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
+		-e '.[dev,health,gateway,real-model,browser,clients]'
 	touch $(STAMP) $@
 
 # Everything that the project may install, on any platform, with the hashes of every file that the index has of it.
 lock: $(TOOLS)/.installed
 	$(TOOLS)/bin/uv pip compile setup.cfg --all-extras --constraint constraints.txt --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --output-file constraints.lock
+	for name in requirements requirements-openai2; do \
+		$(TOOLS)/bin/uv pip compile tests/clients/$$name.in --universal --python-version 3.11 --no-emit-package pip \
+			--no-annotate --custom-compile-command "make lock" --quiet --output-file tests/clients/$$name.txt || exit 1; \
+	done
 
 # --strict: a package that could not be looked up is a failure, not a footnote.
 audit: $(TOOLS)/.installed
@@ -101,5 +125,5 @@ $(TOOLS)/.installed: Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TOOLS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -12,12 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from swarm.errors import ModelNotFound, SwarmError
-from swarm.gateway import health, pages
+from swarm.gateway import document, health, pages
 from swarm.gateway.account import Meter
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits, Slots
 from swarm.gateway.admitting import Admitting
-from swarm.gateway.api import messages, openai
-from swarm.gateway.api.dialect import Catalogue, Served
+from swarm.gateway.api import messages, ollama, openai
+from swarm.gateway.api.dialect import Catalogue, Dialect, Served
 from swarm.gateway.api.problems import Problem, problem_of
 from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.doors import DoorOptions, Doors, Entrance, Failsafe
@@ -50,12 +50,12 @@ class Gateway:
     upstreams: Upstreams | None = None
 
 
-DIALECTS = (messages.DIALECT, openai.DIALECT)  # the first whose paths fit
+DIALECTS = (messages.DIALECT, ollama.DIALECT, openai.DIALECT)  # the first whose paths fit, or the last
 
 
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the API."""
-    app = FastAPI(title="Swarm gateway", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Swarm gateway", version=__version__, openapi_url=document.PATH, docs_url=None, redoc_url=None)
     slots = Slots(gateway.limits.admission, time.monotonic)
     meter = Meter(gateway.recorder, slots, gateway.limits.generations)
     _add_middleware(app, gateway, slots)
@@ -65,9 +65,10 @@ def make_app(gateway: Gateway) -> FastAPI:
     elsewhere = list if upstreams is None else (lambda: upstreams.names)
     served = Served(gateway.models, gateway.started, meter, gateway.limits.streams, elsewhere)
     app.include_router(health.router(gateway.recorder, gateway.readiness, has_keys=gateway.doors.keys is not None))
-    for dialect in (openai, messages):
-        app.include_router(dialect.router(served))
     app.include_router(pages.router())
+    for dialect in (openai, messages, ollama):
+        app.include_router(dialect.router(served))
+    document.documented(app, dialect_of)
     return app
 
 
@@ -137,4 +138,9 @@ def written(request: Request, problem: Problem) -> Response:
 
 def answered(path: str, problem: Problem) -> Response:
     """Return an error in the form of the dialect that a path belongs to."""
-    return next((each for each in DIALECTS if each.speaks(path)), DIALECTS[-1]).problem(problem)
+    return dialect_of(path).problem(problem)
+
+
+def dialect_of(path: str) -> Dialect:
+    """Return the dialect that a path belongs to."""
+    return next((each for each in DIALECTS if each.speaks(path)), DIALECTS[-1])

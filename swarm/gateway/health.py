@@ -43,7 +43,7 @@ def router(recorder: Recorder, readiness: Callable[[], Awaitable[Readiness]], *,
             body["problems"] = list(found.problems)
         return JSONResponse(body, 200 if found.is_ready else 503, {"Cache-Control": "no-store"})
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Return the figures for Prometheus."""
         return Response(recorder.text(), headers={"Content-Type": CONTENT_TYPE})

@@ -27,6 +27,7 @@ from swarm.client.session.membership import Member, Membership
 from swarm.compute.thread import ComputeThread
 from swarm.errors import ModelNotFound, SwarmError
 from swarm.gateway.answering import Model
+from swarm.gateway.api.dialect import About
 from swarm.gateway.api.problems import Problem, Rejected
 from swarm.gateway.engine import Engine, EngineLimits
 from swarm.gateway.recorder import Recorder
@@ -119,6 +120,13 @@ class Models:
         """Raise ModelNotFound where requests cannot say this name."""
         if name not in self._checkpoints:
             raise ModelNotFound(name, f"this gateway has {', '.join(self.names) or 'none'}")
+
+    def about(self, name: str) -> About:
+        """Return what is known of a model before it is loaded. Raises ModelNotFound."""
+        self.check(name)
+        checkpoint = self._checkpoints[name]
+        traits = checkpoint.traits
+        return About(checkpoint.root, traits.model_type, traits.n_blocks, traits.hidden_size, traits.positions_max)
 
     def loaded(self) -> list[Model]:
         """Return the models whose weights are here."""

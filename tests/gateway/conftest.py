@@ -19,6 +19,7 @@ from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
 from tests.families import make
 from tests.support.inprocess import NETWORK, InProcessSwarm, inprocess
+from tests.support.real_model import path
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -56,6 +57,15 @@ def full(checkpoint):
 def swarm(checkpoint):
     with inprocess(checkpoint, "0:1", "1:4", "4:6") as swarm:
         yield swarm
+
+
+@pytest.fixture(scope="session")
+def real_model():
+    """The folder of a small model with real weights."""
+    folder = path()
+    if folder is None:
+        pytest.skip("the real model is fetched by `make real-model`")
+    return folder
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from swarm.config import UpstreamSettings
 from swarm.errors import ModelNotFound
 from swarm.gateway.answering import Model
+from swarm.gateway.api.dialect import About
 from swarm.gateway.app import Gateway, GatewayLimits, make_app
 from swarm.gateway.generation import Emitted, Generation, Likely, Rerouted, Started, Token
 from swarm.gateway.text import TokenTexts
@@ -97,6 +98,13 @@ class ScriptedModels:
     def check(self, name: str) -> None:
         if name not in self.names:
             raise ModelNotFound(name, "this is a test")
+
+    def about(self, name: str) -> About:
+        self.check(name)
+        return About(self.model.root, "llama", 12, 128, self.model.backend.positions_max)
+
+    def loaded(self) -> list[Model]:
+        return [self.model]
 
     async def get(self, name: str) -> Model:
         self.check(name)

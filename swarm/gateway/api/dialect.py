@@ -15,10 +15,14 @@ from swarm.gateway.api.sse import StreamLimits
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """An interface that programs speak. prefixes: of its paths. error_body: its form of an error."""
+    """An interface that programs speak.
+
+    prefixes: of its paths. error_body: its form of an error. stream_type: the media type of its streams.
+    """
 
     prefixes: tuple[str, ...]
     error_body: Callable[[Problem], Mapping[str, Any]]
+    stream_type: str = "text/event-stream"
 
     def speaks(self, path: str) -> bool:
         """Whether a path belongs to it."""
@@ -27,6 +31,17 @@ class Dialect:
     def problem(self, problem: Problem) -> Response:
         """Return the answer to a request that failed before its first byte."""
         return JSONResponse(self.error_body(problem), problem.status, problem.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a checkpoint says of a model, without its weights. positions_max: None where it declares no limit."""
+
+    root: str  # 64 hex digits
+    family: str
+    n_blocks: int
+    hidden_size: int
+    positions_max: int | None
 
 
 class Catalogue(Protocol):
@@ -39,6 +54,14 @@ class Catalogue(Protocol):
 
     def check(self, name: str) -> None:
         """Raise ModelNotFound where a request cannot say this name."""
+        ...
+
+    def about(self, name: str) -> About:
+        """Return what is known of a model before it is loaded. Raises ModelNotFound."""
+        ...
+
+    def loaded(self) -> list[Model]:
+        """Return the models whose weights are here."""
         ...
 
     async def get(self, name: str) -> Model:

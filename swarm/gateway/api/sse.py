@@ -52,6 +52,7 @@ class EventStream(StreamingResponse):
         limits: StreamLimits,
         *,
         keep_alive: bytes,
+        media_type: str,
         headers: Mapping[str, str],
     ) -> None:
         """following: the first of the chunks; a task waits for it already."""
@@ -60,7 +61,7 @@ class EventStream(StreamingResponse):
         self._error_event = error_event
         self._limits = limits
         self._keep_alive = keep_alive
-        super().__init__(self._events(), media_type="text/event-stream", headers={**HEADERS, **headers})
+        super().__init__(self._events(), media_type=media_type, headers={**HEADERS, **headers})
 
     async def stream_response(self, send: Send) -> None:
         """Send, and end the generation whatever ends the sending."""
@@ -93,10 +94,12 @@ async def streamed(
     limits: StreamLimits,
     *,
     keep_alive: bytes = KEEP_ALIVE,
+    media_type: str = "text/event-stream",
     headers: Mapping[str, str] | None = None,
 ) -> EventStream:
     """Return a response that begins with the first event, or when a silent client would give up.
 
+    keep_alive: bytes that clients of a dialect read and leave out of the answer.
     Raises what the generator raises before that, so that the error has a status of its own.
     """
     first = asyncio.ensure_future(anext(chunks))
@@ -107,7 +110,9 @@ async def streamed(
     except BaseException:
         await _ended(first, chunks)
         raise
-    return EventStream(first, chunks, error_event, limits, keep_alive=keep_alive, headers=headers or {})
+    return EventStream(
+        first, chunks, error_event, limits, keep_alive=keep_alive, media_type=media_type, headers=headers or {}
+    )
 
 
 async def _ended(following: asyncio.Future[bytes] | None, chunks: AsyncGenerator[bytes, None]) -> None:

@@ -1,0 +1,123 @@
+"""Programs and libraries that speak to such servers, unchanged and in environments of their own (`make clients`)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.clients.agent import Agent
+from tests.gateway.scripted import NAME, scripted
+from tests.support.gateways import gateway
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, REPOSITORY, world
+
+pytestmark = pytest.mark.long
+SCRIPTS = Path(__file__).parent / "scripts"
+ENVIRONMENTS = REPOSITORY / ".venv-clients"
+NOWHERE = "http://127.0.0.1:9"  # a proxy that no one listens at: a client that asks the internet fails
+
+CHOICES = [
+    {"question": "def add(a, b):\n    return a +", "choices": ["b", "c", "a * b"], "answer": 0},
+    {"question": "for i in range(", "choices": ["10):", "n):\n    print(i)", "):"], "answer": 0},
+    {"question": "import", "choices": ["os", "numpy as np", "is"], "answer": 0},
+    {"question": "The quick brown fox jumps over the lazy", "choices": ["dog", "cats and dogs"], "answer": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def url():
+    agent = Agent(AutoTokenizer.from_pretrained(DEMO_CHECKPOINT))
+    with scripted(agent) as (url, _):
+        yield url
+
+
+def python(environment):
+    program = ENVIRONMENTS / environment / "bin" / "python"
+    if not program.exists():
+        pytest.skip("the clients' environments are made by `make clients`")
+    return program
+
+
+def run(folder, environment, *arguments, timeout_s=240):
+    """Run a client's Python, with no settings and no files of ours and no way to the internet."""
+    env = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+    env |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), NOWHERE)
+    env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HOME": str(folder), "LLM_USER_PATH": str(folder)}
+    command = [str(python(environment)), *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "script", "options"),
+    [
+        ("openai3", "with_openai", ()),
+        ("openai3", "with_anthropic", ()),
+        ("openai3", "with_ollama", ("--tools",)),
+        ("openai3", "with_litellm", ()),
+        ("openai3", "with_langchain", ()),
+        ("openai3", "with_langchain", ("--responses",)),
+        ("openai2", "with_llama_index", ()),
+        ("openai2", "with_instructor", ()),
+        ("openai3", "with_pydantic_ai", ()),
+        ("openai3", "with_pydantic_ai", ("--responses",)),
+        ("openai3", "with_openai_agents", ()),
+        ("openai3", "with_openai_agents", ("--chat",)),
+        ("openai3", "with_llm", ("--tools",)),
+        ("openai3", "with_inspect", ("--tools",)),
+    ],
+    ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else value,
+)
+def test_client_gets_what_it_asks_for(url, tmp_path, environment, script, options):
+    done = run(tmp_path, environment, SCRIPTS / f"{script}.py", url, NAME, *options)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("form", "path", "options", "images"),
+    [
+        ("openai-chat", "/v1", (), "chat-image-input"),
+        ("open-responses", "/v1", (), "image-input"),
+        (
+            *("anthropic", "/v1"),
+            ("--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"),
+            "anth-image-input",
+        ),
+    ],
+)
+def test_interface_complies_except_that_it_reads_no_images(url, tmp_path, form, path, options, images):
+    asked = ("-u", url + path, "-k", "none", "-m", NAME, "--format", form, "--json", *options)
+    done = run(tmp_path, "openai3", "-m", "llm_comply.cli", *asked)
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    failed = {each["id"]: each["errors"] for each in report["results"] if each["status"] == "failed"}
+    assert set(failed) == {images}, failed
+    assert report["summary"]["passed"] >= 6
+
+
+def test_loglikelihoods_are_those_of_the_local_model(tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("\n".join(json.dumps(each) for each in CHOICES))
+    home = tmp_path / "home"
+    home.mkdir()
+    with world(DEMO_CHECKPOINT, home, DEMO_SPANS) as served, gateway(served.swarm, DEMO_CHECKPOINT, home) as ready:
+        (name,) = ready["models"]
+        asked = (SCRIPTS / "with_lm_eval.py", ready["url"], name, DEMO_CHECKPOINT, questions)
+        done = run(tmp_path, "openai3", *asked)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        rows = json.loads(done.stdout.splitlines()[-1])
+        tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
+        assert len(rows) == len(CHOICES)
+        for row, each in zip(rows, CHOICES, strict=True):
+            expected = [scored(served.full, tokenizer, each["question"], f" {choice}") for choice in each["choices"]]
+            assert row == pytest.approx(expected, abs=1e-4)
+
+
+def scored(full, tokenizer, context, continuation):
+    """The local model's logarithm of the probability of a continuation, without a token that begins the text."""
+    whole = tokenizer.encode(context + continuation, add_special_tokens=False, return_tensors="pt")
+    begins = len(tokenizer.encode(context, add_special_tokens=False))
+    with torch.inference_mode():
+        logprobs = full(whole).logits[0].log_softmax(dim=-1)
+    return sum(float(logprobs[at - 1, whole[0, at]]) for at in range(begins, whole.shape[1]))
