@@ -158,6 +158,9 @@ class Engine:
             return opening.result()
         except BaseException:
             opening.cancel()
+            await asyncio.wait({opening})
+            if not opening.cancelled() and opening.exception() is None:  # it opened in that very moment
+                await opening.result().close()
             raise
 
 

@@ -126,14 +126,18 @@ class Dialer:
         """Return a new channel, or the old one if that answers a ping first."""
         answer = asyncio.create_task(old.ping())
         fresh = asyncio.create_task(self._first(remote, addresses))
+        chosen: Channel | None = None
         try:
             await asyncio.wait((answer, fresh), return_when=asyncio.FIRST_COMPLETED)
             if fresh.done() and fresh.exception() is not None:
                 await asyncio.wait((answer,), timeout=self._limits.answer_s)
-            return old if _succeeded(answer) and not _succeeded(fresh) else await fresh
+            chosen = old if _succeeded(answer) and not _succeeded(fresh) else await fresh
+            return chosen
         finally:
             for task in (answer, fresh):
                 task.cancel()
+            if _succeeded(fresh) and fresh.result() is not chosen:
+                fresh.result().close()
 
     async def _first(self, remote: Remote, addresses: Sequence[Address]) -> Channel:
         error: NetworkError = Unreachable(remote.peer, (), 0.0, "it announces no address that can be dialled")

@@ -269,19 +269,21 @@ async def dial(
     """
     timeout_s = (limits or DialerLimits()).timeout_s
     carrier = TcpCarrier(lambda carrier: Channel(carrier, me, on_message, remote, flow))
+    connected = False
     try:
         async with asyncio.timeout(timeout_s):
             host = await _sensible(address, me.public)
             await asyncio.get_running_loop().create_connection(lambda: carrier, host, address.port)
             assert carrier.channel is not None
             await asyncio.shield(carrier.channel.ready)
+            connected = True
             return carrier.channel
     except TimeoutError:
         raise Unreachable(remote.peer, (str(address),), timeout_s) from None
     except (OSError, ValueError) as error:
         raise Unreachable(remote.peer, (str(address),), 0.0, str(error)) from None
     finally:
-        if carrier.channel is not None and not carrier.channel.proven:
+        if carrier.channel is not None and not connected:  # proven, too: the caller was cancelled in that moment
             carrier.channel.close()
 
 
