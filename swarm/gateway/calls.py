@@ -58,9 +58,9 @@ class Tagged:
 
     opening: up to the first parameter; group `name`, and `empty` for a call that is over with it. key: a parameter's
     beginning; group `key`, and `kind` where the model says a value's type. value_end: what ends its value. end: the
-    call's end. cut_value_end: what ends a value, too, at the end of the output. cut_end: what ends a call where the rest
-    of its end is missing. newline: a line break before a value is none of it. escapes: names and keys are written as in
-    HTML.
+    call's end. cut_value_end: what ends a value, too, at the end of the output. cut_end: what ends a call where the
+    rest of its end is missing. newline: a line break before a value is none of it. escapes: names and keys are written
+    as in HTML.
     """
 
     opening: Pattern[str]
@@ -174,7 +174,7 @@ def _calls_in(value: Any, groups: Mapping[str, str | None]) -> list[Called]:  # 
     for each in value if isinstance(value, list) else [value]:
         if not isinstance(each, dict):
             raise ValueError("a call is an object")
-        inner = each.get("function") if isinstance(each.get("function"), dict) else each
+        inner: dict[str, Any] = each["function"] if isinstance(each.get("function"), dict) else each
         arguments = inner.get("arguments", inner.get("parameters", {}))
         calls.append(_called(inner.get("name"), arguments, each.get("id")))
     return calls
@@ -362,7 +362,7 @@ def typed(text: str, kind: str | None, schema: object) -> Any:  # noqa: ANN401 -
     """
     if kind is not None:
         return text if kind in {"string", "true"} else _json_or(text)
-    types = _types(schema)
+    types = types_of(schema)
     if types == {"string"}:
         return text
     literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
@@ -385,7 +385,7 @@ def _json_or(text: str) -> Any:  # noqa: ANN401 - JSON
     return value
 
 
-def _types(schema: object) -> set[str]:
+def types_of(schema: object) -> set[str]:
     """Return the types that a schema names; none if it names none."""
     if not isinstance(schema, Mapping):
         return set()
@@ -394,7 +394,7 @@ def _types(schema: object) -> set[str]:
     for word in ("anyOf", "oneOf"):
         parts = schema.get(word)
         for part in parts if isinstance(parts, Sequence) else ():
-            types |= _types(part)
+            types |= types_of(part)
     if not types and isinstance(schema.get("enum"), Sequence):
         return {"string"} if all(isinstance(each, str) for each in schema["enum"]) else set()
     return types | ({"null"} if schema.get("nullable") is True else set())

@@ -4,10 +4,13 @@ The marks are those of the families' own templates and documents. Patterns are m
 yet, so a match at its edge must not change when more comes.
 """
 
+# ruff: noqa: RUF001 - marks of some families have wide characters
+
 from dataclasses import dataclass
 
 import regex
 from regex import Pattern
+from transformers import PreTrainedTokenizerBase
 
 from swarm.gateway.calls import Form, Nested, Tagged
 
@@ -193,7 +196,13 @@ FAMILIES = (
         cut=_re(r"<tool_call>\s*"),
         call_ends_thought=True,
     ),
-    Family(name="llama4", shows=(("<|header_start|>",), ("<|python_start|>",)), calls=(_PYTHONIC,), drops=_re(r"<\|python_end\|>"), trims=False),
+    Family(
+        name="llama4",
+        shows=(("<|header_start|>",), ("<|python_start|>",)),
+        calls=(_PYTHONIC,),
+        drops=_re(r"<\|python_end\|>"),
+        trims=False,
+    ),
     Family(
         name="llama3",
         shows=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
@@ -214,3 +223,9 @@ def family_of(template: str) -> Family:
         if any(all(mark in template for mark in group) for group in family.shows):
             return family
     raise AssertionError("every template shows the last family")
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a tokenizer's chat template; of all, where it has several; "" where it has none."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")

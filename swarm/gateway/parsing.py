@@ -13,10 +13,10 @@ import regex
 from regex import Match, Pattern
 from transformers import PreTrainedTokenizerBase
 
-from swarm.gateway.calls import Called, Nested, Reader, Schemas, reader_of
+from swarm.gateway.calls import Nested, Reader, Schemas, reader_of
 from swarm.gateway.chat import Chat
-from swarm.gateway.families import FAMILIES, Family, family_of
-from swarm.gateway.parts import OutputParser, Parsed, Thought
+from swarm.gateway.families import FAMILIES, Family, family_of, template_of
+from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
 from swarm.gateway.shipped import ShippedParser
 
 
@@ -25,8 +25,7 @@ def parser_for(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: str) -> O
 
     prompt: the rendered conversation; its end shows whether the template has begun the reasoning.
     """
-    template = tokenizer.chat_template
-    family = family_of(template if isinstance(template, str) else "")
+    family = family_of(template_of(tokenizer))
     takes_calls = bool(chat.tools) and chat.tool_choice.mode != "none"
     if family.is_guess and getattr(tokenizer, "response_template", None):
         return ShippedParser(tokenizer, prompt, chat.tools if takes_calls else ())

@@ -25,7 +25,7 @@ class ShippedParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, tools: Sequence[Tool]) -> None:
         """prompt: the rendered conversation. Raises what a broken template makes `transformers` raise."""
-        declared = [{"function": {"name": tool.name, "parameters": tool.parameters}} for tool in tools]
+        declared: list[Any] = [{"function": {"name": tool.name, "parameters": tool.parameters}} for tool in tools]
         self._parser: Any = tokenizer.get_response_parser(prefix=prompt, tools=declared)
         self._raw = ""  # what is not handed out
         self._at = 0  # of it: what belongs to a call that is not complete
