@@ -81,6 +81,13 @@ class Model:
         """Return how many tokens a conversation has as a prompt."""
         return len(await self._tokenized(await self._rendered(chat), special=False))
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that are no text even where special tokens are read: they begin, end or fill sequences."""
+        known = self.tokenizer
+        control = {known.bos_token_id, known.eos_token_id, known.pad_token_id, *self.stop_ids}
+        return frozenset(token for token in control if token is not None)
+
     def text_of(self, prompt: str | tuple[int, ...]) -> str:
         """Return a prompt as text."""
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(list(prompt)))
@@ -166,7 +173,9 @@ class _Choice:
         self._model = model
         self._index = index
         self._generation = generation
-        self._detokenizer = Detokenizer(model.tokenizer, special=parser is not None and parser.reads_special)
+        reads_special = parser is not None and parser.reads_special
+        self._detokenizer = Detokenizer(model.tokenizer, special=reads_special)
+        self._hidden = model.control_ids if reads_special else frozenset()
         self._stop = StopStrings(stop)
         self._parser = parser
         self._calls = 0
@@ -210,6 +219,8 @@ class _Choice:
     def _of_token(self, token: Token) -> list[Event]:
         if token.logprob is not None:
             self._pending.append(self._model.texts.report(token))
+        if token.id in self._hidden:
+            return []
         text = self._stop.feed(self._detokenizer.feed(token.id))
         return self._parsed(text) if text else []
 

@@ -130,10 +130,14 @@ FAMILIES = (
         thought=Thought(_re(r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>"), _re(r"<\|end\|>")),
         calls=(_HARMONY,),
         drops=_re(
-            r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?: ?<\|constrain\|>\w{1,32})?<\|message\|>"
+            r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?: to=(?!functions\.)[\w.]{1,64})?"
+            rf"{_HARMONY_TYPE}<\|message\|>"
             r"|<\|(?:end|call|return)\|>"
         ),
-        cut=_re(r"<\|start\|>(?:assistant[^<]*)?(?:<\|channel\|>[^<{]*)?(?:<\|constrain\|>\w*)?|<\|channel\|>\w*"),
+        cut=_re(
+            rf"(?:<\|start\|>(?:assistant)?)?(?:{_HARMONY_TO})?"
+            rf"(?:<\|channel\|>(?:analysis|commentary|final)?(?:{_HARMONY_TO})?)?(?: ?<\|constrain\|>)?(?:json)?"
+        ),
         trims=False,
     ),
     Family(

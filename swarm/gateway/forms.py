@@ -5,7 +5,7 @@ their ids, because text never matches those.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import regex
@@ -19,7 +19,6 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 """How JSON is written. With flexible blanks, small models fill their answers with blanks."""
 _OPENING = regex.compile(r"<[^<>\n]+>|\[[A-Z_]+\]")
 _QUOTE = '<|"|>'  # of Gemma's strings
-_SCALARS = {"integer", "number", "boolean", "null"}
 _ANY = {  # any value, in dialects that are not JSON
     "gemma": """any: gstring | %json {"type": ["number", "boolean", "null"]}
   | "[" (any ("," any)*)? "]" | "{" (pair ("," pair)*)? "}"
@@ -144,53 +143,90 @@ class Forms:
         if writing.arguments == "json":
             arguments = _json(tool.parameters, lenient=not tool.strict)
             return [f"{rule}: {begin} {arguments} {self._text(writing.end_call)}"]
-        given = tool.parameters.get("properties")
-        properties: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-        required = set(tool.parameters.get("required") or ())
         shared = {word: tool.parameters[word] for word in ("$defs", "definitions") if word in tool.parameters}
-        values, rules = [], []
-        for index, (key, schema) in enumerate(properties.items()):
-            name = f"{rule}_{index}"
-            rules += self._value(name, key, schema, shared)
-            values.append((name, key in required))
-        if writing.arguments == "tags":
-            body = " ".join(name if is_required else f"{name}?" for name, is_required in values)
-        else:
-            body = f"{rule}_first_0"
-            rules += _separated(rule, values, '","' if writing.arguments == "gemma" else '", "')
+        body, rules = self._members(rule, tool.parameters, shared, self._argument)
         return [f"{rule}: {begin} {body} {self._text(writing.end_call)}", *rules]
 
-    def _value(self, rule: str, key: str, schema: object, shared: Mapping[str, Any]) -> list[str]:
+    def _members(
+        self, rule: str, schema: Mapping[str, Any], shared: Mapping[str, Any], member: Callable[..., list[str]]
+    ) -> tuple[str, list[str]]:
+        """Return Lark that matches an object's properties in their order, and the rules of each."""
+        given = schema.get("properties")
+        properties: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        required = set(schema.get("required") or ())
+        names, rules = [], []
+        for index, (key, value) in enumerate(properties.items()):
+            name = f"{rule}_{index}"
+            rules += member(name, key, value, shared)
+            names.append((name, key in required))
+        if self._writing.arguments == "tags":
+            return " ".join(name if is_required else f"{name}?" for name, is_required in names), rules
+        return f"{rule}_first_0", rules + _separated(rule, names, self._comma)
+
+    @property
+    def _comma(self) -> str:
+        return '","' if self._writing.arguments == "gemma" else '", "'
+
+    def _argument(self, rule: str, key: str, schema: object, shared: Mapping[str, Any]) -> list[str]:
         """Return the rules of one argument, its key included."""
         writing, types = self._writing, types_of(schema)
-        if writing.arguments == "gemma":
-            return [f"{rule}: {json.dumps(key + ':')} {self._gemma(schema, types, shared)}"]
-        if writing.arguments == "python":
-            return [f"{rule}: {json.dumps(key + '=')} {self._python(schema, types, shared)}"]
+        if writing.arguments != "tags":
+            between = ":" if writing.arguments == "gemma" else "="
+            return [f"{rule}: {json.dumps(key + between)} {rule}_value", *self._value(f"{rule}_value", schema, shared)]
         is_text = "string" in types
         kind = {"flag": "true" if is_text else "false", "type": _kind(types)}.get(writing.kinds, "")
         begin = self._text(writing.key.replace("{key}", key).replace("{kind}", kind))
         if not is_text:
             return [f"{rule}: {begin} {_json(schema, shared, lenient=True)} {self._text(writing.end_value)}"]
-        words = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(words, Sequence) and words and all(isinstance(word, str) for word in words):
-            choices = " | ".join(json.dumps(word) for word in words)
-            return [f"{rule}: {begin} ({choices}) {self._text(writing.end_value)}"]
+        words = _words(schema)
+        if words:
+            return [f"{rule}: {begin} ({words}) {self._text(writing.end_value)}"]
         return [f"{rule}: {begin} {rule}_end", *self._until(f"{rule}_end", writing.end_value)]
 
-    def _gemma(self, schema: object, types: set[str], shared: Mapping[str, Any]) -> str:
-        if types == {"string"}:
-            words = schema.get("enum") if isinstance(schema, Mapping) else None
-            if isinstance(words, Sequence) and words:
-                mark = self._text(_QUOTE)
-                return f"{mark} ({' | '.join(json.dumps(str(word)) for word in words)}) {mark}"
-            return "gstring"
-        return _json(schema, shared, lenient=True) if types and types <= _SCALARS else "any"
+    # Dialects that are not JSON. Unions, references and patterns are not enforced: any value is taken for them.
 
-    def _python(self, schema: object, types: set[str], shared: Mapping[str, Any]) -> str:
-        if types and types <= {"string", "integer", "number"}:
-            return _json(schema, shared, lenient=True)
-        return '("True" | "False")' if types == {"boolean"} else "any"
+    def _pair(self, rule: str, key: str, schema: object, shared: Mapping[str, Any]) -> list[str]:
+        written = f"{key}:" if self._writing.arguments == "gemma" else json.dumps(key) + ": "
+        return [f"{rule}: {json.dumps(written)} {rule}_value", *self._value(f"{rule}_value", schema, shared)]
+
+    def _value(self, rule: str, schema: object, shared: Mapping[str, Any]) -> list[str]:
+        """Return the rules of a value."""
+        types = types_of(schema)
+        if not isinstance(schema, Mapping) or len(types) != 1:
+            return [f"{rule}: any"]
+        is_gemma = self._writing.arguments == "gemma"
+        match types.pop():
+            case "string" if is_gemma:
+                quote, words = self._text(_QUOTE), _words(schema)
+                return [f"{rule}: {quote} ({words}) {quote}" if words else f"{rule}: gstring"]
+            case "boolean" | "null" as kind if not is_gemma:
+                return [f"{rule}: " + ('"True" | "False"' if kind == "boolean" else '"None"')]
+            case "array":
+                return self._list(rule, schema, shared)
+            case "object" if schema.get("properties"):
+                body, rules = self._members(rule, schema, shared, self._pair)
+                return [f'{rule}: "{{" {body} "}}"', *rules]
+            case "object":
+                return [f'{rule}: "{{" (pair ({self._comma} pair)*)? "}}"']
+        return [f"{rule}: {_json(schema, shared, lenient=True)}"]
+
+    def _list(self, rule: str, schema: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
+        least, most = schema.get("minItems") or 0, schema.get("maxItems")
+        times = f"{{{max(0, least - 1)},{'' if most is None else max(0, most - 1)}}}"
+        body = f"{rule}_item ({self._comma} {rule}_item){times}"
+        if most == 0:
+            return [f'{rule}: "[]"']
+        if least == 0:
+            body = f"({body})?"
+        return [f'{rule}: "[" {body} "]"', *self._value(f"{rule}_item", schema.get("items"), shared)]
+
+
+def _words(schema: object) -> str:
+    """Return Lark that matches the strings of an enumeration; "" where it is none."""
+    words = schema.get("enum") if isinstance(schema, Mapping) else None
+    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+        return ""
+    return " | ".join(json.dumps(word) for word in words)
 
 
 def _separated(rule: str, values: Sequence[tuple[str, bool]], comma: str) -> list[str]:
