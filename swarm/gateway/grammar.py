@@ -164,6 +164,8 @@ class Grammars:
             matcher = LLMatcher(own, grammar, log_level=0, limits=self.limits.parser())
         except (ValueError, TypeError, RecursionError) as error:
             raise BadRequest(field, f"its schema cannot be enforced: {str(error)[:200]}") from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first is the slowest, and shows whether any output is possible
         if matcher.is_error():
             raise BadRequest(field, f"its schema cannot be enforced: {matcher.get_error()[:200]}")
         return matcher
