@@ -6,7 +6,7 @@ its own. Schemas come with requests, so compiling is a part of the time to the f
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from swarm.errors import BadRequest
 from swarm.gateway.chat import Chat
 from swarm.gateway.families import family_of, template_of
 from swarm.gateway.forms import Forms
+from swarm.gateway.schemas import closed
 from swarm.gateway.writings import writing_of
 from swarm.limits import limit
 
@@ -33,7 +34,9 @@ _log = structlog.get_logger("swarm.gateway")
 class GrammarLimits:
     """Bounds of one request's schemas, and of one mask."""
 
-    schema_bytes: int = limit(128 << 10, "bytes", "all schemas of a request together, as JSON")
+    given_bytes: int = limit(1 << 20, "bytes", "all schemas of a request together, as JSON")
+    schema_bytes: int = limit(64 << 10, "bytes", "of them without titles, descriptions, defaults and examples")
+    members: int = limit(1000, "members", "properties or alternatives in one place: compiling takes their square")
     grammar_symbols: int = limit(100_000, "symbols", "of the compiled grammar")
     lexer_fuel: int = limit(500_000, "steps", "to compile the patterns: about 50,000 a millisecond")
     lexer_states: int = limit(50_000, "states", "of all patterns: about 2 kB each")
@@ -176,16 +179,17 @@ class Grammars:
         specials = {text: token for text, token in added.items() if own.is_special_token(token)}
         forms = Forms(writing_of(family_of(template), template), specials)
         choice = chat.tool_choice
-        tools = [
-            replace(tool, parameters=closed(tool.parameters)) for tool in chat.tools if choice.name in {None, tool.name}
-        ]
-        if choice.mode == "none":
-            tools = []
+        named = [] if choice.mode == "none" else [tool for tool in chat.tools if choice.name in {None, tool.name}]
+        members = self.limits.members
+        tools = [replace(tool, parameters=closed(tool.parameters, members)) for tool in named]
+        schema = None if chat.schema is None else closed(chat.schema or {"type": "object"}, members)
+        if len(json.dumps([schema, [tool.parameters for tool in tools]])) > self.limits.schema_bytes:
+            raise ValueError(f"it has more than {self.limits.schema_bytes} bytes, descriptions left out")
         parallel = choice.parallel and choice.name is None
         if choice.mode == "required" and tools:
             text = forms.output(None, tools, prompt, parallel=parallel)
-        elif chat.schema is not None:
-            text = forms.output(closed(chat.schema or {"type": "object"}), tools, prompt, parallel=parallel)
+        elif schema is not None:
+            text = forms.output(schema, tools, prompt, parallel=parallel)
         else:
             free = forms.text_or_calls(tools)
             if free is None:
@@ -211,51 +215,5 @@ def _check_size(chat: Chat, field: str, limits: GrammarLimits) -> None:
         size = len(json.dumps([chat.schema, [tool.parameters for tool in chat.tools]]))
     except (RecursionError, ValueError):
         raise BadRequest(field, "its schema is nested too deep") from None
-    if size > limits.schema_bytes:
-        raise BadRequest(field, f"schemas have at most {limits.schema_bytes} bytes together, not {size}")
-
-
-# --- schemas ---------------------------------------------------------------------------------------------------------
-
-DEPTH_MAX = 64  # of a schema: a deeper one is refused, because Python and llguidance recurse
-_MAPS = {"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"}
-_PARTS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "contains"}
-_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "$ref"}
-_FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-
-
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects have no other properties than it names, where it does not say that they may.
-
-    Small models would go on with properties of their own until the length ends them. Formats that are not enforced
-    are left out. Raises ValueError for one that is nested too deep.
-    """
-    return _closed(schema, 0, may_close="allOf" not in json.dumps(schema))
-
-
-def _closed(schema: Mapping[str, Any], depth: int, *, may_close: bool) -> dict[str, Any]:
-    if depth > DEPTH_MAX:
-        raise ValueError(f"it is nested deeper than {DEPTH_MAX}")
-
-    def inside(value: Any) -> Any:  # noqa: ANN401 - JSON
-        if isinstance(value, list):
-            return [inside(each) for each in value]
-        return _closed(value, depth + 1, may_close=may_close) if isinstance(value, Mapping) else value
-
-    whole: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word in _MAPS and isinstance(value, Mapping):
-            whole[word] = {name: inside(each) for name, each in value.items()}
-        elif word in _PARTS:
-            whole[word] = inside(value)
-        elif word != "format" or value in _FORMATS:
-            whole[word] = value
-    properties, required = whole.get("properties"), whole.get("required", [])
-    if (
-        may_close
-        and isinstance(properties, Mapping)
-        and not _OPEN & whole.keys()
-        and set(required) <= properties.keys()
-    ):
-        whole["additionalProperties"] = False
-    return whole
+    if size > limits.given_bytes:
+        raise BadRequest(field, f"schemas have at most {limits.given_bytes} bytes together, not {size}")

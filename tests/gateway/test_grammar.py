@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from swarm.errors import BadRequest
 from swarm.gateway.app import Gateway
 from swarm.gateway.chat import Chat, Tool, ToolChoice
-from swarm.gateway.grammar import GrammarLimits, Grammars, closed
+from swarm.gateway.grammar import GrammarLimits, Grammars
 from swarm.gateway.parsing import parser_for
 from swarm.gateway.parts import Called
+from swarm.gateway.schemas import closed
 from tests.gateway.random_model import NAME, PADDING, leaning, random_model, tokenizer_of, walk
 from tests.gateway.scripted import CHATML, ScriptedModels, running
 
@@ -166,11 +167,13 @@ def test_json_has_one_space_and_no_keys_of_its_own():
 
 def test_objects_are_closed_where_that_leaves_them_possible():
     inner = {"type": "object", "properties": {"a": {"type": "string", "format": "no-such-format"}}}
-    assert closed(inner) == {
+    assert closed(inner, 9) == {
         "type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False,
     }  # fmt: skip
-    assert closed({"type": "array", "items": inner})["items"]["additionalProperties"] is False
-    assert closed({"properties": {"properties": {"type": "object"}}})["properties"]["properties"] == {"type": "object"}
+    assert closed({"type": "array", "items": inner}, 9)["items"]["additionalProperties"] is False
+    assert closed({"properties": {"properties": {"type": "object"}}}, 9)["properties"]["properties"] == {
+        "type": "object"
+    }
     for kept in (
         {"type": "object"},
         {"type": "object", "properties": {"a": {}}, "required": ["b"]},
@@ -178,7 +181,7 @@ def test_objects_are_closed_where_that_leaves_them_possible():
         {"allOf": [inner, {"type": "object", "properties": {"c": {}}}]},
         {"enum": [{"properties": {"format": "date"}}]},
     ):
-        assert "additionalProperties" not in json.dumps({**closed(kept), "additionalProperties": None})[:-30]
+        assert "additionalProperties" not in json.dumps({**closed(kept, 9), "additionalProperties": None})[:-30]
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -232,6 +235,11 @@ def test_mask_beyond_its_limit_ends_the_grammar():
     assert not constraint.is_complete
 
 
+def test_words_that_explain_do_not_count():
+    schema = {"type": "integer", "minimum": 7, "maximum": 7, "description": "x" * 100_000, "default": 7}
+    assert said(made(chat_of(schema))()) == "7"
+
+
 def test_each_choice_has_a_state_of_its_own():
     make = made(chat_of({"const": "a long constant"}))
     first, second = make(), make()
@@ -257,8 +265,10 @@ def chained(word):
 REFUSED = {
     "deep": deep(100),
     "deeper than Python recurses": deep(100_000),
-    "many properties": {"properties": {f"p{i}": {"type": "string"} for i in range(9000)}},
-    "more bytes than allowed": {"enum": ["x" * 99] * 2000},
+    "many properties": {"properties": {f"p{i}": {"type": "string"} for i in range(1100)}},
+    "many alternatives": {"anyOf": [{"const": i} for i in range(1100)]},
+    "more bytes than are compiled": {"enum": ["x" * 99] * 1000},
+    "more bytes than are read": {"type": "integer", "description": "x" * (1 << 20)},
     "a product of alternatives": {
         "allOf": [{"anyOf": [{"properties": {f"x{i}": {"const": k}}} for k in range(8)]} for i in range(12)]
     },
@@ -321,9 +331,13 @@ def test_compiling_is_bounded_in_time_and_work():
     with pytest.raises(BadRequest, match="too long"):
         made(chat_of(TREE), Grammars(PLAIN, len(PLAIN), EOS, GrammarLimits(compile_s=0.0)))
     costly = {"type": "string", "pattern": "(a|b)*a(a|b){200}"}
-    for limits in (GrammarLimits(lexer_fuel=1), GrammarLimits(grammar_symbols=1), GrammarLimits(schema_bytes=9)):
+    for name in ("lexer_fuel", "grammar_symbols", "schema_bytes", "given_bytes", "members"):
+        limits = GrammarLimits(**{name: 1})
         with pytest.raises(BadRequest):
-            made(chat_of({"type": "object", "properties": {"a": costly}}), Grammars(PLAIN, len(PLAIN), EOS, limits))
+            made(
+                chat_of({"type": "object", "properties": {"a": costly, "b": costly}}),
+                Grammars(PLAIN, len(PLAIN), EOS, limits),
+            )
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
