@@ -28,18 +28,13 @@ def _closed(schema: Mapping[str, Any], members_max: int, depth: int, *, may_clos
 
     def inside(value: Any) -> Any:  # noqa: ANN401 - JSON
         if isinstance(value, list):
-            return [inside(each) for each in counted(value)]
+            return [inside(each) for each in _counted(value, members_max)]
         return _closed(value, members_max, depth + 1, may_close=may_close) if isinstance(value, Mapping) else value
-
-    def counted(value: Any) -> Any:  # noqa: ANN401 - JSON
-        if len(value) > members_max:
-            raise ValueError(f"it has more than {members_max} members in one place")
-        return value
 
     whole: dict[str, Any] = {}
     for word, value in schema.items():
         if word in _MAPS and isinstance(value, Mapping):
-            whole[word] = {name: inside(each) for name, each in counted(value).items()}
+            whole[word] = {name: inside(each) for name, each in _counted(value, members_max).items()}
         elif word in _PARTS:
             whole[word] = inside(value)
         elif word not in _EXPLAINING and (word != "format" or value in _FORMATS):
@@ -47,6 +42,12 @@ def _closed(schema: Mapping[str, Any], members_max: int, depth: int, *, may_clos
     if may_close and _can_close(whole):
         whole["additionalProperties"] = False
     return whole
+
+
+def _counted(value: Any, members_max: int) -> Any:  # noqa: ANN401 - JSON
+    if len(value) > members_max:
+        raise ValueError(f"it has more than {members_max} members in one place")
+    return value
 
 
 def _can_close(schema: Mapping[str, Any]) -> bool:
