@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,8 @@ from swarm.gateway.parsing import parser_for
 from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
 from swarm.gateway.text import Detokenizer, StopStrings, TokenTexts
 
+# what a request's template variables are not: they would change how it is rendered, or replace the template
+RENDERING = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 LONG_CHARACTERS = 4096  # a longer prompt is tokenized in a thread: it would hold up all streams
 
 
@@ -102,14 +105,17 @@ class Model:
             {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
             for t in chat.tools
         ]
+        shown = tools if tools and chat.tool_choice.mode != "none" else None
         messages: Any = [dict(message) for message in chat.messages]
+        variables: dict[str, Any] = {name: value for name, value in chat.template.items() if name not in RENDERING}
+        variables.setdefault("xml_tools", shown)  # SmolLM3's name for them
         render = partial(
             self.tokenizer.apply_chat_template,
             messages,
-            tools=tools if tools and chat.tool_choice.mode != "none" else None,
+            tools=shown,
             add_generation_prompt=True,
             tokenize=False,
-            **chat.template,
+            **variables,
         )
         try:
             return str(await asyncio.to_thread(render))

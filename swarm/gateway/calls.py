@@ -8,7 +8,7 @@ import ast
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import regex
@@ -43,13 +43,14 @@ class Nested:
 
     opening: the mark up to the first bracket; its groups `name` and `id` say what is not inside. closing: the mark
     behind. dialect: how values are written. bare: no mark opens the call, so it must name a tool, and be where text
-    would begin.
+    would begin. id_length: characters of an id, where the family's templates take no other length.
     """
 
     opening: Pattern[str]
     closing: Pattern[str]
     dialect: Literal["json", "gemma", "python"] = "json"
     bare: bool = False
+    id_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,8 @@ class _NestedReader:
             return ()
         if self._form.bare and not all(call.name in self._tools for call in calls):
             return ()
-        return tuple(calls)
+        length = self._form.id_length
+        return tuple(call if length in {None, len(call.id)} else replace(call, id=call.id[-length:]) for call in calls)
 
 
 def _first(closing: Pattern[str], text: str) -> int:

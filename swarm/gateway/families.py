@@ -76,11 +76,20 @@ _DSML = Tagged(
     end=_re(r"\s*</｜DSML｜ ?invoke>"),
 )
 _KIMI3 = Tagged(
-    opening=_re(r'<\|open\|>call tool="(?P<name>[^"\n]{1,256})"[^<]{0,64}<\|sep\|>'),
+    opening=_re(
+        r'<\|open\|>call tool="(?P<name>[^"\n]{1,256})"[^<]{0,64}<\|sep\|>(?=<\|open\|>argument|<\|close\|>call)'
+    ),
     key=_re(r'<\|open\|>argument key="(?P<key>[^"\n]{1,256})"(?: type="(?P<kind>\w+)")?<\|sep\|>'),
     value_end=_re(r"<\|close\|>argument<\|sep\|>(?=<\|open\|>argument|<\|close\|>call)"),
     end=_re(r"<\|close\|>call<\|sep\|>"),
     escapes=True,
+)
+_KIMI3_JSON = Nested(
+    _re(
+        r'<\|open\|>call tool="(?P<name>[^"\n]{1,256})"[^<]{0,64}<\|sep\|>'
+        r"<\|open\|>json[^<]{0,64}<\|sep\|>\s*(?=\{)"
+    ),
+    _re(r"\s*<\|close\|>json<\|sep\|><\|close\|>call<\|sep\|>"),
 )
 _KIMI2 = Nested(
     _re(r"<\|tool_call_begin\|>\s*(?P<id>[^<\s]{1,256})\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
@@ -99,6 +108,7 @@ _MISTRAL = Nested(
         r"|(?=\[\s*\{))"
     ),
     _re(""),
+    id_length=9,
 )
 _GEMMA = Nested(
     _re(r"<\|tool_call>\s*call:(?P<name>[^{<\s]{1,256})\s*(?=\{)"), _re(r"\s*<tool_call\|>"), dialect="gemma"
@@ -148,7 +158,7 @@ FAMILIES = (
             _re(r"<\|close\|>think<\|sep\|>|(?=<\|open\|>response<\|sep\|>)"),
             ("<|open|>think<|sep|>",),
         ),
-        calls=(_KIMI3,),
+        calls=(_KIMI3, _KIMI3_JSON),
         drops=_re(r"<\|open\|>(?:response|tools)<\|sep\|>|<\|close\|>(?:response|tools|message)<\|sep\|>"),
         trims=False,
     ),

@@ -97,8 +97,8 @@ class Forms:
 
     def _thought(self, prompt: str) -> str:
         """Return what allows reasoning before the output: needed where the template has begun it."""
-        marks, end = self._writing.thought, prompt.rstrip()
-        if marks is None or end.endswith(marks[1]):
+        marks, end, answer = self._writing.thought, prompt.rstrip(), self._writing.answer[0]
+        if marks is None or end.endswith(marks[1]) or (answer and end.endswith(answer)):
             return ""
         behind = f"thought BLANK {self._text(self._writing.behind_thought)}"
         if end.endswith(marks[0].rstrip()):

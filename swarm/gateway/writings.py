@@ -36,6 +36,7 @@ class Writing:
 
 
 _THINK = ("<think>", "</think>")
+_BRACKETS = ("[THINK]", "[/THINK]")
 _HERMES = Writing(
     call='<tool_call>\n{"name": "{name}", "arguments": ', end_call="}\n</tool_call>", between="\n", thought=_THINK
 )
@@ -96,7 +97,7 @@ _WRITINGS = {
         arguments="gemma",
         thought=("<|channel>thought\n", "<channel|>"),
     ),
-    "mistral": Writing(call="[TOOL_CALLS]{name}[ARGS]", end_call="", between="", thought=("[THINK]", "[/THINK]")),
+    "mistral": Writing(call="[TOOL_CALLS]{name}[ARGS]", end_call="", between="", thought=_BRACKETS),
     "glm": Writing(
         call="<tool_call>{name}",
         end_call="</tool_call>",
@@ -127,7 +128,7 @@ def writing_of(family: Family, template: str) -> Writing:
     """Return how a model with this chat template writes calls: a family has older and newer forms."""
     writing = _WRITINGS[family.name]
     match family.name:
-        case "deepseek" if "function<｜tool▁sep｜>" in template:
+        case "deepseek" if "```json" in template:
             writing = replace(
                 writing,
                 call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -136,7 +137,7 @@ def writing_of(family: Family, template: str) -> Writing:
             )
         case "deepseek-dsml":
             for section in ("function_calls", " calls"):
-                if f"｜DSML｜{section}" in template:
+                if f"{section}>" in template:  # behind the mark, or behind a variable that stands for it
                     writing = _dsml(writing, section)
         case "mistral" if "[ARGS]" not in template:
             writing = replace(
@@ -155,7 +156,8 @@ def writing_of(family: Family, template: str) -> Writing:
                 end_value="</arg_value>\n",
                 between="\n",
             )
-    if writing.thought is not None and writing.thought[0] not in template and writing.thought[1] not in template:
+    thought = writing.thought
+    if thought in (_THINK, _BRACKETS) and thought[0] not in template and thought[1] not in template:
         writing = replace(writing, thought=_THINK if _THINK[0] in template else None)
     return writing
 

@@ -372,10 +372,10 @@ TEMPLATES = {  # what a template shows, and marks that are special tokens of the
         "<|tool_call_begin|>",
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
     ),
-    "deepseek v3": ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
+    "deepseek v3": ("<｜tool▁calls▁begin｜>```json", ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>")),
     "deepseek v3.1": ("<｜tool▁calls▁begin｜>", ()),
-    "deepseek v3.2": ("｜DSML｜function_calls", ("｜DSML｜",)),
-    "deepseek v4.1": ("｜DSML｜ calls", ("｜DSML｜",)),
+    "deepseek v3.2": ("｜DSML｜ {{ mark }}function_calls>", ("｜DSML｜",)),
+    "deepseek v4.1": ("｜DSML｜ {{ mark }} calls>", ("｜DSML｜",)),
     "gemma4": ("<|tool_call>", ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")),
     "mistral": ("[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
     "mistral before v11": ("[TOOL_CALLS]", ("[TOOL_CALLS]",)),
@@ -522,3 +522,9 @@ def test_schema_that_cannot_be_enforced_is_a_bad_request(url, stream):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "response_format"
     assert math.isfinite(response.elapsed.total_seconds())
+
+
+def test_template_variables_cannot_change_the_rendering(url):
+    given = {"tokenize": True, "tools": [], "chat_template": "other", "enable_thinking": False}
+    (choice,) = post(url, chat_template_kwargs=given, max_tokens=1).json()["choices"]
+    assert choice["message"]["role"] == "assistant"

@@ -100,6 +100,14 @@ CASES = {  # template, output, thought, text, calls
         '{"s": "<|tool_call_end|>"}<|tool_call_end|><|tool_calls_section_end|>',
         ("", "ok ", [("f", {"s": "<|tool_call_end|>"})]),
     ),
+    "kimi k3": (
+        "<|open|><|sep|>",
+        '<|open|>response<|sep|>ok<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        '<|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="g" index="2"<|sep|><|open|>json type="object"<|sep|>{}<|close|>json<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        ("", "ok", [("f", {"a": 1}), ("g", {})]),
+    ),
     "harmony": (
         "<|channel|><|message|>",
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f "
@@ -128,6 +136,8 @@ def test_ids_are_those_of_the_family_or_random():
     assert [part.id for part in kimi if isinstance(part, Called)] == ["functions.f:0"]
     mistral = '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}'
     assert parts_of(FamilyParser(family_of("[TOOL_CALLS]"), "", TOOLS), mistral)[0].id == "123456789"
+    without = mistral.replace("[CALL_ID]123456789", "")
+    assert len(parts_of(FamilyParser(family_of("[TOOL_CALLS]"), "", TOOLS), without)[0].id) == 9
     hermes = parts_of(FamilyParser(family_of("<tool_call>"), "", TOOLS), CASES["hermes"][1].partition("</think>")[2])
     assert hermes[-1].id.startswith("call_")
     assert len(hermes[-1].id) == 29
