@@ -10,8 +10,8 @@ from typing import Any
 
 import regex
 
-from swarm.gateway.calls import types_of
 from swarm.gateway.chat import Tool
+from swarm.gateway.values import types_of
 from swarm.gateway.writings import Writing
 
 CALLS_MAX = 16  # of one answer: a model that repeats a call ends there

@@ -2,14 +2,17 @@
 
 # ruff: noqa: RUF001 - marks of some families have wide characters
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm.gateway.answering import Model
+from swarm.gateway.chat import Chat, ToolChoice
 from swarm.gateway.generation import Emitted, Generation, Grammar, Sampling, Started
+from swarm.gateway.grammar import Constraint, GrammarLimits, Grammars
 from swarm.gateway.sampler import Sampler, choose
 from swarm.gateway.text import TokenTexts
 from tests.support.swarms import DEMO_CHECKPOINT
@@ -49,6 +52,37 @@ def walk(
         yield token
         if token in stop or grammar.is_over:
             return
+
+
+PLAIN = tokenizer_of("plain")
+EOS = frozenset({PLAIN.eos_token_id})
+LEANING = leaning(PLAIN)
+
+
+def chat_of(schema=None, tools=(), choice=None) -> Chat:
+    return Chat(model="m", messages=[], schema=schema, tools=tools, tool_choice=choice or ToolChoice())
+
+
+def made(
+    chat: Chat,
+    tokenizer: PreTrainedTokenizerBase = PLAIN,
+    prompt: str = "",
+    limits: GrammarLimits | None = None,
+) -> Callable[[], Constraint] | None:
+    """What makes a constraint for each choice of a request."""
+    return asyncio.run(Grammars(tokenizer, len(tokenizer) + PADDING, EOS, limits).make(chat, prompt))
+
+
+def said(
+    constraint: Constraint,
+    tokenizer: PreTrainedTokenizerBase = PLAIN,
+    bias: torch.Tensor = LEANING,
+    seed: int = 0,
+    tokens_max: int = 400,
+) -> str:
+    """The text of one output."""
+    ids = [token for token in walk(constraint, bias, seed, tokens_max, EOS) if token not in EOS]
+    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @dataclass
