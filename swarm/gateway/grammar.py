@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -68,12 +69,12 @@ class Constraint:
         """Return which tokens may come next, bool [vocabulary]; None where it is over."""
         if self.is_over:
             return None
-        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        mask = allowed[: self._vocabulary].bool()
-        if self._failed() or not bool(mask.any()):
+        # numpy, because torch would wake its threads for 128k bytes, and wait for them on a busy machine
+        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8, self._vocabulary) != 0
+        if self._failed() or not allowed.any():
             self._fail("no token can follow")
             return None
-        return mask
+        return torch.from_numpy(allowed)
 
     def take(self, token: int) -> None:
         """Go on by a token. A token that cannot come ends the grammar."""
