@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("hostile", {"step, no attack", "step, attacked"}),
         ("serving", {"TTFT, 1 clients", "TTFT, 8 clients"}),
         ("encryption", {"sealed", "plain", "a frame, sealed and opened", "a frame, plain"}),
+        ("grammar", {"compile", "mask", "mask, processor time", "take", "forced tokens"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )

@@ -1,0 +1,301 @@
+"""Outputs are what schemas say, whatever the model would rather say, and hostile schemas cost little."""
+
+import json
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from swarm.errors import BadRequest
+from swarm.gateway.chat import Tool, ToolChoice
+from swarm.gateway.grammar import GrammarLimits
+from swarm.gateway.schemas import closed
+from tests.gateway.random_model import EOS, LEANING, PADDING, PLAIN, chat_of, made, said, walk
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+WORDS = st.text('abc "\\é{}', min_size=1, max_size=6)
+STRINGS = st.one_of(
+    st.just({"type": "string"}),
+    st.builds(
+        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more}, *[st.integers(0, 9)] * 2
+    ),
+    st.sampled_from([{"type": "string", "format": name} for name in ("date", "date-time", "uuid", "ipv4")]),
+    st.sampled_from([{"type": "string", "pattern": p} for p in ("^[a-z]{2,4}$", "^(ab|cd)+x?$", r"^\d{3}-\d{2}$")]),
+)
+NUMBERS = st.one_of(
+    st.builds(lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
+              st.integers(-999, 999), st.integers(0, 99)),
+    st.builds(lambda low, more: {"type": "number", "minimum": low, "maximum": low + more},
+              st.integers(-99, 99), st.integers(1, 99)),
+    st.sampled_from([{"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 99}, {"type": "integer"}]),
+)  # fmt: skip
+LEAVES = st.one_of(
+    STRINGS,
+    NUMBERS,
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"]}, {"const": "x"}]),
+    st.lists(WORDS, min_size=1, max_size=4, unique=True).map(lambda words: {"enum": words}),
+)
+
+
+def _objects(inner):
+    def built(properties, required_first, is_open):
+        names = list(properties)
+        schema = {"type": "object", "properties": properties, "required": names[:required_first]}
+        return {**schema, "additionalProperties": {"type": "integer"}} if is_open else schema
+
+    return st.builds(built, st.dictionaries(WORDS, inner, max_size=4), st.integers(0, 4), st.booleans())
+
+
+def _arrays(inner):
+    return st.builds(
+        lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
+        inner, st.integers(0, 2), st.integers(0, 3),
+    )  # fmt: skip
+
+
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        _objects(inner), _arrays(inner), st.lists(inner, min_size=1, max_size=3).map(lambda each: {"anyOf": each})
+    ),
+    max_leaves=8,
+)
+
+
+def check_random_schema(schema, seed):
+    constraint = made(chat_of(schema))()
+    text = said(constraint, seed=seed)
+    ended_by_length = not constraint.is_over
+    event(f"ended by the length: {ended_by_length}")
+    if ended_by_length:
+        return
+    jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+
+
+QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(QUIET, max_examples=25)
+@given(SCHEMAS, st.integers(0, 1 << 30))
+def test_random_schemas_have_valid_outputs(schema, seed):
+    check_random_schema(schema, seed)
+
+
+@pytest.mark.long
+@settings(QUIET, max_examples=500)
+@given(SCHEMAS, st.integers(0, 1 << 30))
+def test_500_random_schemas_have_valid_outputs(schema, seed):
+    check_random_schema(schema, seed)
+
+
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer", "minimum": 0, "maximum": 9},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "required": ["value", "children"],
+        }
+    },
+}
+
+
+def test_recursive_schema_has_valid_outputs():
+    make, whole = made(chat_of(TREE)), 0
+    for seed in range(20):
+        constraint = make()
+        text = said(constraint, seed=seed)
+        if constraint.is_complete:
+            whole += 1
+            jsonschema.validate(json.loads(text), TREE)
+    assert whole >= 10
+
+
+def test_json_object_is_any_object():
+    for seed in range(5):
+        constraint = made(chat_of({}))()
+        text = said(constraint, seed=seed)
+        assert not constraint.is_complete or isinstance(json.loads(text), dict)
+
+
+def test_json_has_one_space_and_no_keys_of_its_own():
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": [1, 2]}}, "required": ["a", "b"]}
+    assert said(made(chat_of(schema))()) == '{"a": 1, "b": [1, 2]}'
+
+
+def test_objects_are_closed_where_that_leaves_them_possible():
+    inner = {"type": "object", "properties": {"a": {"type": "string", "format": "no-such-format"}}}
+    assert closed(inner, 9) == {
+        "type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False,
+    }  # fmt: skip
+    assert closed({"type": "array", "items": inner}, 9)["items"]["additionalProperties"] is False
+    assert closed({"properties": {"properties": {"type": "object"}}}, 9)["properties"]["properties"] == {
+        "type": "object"
+    }
+    for kept in (
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+        {"allOf": [inner, {"type": "object", "properties": {"c": {}}}]},
+        {"enum": [{"properties": {"format": "date"}}]},
+    ):
+        assert "additionalProperties" not in json.dumps({**closed(kept, 9), "additionalProperties": None})[:-30]
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def test_mask_allows_no_padding_no_special_token_and_the_end_when_whole():
+    constraint = made(chat_of({"type": "integer", "minimum": 1, "maximum": 99}))()
+    mask = constraint.mask()
+    assert mask.dtype == torch.bool
+    assert len(mask) == len(PLAIN) + PADDING
+    assert not mask[len(PLAIN) :].any()
+    assert not mask[PLAIN.all_special_ids].any()
+    constraint.take(PLAIN.encode("7", add_special_tokens=False)[0])
+    assert constraint.is_complete
+    assert not constraint.is_over
+    assert constraint.mask()[PLAIN.eos_token_id]
+    constraint.take(PLAIN.eos_token_id)
+    assert constraint.is_over
+    assert constraint.mask() is None
+
+
+def test_forced_tokens_are_those_that_must_come():
+    schema = {"type": "object", "properties": {"a_long_name": {"type": "boolean"}}, "required": ["a_long_name"]}
+    constraint = made(chat_of(schema))()
+    tokens = constraint.forced()
+    assert '{"a_long_name": '.startswith(PLAIN.decode(tokens))
+    assert len(tokens) >= 3
+    assert constraint.forced() == tokens  # asking takes nothing
+    for token in tokens:
+        assert constraint.mask()[token]
+        constraint.take(token)
+    assert not constraint.is_over
+
+
+def test_token_that_does_not_fit_ends_the_grammar(capfd):
+    constraint = made(chat_of({"type": "integer"}))()
+    constraint.take(PLAIN.encode("x", add_special_tokens=False)[0])
+    assert constraint.is_over
+    assert not constraint.is_complete
+    assert constraint.mask() is None
+    assert constraint.forced() == []
+    constraint.take(0)
+    assert "a grammar failed" in "".join(capfd.readouterr())
+
+
+def test_mask_beyond_its_limit_ends_the_grammar():
+    limits = GrammarLimits(step_fuel=1, step_items=1)
+    constraint = made(chat_of({"type": "string", "pattern": "^(a|b)*c(a|b){9}$"}), limits=limits)()
+    list(walk(constraint, LEANING, 0, 30))
+    assert constraint.is_over
+    assert not constraint.is_complete
+
+
+def test_words_that_explain_do_not_count():
+    schema = {"type": "integer", "minimum": 7, "maximum": 7, "description": "x" * 100_000, "default": 7}
+    assert said(made(chat_of(schema))()) == "7"
+
+
+def test_each_choice_has_a_state_of_its_own():
+    make = made(chat_of({"const": "a long constant"}))
+    first, second = make(), make()
+    assert said(first) == said(second) == '"a long constant"'
+
+
+# --- hostile schemas -------------------------------------------------------------------------------------------------
+
+
+def deep(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def chained(word):
+    """Two references each, thirty levels: 2**30 paths."""
+    link = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(30)}
+    return {"$ref": "#/$defs/d0", "$defs": {**link, "d30": {"type": "integer"}}}
+
+
+REFUSED = {
+    "deep": deep(100),
+    "deeper than Python recurses": deep(100_000),
+    "many properties": {"properties": {f"p{i}": {"type": "string"} for i in range(1100)}},
+    "many alternatives": {"anyOf": [{"const": i} for i in range(1100)]},
+    "more bytes than are compiled": {"enum": ["x" * 99] * 1000},
+    "more bytes than are read": {"type": "integer", "description": "x" * (1 << 20)},
+    "a product of alternatives": {
+        "allOf": [{"anyOf": [{"properties": {f"x{i}": {"const": k}}} for k in range(8)]} for i in range(12)]
+    },
+    "circular": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "object"}]}}},
+    "an address": {"$ref": "http://127.0.0.1:9/schema.json"},
+    "no such type": {"type": "banana"},
+    "a pattern that is none": {"type": "string", "pattern": "("},
+    "impossible": {"type": "string", "pattern": "^a$", "minLength": 5},
+    "not enforced": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+    "no JSON schema": {"type": "object", "properties": 7},
+    "names that are none": {"type": "object", "properties": {"a": {}}, "required": [{}]},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_schema_is_refused(name):
+    with pytest.raises(BadRequest) as refused:
+        made(chat_of(REFUSED[name]))
+    assert refused.value.field == "response_format"
+    with pytest.raises(BadRequest) as refused:
+        made(chat_of(tools=(Tool("f", "", REFUSED[name], True),), choice=ToolChoice("required")))
+    assert refused.value.field == "tools"
+
+
+ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+
+
+def test_schema_without_any_output_is_refused_or_ends_its_call():
+    with pytest.raises(BadRequest):
+        made(chat_of(ENDLESS))
+    constraint = made(chat_of(tools=(Tool("f", "", ENDLESS),), choice=ToolChoice("required")))()
+    said(constraint)
+    assert constraint.is_over
+    assert not constraint.is_complete
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        deep(50),
+        chained("anyOf"),
+        {"type": "string", "pattern": "^(.*a.{20}|.*b.{20}|.*c.{20})$"},
+        {"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"},
+        {"type": "string", "minLength": 10**9},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 10**6},
+        {"enum": [f"value {i}" for i in range(5000)]},
+    ],
+    ids=["deep", "chained", "pattern", "repeated", "long", "list", "enumeration"],
+)
+def test_costly_schema_stays_within_the_limits_of_a_mask(schema):
+    try:
+        constraint = made(chat_of(schema))()
+    except BadRequest:
+        return
+    for _ in walk(constraint, LEANING, 0, 20, EOS):
+        pass  # a mask that reaches a limit ends the grammar; it raises nothing
+
+
+def test_compiling_is_bounded_in_time_and_work():
+    with pytest.raises(BadRequest, match="too long"):
+        made(chat_of(TREE), limits=GrammarLimits(compile_s=0.0))
+    costly = {"type": "string", "pattern": "(a|b)*a(a|b){200}"}
+    for name in ("lexer_fuel", "grammar_symbols", "schema_bytes", "given_bytes", "members"):
+        limits = GrammarLimits(**{name: 1})
+        with pytest.raises(BadRequest):
+            made(chat_of({"type": "object", "properties": {"a": costly, "b": costly}}), limits=limits)
