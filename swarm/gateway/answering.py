@@ -91,7 +91,8 @@ class Model:
             self.tokenizer.apply_chat_template,
             messages,
             tools=tools if tools and chat.tool_choice.mode != "none" else None,
-            add_generation_prompt=True,
+            add_generation_prompt=not chat.continues,
+            continue_final_message=chat.continues,
             tokenize=False,
             **chat.template,
         )
@@ -118,6 +119,8 @@ class Model:
     async def _choices(
         self, request: Chat | Completion, ids: tuple[int, ...], parsers: Callable[[], OutputParser | None]
     ) -> AsyncGenerator[Event, None]:
+        if any(token >= self.backend.vocabulary for token in request.sampling.logit_bias):
+            raise BadRequest("logit_bias", f"token ids are from 0 to {self.backend.vocabulary - 1}")
         tokens_max = self._room(request.tokens_max, len(ids))
         generation = Generation(
             prompt=ids,
@@ -159,6 +162,8 @@ class _Choice:
         self._parser = parser
         self._calls = 0
         self._count = 0  # tokens of the output
+        self._reasoning = 0  # of them, tokens that the model only thinks
+        self._thinks = False  # whether the last event was reasoning
         self._ended = False  # by a token that ends answers
         self._pending: list[TokenText] = []  # tokens whose text is held back
 
@@ -175,7 +180,7 @@ class _Choice:
                     await emitted.asend(True)
         for event in self._rest():
             yield event
-        yield Finished(self._index, self._reason(), self._count, self._stop.found)
+        yield Finished(self._index, self._reason(), self._count, self._stop.found, self._reasoning)
 
     def _of(self, emitted: Emitted) -> list[Event]:
         match emitted:
@@ -186,7 +191,11 @@ class _Choice:
             case Token():
                 self._count += 1
                 self._ended = emitted.id in self._generation.stop_ids
-                return [] if self._ended else self._of_token(emitted)
+                events = [] if self._ended else self._of_token(emitted)
+                if events:
+                    self._thinks = isinstance(events[-1], Reasoning)
+                self._reasoning += self._thinks
+                return events
 
     def _reason(self) -> FinishReason:
         grammar = self._generation.grammar

@@ -13,9 +13,10 @@ from starlette.exceptions import HTTPException
 
 from swarm.errors import SwarmError
 from swarm.gateway import document
-from swarm.gateway.api import ollama, openai
+from swarm.gateway.api import messages, ollama, openai
 from swarm.gateway.api.dialect import Catalogue, Dialect, Served
 from swarm.gateway.api.problems import Problem, problem_of
+from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.watching import Watching
 from swarm.limits import limit
 from swarm.version import __version__
@@ -28,6 +29,7 @@ class GatewayLimits:
     """Bounds of requests."""
 
     body_bytes_max: int = limit(8 << 20, "bytes", "a longer request is answered with 413")
+    streams: StreamLimits = field(default_factory=StreamLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +41,24 @@ class Gateway:
     started: float = field(default_factory=time.time)
 
 
-DIALECTS = (ollama.DIALECT, openai.DIALECT)  # the first whose paths fit, or the last
+DIALECTS = (ollama.DIALECT, messages.DIALECT, openai.DIALECT)  # the first whose paths fit, or the last
 
 
 def make_app(gateway: Gateway) -> FastAPI:
     """Return the API."""
     app = FastAPI(title="Swarm gateway", version=__version__, openapi_url=document.PATH, docs_url=None, redoc_url=None)
-    app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max)
+    app.add_middleware(Watching, body_bytes_max=gateway.limits.body_bytes_max, answer=answered)
     _add_errors(app)
-    served = Served(gateway.models, gateway.started)
-    app.include_router(openai.router(served))
-    app.include_router(ollama.router(served))  # the last: it has `/` only where no other router has
+    served = Served(gateway.models, gateway.started, gateway.limits.streams)
+    for dialect in (openai, messages, ollama):  # Ollama's is the last: it has `/` only where no other router has
+        app.include_router(dialect.router(served))
     document.documented(app, dialect_of)
     return app
 
 
 def _add_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        if not isinstance(error, SwarmError):
-            _log.error("a request failed", path=request.url.path, exc_info=error)
-        return written(request, problem_of(error))
+        return answered(request, error)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -74,12 +74,18 @@ def _add_errors(app: FastAPI) -> None:
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Any]] = {
         SwarmError: answer,
-        Exception: answer,
         RequestValidationError: invalid,
         HTTPException: http,
     }
     for cls, handler in handlers.items():
         app.add_exception_handler(cls, handler)
+
+
+def answered(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that has failed. What is not ours is logged."""
+    if not isinstance(error, SwarmError):
+        _log.error("a request failed", path=request.url.path, exc_info=error)
+    return written(request, problem_of(error))
 
 
 def written(request: Request, problem: Problem) -> Response:

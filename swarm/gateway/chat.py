@@ -42,7 +42,8 @@ class Chat:
 
     tokens_max: None for as many as fit. stop: strings that end the output and do not appear in it. n: answers.
     schema: JSON schema of the answer; an empty one is any JSON object. ignore_eos: go on behind the end token.
-    template: further variables of the chat template, such as enable_thinking.
+    template: further variables of the chat template, such as enable_thinking. continues: the last message is the
+    assistant's, and the answer goes on where it ends.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Chat:
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
     template: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
     ignore_eos: bool = False
     owner: str = ""
     conversation: str | None = None
@@ -129,12 +131,16 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a choice. tokens: of the output. stop: the string that ended it, if one did."""
+    """The last event of a choice.
+
+    tokens: of the output. stop: the string that ended it, if one did. reasoning: how many of the tokens are reasoning.
+    """
 
     choice: int
     reason: FinishReason
     tokens: int
     stop: str | None = None
+    reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,23 @@
 """Reads a request's body with a bound, and cancels its work when the client goes away, in the midst of a prompt too."""
 
 import asyncio
+from collections.abc import Callable
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarm.gateway.api.problems import Problem, Rejected
 
 
 class Watching:
     """Pure ASGI middleware: the frameworks' own notice a client that is gone only when they next send to it."""
 
-    def __init__(self, app: ASGIApp, body_bytes_max: int) -> None:
-        """body_bytes_max: a longer body is answered with 413."""
+    def __init__(self, app: ASGIApp, body_bytes_max: int, answer: Callable[[Request, Exception], Response]) -> None:
+        """body_bytes_max: a longer body is answered with 413. answer: writes an error in the client's dialect."""
         self._app = app
         self._body_bytes_max = body_bytes_max
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -22,7 +28,10 @@ class Watching:
         if body is None:
             return
         if len(body) > self._body_bytes_max:
-            await _too_large(send, self._body_bytes_max)
+            text = f"a request has at most {self._body_bytes_max} bytes"
+            refused = self._answer(Request(scope), Rejected(Problem(413, "invalid_request", text)))
+            refused.headers["connection"] = "close"
+            await refused(scope, receive, send)
             return
         given, gone = [body], asyncio.Event()
 
@@ -36,8 +45,9 @@ class Watching:
         leaving = asyncio.ensure_future(receive())  # the next message, and the last, is that the client has gone
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()  # an error goes on to the middleware that answers with it
+            error = serving.exception() if serving.done() else None
+            if isinstance(error, Exception):  # beyond this, the server would close the connection of a client's pool
+                await self._answer(Request(scope), error)(scope, receive, send)
         finally:
             gone.set()
             for task in (serving, leaving):
@@ -57,10 +67,3 @@ class Watching:
             if not message.get("more_body", False):
                 break
         return b"".join(parts)
-
-
-async def _too_large(send: Send, most: int) -> None:
-    text = f'{{"error":{{"message":"a request has at most {most} bytes","type":"invalid_request_error"}}}}'.encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": text})

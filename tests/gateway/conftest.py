@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
 from swarm.compute.thread import ComputeThread
+from swarm.events import configure_events
 from swarm.gateway.engine import Engine, EngineLimits
 from swarm.identity import Identity
 from swarm.model.loading import load_ends
@@ -31,11 +32,12 @@ def one_thread():
 
 
 @pytest.fixture(scope="package", autouse=True)
-def plain_tracebacks():
-    """A traceback of a failed request with all its variables, as structlog draws it, takes seconds."""
-    structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
+def events():
+    """As the command writes them: structlog's own tracebacks show all variables, which takes seconds."""
+    before = structlog.get_config()
+    configure_events("warning")
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="package")

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from swarm.errors import ModelNotFound
 from swarm.gateway.answering import Model
 from swarm.gateway.api.dialect import About
-from swarm.gateway.app import Gateway, make_app
+from swarm.gateway.app import Gateway, GatewayLimits, make_app
 from swarm.gateway.generation import Emitted, Generation, Likely, Rerouted, Started, Token
 from swarm.gateway.text import TokenTexts
 from tests.support.swarms import DEMO_CHECKPOINT
@@ -38,6 +38,7 @@ class ScriptedBackend:
     script: Script
     positions_max: int = 8192
     token_s: float = 0.0
+    prompt_s: float = 0.0
     asked: list[Generation] = field(default_factory=list)
     running: int = 0
 
@@ -49,6 +50,7 @@ class ScriptedBackend:
         self.asked.append(generation)
         self.running += 1
         try:
+            await asyncio.sleep(self.prompt_s)
             said = self.script(generation)
             yield Started(0, self._echo(generation))
             count = 0
@@ -106,11 +108,11 @@ class ScriptedModels:
         return self.model
 
 
-def scripted_model(script: Script, *, template: str = CHATML, token_s: float = 0.0) -> Model:
+def scripted_model(script: Script, *, template: str = CHATML, token_s: float = 0.0, prompt_s: float = 0.0) -> Model:
     """A model that says what the script wants, with the vocabulary of the demo's checkpoint."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
     tokenizer.chat_template = template
-    backend = ScriptedBackend(tokenizer, script, token_s=token_s)
+    backend = ScriptedBackend(tokenizer, script, token_s=token_s, prompt_s=prompt_s)
     return Model(NAME, "0" * 64, backend, tokenizer, frozenset({tokenizer.eos_token_id}), TokenTexts(tokenizer))
 
 
@@ -130,8 +132,10 @@ def running(gateway: Gateway) -> Iterator[str]:
 
 
 @contextmanager
-def scripted(script: Script, **options: object) -> Iterator[tuple[str, ScriptedBackend]]:
+def scripted(
+    script: Script, *, limits: GatewayLimits | None = None, **options: object
+) -> Iterator[tuple[str, ScriptedBackend]]:
     """A running gateway with one scripted model. Yields its URL and the backend."""
     model = scripted_model(script, **options)
-    with running(Gateway(ScriptedModels(model))) as url:
+    with running(Gateway(ScriptedModels(model), limits or GatewayLimits())) as url:
         yield url, model.backend

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from swarm.errors import HopFailed, NoRoute, StepTimeout
-from swarm.gateway.api import sse
 from swarm.gateway.api.ollama_requests import ChatRequest, GenerateRequest, messages_of
+from swarm.gateway.api.sse import StreamLimits
+from swarm.gateway.app import GatewayLimits
 from swarm.gateway.generation import Rerouted
 from tests.gateway.scripted import NAME, scripted
 from tests.support.swarms import eventually
@@ -245,9 +246,9 @@ def test_error_after_the_first_line_is_a_line_and_no_clean_end():
         assert post(url, "/api/chat", {"messages": HELLO, "stream": False}).status_code == 504
 
 
-def test_long_pause_is_filled_with_lines_without_text(monkeypatch):
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.02)
-    with scripted(lambda _: ["All ", "is well."], token_s=0.1) as (url, _):
+def test_long_pause_is_filled_with_lines_without_text():
+    limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))
+    with scripted(lambda _: ["All ", "is well."], token_s=0.1, limits=limits) as (url, _):
         pieces = lines(post(url, "/api/chat", {"messages": HELLO}))
     assert "".join(piece["message"]["content"] for piece in pieces) == "All is well."
     assert sum(not piece["message"]["content"] for piece in pieces[:-1]) > 3

@@ -9,7 +9,11 @@ import httpx
 import pytest
 
 from swarm.errors import HopFailed, NoRoute, StepTimeout
+from swarm.gateway.api.sse import StreamLimits
+from swarm.gateway.app import GatewayLimits
+from swarm.gateway.chat import Finished, Reasoning, Text
 from swarm.gateway.generation import Rerouted
+from tests.gateway.replying import replying
 from tests.gateway.scripted import NAME, scripted
 from tests.support.swarms import eventually
 
@@ -124,6 +128,11 @@ def test_models_are_listed_and_found(says_ok):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         ({"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
         ({"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"messages": HELLO, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
+        ({"messages": HELLO, "seed": 2**63}, 400, "seed"),
+        ({"messages": HELLO, "functions": [{"name": "f"}]}, 400, "functions"),
+        ({"messages": HELLO, "modalities": ["text", "audio"]}, 400, "modalities"),
+        ({"messages": HELLO, "web_search_options": {}}, 400, "web_search_options"),
         ({"messages": HELLO, "model": "other"}, 404, None),
     ],
 )
@@ -171,6 +180,7 @@ def test_error_before_the_first_byte_has_its_status(error, status):
             assert response.status_code == status
             assert ("retry-after" in response.headers) == (status in {503, 504})
             assert "secret" not in response.text
+            assert response.json()["error"]["type"] == "server_error"
 
 
 def test_error_after_the_first_byte_is_an_event_and_no_clean_end():
@@ -200,3 +210,37 @@ def test_client_that_goes_away_ends_its_generation(stream):
             eventually(lambda: backend.running == 1, 5)
             time.sleep(0.1)
         eventually(lambda: backend.running == 0, 1)
+
+
+def test_client_that_leaves_during_a_long_prompt_ends_its_generation():
+    """Its headers are sent: the first event has not come yet, and is waited for."""
+    limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))
+    with scripted(lambda _: "word", prompt_s=60, limits=limits) as (url, backend):
+        with httpx.stream(
+            "POST", url + "/v1/chat/completions", json={"model": NAME, "messages": HELLO, "stream": True}
+        ):
+            assert backend.running == 1
+        eventually(lambda: backend.running == 0, 1)
+
+
+def test_fields_that_are_null_are_as_if_absent(says_ok):
+    names = ("stream", "stream_options", "n", "seed", "stop", "tools", "tool_choice", "response_format", "ignore_eos")
+    body = {"messages": HELLO, **dict.fromkeys(names)}
+    assert post(says_ok[0], "/v1/chat/completions", body).json()["object"] == "chat.completion"
+    body = {"prompt": "x", **dict.fromkeys(("stream", "echo", "seed", "n", "best_of", "suffix", "logprobs"))}
+    assert post(says_ok[0], "/v1/completions", body).json()["object"] == "text_completion"
+
+
+def test_reasoning_is_counted_and_apart_from_the_content():
+    with replying(lambda _: (Reasoning(0, "Hm. "), Text(0, "Yes."), Finished(0, "stop", 9, None, 3))) as (url, _):
+        body = post(url, "/v1/chat/completions", {"messages": HELLO}).json()
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm. ")
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+def test_answers_of_the_same_weights_have_the_same_fingerprint(says_ok):
+    bodies = [post(says_ok[0], "/v1/chat/completions", {"messages": HELLO}).json() for _ in range(2)]
+    assert {body["system_fingerprint"] for body in bodies} == {"fp_0000000000"}
+    told = events(post(says_ok[0], "/v1/chat/completions", {"messages": HELLO, "stream": True}))
+    assert {chunk["system_fingerprint"] for chunk in told[:-1]} == {"fp_0000000000"}

@@ -1,35 +1,17 @@
 """OpenAI's chat completions: `POST /v1/chat/completions`."""
 
 import json
-import secrets
-import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.api.problems import Problem
-from swarm.gateway.api.sse import DONE, event
-from swarm.gateway.chat import (
-    Chat,
-    Event,
-    Finished,
-    Message,
-    PromptDone,
-    Reasoning,
-    RouteChanged,
-    Sampling,
-    Text,
-    TokenText,
-    Tool,
-    ToolCall,
-    ToolChoice,
-)
+from swarm.gateway.chat import Chat, Message, Sampling, Tool, ToolChoice
 
 CHOICES_MAX = 8
 LOGPROBS_MAX = 20
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as OpenAI takes them
 
 
 class _Given(BaseModel):
@@ -85,7 +67,7 @@ class ResponseFormat(_Given):
 class StreamOptions(_Given):
     """Further events of a stream."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class ChatRequest(_Given):
@@ -93,7 +75,7 @@ class ChatRequest(_Given):
 
     model: str
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -105,7 +87,7 @@ class ChatRequest(_Given):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     logprobs: bool | None = None
@@ -116,12 +98,19 @@ class ChatRequest(_Given):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     user: str | None = None
+    # These are not supported, and would change the answer
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    web_search_options: Any = None
 
     def chat(self, owner: str, conversation: str | None) -> Chat:
         """Return the request in the words of all dialects. Raises BadRequest."""
+        self._check_supported()
         template = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             template.setdefault("reasoning_effort", self.reasoning_effort)
@@ -137,10 +126,18 @@ class ChatRequest(_Given):
             sampling=self._sampling(),
             n=self.n or 1,
             template=template,
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             owner=owner,
             conversation=self.prompt_cache_key or conversation,
         )
+
+    def _check_supported(self) -> None:
+        if self.functions or self.function_call is not None:
+            raise BadRequest("functions", "they are not supported: use tools and tool_choice")
+        if self.audio is not None or set(self.modalities or ()) - {"text"}:
+            raise BadRequest("modalities", "answers are text")
+        if self.web_search_options is not None:
+            raise BadRequest("web_search_options", "this gateway does not search the web")
 
     def _sampling(self) -> Sampling:
         given = {
@@ -211,19 +208,19 @@ def message_of(given: Mapping[str, Any]) -> Message:
     return message
 
 
-def text_of(content: object) -> str:
+def text_of(content: object, field: str = "messages") -> str:
     """Return the text of a message's content: a string, or parts of text. Raises BadRequest."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest("messages", "content is text or a list of parts")
+        raise BadRequest(field, "content is text or a list of parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in {"text", "input_text", "output_text", "refusal"}:
-            raise BadRequest("messages", f"parts of content are text, not {str(kind)[:40]!r}")
+            raise BadRequest(field, f"parts of content are text, not {str(kind)[:40]!r}")
         texts.append(str(part.get("text") or part.get("refusal") or ""))
     return "\n".join(texts)
 
@@ -240,161 +237,3 @@ def _call(call: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
         }
     except (KeyError, TypeError, AttributeError, ValueError):
         raise BadRequest("messages", "a tool call has an id, a function's name and JSON arguments") from None
-
-
-# --- the answer ------------------------------------------------------------------------------------------------------
-
-
-class Usage:
-    """Counts the tokens of an answer."""
-
-    def __init__(self) -> None:
-        self.prompt = self.cached = self.completion = 0
-
-    def take(self, each: Event) -> None:
-        """Count an event."""
-        match each:
-            case PromptDone(choice, tokens, cached):
-                if choice == 0:
-                    self.prompt, self.cached = tokens, cached
-            case Finished():
-                self.completion += each.tokens
-
-    def body(self) -> dict[str, Any]:
-        """Return it as OpenAI writes it."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
-def whole(chat: Chat, events: Sequence[Event]) -> dict[str, Any]:
-    """Return an answer that is not streamed."""
-    usage = Usage()
-    choices = [_Answer(index) for index in range(chat.n)]
-    for each in events:
-        usage.take(each)
-        choices[each.choice].take(each)
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": chat.model,
-        "choices": [choice.body(with_logprobs=chat.sampling.logprobs is not None) for choice in choices],
-        "usage": usage.body(),
-    }
-
-
-class _Answer:
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.text = self.reasoning = ""
-        self.calls: list[dict[str, Any]] = []
-        self.tokens: list[TokenText] = []
-        self.reason = "stop"
-
-    def take(self, each: Event) -> None:
-        match each:
-            case Text():
-                self.text += each.text
-                self.tokens += each.tokens
-            case Reasoning():
-                self.reasoning += each.text
-            case ToolCall():
-                self.calls.append(call_body(each))
-            case Finished():
-                self.reason = each.reason
-
-    def body(self, *, with_logprobs: bool) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = self.calls
-            message["content"] = self.text or None
-        logprobs = {"content": [logprob_body(token) for token in self.tokens], "refusal": None}
-        return {
-            "index": self.index,
-            "message": message,
-            "logprobs": logprobs if with_logprobs else None,
-            "finish_reason": self.reason,
-        }
-
-
-def call_body(call: ToolCall) -> dict[str, Any]:
-    """Return a call as OpenAI writes it."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def logprob_body(token: TokenText) -> dict[str, Any]:
-    """Return a token with its probability as OpenAI writes it."""
-    return {
-        "token": token.text,
-        "logprob": token.logprob,
-        "bytes": list(token.raw),
-        "top_logprobs": [{"token": text, "logprob": logprob, "bytes": list(raw)} for text, raw, logprob in token.top],
-    }
-
-
-async def chunks(
-    chat: Chat, events: AsyncGenerator[Event, None], *, include_usage: bool, show_route: bool
-) -> AsyncGenerator[bytes, None]:
-    """Write an answer as server-sent events. show_route: whether changes of the route are told, as comments."""
-    head = {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": chat.model,
-    }
-    usage = Usage()
-    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    async with aclosing(events):
-        async for each in events:
-            usage.take(each)
-            if isinstance(each, RouteChanged):
-                if show_route:
-                    route = {"choice": each.choice, "left": each.left, "hops": each.hops, "took_s": each.took_s}
-                    yield event({**head, "choices": [], "swarm_route": route})
-                continue
-            yield event({**head, "choices": [_delta(each, chat)], **no_usage})
-    if include_usage:
-        yield event({**head, "choices": [], "usage": usage.body()})
-    yield DONE
-
-
-def _delta(each: Event, chat: Chat) -> dict[str, Any]:
-    delta: dict[str, Any] = {}
-    reason, logprobs = None, None
-    match each:
-        case PromptDone():
-            delta = {"role": "assistant", "content": ""}
-        case Text():
-            delta = {"content": each.text}
-            if chat.sampling.logprobs is not None:
-                logprobs = {"content": [logprob_body(token) for token in each.tokens], "refusal": None}
-        case Reasoning():
-            delta = {"reasoning_content": each.text}
-        case ToolCall():
-            delta = {"tool_calls": [{"index": each.index, **call_body(each)}]}
-        case Finished():
-            reason = each.reason
-    return {"index": each.choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-def error_body(problem: Problem) -> dict[str, Any]:
-    """Return an error as OpenAI writes it."""
-    kind = {
-        "invalid_request": "invalid_request_error",
-        "not_found": "invalid_request_error",
-        "authentication": "invalid_request_error",
-        "permission": "invalid_request_error",
-        "rate_limit": "rate_limit_error",
-    }.get(problem.kind, "server_error")
-    return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": problem.code}}
-
-
-def error_event(problem: Problem) -> bytes:
-    """Return the last event of a stream that has failed."""
-    return event(error_body(problem))

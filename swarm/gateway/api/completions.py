@@ -1,8 +1,6 @@
 """OpenAI's completions: `POST /v1/completions`, for texts and token ids without a template."""
 
 import math
-import secrets
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -11,8 +9,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.answering import merged
-from swarm.gateway.api.chat import CHOICES_MAX, StreamOptions, biases
+from swarm.gateway.answering import Model, merged
+from swarm.gateway.api.chat import CHOICES_MAX, Seed, StreamOptions, biases
+from swarm.gateway.api.chat_events import head
 from swarm.gateway.api.sse import DONE, event
 from swarm.gateway.chat import Completion, Event, Finished, PromptDone, Sampling, Text, TokenText
 
@@ -30,7 +29,7 @@ class CompletionRequest(BaseModel):
 
     model: str
     prompt: str | Prompts | Ids | PromptIds = ""
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
     best_of: int | None = None
@@ -42,13 +41,13 @@ class CompletionRequest(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
-    echo: bool = False
+    echo: bool | None = None
     suffix: str | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     user: str | None = None
 
@@ -70,8 +69,8 @@ class CompletionRequest(BaseModel):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             sampling=Sampling(logit_bias=biases(self.logit_bias or {}), logprobs=self.logprobs, **given),
             n=self.n or 1,
-            echo=self.echo,
-            ignore_eos=self.ignore_eos,
+            echo=bool(self.echo),
+            ignore_eos=bool(self.ignore_eos),
             owner=owner,
             conversation=self.prompt_cache_key or conversation,
         )
@@ -159,20 +158,14 @@ def _choice_body(index: int, text: str, logprobs: Mapping[str, Any] | None, reas
 class Writer:
     """Writes the events of one request's answers."""
 
-    def __init__(self, completions: Sequence[Completion], prompts: Sequence[str]) -> None:
+    def __init__(self, completions: Sequence[Completion], model: Model, prompts: Sequence[str]) -> None:
         """prompts: their texts, for the echo."""
         self._n = completions[0].n
-        self._model = completions[0].model
         self._prompts = prompts
         self._echo = completions[0].echo
         self._with_logprobs = completions[0].sampling.logprobs is not None
         self._offsets: dict[int, int] = {}
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._model,
-        }
+        self._head = head("cmpl", "text_completion", model)
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """Return all answers."""

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from swarm.gateway.answering import Model
 from swarm.gateway.api.problems import Problem
+from swarm.gateway.api.sse import StreamLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Served:
 
     models: Catalogue
     started: float  # when the gateway began, in seconds since 1970
+    streams: StreamLimits
 
     async def model(self, name: str) -> Model:
         """Return a model, loaded. Raises ModelNotFound or CheckpointError."""

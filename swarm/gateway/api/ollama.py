@@ -75,7 +75,7 @@ def router(served: Served) -> APIRouter:
         events = model.chat(asked) if isinstance(asked, Chat) else model.complete(asked)
         if body.is_streamed:
             lines, no_text = answer.lines(events), line(answer.piece(Piece()))
-            return await streamed(lines, error_line, keep_alive=no_text, media_type=DIALECT.stream_type)
+            return await streamed(lines, error_line, served.streams, keep_alive=no_text, media_type=DIALECT.stream_type)
         return JSONResponse(await answer.whole(events))
 
     return routes

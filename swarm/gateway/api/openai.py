@@ -1,15 +1,15 @@
-"""OpenAI's dialect: models, chat completions and completions."""
+"""OpenAI's dialect: models, chat completions, completions and responses."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from swarm.gateway.api import chat, completions
+from swarm.gateway.api import chat, chat_events, completions, responses, responses_events
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
 from swarm.gateway.api.sse import collected, streamed
 
-DIALECT = Dialect(("/v1/",), chat.error_body)
+DIALECT = Dialect(("/v1/",), chat_events.error_body)
 
 
 def router(served: Served) -> APIRouter:
@@ -34,10 +34,11 @@ def router(served: Served) -> APIRouter:
         model = await served.model(asked.model)
         events = model.chat(asked)
         if not body.stream:
-            return JSONResponse(chat.whole(asked, await collected(events)))
-        usage = body.stream_options is not None and body.stream_options.include_usage
+            return JSONResponse(chat_events.whole(asked, model, await collected(events)))
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         route = request.headers.get("x-swarm-route") == "show"
-        return await streamed(chat.chunks(asked, events, include_usage=usage, show_route=route), chat.error_event)
+        chunks = chat_events.chunks(asked, model, events, include_usage=usage, show_route=route)
+        return await streamed(chunks, chat_events.error_event, served.streams)
 
     @routes.post("/v1/completions", response_model=None)
     async def text_completions(body: completions.CompletionRequest, request: Request) -> Response:
@@ -45,12 +46,22 @@ def router(served: Served) -> APIRouter:
         asked = body.completions(owner_of(request), conversation_of(request))
         model = await served.model(body.model)
         texts = [model.text_of(each.prompt) for each in asked] if body.echo else [""] * len(asked)
-        writer = completions.Writer(asked, texts)
+        writer = completions.Writer(asked, model, texts)
         events = completions.all_of([model.complete(each) for each in asked], asked[0].n)
         if not body.stream:
             return JSONResponse(writer.whole(await collected(events)))
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return await streamed(writer.chunks(events, include_usage=usage), chat.error_event)
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return await streamed(writer.chunks(events, include_usage=usage), chat_events.error_event, served.streams)
+
+    @routes.post("/v1/responses", response_model=None)
+    async def create_response(body: responses.ResponseRequest, request: Request) -> Response:
+        """Answer a conversation that is given as items, whole or as a stream."""
+        asked = body.chat(owner_of(request), conversation_of(request))
+        model = await served.model(asked.model)
+        events, writer = model.chat(asked), responses_events.Writer(body)
+        if not body.stream:
+            return JSONResponse(writer.whole(await collected(events)))
+        return await streamed(writer.chunks(events), writer.failed, served.streams)
 
     return routes
 

@@ -24,7 +24,11 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a request has no answer. retry_after_s: when it is worth trying again; None where that is unknown."""
+    """Why a request has no answer.
+
+    retry_after_s: when it is worth trying again; None where that is unknown. too_long: the tokens of a prompt that is
+    too long, and how many fit.
+    """
 
     status: int
     kind: Kind
@@ -32,6 +36,7 @@ class Problem:
     code: str | None = None
     field: str | None = None
     retry_after_s: float | None = None
+    too_long: tuple[int, int] | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -69,7 +74,10 @@ def problem_of(error: BaseException) -> Problem:
         case BadRequest():
             return Problem(400, "invalid_request", str(error), error.code, error.field)
         case PromptTooLong():
-            return Problem(400, "invalid_request", _too_long(error), "context_length_exceeded", "messages")
+            counts = (error.positions, error.limit)
+            return Problem(
+                400, "invalid_request", _too_long(error), "context_length_exceeded", "messages", too_long=counts
+            )
         case Refused():
             return Problem(503, "overloaded", str(error), error.code, retry_after_s=error.retry_after_s or 5.0)
     for cls, status, kind, code, retry_after_s in _SIMPLE:

@@ -1,11 +1,12 @@
-"""Server-sent events of an answer: the first event before the headers, comments while a hop is repaired, no clean end
-after an error.
+"""Server-sent events of an answer: a status while there is time for one, something to read while a hop is repaired, no
+clean end after an error.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -15,12 +16,19 @@ from starlette.types import Send
 from swarm.errors import SwarmError
 from swarm.gateway.api.problems import Problem, problem_of
 from swarm.gateway.chat import Event
+from swarm.limits import limit
 
-KEEP_ALIVE_S = 10.0  # proxies close connections that are silent for longer: 30 to 60 s are usual
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 _log = structlog.get_logger("swarm.gateway")
 Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Bounds of streamed answers."""
+
+    keep_alive_s: float = limit(10.0, "s", "a stream says that it lives: proxies close silent ones after 30 to 60 s")
 
 
 def event(data: Body, name: str | None = None) -> bytes:
@@ -34,65 +42,86 @@ KEEP_ALIVE = b": the route is being repaired, or the prompt is long\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Streams an answer whose first event is there. An error is an error event, and no clean end follows it."""
+    """Streams an answer. An error is an error event, and no clean end follows it."""
 
     def __init__(
         self,
-        first: bytes,
+        following: asyncio.Future[bytes],
         chunks: AsyncGenerator[bytes, None],
         error_event: Callable[[Problem], bytes],
+        limits: StreamLimits,
         *,
         keep_alive: bytes,
         media_type: str,
+        headers: Mapping[str, str],
     ) -> None:
-        self._events = _kept_alive(first, chunks, error_event, keep_alive)
-        super().__init__(self._events, media_type=media_type, headers=HEADERS)
+        """following: the first of the chunks; a task waits for it already."""
+        self._following: asyncio.Future[bytes] | None = following
+        self._chunks = chunks
+        self._error_event = error_event
+        self._limits = limits
+        self._keep_alive = keep_alive
+        super().__init__(self._events(), media_type=media_type, headers={**HEADERS, **headers})
 
     async def stream_response(self, send: Send) -> None:
         """Send, and end the generation whatever ends the sending."""
-        async with aclosing(self._events):
+        try:
             await super().stream_response(send)
+        finally:
+            await _ended(self._following, self._chunks)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                self._following = self._following or asyncio.ensure_future(anext(self._chunks))
+                done, _ = await asyncio.wait({self._following}, timeout=self._limits.keep_alive_s)
+                if done:
+                    ready, self._following = self._following, None
+                    yield ready.result()
+                else:
+                    yield self._keep_alive
+        except StopAsyncIteration:
+            return
+        except Exception as error:  # noqa: BLE001 - the client is told; a clean end would say that the text is whole
+            if not isinstance(error, SwarmError):
+                _log.exception("an answer failed")
+            yield self._error_event(problem_of(error))
 
 
 async def streamed(
     chunks: AsyncGenerator[bytes, None],
     error_event: Callable[[Problem], bytes],
+    limits: StreamLimits,
     *,
     keep_alive: bytes = KEEP_ALIVE,
     media_type: str = "text/event-stream",
+    headers: Mapping[str, str] | None = None,
 ) -> EventStream:
-    """Return a response that begins when the first event is there. Raises what the generator raises before that.
+    """Return a response that begins with the first event, or when a silent client would give up.
 
-    keep_alive: bytes that clients of a dialect read and leave out of the answer.
+    Raises what the generator raises before that, so that the error has a status of its own.
     """
-    return EventStream(await anext(chunks), chunks, error_event, keep_alive=keep_alive, media_type=media_type)
-
-
-async def _kept_alive(
-    first: bytes, chunks: AsyncGenerator[bytes, None], error_event: Callable[[Problem], bytes], keep_alive: bytes
-) -> AsyncGenerator[bytes, None]:
-    following: asyncio.Future[bytes] | None = None
+    first = asyncio.ensure_future(anext(chunks))
     try:
-        yield first
-        while True:
-            following = following or asyncio.ensure_future(anext(chunks))
-            done, _ = await asyncio.wait({following}, timeout=KEEP_ALIVE_S)
-            if done:
-                ready, following = following, None
-                yield ready.result()
-            else:
-                yield keep_alive
-    except StopAsyncIteration:
-        return
-    except Exception as error:  # noqa: BLE001 - the client is told; a clean end would say that the text is whole
-        if not isinstance(error, SwarmError):
-            _log.exception("an answer failed")
-        yield error_event(problem_of(error))
-    finally:
-        if following is not None:
-            following.cancel()
-            await asyncio.wait({following})
-        await chunks.aclose()
+        done, _ = await asyncio.wait({first}, timeout=limits.keep_alive_s)
+        if done:
+            first.result()
+    except BaseException:
+        await _ended(first, chunks)
+        raise
+    headers = headers or {}
+    return EventStream(
+        first, chunks, error_event, limits, keep_alive=keep_alive, media_type=media_type, headers=headers
+    )
+
+
+async def _ended(following: asyncio.Future[bytes] | None, chunks: AsyncGenerator[bytes, None]) -> None:
+    if following is not None:
+        following.cancel()
+        await asyncio.wait({following})
+        if not following.cancelled():
+            following.exception()  # it is over, and asyncio need not log that its error was never looked at
+    await chunks.aclose()
 
 
 async def collected(events: AsyncGenerator[Event, None]) -> list[Event]:
