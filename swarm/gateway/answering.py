@@ -7,7 +7,7 @@ tool calls out. All choices of a request run at the same time, and their events 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,9 @@ from swarm.gateway.chat import (
     ToolCall,
 )
 from swarm.gateway.generation import Backend, Emitted, Generation, Rerouted, Started, Token
-from swarm.gateway.parsing import Called, OutputParser, Parsed, Thought, parser_for
+from swarm.gateway.grammar import Constraint, Grammars
+from swarm.gateway.parsing import parser_for
+from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
 from swarm.gateway.text import Detokenizer, StopStrings, TokenTexts
 
 LONG_CHARACTERS = 4096  # a longer prompt is tokenized in a thread: it would hold up all streams
@@ -44,12 +46,19 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
     texts: TokenTexts
+    grammars: Grammars = field(init=False)
+
+    def __post_init__(self) -> None:
+        grammars = Grammars(self.tokenizer, self.backend.vocabulary, self.stop_ids)
+        object.__setattr__(self, "grammars", grammars)
 
     async def chat(self, chat: Chat) -> AsyncGenerator[Event, None]:
         """Answer a conversation. Raises UsageError for a request that cannot be answered, or another SwarmError."""
-        ids = await self._rendered(chat)
-        parsers = partial(parser_for, self.tokenizer, chat)
-        async with aclosing(self._choices(chat, ids, parsers)) as events:
+        prompt = await self._rendered(chat)
+        ids = await self._tokenized(prompt, special=False)
+        constraints = await self.grammars.make(chat, prompt)
+        parsers = partial(parser_for, self.tokenizer, chat, prompt)
+        async with aclosing(self._choices(chat, ids, parsers, constraints)) as events:
             async for event in events:
                 yield event
 
@@ -70,7 +79,14 @@ class Model:
 
     async def count(self, chat: Chat) -> int:
         """Return how many tokens a conversation has as a prompt."""
-        return len(await self._rendered(chat))
+        return len(await self._tokenized(await self._rendered(chat), special=False))
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that are no text even where special tokens are read: they begin, end or fill sequences."""
+        known = self.tokenizer
+        control = {known.bos_token_id, known.eos_token_id, known.pad_token_id, *self.stop_ids}
+        return frozenset(token for token in control if token is not None)
 
     def text_of(self, prompt: str | tuple[int, ...]) -> str:
         """Return a prompt as text."""
@@ -78,8 +94,8 @@ class Model:
 
     # Prompts
 
-    async def _rendered(self, chat: Chat) -> tuple[int, ...]:
-        """Put a conversation into the model's template, and tokenize it."""
+    async def _rendered(self, chat: Chat) -> str:
+        """Put a conversation into the model's template."""
         if not self.tokenizer.chat_template:
             raise BadRequest("messages", f"{self.name} has no chat template; use /v1/completions")
         tools: list[Any] = [
@@ -97,10 +113,9 @@ class Model:
             **chat.template,
         )
         try:
-            text = await asyncio.to_thread(render)
+            return str(await asyncio.to_thread(render))
         except Exception as error:  # noqa: BLE001 - a template is a program, and says what it does not take
             raise BadRequest("messages", f"the model's template refuses them: {str(error)[:200]}") from None
-        return await self._tokenized(str(text), special=False)
 
     async def _tokenized(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         tokenize = partial(self.tokenizer.encode, text, add_special_tokens=special)
@@ -117,7 +132,11 @@ class Model:
     # Choices
 
     async def _choices(
-        self, request: Chat | Completion, ids: tuple[int, ...], parsers: Callable[[], OutputParser | None]
+        self,
+        request: Chat | Completion,
+        ids: tuple[int, ...],
+        parsers: Callable[[], OutputParser | None],
+        constraints: Callable[[], Constraint] | None = None,
     ) -> AsyncGenerator[Event, None]:
         if any(token >= self.backend.vocabulary for token in request.sampling.logit_bias):
             raise BadRequest("logit_bias", f"token ids are from 0 to {self.backend.vocabulary - 1}")
@@ -132,7 +151,7 @@ class Model:
             echo=isinstance(request, Completion) and request.echo and request.sampling.logprobs is not None,
         )
         choices = [
-            _Choice(self, index, _of_choice(generation, index), request.stop, parsers()).events()
+            _Choice(self, index, _of_choice(generation, index, constraints), request.stop, parsers()).events()
             for index in range(request.n)
         ]
         async with aclosing(merged(choices)) as events:
@@ -140,12 +159,12 @@ class Model:
                 yield event
 
 
-def _of_choice(generation: Generation, index: int) -> Generation:
-    """Return the generation of one choice: with a seed, each choice has its own."""
-    seed = generation.sampling.seed
-    if seed is None or index == 0:
-        return generation
-    return replace(generation, sampling=replace(generation.sampling, seed=seed + index))
+def _of_choice(generation: Generation, index: int, constraints: Callable[[], Constraint] | None) -> Generation:
+    """Return the generation of one choice: each has its own state of a grammar, and of a seed its own one."""
+    sampling = generation.sampling
+    if sampling.seed is not None and index > 0:
+        sampling = replace(sampling, seed=sampling.seed + index)
+    return replace(generation, sampling=sampling, grammar=None if constraints is None else constraints())
 
 
 class _Choice:
@@ -157,7 +176,9 @@ class _Choice:
         self._model = model
         self._index = index
         self._generation = generation
-        self._detokenizer = Detokenizer(model.tokenizer, special=parser is not None and parser.reads_special)
+        reads_special = parser is not None and parser.reads_special
+        self._detokenizer = Detokenizer(model.tokenizer, special=reads_special)
+        self._hidden = model.control_ids if reads_special else frozenset()
         self._stop = StopStrings(stop)
         self._parser = parser
         self._calls = 0
@@ -199,13 +220,16 @@ class _Choice:
 
     def _reason(self) -> FinishReason:
         grammar = self._generation.grammar
-        if self._ended or self._stop.found is not None or (grammar is not None and grammar.is_over):
+        is_whole = grammar is not None and grammar.is_complete and grammar.is_over
+        if self._ended or self._stop.found is not None or is_whole:
             return "tool_calls" if self._calls else "stop"
         return "length"
 
     def _of_token(self, token: Token) -> list[Event]:
         if token.logprob is not None:
             self._pending.append(self._model.texts.report(token))
+        if token.id in self._hidden:
+            return []
         text = self._stop.feed(self._detokenizer.feed(token.id))
         return self._parsed(text) if text else []
 

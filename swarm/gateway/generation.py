@@ -49,9 +49,18 @@ class Grammar(Protocol):
         """Go on by a token."""
         ...
 
+    def forced(self) -> list[int]:
+        """Return tokens that must come next, none of them taken yet; none where there is a choice."""
+        ...
+
     @property
     def is_over(self) -> bool:
-        """Whether no token can follow."""
+        """Whether no token can follow: what there is is whole, or the grammar has failed."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what was taken is a whole output."""
         ...
 
 

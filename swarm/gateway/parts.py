@@ -1,0 +1,44 @@
+"""What a parser takes out of an output: text, reasoning, and calls of tools."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text that the model thinks and does not say."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A complete call of a tool. arguments: JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+Parsed = str | Thought | Called
+
+
+def new_id() -> str:
+    """Return an id for a call whose family writes none."""
+    return "call_" + token_hex(12)
+
+
+class OutputParser(Protocol):
+    """Reads one output, piece by piece."""
+
+    reads_special: bool  # whether its marks are special tokens, which are left out of text otherwise
+
+    def feed(self, text: str) -> Sequence[Parsed]:
+        """Take more of the output. Returns the parts that it completes."""
+        ...
+
+    def close(self) -> Sequence[Parsed]:
+        """Return what is held back, at the end of the output."""
+        ...
