@@ -36,6 +36,8 @@ class ReplyingModel(Model):
 def replying(reply: Reply, limits: GatewayLimits | None = None) -> Iterator[tuple[str, ReplyingModel]]:
     """A running gateway with one model that replies. Yields its URL and the model."""
     base = scripted_model(lambda _: "")
-    model = ReplyingModel(**{each.name: getattr(base, each.name) for each in dataclasses.fields(base)}, reply=reply)
+    model = ReplyingModel(
+        **{each.name: getattr(base, each.name) for each in dataclasses.fields(base) if each.init}, reply=reply
+    )
     with running(Gateway(ScriptedModels(model), limits or GatewayLimits())) as url:
         yield url, model

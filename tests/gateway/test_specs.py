@@ -18,6 +18,7 @@ CHUNK, COMPLETION = "CreateChatCompletionStreamResponse", "CreateCompletionRespo
 CHOICE = "properties/choices/items/properties"
 NULLABLE = "`nullable` is of OpenAPI 3.0, and has no meaning in this document of 3.1"
 FIRST = "nothing is before a first token"
+OPEN = "the document of Open Responses requires the field, and has null in it"
 EXCEPTIONS = (
     # vendor, schema, a field that may be null although the document forbids it, reason
     ("openai", CHUNK, f"{CHOICE}/logprobs/properties/refusal", NULLABLE),
@@ -27,6 +28,9 @@ EXCEPTIONS = (
     ("openai", COMPLETION, f"{CHOICE}/finish_reason", "chunks before the last have none"),
     ("openai", COMPLETION, f"{CHOICE}/logprobs/anyOf/0/properties/token_logprobs/items", FIRST),
     ("openai", COMPLETION, f"{CHOICE}/logprobs/anyOf/0/properties/top_logprobs/items", FIRST),
+    ("openai", "ModelResponseProperties", "properties/safety_identifier", OPEN),
+    ("openai", "ModelResponseProperties", "properties/prompt_cache_key", OPEN),
+    ("openai", "Response", "allOf/2/properties/usage", OPEN),
 )
 
 

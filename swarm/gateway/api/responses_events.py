@@ -171,8 +171,12 @@ class Writer:
             "top_logprobs": request.top_logprobs or 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            **{name: value for name in ("prompt_cache_key", "user") if (value := getattr(request, name)) is not None},
-            **({"usage": self._usage(finished)} if finished is not None else {}),
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "safety_identifier": None,
+            "prompt_cache_key": request.prompt_cache_key,
+            **({} if request.user is None else {"user": request.user}),
+            "usage": None if finished is None else self._usage(finished),
         }
 
     def _usage(self, finished: Finished) -> Fields:
