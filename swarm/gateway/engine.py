@@ -187,14 +187,19 @@ class _Run:
             hidden, echo = await self._prefill(cached)
             yield Started(cached, echo)
             yield self._rerouted(engine.now() - began)
-            for count in range(1, generation.tokens_max + 1):
+            count, in_order = 0, generation.tokens_max == 0
+            while not in_order:
                 chosen = await engine.next(hidden, sampler, len(self._kept.ids), generation.owner)
-                in_order = self._is_over(chosen.token.id, count)
-                enough = yield chosen.token
-                if in_order or enough:
+                for token in chosen.tokens:
+                    count += 1
+                    in_order = self._is_over(token.id, count, is_last=token is chosen.tokens[-1])
+                    in_order = bool((yield token)) or in_order
+                    if in_order:
+                        break
+                if in_order:
                     break
                 began = engine.now()
-                hidden = await self._step(chosen.embedding, [chosen.token.id], want=1)
+                hidden = await self._step(chosen.embedding, [token.id for token in chosen.tokens], want=1)
                 if session.repairs != self._repairs:
                     yield self._rerouted(engine.now() - began)
             in_order = True
@@ -225,12 +230,13 @@ class _Run:
         self._kept.ids += ids
         return output
 
-    def _is_over(self, token: int, count: int) -> bool:
+    def _is_over(self, token: int, count: int, *, is_last: bool) -> bool:
+        """Whether the output ends with this token. is_last: of those that the grammar has taken."""
         generation = self._generation
         return (
             token in generation.stop_ids
             or count >= generation.tokens_max
-            or (generation.grammar is not None and generation.grammar.is_over)
+            or (is_last and generation.grammar is not None and generation.grammar.is_over)
         )
 
     def _rerouted(self, took_s: float) -> Rerouted:

@@ -16,9 +16,12 @@ ECHO_ROWS = 64  # positions whose logits are in memory at once: 33 MB in float32
 
 
 class Next(NamedTuple):
-    """A sampled token, and what goes around the route for it: [1, 1, hidden_size]."""
+    """A sampled token with those that a grammar forces behind it, and what goes around the route for them.
 
-    token: Token
+    embedding: [1, tokens, hidden_size].
+    """
+
+    tokens: tuple[Token, ...]
     embedding: Tensor
 
 
@@ -58,7 +61,20 @@ class Head:
         chosen = choose(self._ends.logits(hidden), [each._sampler for each in segments])
         ids = torch.tensor([[token.id] for token in chosen])
         embeddings = self._ends.embed(ids, torch.tensor([each._position for each in segments]))
-        return [Next(token, embeddings[at : at + 1]) for at, token in enumerate(chosen)]
+        return [
+            each._with_forced(Next((token,), embeddings[at : at + 1]))
+            for at, (each, token) in enumerate(zip(segments, chosen, strict=True))
+        ]
+
+    def _with_forced(self, sampled: Next) -> Next:
+        """Add the tokens that the grammar leaves no choice of: they travel in the same step."""
+        forced = self._sampler.force()
+        if not forced:
+            return sampled
+        embedding = self._ends.embed(torch.tensor([forced]), self._position + 1)
+        return Next(
+            (*sampled.tokens, *(Token(token) for token in forced)), torch.cat([sampled.embedding, embedding], dim=1)
+        )
 
     def take(self, output: Next) -> None:
         """Keep its own token."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from swarm.gateway.generation import Grammar, Likely, Sampling, Token
 
+TEMPERATURE_MIN = 1e-4  # a lower one takes the likeliest token as well, and its scores would be infinite
+
 
 class Sampler:
     """The state of one generation's sampling."""
@@ -46,6 +48,15 @@ class Sampler:
         """Return the next random number of this generation, in [0, 1)."""
         assert self._generator is not None
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
+
+    def force(self) -> list[int]:
+        """Return the tokens that the grammar leaves no choice of, and note them; none where probabilities are asked."""
+        if self.grammar is None or self.sampling.logprobs is not None or self.grammar.is_over:
+            return []
+        forced = self.grammar.forced()
+        for token in forced:
+            self.take(token)
+        return forced
 
     def take(self, token: int) -> None:
         """Note a sampled token."""
@@ -117,6 +128,7 @@ def _adjust(row: Tensor, sampler: Sampler) -> None:
 def _drawn(scores: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """Sample from rows whose temperature is above 0."""
     temperatures = torch.tensor([sampler.sampling.temperature for sampler in samplers], dtype=scores.dtype)
+    temperatures = temperatures.clamp(min=TEMPERATURE_MIN)
     scores = cut(scores / temperatures[:, None], [sampler.sampling for sampler in samplers])
     cumulative = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     points = torch.tensor([sampler.draw() for sampler in samplers], dtype=torch.float64) * cumulative[:, -1]

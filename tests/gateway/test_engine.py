@@ -187,6 +187,55 @@ async def test_idle_sessions_give_way_to_one_that_needs_room(checkpoint, full):
             assert tokens == local(full, other, 4)
 
 
+class Spelling:
+    """A grammar that allows one text: a choice of one token, then tokens that are forced, then a choice again."""
+
+    def __init__(self, *parts: tuple[int, ...]) -> None:
+        self.left = [list(part) for part in parts]
+
+    def mask(self):
+        while not self.left[0]:
+            self.left.pop(0)
+        mask = torch.zeros(128, dtype=torch.bool)
+        mask[self.left[0][0]] = True
+        return mask
+
+    def take(self, token):
+        assert token == self.left[0].pop(0)
+
+    def forced(self):
+        return list(self.left[0])
+
+    @property
+    def is_over(self):
+        return not any(self.left)
+
+
+async def test_forced_tokens_travel_in_one_step(engine, full):
+    ids, steps = ids_of(20, seed=13), []
+    grammar = Spelling((5, 6, 7, 8), (9,), (10, 11))
+    real = engine.next
+
+    async def counted(hidden, *rest):
+        steps.append(rest[1])
+        return await real(hidden, *rest)
+
+    engine.next = counted
+    tokens, _ = await run(engine, Generation(prompt=ids, tokens_max=20, sampling=GREEDY, grammar=grammar))
+    assert tokens == [5, 6, 7, 8, 9, 10, 11]
+    assert steps == [20, 24, 25]  # positions at which something was sampled
+    longer = (*ids, *tokens[:4], *ids_of(3, seed=14))  # the forced tokens' positions are right: go on behind them
+    answer, others = await run(engine, Generation(prompt=longer, tokens_max=4, sampling=GREEDY))
+    assert answer == local(full, longer, 4)
+    assert others[0].cached >= len(ids) + 4
+
+
+async def test_forced_tokens_count_towards_the_limit(engine):
+    grammar = Spelling((5, 6, 7, 8))
+    asked = Generation(prompt=ids_of(5, seed=2), tokens_max=2, sampling=GREEDY, grammar=grammar)
+    assert (await run(engine, asked))[0] == [5, 6]
+
+
 async def test_echo_has_the_prompts_probabilities(engine, full):
     ids = ids_of(20, seed=4)
     asked = Generation(prompt=ids, tokens_max=0, sampling=Sampling(logprobs=2), echo=True)

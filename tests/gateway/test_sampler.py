@@ -116,3 +116,10 @@ def test_probabilities_are_those_of_the_model_whatever_is_done_to_the_logits():
     assert token.logprob == pytest.approx(float(torch.log(torch.tensor(0.2))))
     assert [likely.id for likely in token.top] == [0, 1]
     assert choose(scores, [Sampler(Sampling(logprobs=0, seed=0), [])])[0].top == ()
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-40, 1e-300])
+def test_lowest_temperatures_take_the_likeliest_token(temperature):
+    scores = drawn(3, 2)
+    samplers = [Sampler(Sampling(temperature=temperature, seed=seed), []) for seed in range(2)]
+    assert [token.id for token in choose(scores, samplers)] == scores.argmax(-1).tolist()
