@@ -193,16 +193,14 @@ class _Run:
                 for token in chosen.tokens:
                     count += 1
                     in_order = self._is_over(token.id, count, is_last=token is chosen.tokens[-1])
-                    in_order = bool((yield token)) or in_order
+                    if (yield token):
+                        in_order = True
                     if in_order:
-                        break
-                if in_order:
-                    break
+                        return
                 began = engine.now()
                 hidden = await self._step(chosen.embedding, [token.id for token in chosen.tokens], want=1)
                 if session.repairs != self._repairs:
                     yield self._rerouted(engine.now() - began)
-            in_order = True
         finally:
             if in_order and not generation.echo:
                 await engine.conversations.put(self._kept)
