@@ -236,6 +236,7 @@ async def test_a_membership_reads_the_directory_only_while_sessions_are_open():
         directory.silent = True  # for a while
         await asyncio.sleep(10.5 * LIMITS.survey_age_s)
         assert directory.surveys == 11
+    await swarm.sessions.close()  # they are the member's, and may run through other models
     assert not swarm.sessions.any_open
     await asyncio.sleep(HOUR_S)
     assert directory.surveys == 11

@@ -136,10 +136,27 @@ FIELDS = {
     "code": st.sampled_from(get_args(wire.RefusalCode)), "blame": st.sampled_from(get_args(wire.Blame)),
     "retry_after_ms": st.none() | st.integers(0, 24 * 3600 * 1000),
     "lifetime_s": st.integers(1, wire.LIFETIME_S_MAX), "tokens_max": st.none() | st.integers(0, 1 << 48),
+    "bundles": st.booleans(),
 }  # fmt: skip
+COLUMNS = {"sessions": "session", "epochs": "epoch", "steps": "step", "keeps": "keep", "budgets_ms": "budget_ms",
+           "wants": "want"}  # fmt: skip
+
+
+def bundles_of(kind):
+    """Columns of one length, with a tensor that has a row for each."""
+    names = [name for name in COLUMNS if name in kind.model_fields]
+    rows = st.lists(st.tuples(*(FIELDS[COLUMNS[name]] for name in names)), min_size=1, max_size=wire.BUNDLE_MAX)
+
+    def made(rows):
+        columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+        return kind(**columns, hidden=wire.TensorMeta(dtype="bfloat16", shape=(len(rows), 1, 8)))
+
+    return rows.map(made)
 
 
 def messages_of(kind):
+    if "sessions" in kind.model_fields:
+        return bundles_of(kind)
     fields = {name: FIELDS[name] for name in kind.model_fields if name not in {"kind", "positions", "mask"}}
     beside = {name: st.none() | _metas for name in ("positions", "mask") if name in kind.model_fields}
     return st.builds(kind, **fields, **beside)

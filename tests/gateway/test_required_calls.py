@@ -193,7 +193,13 @@ def test_schema_that_cannot_be_enforced_is_a_bad_request(url, stream):
     assert response.json()["error"]["param"] == "response_format"
 
 
-def test_template_variables_cannot_change_the_rendering(url):
-    given = {"tokenize": True, "tools": [], "chat_template": "other", "enable_thinking": False}
-    (choice,) = post(url, chat_template_kwargs=given, max_tokens=1).json()["choices"]
+@pytest.mark.parametrize("name", ["tokenize", "tools", "chat_template", "add_generation_prompt"])
+def test_template_variables_cannot_change_the_rendering(url, name):
+    response = post(url, chat_template_kwargs={name: True}, max_tokens=1)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_template_variables_of_the_model_are_taken(url):
+    (choice,) = post(url, chat_template_kwargs={"enable_thinking": False}, max_tokens=1).json()["choices"]
     assert choice["message"]["role"] == "assistant"
