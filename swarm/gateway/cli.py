@@ -151,7 +151,7 @@ def command(
             limits=GatewayLimits(
                 admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
             ),
-            engine=EngineLimits(step_timeout_s=step_timeout),
+            engine=EngineLimits(step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12)),
         )
         run_until_stopped(lambda stop: serve_gateway(arguments, ready, stop), log_level)
 

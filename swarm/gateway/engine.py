@@ -43,6 +43,9 @@ class EngineLimits:
     step_timeout_s: float = limit(120.0, "s", "a step that takes longer, repairs included, ends its generation")
     wait_for_blocks_s: float = limit(0.0, "s", "how long a session waits for blocks that no server announces")
     piece_tokens: int = limit(4096, "tokens", "of a prompt that are embedded at once: 64 MB at a hidden size of 8192")
+    sessions_max: int = limit(
+        60, "sessions", "of the gateway, as a server gives one peer; then the oldest idle one goes"
+    )
     crowded_s: float = limit(0.5, "s", "a session that opens for longer has the oldest idle one closed")
     conversations: ConversationLimits = field(default_factory=ConversationLimits)
 
@@ -149,7 +152,10 @@ class Engine:
         return Kept(session, [], generation.owner, generation.conversation), 0
 
     async def _opened(self, plan: SessionPlan) -> Session:
-        """Open a session. While it waits, idle ones give way."""
+        """Open a session. Idle ones give way before it, where a server would refuse one more, and while it waits."""
+        sessions = self.swarm.sessions
+        while len(sessions.open_sessions) >= self.limits.sessions_max and await self.conversations.close_oldest():
+            pass
         opening = asyncio.ensure_future(self.swarm.open(self._blocks, plan))
         try:
             wait_s = self.limits.crowded_s

@@ -270,6 +270,15 @@ async def test_swarm_without_servers_raises_no_route(checkpoint):
                 await run(engine, Generation(prompt=(1, 2), tokens_max=1))
 
 
+async def test_idle_sessions_give_way_before_a_server_refuses_one(swarm):
+    async with engine_of(swarm, EngineLimits(sessions_max=3, crowded_s=60.0)) as engine:
+        for seed in range(5):
+            await run(engine, Generation(prompt=ids_of(30, seed), tokens_max=1, sampling=GREEDY))
+            assert len(engine.swarm.sessions.open_sessions) <= 3
+        assert len(engine.conversations) == 3
+    await freed(swarm)
+
+
 async def test_conversations_have_a_budget(swarm):
     limits = EngineLimits(conversations=ConversationLimits(sessions_max=1))
     async with engine_of(swarm, limits) as engine:

@@ -113,7 +113,8 @@ def test_echo_with_logprobs_and_no_tokens_scores_the_prompt(says_ok):
 
 def test_models_are_listed_and_found(says_ok):
     url, _ = says_ok
-    assert [model["id"] for model in httpx.get(url + "/v1/models").json()["data"]] == [NAME]
+    (model,) = httpx.get(url + "/v1/models").json()["data"]
+    assert (model["id"], model["swarm"]) == (NAME, {"status": "healthy"})
     assert httpx.get(f"{url}/v1/models/{NAME}").json()["object"] == "model"
     assert httpx.get(f"{url}/v1/models/other").status_code == 404
 

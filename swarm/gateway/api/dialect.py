@@ -64,6 +64,10 @@ class Catalogue(Protocol):
         """Return the models whose weights are here."""
         ...
 
+    async def routes(self) -> dict[str, str]:
+        """Return why each model has no route now; "" for one that has. A model that is missing is not known yet."""
+        ...
+
     async def get(self, name: str) -> Model:
         """Return a model, and load it if need be. Raises ModelNotFound or CheckpointError."""
         ...

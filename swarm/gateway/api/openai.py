@@ -1,5 +1,7 @@
 """OpenAI's dialect: models, chat completions, completions and responses."""
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,6 +14,9 @@ from swarm.gateway.api.sse import collected, streamed
 DIALECT = Dialect(("/v1/",), chat_events.error_body)
 
 
+ROUTES_S = 0.5  # a list of models waits no longer for their routes: then it says nothing of them
+
+
 def router(served: Served) -> APIRouter:
     """Return the routes."""
     routes = APIRouter()
@@ -19,7 +24,11 @@ def router(served: Served) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the models that requests can name."""
-        return {"object": "list", "data": [_model(served, name) for name in served.names]}
+        routes: dict[str, str] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ROUTES_S):
+                routes = await served.models.routes()
+        return {"object": "list", "data": [_model(served, name, routes.get(name)) for name in served.names]}
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -67,5 +76,9 @@ def router(served: Served) -> APIRouter:
     return routes
 
 
-def _model(served: Served, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": int(served.started), "owned_by": "swarm"}
+def _model(served: Served, name: str, no_route: str | None = None) -> dict[str, Any]:
+    """Return a model's entry. no_route: why it has no route, "" where it has one; None where that is not known."""
+    entry: dict[str, Any] = {"id": name, "object": "model", "created": int(served.started), "owned_by": "swarm"}
+    if no_route is not None:
+        entry["swarm"] = {"status": "broken" if no_route else "healthy"}
+    return entry
