@@ -55,7 +55,7 @@ class Sessions:
     @property
     def open_sessions(self) -> tuple[Session, ...]:
         """The sessions that have not ended, in the order in which they were opened."""
-        return tuple(self._by_id.values())
+        return tuple(session for session in self._by_id.values() if not session.ended.done())
 
     def on_message(self, channel: Channel, message: wire.AnyMessage, activations: Activations | None) -> Toll:
         """Hand a message to its session; what belongs to none (any more) is dropped."""
