@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import httpx
 import psutil
 from common import SEED, Samples, table, write_json
+from transformers import AutoTokenizer
 
 from swarm.demo.cli import CHECKPOINT
 from swarm.demo.local import LocalProcess, LocalSwarm
@@ -103,15 +104,21 @@ async def turns(options: argparse.Namespace, _: LocalSwarm, gateway: LocalProces
     """Measure second turns, in turn with the same prompts in new sessions."""
     name = gateway.ready["models"][0]
     kept, new = Samples("second turn"), Samples("new session")
+    code = AutoTokenizer.from_pretrained(CHECKPOINT)(CODE)["input_ids"]
+
+    def conversation(start: int) -> list[int]:
+        """Return a conversation's tokens: code, so that each token has text."""
+        start %= len(code) - options.prompt
+        return code[start : start + options.prompt + 6]
+
     async with client(gateway) as http:
         for index in range(options.rounds + 1):
-            ids = [3 + (7 * i * i + 13 * i + 1009 * index) % 2000 for i in range(options.prompt + 6)]
+            ids = conversation(97 * index)
             body = {"model": name, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
             key = {"prompt_cache_key": str(index)}
             await first_token_ms(http, {**body, **key, "prompt": ids[: options.prompt]})
             second, _ = await first_token_ms(http, {**body, **key, "prompt": ids})
-            shifted = [3 + (each + 500) % 2000 for each in ids]
-            fresh, _ = await first_token_ms(http, {**body, "prompt": shifted})
+            fresh, _ = await first_token_ms(http, {**body, "prompt": conversation(97 * index + 31)})
             if index:  # the first one warms up
                 kept.ms.append(second)
                 new.ms.append(fresh)

@@ -99,6 +99,8 @@ class Engine:
     async def embed(self, ids: Sequence[int], start: int) -> Tensor:
         """Return hidden states [1, tokens, hidden_size] of token ids at positions from `start` on."""
         ends, tensor = self._ends, torch.tensor([list(ids)])
+        if len(ids) <= self.limits.inline_tokens and ends.is_direct[0]:
+            return ends.embed(tensor, start)
         hidden: Tensor = await self.compute(Probe(lambda: ends.embed(tensor, start)))
         return hidden
 
