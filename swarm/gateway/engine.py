@@ -46,6 +46,7 @@ class EngineLimits:
     sessions_max: int = limit(
         60, "sessions", "of the gateway, as a server gives one peer; then the oldest idle one goes"
     )
+    inline_tokens: int = limit(64, "tokens", "are embedded in the loop, in microseconds; more go to the compute thread")
     crowded_s: float = limit(0.5, "s", "a session that opens for longer has the oldest idle one closed")
     conversations: ConversationLimits = field(default_factory=ConversationLimits)
 
