@@ -90,11 +90,12 @@ def main() -> None:
 
 def report(runs: list[Run], options: argparse.Namespace) -> None:
     """Print medians over the rounds, and write everything."""
-    rows = []
+    rows, samples = [], []
     for streams, mode in dict.fromkeys((run.streams, run.mode) for run in runs):
         of = [run for run in runs if (run.streams, run.mode) == (streams, mode)]
-        gaps = Samples("", [gap for run in of for gap in run.gaps_ms])
-        first = Samples("", [ttft for run in of for ttft in run.ttft_ms])
+        gaps = Samples(f"{streams} streams, {mode}, gaps", [gap for run in of for gap in run.gaps_ms])
+        first = Samples(f"{streams} streams, {mode}, TTFT", [ttft for run in of for ttft in run.ttft_ms])
+        samples += [first, gaps]
         rows.append(
             [
                 f"{streams} streams, {mode}",
@@ -109,7 +110,8 @@ def report(runs: list[Run], options: argparse.Namespace) -> None:
         )
     columns = ["", "tokens/s", "CPU ms a token", "servers' CPU", "TTFT ms", "p99", "gap ms", "p99"]
     table("streams over three servers, demo checkpoint, float32", columns, rows)
-    write_json(options.json, "gateway", options.seed, [], runs=[asdict(run) for run in runs])
+    raw = [{name: value for name, value in asdict(run).items() if not name.endswith("s_ms")} for run in runs]
+    write_json(options.json, "gateway", options.seed, samples, runs=raw)
 
 
 class Bench:

@@ -43,7 +43,7 @@ CODE = Path(__file__).read_text()
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("what", choices=("turns", "crowd", "soak"))
+    arguments.add_argument("what", choices=("turns", "crowd", "soak"), nargs="?", default="turns")
     arguments.add_argument("--prompt", type=int, default=700, help="tokens of a first turn")
     arguments.add_argument("--rounds", type=int, default=8, help="conversations")
     arguments.add_argument("--streams", type=int, help="long streams at once; 120 or 32")
