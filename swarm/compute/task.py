@@ -53,10 +53,14 @@ class Task(Protocol):
     """
 
     owner: str
-    cost: Hashable | None
     rows: int
     tokens: int
     done: int
+
+    @property
+    def cost(self) -> Hashable | None:
+        """Tasks with the same take as long as each other; None tells nothing about others."""
+        ...
 
     @property
     def tenure(self) -> Tenure | None:
@@ -119,7 +123,6 @@ class Forward:
         "_rows",
         "_want",
         "activations",
-        "cost",
         "done",
         "finite",
         "owner",
@@ -140,7 +143,6 @@ class Forward:
         """keep, rows: as in a Step. want: trailing positions that are returned; None returns all."""
         self.tenure = tenure
         self.owner = tenure.owner
-        self.cost: Hashable | None = tenure.n_blocks
         self.activations = activations
         self.rows, self.tokens, _ = activations.hidden.shape
         self.done = 0
@@ -155,6 +157,11 @@ class Forward:
         """Run the remaining positions alone. Returns the result."""
         self.run(self.tokens - self.done)
         return self.result()
+
+    @property
+    def cost(self) -> Hashable | None:
+        """Spans of as many blocks take as long."""
+        return self.tenure.n_blocks
 
     @property
     def ready(self) -> Ready:
