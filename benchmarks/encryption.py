@@ -32,6 +32,7 @@ from swarm.demo.local import LocalSwarm, Place, ProcessLimits
 from swarm.demo.local import launch as launch_sealed
 from swarm.net.frames import Sealer
 from swarm.net.launch import command
+from swarm.protocol import codec
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
 
@@ -109,7 +110,7 @@ def measure_frames(checkpoint: Path, count: int) -> dict[str, Samples]:
     """Time what a step's frame takes to be written and read."""
     hidden = torch.randn(1, 1, AutoConfig.from_pretrained(checkpoint).hidden_size)
     step = wire.Step(session="0" * 32, epoch=1, step=1, keep=0, want=1, budget_ms=1000, hidden=meta_of(hidden))
-    parts = wire.encode(step, Activations(hidden))
+    parts = codec.encode(step, Activations(hidden))
 
     def there_and_back(kind: type[Sealer]) -> Callable[[], object]:
         writer, reader = kind(b"k" * 32), kind(b"k" * 32)

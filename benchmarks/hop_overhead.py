@@ -32,6 +32,7 @@ from swarm.demo.local import LocalSwarm
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.net.frames import Sealer
+from swarm.protocol import codec
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
 
@@ -132,7 +133,7 @@ def measure_parts(folder: Path, local: PreTrainedModel, count: int) -> dict[str,
     message = wire.Step(
         session="0" * 32, epoch=0, step=1000, keep=1000, budget_ms=100_000, want=1, hidden=meta_of(hidden)
     )
-    plaintext = b"".join(wire.encode(message, Activations(hidden)))
+    plaintext = b"".join(codec.encode(message, Activations(hidden)))
     there, back = Sealer(bytes(32)), Sealer(bytes(32))
     compute = loop.run(_compute_thread())
 
@@ -145,8 +146,8 @@ def measure_parts(folder: Path, local: PreTrainedModel, count: int) -> dict[str,
 
     works: dict[str, Callable[[], object]] = {
         "step: message made": lambda: message.model_copy(update={"budget_ms": 1, "hidden": meta_of(hidden)}),
-        "step: encoded": lambda: wire.encode(message, Activations(hidden)),
-        "step: decoded": lambda: wire.decode(memoryview(bytearray(plaintext))),
+        "step: encoded": lambda: codec.encode(message, Activations(hidden)),
+        "step: decoded": lambda: codec.decode(memoryview(bytearray(plaintext))),
         "frame: sealed and opened": seal_and_open,
         "server: into the compute thread and back": lambda: loop.run(_through(compute)),
         "client: into the loop's thread and back": lambda: loop.run(nothing()),

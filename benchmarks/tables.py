@@ -93,8 +93,10 @@ CONSTANTS: dict[str, dict[str, tuple[str, str]]] = {
     "swarm/protocol/tensors.py": {
         "TENSOR_BYTES_MAX": ("B", "a larger frame ends the channel"),
     },
-    "swarm/protocol/messages.py": {
+    "swarm/protocol/codec.py": {
         "HEADER_BYTES_MAX": ("B", "a larger header ends the channel"),
+    },
+    "swarm/protocol/messages.py": {
         "ROWS_MAX": ("rows", "a session with more rows is refused"),
         "ROLLBACK_MAX": ("positions", "a step that takes back more is refused"),
         "LIFETIME_S_MAX": ("s", "a grant ends; a reroute gives another"),

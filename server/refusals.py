@@ -49,6 +49,6 @@ def send(channel: Channel, message: Message, activations: Activations | None = N
     soon: at the end of this turn of the loop, perhaps in one frame with others.
     """
     try:
-        (channel.send_soon if soon else channel.send)(message, activations)
+        channel.send(message, activations, soon=soon)
     except ChannelClosed as error:
         _log.debug("not sent", kind=message.__class__.__name__, why=error.why)

@@ -38,12 +38,13 @@
         ├── EdgeDown             two hops cannot reach each other (repaired; never raised to callers)
         └── SessionClosed        the session has ended
 
-Errors carry facts as attributes and callers branch on the class; the text is for people, and says how to go on. All of
-them are raised to callers, unless their line says otherwise. One thing is raised that is no error:
-`swarm.model.span.SpanDone` ends a parent's call behind the last hosted block, and never leaves the span.
+Errors carry facts as attributes and callers branch on the class; the text says how to go on. All are raised to callers,
+unless their line says otherwise. One more thing is raised and is no error: `swarm.model.span.SpanDone` ends a parent's
+call behind the last hosted block, and never leaves the span.
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 
@@ -340,10 +341,8 @@ class StepTimeout(SessionError):
     after_s: float
 
     def __str__(self) -> str:
-        return (
-            f"no answer to a step within {self.after_s:.1f} s, it waits for {self.peer} (blocks {self.span}): "
-            "begin anew, and allow steps more time (step_timeout_s) if it is only slow"
-        )
+        waits = f"no answer to a step within {self.after_s:.1f} s, it waits for {self.peer} (blocks {self.span}): "
+        return waits + "begin anew, and allow steps more time (step_timeout_s) if it is only slow"
 
 
 @dataclass(eq=False)
@@ -397,10 +396,5 @@ class SessionClosed(SessionError):
 
 def runs_text(numbers: tuple[int, ...]) -> str:
     """Write sorted block numbers as ranges: (3, 4, 5, 9) -> "3:6, 9:10"."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] == n:
-            runs[-1][1] = n + 1
-        else:
-            runs.append([n, n + 1])
-    return ", ".join(f"{a}:{b}" for a, b in runs)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}:{run[-1] + 1}" for run in runs)

@@ -69,21 +69,15 @@ class Leg:
         connected = self.channel is not None and not self.channel.closed
         return self.is_open and connected and self.hop.process not in without
 
-    def send(self, message: wire.Message, activations: Activations | None = None) -> None:
-        """Send to the hop. Raises HopFailed."""
-        if self.channel is None:
-            raise self.broken("not connected")
-        try:
-            self.channel.send(message, activations)
-        except ChannelClosed as closed:
-            raise self.broken(closed.why) from None
+    def send(self, message: wire.Message, activations: Activations | None = None, *, soon: bool = False) -> None:
+        """Send to the hop. Raises HopFailed.
 
-    def send_soon(self, message: wire.Message, activations: Activations) -> None:
-        """Send at the end of this turn of the loop, perhaps in one frame with other sessions'. Raises HopFailed."""
+        soon: at the end of this turn of the loop, perhaps in one frame with other sessions'.
+        """
         if self.channel is None:
             raise self.broken("not connected")
         try:
-            self.channel.send_soon(message, activations)
+            self.channel.send(message, activations, soon=soon)
         except ChannelClosed as closed:
             raise self.broken(closed.why) from None
 

@@ -115,9 +115,8 @@ class Steps:
         for ticket in self._outbox.due():
             if ticket.outcome is not None:
                 continue
-            send = first.send_soon if self._others() else first.send
             try:
-                send(ticket.message, ticket.activations)
+                first.send(ticket.message, ticket.activations, soon=self._others())
             except HopFailed as failed:
                 self._circuit.report(failed)
                 self._outbox.refused(ticket.step, failed)  # also if the fault is known already

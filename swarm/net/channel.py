@@ -10,6 +10,7 @@ It joins parts that do no input and output of their own, and are tested alone:
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -26,7 +27,8 @@ from swarm.net.outbound import Outbound
 from swarm.net.pings import Pings
 from swarm.net.timer import Timer
 from swarm.protocol.bundles import unbundled
-from swarm.protocol.messages import AnyMessage, Message, Outputs, Ping, Pong, Steps, decode
+from swarm.protocol.codec import decode
+from swarm.protocol.messages import AnyMessage, Message, Ping, Pong
 
 UNASKED = 0  # the nonce of a Pong that is a keepalive and answers nothing
 _log = structlog.get_logger("swarm.net")
@@ -69,7 +71,7 @@ class Channel:
         flow = flow or FlowControl()
         frames = FrameReader(self.peer, flow.limits.frames.hello_bytes_max)
         self._in = Inbound(flow, frames, ReadGate(flow.limits, self._wake))
-        self._out = Outbound(carrier)
+        self._out = Outbound(carrier, flow.limits.frames.held_bytes_small, partial(flow.buffers.note, self))
         self._pings = Pings(me.clock)
         self._timer = Timer(self._wake)
         self._greeting = Greeting(me, remote, frames)
@@ -80,26 +82,14 @@ class Channel:
 
     # Sending
 
-    def send(self, message: Message, activations: Activations | None = None) -> None:
-        """Seal and queue one message. Raises ChannelClosed when the channel has ended."""
+    def send(self, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
+        """Seal and queue one message. Raises ChannelClosed when the channel has ended.
+
+        soon: at the end of this turn of the loop, perhaps in one frame with others.
+        """
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
-        self._note_unsent(self._out.send(message, activations, self._timer.time()))
-
-    def send_soon(self, message: Message, activations: Activations | None = None) -> None:
-        """Queue one message at the end of this turn of the loop, perhaps in one frame with others. Raises as `send`."""
-        if self.closed:
-            raise ChannelClosed(self.peer, self.ended.result())
-        if not self._out.send_soon(message, activations, self._flush):
-            self.send(message, activations)
-
-    def _flush(self) -> None:
-        if not self.closed:
-            self._note_unsent(self._out.flush(self._timer.time()))
-
-    def _note_unsent(self, n_bytes: int) -> None:
-        if n_bytes > self._in.limits.held_bytes_small:
-            self._in.flow.buffers.note(self)
+        self._out.send(message, activations, soon=soon)
 
     async def ping(self) -> float:
         """Send a ping and wait for the answer, under the caller's deadline. Returns seconds. Raises ChannelClosed.
@@ -195,27 +185,20 @@ class Channel:
             self.close(error)
 
     def _take(self, plaintext: bytearray | memoryview) -> int:
-        """Take the messages of one frame. Returns how many there are."""
-        message, activations = decode(memoryview(plaintext))
-        if isinstance(message, (Steps, Outputs)):
-            assert activations is not None
-            for part in unbundled(message, activations):
-                if not self.closed:
-                    self._hand_over(*part)
-            return len(message.sessions)
-        self._hand_over(message, activations)
-        return 1
-
-    def _hand_over(self, message: AnyMessage, activations: Activations | None) -> None:
-        """Take one message, and charge its toll."""
-        if message.kind in ("hello", "ping", "pong"):  # a tenth of the time of isinstance
-            toll = self._answer(message)
-        else:
-            toll = self._on_message(self, message, activations)
-        if toll.free_bytes:
-            self._in.gate.give_back(toll.free_bytes)
-        if toll.idle:
-            (toll.payer or self).charge_idle(0 if activations is None else activations.n_bytes)
+        """Take the messages of one frame, and charge their tolls. Returns how many there are."""
+        parts = unbundled(*decode(memoryview(plaintext)))
+        for message, activations in parts:
+            if self.closed:
+                break
+            if message.kind in ("hello", "ping", "pong"):  # a tenth of the time of isinstance
+                toll = self._answer(message)
+            else:
+                toll = self._on_message(self, message, activations)
+            if toll.free_bytes:
+                self._in.gate.give_back(toll.free_bytes)
+            if toll.idle:
+                (toll.payer or self).charge_idle(0 if activations is None else activations.n_bytes)
+        return len(parts)
 
     def _answer(self, message: AnyMessage) -> Toll:
         """Take a message that is the channel's own."""
@@ -298,5 +281,6 @@ class Channel:
             )
         self.ended.set_result(why)
         self._in.end()
+        self._out.end()
         self._timer.cancel()
         self._pings.end(ChannelClosed(self.peer, why))

@@ -14,7 +14,8 @@ from swarm.identity import peer_id_of, verify
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.frames import FrameReader, Sealer
 from swarm.net.noise import MESSAGE_1_BYTES, MESSAGE_2_BYTES, ChannelSecrets, Handshake, prologue
-from swarm.protocol.messages import Hello, decode, encode
+from swarm.protocol.codec import decode, encode
+from swarm.protocol.messages import Hello
 from swarm.version import __version__
 
 MAGIC = b"swarm"

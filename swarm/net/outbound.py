@@ -8,40 +8,49 @@ from swarm.net.buffers import SendBuffer
 from swarm.net.carrier import Carrier
 from swarm.net.frames import Sealer
 from swarm.protocol.bundles import Part, bundled, fits
-from swarm.protocol.messages import Message, encode
+from swarm.protocol.codec import encode
+from swarm.protocol.messages import Message
 
 
 class Outbound(SendBuffer):
-    """The messages and bytes of one channel. Each method returns the bytes that have not left the carrier."""
+    """The messages and bytes of one channel, on their way to its carrier."""
 
-    __slots__ = ("_soon", "bundles", "sealer")
+    __slots__ = ("_loop", "_note", "_small", "_soon", "bundles", "sealer")
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: Carrier, small: int, note: Callable[[], None]) -> None:
+        """For the running loop. note: called after a write that leaves more than `small` bytes unsent."""
         super().__init__(carrier)
+        self._loop = asyncio.get_running_loop()
+        self._small, self._note = small, note
         self.sealer: Sealer | None = None  # once both handshake messages have passed
         self.bundles = False  # whether the peer takes several steps in one frame
         self._soon: list[Part] = []  # they leave at the end of this turn of the loop
 
-    def send(self, message: Message, activations: Activations | None, now: float) -> int:
-        """Send at once, behind what waits."""
+    def send(self, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
+        """Send a message behind all earlier ones.
+
+        soon: at the end of this turn of the loop, perhaps in one frame with others.
+        """
+        if soon and self.bundles and fits(message):
+            if not self._soon:
+                self._loop.call_soon(self._flush)
+            self._soon.append((message, activations))
+            return
         if self._soon:
-            self.flush(now)
-        assert self.sealer is not None
-        return self.write(self.sealer.seal(encode(message, activations)), now)
+            self._flush()
+        self._seal(message, activations)
 
-    def send_soon(self, message: Message, activations: Activations | None, flush: Callable[[], None]) -> bool:
-        """Keep a message for the end of this turn, when `flush` is called. Returns False for one that goes at once."""
-        if not self.bundles or not fits(message):
-            return False
-        if not self._soon:
-            asyncio.get_running_loop().call_soon(flush)
-        self._soon.append((message, activations))
-        return True
+    def end(self) -> None:
+        """The channel has ended: what waits is not sent."""
+        self._soon.clear()
 
-    def flush(self, now: float) -> int:
+    def _flush(self) -> None:
         """Send what waits, in as few frames as possible."""
         soon, self._soon = self._soon, []
-        unsent = 0
         for part in bundled(soon):
-            unsent = self.send(*part, now)
-        return unsent
+            self._seal(*part)
+
+    def _seal(self, message: Message, activations: Activations | None) -> None:
+        assert self.sealer is not None
+        if self.write(self.sealer.seal(encode(message, activations)), self._loop.time()) > self._small:
+            self._note()

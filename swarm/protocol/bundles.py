@@ -7,14 +7,14 @@ other side. Nothing behind the channel knows of it: order, repair and retransmis
 
     fits(message)              whether a message may travel so: one position of one row, and nothing beside it
     bundled(parts)             messages as they are to be sent: runs of the same kind and width become one
-    unbundled(message, ...)    the messages of a frame
+    unbundled(message, ...)    the messages of a frame: of most frames there is one
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from swarm.activations import Activations
-from swarm.protocol.messages import BUNDLE_MAX, Message, Output, Outputs, Step, Steps
+from swarm.protocol.messages import BUNDLE_MAX, AnyMessage, Message, Output, Outputs, Step, Steps
 from swarm.protocol.tensors import TensorMeta
 
 Part = tuple[Message, Activations | None]
@@ -40,18 +40,21 @@ def bundled(parts: Sequence[Part]) -> Iterator[Part]:
             yield some[0] if len(some) == 1 else _joined(some)
 
 
-def unbundled(message: Steps | Outputs, activations: Activations) -> Iterator[tuple[Step | Output, Activations]]:
-    """Take a frame apart. The fields were validated with the frame. The tensors share its memory.
+def unbundled(message: AnyMessage, activations: Activations | None) -> Sequence[tuple[AnyMessage, Activations | None]]:
+    """Take a frame's message apart. The fields were validated with the frame. The tensors share its memory.
 
-    The numbers of all are looked at together, which takes as long as those of one.
+    The numbers of all steps are looked at together, which takes as long as those of one.
     """
+    if message.kind not in ("steps", "outputs"):  # a tenth of the time of isinstance
+        return ((message, activations),)
+    assert isinstance(message, (Steps, Outputs))
+    assert activations is not None
     finite = activations.is_finite()
     one = TensorMeta.model_construct(dtype=message.hidden.dtype, shape=(1, *message.hidden.shape[1:]))
     rows = activations.hidden.split(1)
     singles: list[Step | Output] = []
     singles += _outputs_of(message, one) if isinstance(message, Outputs) else _steps_of(message, one)
-    for single, hidden in zip(singles, rows, strict=True):
-        yield single, Activations(hidden, finite=finite)
+    return [(single, Activations(hidden, finite=finite)) for single, hidden in zip(singles, rows, strict=True)]
 
 
 def _outputs_of(message: Outputs, hidden: TensorMeta) -> Iterator[Output]:

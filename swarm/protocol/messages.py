@@ -1,6 +1,6 @@
 """Every message that crosses a channel: strict, frozen and bounded.
 
-A message is a JSON header and, for two kinds, tensors behind it. `encode` and `decode` are the only way in and out.
+`swarm.protocol.codec` writes them and reads them.
 
     client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
     hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
@@ -11,16 +11,12 @@ A message is a JSON header and, for two kinds, tensors behind it. `encode` and `
 
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from swarm.activations import Activations
 from swarm.blocks import BLOCKS_MAX
-from swarm.errors import InvalidMessage
 from swarm.events import printable
-from swarm.protocol.tensors import TensorMeta, decode_tensors, encode_tensor
+from swarm.protocol.tensors import TensorMeta
 
-HEADER_BYTES_MAX = 32 * 1024
-ALIGNMENT = 16  # the tensors start at a multiple of it, so that they can be used where they lie
 ROWS_MAX = 256  # of one session's batch: all of them go through the model at once
 POSITIONS_MAX = 1 << 22
 ROLLBACK_MAX = 4096  # positions that one step takes back
@@ -378,46 +374,3 @@ AnyMessage = Annotated[
     | Close,
     Field(discriminator="kind"),
 ]
-_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
-
-
-def encode(message: Message, activations: Activations | None = None) -> list[bytes | memoryview]:
-    """Return the parts of a frame's plaintext: the header's length and text, then the tensors' bytes.
-
-    activations: those that the message's TensorMeta fields describe.
-    """
-    header = message.model_dump_json(exclude_none=True).encode()
-    padding = -(2 + len(header)) % ALIGNMENT
-    length = len(header) + padding
-    assert length <= HEADER_BYTES_MAX
-    tensors = () if activations is None else map(encode_tensor, activations.tensors)
-    return [length.to_bytes(2, "big") + header + b" " * padding, *tensors]
-
-
-def decode(frame: memoryview) -> tuple[AnyMessage, Activations | None]:
-    """Read one frame's plaintext. Returns the message and the activations that it describes, if any.
-
-    The tensors share the frame's memory. Raises InvalidMessage.
-    """
-    if len(frame) < 2:
-        raise InvalidMessage("frame", "it is empty")
-    start = 2 + int.from_bytes(frame[:2], "big")
-    if start > min(len(frame), 2 + HEADER_BYTES_MAX):
-        raise InvalidMessage("frame", "the header's length is out of range")
-    try:
-        message = _ADAPTER.validate_json(bytes(frame[2:start]))
-    except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InvalidMessage("message", printable(f"{place}: {first['msg']}")[:TEXT_MAX]) from None
-    if isinstance(message, (Step, Rebuild)):
-        hidden, positions, mask = decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
-        assert hidden is not None
-        return message, Activations(hidden, positions, mask)
-    if isinstance(message, (Output, Steps, Outputs)) and message.hidden is not None:
-        (hidden,) = decode_tensors((message.hidden,), frame[start:])
-        assert hidden is not None
-        return message, Activations(hidden)
-    if start != len(frame):
-        raise InvalidMessage(message.kind, "bytes behind the header")
-    return message, None

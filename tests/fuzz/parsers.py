@@ -66,6 +66,7 @@ from swarm.net.endpoint import Endpoint
 from swarm.net.frames import FrameReader, Sealer
 from swarm.net.greeting import HELLO_DOMAIN, PREFACE, Greeting
 from swarm.net.noise import ChannelKey, ChannelSecrets, Handshake, prologue
+from swarm.protocol import codec
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import TensorMeta, decode_tensors
 from tests.dht.support import NETWORK, ROOT, signed
@@ -133,7 +134,7 @@ def activations_of(message: wire.Message) -> Activations | None:
 
 
 def frame_of(message: wire.Message) -> bytes:
-    return b"".join(wire.encode(message, activations_of(message)))
+    return b"".join(codec.encode(message, activations_of(message)))
 
 
 def _messages() -> tuple[wire.Message, ...]:
@@ -176,7 +177,7 @@ def _hello() -> wire.Hello:
 
 
 def _read_frame(data: bytes) -> object:
-    return wire.decode(memoryview(bytearray(data)))
+    return codec.decode(memoryview(bytearray(data)))
 
 
 def _opened_frame(frame: bytes) -> Opened:

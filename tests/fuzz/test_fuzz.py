@@ -18,6 +18,7 @@ from swarm.errors import InvalidMessage, UnsupportedArchitecture, UnsupportedChe
 from swarm.identity import peer_id_of, public_key_of
 from swarm.model.checkpoint import _read_config
 from swarm.model.traits import traits_of
+from swarm.protocol import codec
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import encode_tensor
 from tests.dht.support import soon
@@ -171,7 +172,7 @@ def test_a_message_comes_out_as_it_went_in(kind, data):
     message = data.draw(messages_of(kind))
     described = activations_of(message)
     sent = [] if described is None else described.tensors
-    decoded, got = wire.decode(memoryview(bytearray(frame_of(message))))
+    decoded, got = codec.decode(memoryview(bytearray(frame_of(message))))
     assert decoded == message
     received = [] if got is None else got.tensors
     assert [tensor.dtype for tensor in received] == [tensor.dtype for tensor in sent]
@@ -214,7 +215,7 @@ def test_thousands_of_wrong_numbers_cost_no_more_than_one(field):
         TypeAdapter(wire.AnyMessage).validate_json(text)
     assert caught.value.error_count() < 20
     with pytest.raises(InvalidMessage):
-        wire.decode(memoryview(bytearray(len(text).to_bytes(2, "big") + text)))
+        codec.decode(memoryview(bytearray(len(text).to_bytes(2, "big") + text)))
 
 
 @pytest.mark.parametrize(

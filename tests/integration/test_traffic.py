@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from swarm.activations import Activations
 from swarm.client.hf.swarm import WaitingSession
 from swarm.errors import StepTimeout
-from swarm.protocol.messages import Step, encode
+from swarm.protocol.codec import encode
+from swarm.protocol.messages import Step
 from swarm.protocol.tensors import meta_of
 from tests.support.logits import same_logits
 from tests.support.proxy import ByteProxy, Link, holds_port, listening_address_of

@@ -16,7 +16,8 @@ from swarm.net.flow import FlowControl
 from swarm.net.frames import FrameReader
 from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.net.greeting import MAGIC, PREFACE, Greeting
-from swarm.protocol.messages import Close, Hello, Output, Ping, Pong, encode
+from swarm.protocol.codec import encode
+from swarm.protocol.messages import Close, Hello, Output, Ping, Pong
 from tests.net.support import SESSION, Pair, Pipe, channel_limits, endpoint, remote, step
 
 pytestmark = pytest.mark.virtual_clock
@@ -68,11 +69,11 @@ async def test_a_message_arrives_as_it_was_sent():
 async def test_messages_of_one_turn_share_a_frame_and_keep_their_order():
     pair = Pair().shake()
     for number in range(3):
-        pair.a.send_soon(*step(number, ONE))
+        pair.a.send(*step(number, ONE), soon=True)
     assert pair.to_b.held == []
     await asyncio.sleep(0)
     assert len(pair.to_b.held) == 1
-    pair.a.send_soon(*step(3, ONE))
+    pair.a.send(*step(3, ONE), soon=True)
     pair.a.send(Close(session=SESSION))  # what waits goes first
     pair.to_b.deliver()
     assert [getattr(message, "step", "close") for message, _ in pair.at_b] == [0, 1, 2, 3, "close"]
@@ -84,7 +85,7 @@ async def test_peer_that_knows_no_bundles_gets_frames_of_their_own():
     pair = Pair().shake()
     pair.a._out.bundles = False  # as after the Hello of a version before
     for number in range(2):
-        pair.a.send_soon(*step(number, ONE))
+        pair.a.send(*step(number, ONE), soon=True)
     assert len(pair.to_b.held) == 2
     pair.to_b.deliver()
     assert [message.step for message, _ in pair.at_b] == [0, 1]
@@ -92,12 +93,12 @@ async def test_peer_that_knows_no_bundles_gets_frames_of_their_own():
 
 async def test_messages_that_wait_are_dropped_with_the_channel():
     pair = Pair().shake()
-    pair.a.send_soon(*step(1, ONE))
+    pair.a.send(*step(1, ONE), soon=True)
     pair.a.cut_off("a test")
     await asyncio.sleep(0)
     assert pair.to_b.held == []
     with pytest.raises(ChannelClosed):
-        pair.a.send_soon(*step(2, ONE))
+        pair.a.send(*step(2, ONE), soon=True)
 
 
 async def test_messages_arrive_in_any_pieces():

@@ -12,7 +12,8 @@ from swarm.net.endpoint import Remote
 from swarm.net.frames import FRAME_BYTES_MAX, FrameReader, Sealer
 from swarm.net.greeting import HELLO_DOMAIN, MAGIC, PREFACE, Greeting
 from swarm.net.noise import ChannelKey, ChannelSecrets
-from swarm.protocol.messages import Close, Hello, encode
+from swarm.protocol.codec import encode
+from swarm.protocol.messages import Close, Hello
 from swarm.version import __version__
 from tests.net.support import endpoint, remote
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from swarm.activations import Activations
 from swarm.errors import InvalidMessage
-from swarm.protocol.messages import Close, Open, Output, Refused, Step, decode, encode
+from swarm.protocol.codec import decode, encode
+from swarm.protocol.messages import Close, Open, Output, Refused, Step
 from swarm.protocol.tensors import TENSOR_BYTES_MAX, TensorMeta, decode_tensors, encode_tensor, meta_of
 
 SESSION = "0123456789abcdef" * 2

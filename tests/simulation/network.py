@@ -19,7 +19,8 @@ from swarm.net.address import Address
 from swarm.net.channel import OnMessage
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.limits import DialerLimits
-from swarm.protocol.messages import Message, Ping, Pong, decode, encode
+from swarm.protocol.codec import decode, encode
+from swarm.protocol.messages import Message, Ping, Pong
 
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
 
@@ -281,12 +282,9 @@ class VirtualChannel:
         """Whether it has ended."""
         return self.ended.done()
 
-    def send_soon(self, message: Message, activations: Activations | None = None) -> None:
-        """As `send`: this network has messages, and no frames that they could share."""
-        self.send(message, activations)
-
-    def send(self, message: Message, activations: Activations | None = None) -> None:
-        """As `Channel.send`."""
+    def send(self, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
+        """As `Channel.send`. This network has messages, and no frames that they could share."""
+        del soon
         if self.closed:
             raise ChannelClosed(self.peer, self.ended.result())
         if self.process.dead:
