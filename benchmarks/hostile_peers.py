@@ -31,6 +31,7 @@ from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.gate import PROGRESS, Toll
 from swarm.net.greeting import PREFACE
 from swarm.net.noise import ChannelKey, Handshake, prologue
+from swarm.protocol.codec import encode
 from swarm.protocol.messages import (
     AnyMessage,
     Close,
@@ -45,7 +46,6 @@ from swarm.protocol.messages import (
     Refused,
     Reroute,
     Step,
-    encode,
 )
 from swarm.protocol.tensors import meta_of
 
