@@ -66,7 +66,7 @@ class HostedSession:
         self.receiver = PastReceiver(self.positions_max, rebuild=request.rebuild, limits=limits.replay)
         self.holdings = holdings
         self.history = History(holdings, limits, keeps=self.seat.has_next)
-        self.tenure = Tenure(owner.peer, span, request.rollback_max)  # another one after a reset
+        self.tenure = Tenure(owner.peer, span, request.rollback_max, request.tenant)  # another one after a reset
 
     @property
     def owner(self) -> Channel:
@@ -168,7 +168,7 @@ class HostedSession:
 
     def _reset(self, after_step: int) -> None:
         self.tenure.over = True
-        self.tenure = Tenure(self.owner.peer, self.tenure.span, self.tenure.rollback_max)
+        self.tenure = self.tenure.anew(self.owner.peer)
         self.inbox.reset(after_step)
         self.holdings.answers(0)
         self.receiver.reset()

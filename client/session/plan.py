@@ -23,7 +23,7 @@ class SessionPlan:
     positions_max: the longest that it may get. rollback_max: the most positions that one step takes back.
     wait_for_blocks_s: how long it waits for a holder of blocks that no server announces. batch, positions_soon: rows,
     and positions of each, that hops are to have room for at once. expansion: makes embeddings from the token ids that
-    come with each step, so that the client's journal keeps ids alone; None if it keeps embeddings.
+    come with each step, so that the client's journal keeps ids alone; None if it keeps embeddings. tenant: as in Open.
     """
 
     root: str
@@ -34,6 +34,7 @@ class SessionPlan:
     batch: int = 1
     positions_soon: int = 0
     expansion: Expansion | None = None
+    tenant: str | None = None
 
     def sized(self, rows: int, tokens: int, limits: ChunkLimits) -> "SessionPlan":
         """Return the plan of a session whose first step has so many rows of so many tokens."""
@@ -42,4 +43,4 @@ class SessionPlan:
 
     def terms(self, batch: int, positions_soon: int) -> Terms:
         """Return the terms of an Open, with room for so many rows and positions."""
-        return Terms(self.root, self.positions_max, self.rollback_max, batch, positions_soon)
+        return Terms(self.root, self.positions_max, self.rollback_max, batch, positions_soon, self.tenant)

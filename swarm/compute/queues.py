@@ -1,13 +1,13 @@
 """The tasks that wait, one queue for each session, and whose turn it is. Pure.
 
 Any peer may queue much prefill. So prefill is kept by peer, and the planner looks only at the first queues of each
-peer. A peer finishes the prefill that it has begun.
+peer. A peer finishes the prefill that it has begun; one that names tenants does so for each of them, in turn.
 """
 
 import weakref
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
-from itertools import islice
+from itertools import islice, zip_longest
 from math import inf
 
 from swarm.compute.limits import SchedulerLimits
@@ -22,7 +22,7 @@ class Queue(Presence):
     over when the head came. stepped_at: when the session's last decode step ran.
     """
 
-    __slots__ = ("_tenure", "head", "owner", "since", "single", "stepped_at", "tasks")
+    __slots__ = ("_tenure", "head", "owner", "since", "single", "stepped_at", "tasks", "tenant")
 
     head: Task  # while one waits
 
@@ -30,6 +30,7 @@ class Queue(Presence):
         """owner: the peer whose session it is."""
         super().__init__()
         self.owner = owner
+        self.tenant = None if tenure is None else tenure.tenant
         self._tenure = None if tenure is None else weakref.ref(tenure)  # a queue keeps no cache in memory
         self.tasks: deque[tuple[Task, int]] = deque()  # the head first, each with the number of iterations before it
         self.single = False
@@ -43,6 +44,36 @@ class Queue(Presence):
         return tenure is not None and not tenure.over
 
 
+class Tenants:
+    """One peer's queues whose heads are prefill, by tenant. The tenant that was served longest ago goes first."""
+
+    def __init__(self) -> None:
+        self.n_queues = 0
+        self._of: dict[str | None, dict[Queue, None]] = {}  # the tenant whose turn it is first; queues as they came
+
+    def add(self, queue: Queue) -> None:
+        """Put a queue behind those of its tenant."""
+        self._of.setdefault(queue.tenant, {})[queue] = None
+        self.n_queues += 1
+
+    def remove(self, queue: Queue) -> None:
+        """Forget a queue."""
+        queues = self._of[queue.tenant]
+        del queues[queue]
+        if not queues:
+            del self._of[queue.tenant]
+        self.n_queues -= 1
+
+    def served(self, queue: Queue) -> None:
+        """Put its tenant behind the others."""
+        self._of[queue.tenant] = self._of.pop(queue.tenant)
+
+    def first(self, count: int) -> list[Queue]:
+        """Return the queues whose turn it is: the first of every tenant before the second of any."""
+        rounds = zip_longest(*(islice(queues, count) for queues in self._of.values()))
+        return list(islice((queue for each in rounds for queue in each if queue is not None), count))
+
+
 class Queues:
     """All queues, and the order in which their heads run."""
 
@@ -50,7 +81,7 @@ class Queues:
         self._limits = limits
         self._of: weakref.WeakKeyDictionary[Tenure, Queue] = weakref.WeakKeyDictionary()
         self.single: dict[Queue, None] = {}  # those whose head is single
-        self._long: dict[str, dict[Queue, None]] = {}  # the others, by peer, in the order in which they came
+        self._long: dict[str, Tenants] = {}  # the others, by peer
         self._served: dict[tuple[str, bool], float] = {}  # peers' single steps, or prefill: their last iteration
         self._n_iterations = 0
 
@@ -85,7 +116,7 @@ class Queues:
         A peer that waits for longest, or was served longest ago, goes first.
         """
         of_each = max(1, self._limits.prefills_seen // max(1, len(self._long)))
-        queues = [*self.single, *(queue for of_peer in self._long.values() for queue in islice(of_peer, of_each))]
+        queues = [*self.single, *(queue for of_peer in self._long.values() for queue in of_peer.first(of_each))]
         return sorted(queues, key=self._turn)
 
     def expected(self, since: float) -> Counter[str]:
@@ -98,7 +129,7 @@ class Queues:
 
     def prompts(self, owner: str) -> int:
         """How many prompts of a peer wait."""
-        return len(self._long.get(owner, ()))
+        return self._long[owner].n_queues if owner in self._long else 0
 
     def ran(self, queues: Iterable[Queue], failed: Container[Task], shares: Mapping[str, float]) -> list[Task]:
         """Note that these heads had their part of an iteration. Returns those that are over, which wait no more.
@@ -112,6 +143,8 @@ class Queues:
             task = queue.head
             more = 0.0 if queue.single else max(0.0, shares.get(task.owner, 0.0) - 1.0)
             self._served[task.owner, queue.single] = self._n_iterations + more
+            if not queue.single:
+                self._long[task.owner].served(queue)
             if task in failed or task.done == task.tokens or is_gone(task):  # else it keeps its place
                 over.append(task)
                 self._pop(queue)
@@ -124,7 +157,10 @@ class Queues:
         """Give a queue with a new head its place."""
         queue.head, queue.since = task, _ = queue.tasks[0]
         queue.single = task.tokens == 1 and task.rows <= self._limits.batch.single_rows_max
-        (self.single if queue.single else self._long.setdefault(task.owner, {}))[queue] = None
+        if queue.single:
+            self.single[queue] = None
+        else:
+            self._long.setdefault(task.owner, Tenants()).add(queue)
 
     def _pop(self, queue: Queue) -> None:
         """Remove a queue's head."""
@@ -133,8 +169,8 @@ class Queues:
             del self.single[queue]
         else:
             of_peer = self._long[task.owner]
-            del of_peer[queue]
-            if not of_peer:
+            of_peer.remove(queue)
+            if not of_peer.n_queues:
                 del self._long[task.owner]
         if queue.tasks:
             self._file(queue)

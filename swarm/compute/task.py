@@ -20,16 +20,24 @@ class Tenure:
     `past` belongs to the compute thread; its memory is free when the last task has let go.
     """
 
-    __slots__ = ("__weakref__", "_past", "n_blocks", "over", "owner", "rollback_max", "span")
+    __slots__ = ("__weakref__", "_past", "n_blocks", "over", "owner", "rollback_max", "span", "tenant")
 
-    def __init__(self, owner: str, span: Span, rollback_max: int) -> None:
-        """owner: the peer whose turn it is when tasks run. rollback_max: the most positions that a task takes back."""
+    def __init__(self, owner: str, span: Span, rollback_max: int, tenant: str | None = None) -> None:
+        """owner: the peer whose turn it is when tasks run; tenant: whose turn within the peer's.
+
+        rollback_max: the most positions that a task takes back.
+        """
         self.owner = owner
+        self.tenant = tenant
         self.span = span
         self.n_blocks = len(span.blocks)
         self.rollback_max = rollback_max
         self.over = False
         self._past: SpanPast | None = None
+
+    def anew(self, owner: str) -> "Tenure":
+        """Return the tenure that follows a reset."""
+        return Tenure(owner, self.span, self.rollback_max, self.tenant)
 
     @property
     def past(self) -> SpanPast:

@@ -11,8 +11,10 @@ embeddings of a long prompt take thousands of times as much.
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2s
 from math import inf
+from secrets import token_bytes
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ class Engine:
         self._ends = ends
         self._compute = compute
         self._loop = asyncio.get_running_loop()
+        self._salt = token_bytes(16)
         self._blocks = Blocks(0, traits.n_blocks)
         self._plan = SessionPlan(
             root=checkpoint.root,
@@ -138,6 +141,10 @@ class Engine:
 
     # Sessions
 
+    def _tenant(self, owner: str) -> str | None:
+        """Return an owner's name for servers: they learn which sessions are of one owner, and nothing of whom."""
+        return blake2s(owner.encode(), key=self._salt, digest_size=8).hexdigest() if owner else None
+
     async def session(self, generation: Generation) -> tuple[Kept, int]:
         """Return a session, and how many positions of the prompt it has. Raises PromptTooLong or a RouteError."""
         needed = len(generation.prompt) + max(0, generation.tokens_max - 1)
@@ -151,7 +158,7 @@ class Engine:
                 match.kept.conversation = generation.conversation or match.kept.conversation
                 return match.kept, match.keep
         plan = self._plan.sized(1, len(generation.prompt), self.swarm.sessions.limits.chunks)
-        session = await self._opened(plan)
+        session = await self._opened(replace(plan, tenant=self._tenant(generation.owner)))
         return Kept(session, [], generation.owner, generation.conversation), 0
 
     async def _opened(self, plan: SessionPlan) -> Session:

@@ -105,6 +105,8 @@ class Open(Message):
     relay: the client gets them, and hands them on to the next hop, which this one cannot reach; no next_record then.
     after_step: the session is behind this step already. rebuild: its past until then comes by Rebuild messages, and
     steps wait until it is complete.
+    tenant: of a peer that opens sessions for several users, whose session this is: their prompts take turns within the
+    peer's share. It means nothing to a server but whether two are the same.
     lifetime_s, tokens_max: no hop pushes into the session later than that, or more than so many tokens of all rows
     together, rebuilt ones included. Every Reroute grants anew.
     """
@@ -125,6 +127,7 @@ class Open(Message):
     relay: bool = False
     after_step: StepNumber = 0
     rebuild: bool = False
+    tenant: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")] | None = None
     lifetime_s: Lifetime = LIFETIME_S_MAX
     tokens_max: TokenBudget | None = None
 

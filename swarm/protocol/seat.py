@@ -133,6 +133,7 @@ class Terms:
     rollback_max: int
     batch: int = 1
     positions_soon: int = 0
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ class Itinerary:
             positions_soon=terms.positions_soon,
             after_step=self.after_step,
             rebuild=rebuild,
+            tenant=terms.tenant,
             previous=beside.previous,
             next_record=beside.next_record,
             relay=beside.relay,

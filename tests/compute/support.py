@@ -17,6 +17,7 @@ class Tenure:
     """What the scheduler sees of a session."""
 
     over: bool = False
+    tenant: str | None = None
 
 
 @dataclass(eq=False)
@@ -113,6 +114,8 @@ class _Arrival:
 
 class _Session:
     """A session of the world as the scheduler sees it."""
+
+    tenant = None
 
     def __init__(self, session: Session) -> None:
         self._session = session

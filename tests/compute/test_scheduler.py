@@ -199,6 +199,26 @@ def test_peers_take_turns_and_finish_what_they_began():
     assert ran == [greedy[0], modest, greedy[0], modest, *[greedy[1]] * 2, *[greedy[2]] * 2]
 
 
+def test_tenants_of_a_peer_take_turns():
+    scheduler = granting(50)
+    greedy = [Fake("gateway", 100, tenure=Tenure(tenant="a")) for _ in range(3)]
+    modest, other = Fake("gateway", 100, tenure=Tenure(tenant="b")), Fake("peer", 100)
+    for task in (*greedy, modest, other):
+        scheduler.add(task, 0.0)
+    ran = [[task for task, _ in iteration(scheduler)] for _ in range(10)]
+    assert [task for tasks in ran for task in tasks if task is not other][:4] == [greedy[0], modest, greedy[0], modest]
+    assert sum(other in tasks for tasks in ran[:4]) == 4  # two tenants are no second peer
+
+
+def test_a_long_queue_hides_no_other_tenant():
+    scheduler = granting(16)
+    for _ in range(1000):
+        scheduler.add(Fake("gateway", 16, tenure=Tenure(tenant="a")), 0.0)
+    scheduler.add(modest := Fake("gateway", 16, tenure=Tenure(tenant="b")), 0.0)
+    ran = [task for _ in range(2) for task, _ in iteration(scheduler)]
+    assert modest in ran
+
+
 def test_a_long_queue_hides_no_other_peer():
     scheduler = granting(10**6)
     for _ in range(1000):

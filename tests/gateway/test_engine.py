@@ -286,3 +286,19 @@ async def test_conversations_have_a_budget(swarm):
             await run(engine, Generation(prompt=ids_of(30, seed), tokens_max=1, sampling=GREEDY))
         assert len(engine.conversations) == 1
     await freed(swarm)
+
+
+async def test_servers_learn_owners_apart_but_not_by_name(engine, swarm):
+    seen = {}
+    for owner in ("", "ada", "bob", "ada"):
+        generation = Generation(prompt=ids_of(6, seed=len(owner)), tokens_max=4, sampling=GREEDY, owner=owner)
+        async with aclosing(engine.generate(generation)) as emitted:
+            await anext(emitted)
+            sessions = [session for server in swarm.servers for session in server.handler.sessions.values()]
+            tenants = {session.tenure.tenant for session in sessions}
+            assert len(tenants) == 1
+            seen.setdefault(owner, set()).update(tenants)
+    assert seen[""] == {None}
+    assert len(seen["ada"]) == len(seen["bob"]) == 1
+    assert seen["ada"] != seen["bob"]
+    assert "ada" not in str(seen["ada"])

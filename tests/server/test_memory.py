@@ -123,13 +123,14 @@ async def test_an_ended_session_holds_its_inputs_until_they_come_back(first, own
     await until(lambda: first.idle)
 
 
-async def test_a_reset_session_keeps_no_outputs(first, owner):
-    request = await opened(owner, first)
+async def test_a_reset_session_keeps_its_tenant_and_no_outputs(first, owner):
+    request = await opened(owner, first, tenant="ab")
     (await owner.to(first)).send(*step(request, 1, activations(1, 1)))
     await owner.output()
     assert first.server.memory.outputs.used == TOKEN_BYTES
     await owner.ask(first, Reroute(session=request.session, epoch=1, reset=True, after_step=1))
     assert first.server.memory.outputs.used == 0
+    assert first.server.handler.sessions[request.session].tenure.tenant == "ab"
 
 
 @pytest.mark.parametrize("kind", ["step", "past"])
