@@ -6,15 +6,19 @@ python benchmarks/gateway_load.py soak [--streams 32] [--seconds 3600] [--every 
 
 turns: the time to the first token of a conversation's second turn, and of the same prompt in a new session. crowd: long
 streams beside short requests at a rate; each ends well, or with 429 and Retry-After. soak: streams of which some are
-cut off, long prompts, and servers that are killed; then the gateway's memory, and the sessions on all servers.
-All over the demo's checkpoint in float32, three servers of one thread each.
+cut off, prompts of up to 20,000 tokens, and servers that are killed; then the gateway's memory, and the sessions on
+all servers. All over the demo's checkpoint in float32, three servers of one thread each. For a soak its config allows
+32,768 positions, which is more than it was trained for and changes no cost.
 """
 
 import argparse
 import asyncio
+import json
 import random
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import httpx
 import psutil
 from common import SEED, Samples, table, write_json
+from gateway import events_of
 from transformers import AutoTokenizer
 
 from swarm.demo.cli import CHECKPOINT
@@ -38,6 +43,7 @@ SPANS = ("0:4", "4:8", "8:12")
 TURN_SHARE_MAX = 0.1  # of a new session's time to the first token
 KEPT_MB_MAX = 1.0  # of memory for each conversation that is kept
 QUIET_S = 60.0  # after it no session is left on any server
+POSITIONS, LONG_PROMPT, LONG_SHARE = 32768, 20000, 0.005
 CODE = Path(__file__).read_text()
 
 
@@ -61,7 +67,7 @@ def main() -> None:
         options.prompt, options.rounds, options.streams, options.rate = 100, 2, 3, 5.0
         options.seconds, options.every = 4.0, 0.0
     spans = SPANS * (2 if options.what == "soak" else 1)
-    with serving(spans) as (swarm, gateway):
+    with checkpoint(POSITIONS if options.what == "soak" else None) as model, serving(model, spans) as (swarm, gateway):
         measure = {"turns": turns, "crowd": crowd, "soak": soak}[options.what]
         broken = asyncio.run(measure(options, swarm, gateway))
     for promise in broken:
@@ -71,12 +77,26 @@ def main() -> None:
 
 
 @contextmanager
-def serving(spans: tuple[str, ...]) -> Iterator[tuple[LocalSwarm, LocalProcess]]:
+def checkpoint(positions: int | None) -> Iterator[Path]:
+    """Make the demo's checkpoint with room for so many positions; None: as it is."""
+    if positions is None:
+        yield CHECKPOINT
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "long"
+        shutil.copytree(CHECKPOINT, path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+        yield path
+
+
+@contextmanager
+def serving(model: Path, spans: tuple[str, ...]) -> Iterator[tuple[LocalSwarm, LocalProcess]]:
     """Run a swarm, and a gateway that its servers know."""
     me = Identity.generate()
     allowed = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000")
     served: dict[str, Any] = {"options": allowed, "identities": {"gateway": me}, "launch": warm.launch}
-    with LocalSwarm(CHECKPOINT, spans, **served) as swarm:
+    with LocalSwarm(model, spans, **served) as swarm:
         options = ("--dtype", "float32", "--threads", "1", "--concurrency", "128", "--log-level", "warning")
         yield swarm, swarm.start_gateway(*options).wait_ready()
 
@@ -86,18 +106,14 @@ def client(gateway: LocalProcess) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.ready["url"], timeout=600, limits=httpx.Limits(max_connections=None))
 
 
-async def first_token_ms(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[float, str]:
-    """Stream a completion. Returns the time to its first text, and all of the text."""
-    began, first, text = time.perf_counter(), None, ""
-    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            found = re.search(r'"text":"((?:[^"\\]|\\.)*)"', line)
-            if found and found[1]:
-                first = first or 1000 * (time.perf_counter() - began)
-                text += found[1]
+async def first_token_ms(url: str, body: dict[str, Any]) -> float:
+    """Stream a completion. Returns the time to its first text."""
+    began, first = time.perf_counter(), None
+    async for event in events_of(url, body):
+        if first is None and event["choices"][0]["text"]:
+            first = 1000 * (time.perf_counter() - began)
     assert first is not None
-    return first, text
+    return first
 
 
 async def turns(options: argparse.Namespace, _: LocalSwarm, gateway: LocalProcess) -> list[str]:
@@ -111,17 +127,16 @@ async def turns(options: argparse.Namespace, _: LocalSwarm, gateway: LocalProces
         start %= len(code) - options.prompt
         return code[start : start + options.prompt + 6]
 
-    async with client(gateway) as http:
-        for index in range(options.rounds + 1):
-            ids = conversation(97 * index)
-            body = {"model": name, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-            key = {"prompt_cache_key": str(index)}
-            await first_token_ms(http, {**body, **key, "prompt": ids[: options.prompt]})
-            second, _ = await first_token_ms(http, {**body, **key, "prompt": ids})
-            fresh, _ = await first_token_ms(http, {**body, "prompt": conversation(97 * index + 31)})
-            if index:  # the first one warms up
-                kept.ms.append(second)
-                new.ms.append(fresh)
+    for index in range(options.rounds + 1):
+        ids, url = conversation(97 * index), gateway.ready["url"]
+        body = {"model": name, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        key = {"prompt_cache_key": str(index)}
+        await first_token_ms(url, {**body, **key, "prompt": ids[: options.prompt]})
+        second = await first_token_ms(url, {**body, **key, "prompt": ids})
+        fresh = await first_token_ms(url, {**body, "prompt": conversation(97 * index + 31)})
+        if index:  # the first one warms up
+            kept.ms.append(second)
+            new.ms.append(fresh)
     share = kept.median / new.median
     rows = [[each.name, f"{each.median:.0f}", f"{max(each.ms):.0f}"] for each in (kept, new)]
     table(f"time to the first token, {options.prompt} + 6 tokens", ["", "median ms", "most"], rows)
@@ -194,7 +209,7 @@ async def come_and_go(http: httpx.AsyncClient, name: str, rng: random.Random, un
     """Ask again and again: short and long prompts, some answers cut off at a random moment."""
     while time.monotonic() < until:
         tokens = rng.choice((8, 40, 120))
-        length = rng.choice((40, 200, 800))
+        length = LONG_PROMPT if rng.random() < LONG_SHARE else rng.choice((40, 200, 800))
         ids = [3 + rng.randrange(2000) for _ in range(length)]
         body = {"model": name, "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
         patience_s = rng.uniform(0.0, 2.0) if rng.random() < 0.3 else 600.0

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -73,18 +72,17 @@ class PackedCache(Cache):
         self.segments = segments
         self.solo = solo
         self.pasts = [segment.cache.length for segment in segments]
-        self.bounds = list(pairwise(accumulate((segment.size for segment in segments), initial=0)))
+        self.sizes = [segment.size for segment in segments]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Append [1, heads, N, size] to the sessions' caches. Returns their pasts as `PackedStates`, twice."""
         keys, values = PackedStates(self), PackedStates(self)
-        for segment, (start, stop) in zip(self.segments, self.bounds, strict=True):
+        new_keys, new_values = key_states.split(self.sizes, dim=2), value_states.split(self.sizes, dim=2)
+        for segment, new_key, new_value in zip(self.segments, new_keys, new_values, strict=True):
             layer = segment.cache.inner.layers[layer_idx]
-            new_keys = _rows(key_states[:, :, start:stop], segment)
-            new_values = _rows(value_states[:, :, start:stop], segment)
-            past_keys, past_values = layer.update(new_keys, new_values, *args, **kwargs)
-            keys.parts.append(past_keys)
-            values.parts.append(past_values)
+            past = layer.update(_rows(new_key, segment), _rows(new_value, segment), *args, **kwargs)
+            keys.parts.append(past[0])
+            values.parts.append(past[1])
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -180,15 +178,15 @@ def packed_attention(
     cache = key.cache
     attend = _solo_attention(module, cache)
     positions = kwargs.pop("position_ids", None)
+    of_each = None if positions is None else positions.split(cache.sizes, dim=1)
     outputs = []
-    for number, (segment, (start, stop)) in enumerate(zip(cache.segments, cache.bounds, strict=True)):
+    for number, (segment, states) in enumerate(zip(cache.segments, query.split(cache.sizes, dim=2), strict=True)):
         keys = key.parts[number]
         mask = attention_mask.of(cache, number, keys.shape[-2]) if attention_mask is not None else None
-        if positions is not None:
-            kwargs["position_ids"] = positions[:, start:stop].reshape(segment.rows, segment.tokens)
-        states = _rows(query[:, :, start:stop], segment)
-        output = attend(module, states, keys, value.parts[number], mask, **kwargs)[0]
-        outputs.append(output.reshape(1, segment.size, *output.shape[2:]))
+        if of_each is not None:
+            kwargs["position_ids"] = of_each[number].reshape(segment.rows, segment.tokens)
+        output = attend(module, _rows(states, segment), keys, value.parts[number], mask, **kwargs)[0]
+        outputs.append(output if output.shape[0] == 1 else output.reshape(1, cache.sizes[number], *output.shape[2:]))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
