@@ -125,7 +125,7 @@ def command(
                 from swarm.gateway.admission import AdmissionLimits, GenerationLimits  # noqa: PLC0415 - as below
                 from swarm.gateway.app import GatewayLimits  # noqa: PLC0415 - as below
                 from swarm.gateway.engine import EngineLimits  # noqa: PLC0415 - torch: --help needs none
-                from swarm.gateway.models import ModelOptions  # noqa: PLC0415 - as above
+                from swarm.gateway.loading import ModelOptions  # noqa: PLC0415 - as above
                 from swarm.gateway.serve import GatewayArguments, serve_gateway  # noqa: PLC0415 - as above
             except ModuleNotFoundError as error:
                 raise click.UsageError(

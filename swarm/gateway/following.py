@@ -15,7 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from swarm.dht.directory import Directory, ModelEntry
 from swarm.errors import NetworkError, RootMismatch, SwarmError
-from swarm.gateway.models import ModelOptions, Models
+from swarm.gateway.loading import ModelOptions
+from swarm.gateway.models import Models
 from swarm.limits import limit
 from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from swarm.model.loading import ends_files

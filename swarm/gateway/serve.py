@@ -27,7 +27,8 @@ from swarm.gateway.engine import EngineLimits
 from swarm.gateway.following import Following, followed
 from swarm.gateway.health import Readiness
 from swarm.gateway.keys import Keys
-from swarm.gateway.models import ModelOptions, Models, serving
+from swarm.gateway.loading import ModelOptions
+from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity

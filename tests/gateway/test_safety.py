@@ -20,7 +20,7 @@ from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits
 from swarm.gateway.doors import DoorOptions, is_allowed, is_local
 from swarm.gateway.keys import Keys, digest_of
-from swarm.gateway.models import ModelOptions
+from swarm.gateway.loading import ModelOptions
 from swarm.gateway.serve import GatewayArguments, doors_of
 from swarm.gateway.watching import BodyLimits
 from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
