@@ -35,7 +35,7 @@ from swarm.gateway.parsing import parser_for
 from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
 from swarm.gateway.text import TokenTexts
 
-# what a request's template variables are not: they would change how it is rendered, or replace the template
+# no names of a request's template variables: these would change the rendering, or replace the template
 RENDERING = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 LONG_CHARACTERS = 4096  # a longer prompt is tokenized in a thread: it would hold up all streams
 
@@ -238,7 +238,7 @@ class _Choice:
         return [self._event(part) for part in self._output.feed(token.id)]
 
     def _rest(self) -> list[Event]:
-        """Return the events of what is held back, at the end."""
+        """Return the events that are held back, at the end."""
         events = [self._event(part) for part in self._output.close()]
         if self._pending:
             events.append(self._text(""))

@@ -137,7 +137,7 @@ def opened_here(name: str, options: ModelOptions, *, may_download: bool) -> Chec
         revision=options.revision,
         token=options.token,
         cache_dir=options.cache_dir,
-        max_disk_bytes=None if may_download else 0,  # 0: only what is there already
+        max_disk_bytes=None if may_download else 0,  # 0: only files that are there already
     )
     if not may_download:
         checkpoint.source.fetch(ends_files(checkpoint))

@@ -83,7 +83,7 @@ class Models:
             raise ModelNotFound(name, f"this gateway has {', '.join(self.names) or 'none'}")
 
     def about(self, name: str) -> About:
-        """Return what is known of a model before it is loaded. Raises ModelNotFound."""
+        """Describe a model, which need not be loaded. Raises ModelNotFound."""
         self.check(name)
         checkpoint = self._checkpoints[name]
         traits = checkpoint.traits
@@ -111,7 +111,7 @@ class Models:
         return await self._routes.reasons(self._checkpoints, self._loaded)
 
     def watch(self, recorder: Recorder) -> None:
-        """Add the figures of what is in memory."""
+        """Add the figures of the models in memory."""
         recorder.gauge("models", "Models that requests can name.", lambda: len(self._checkpoints))
         recorder.gauge("models_loaded", "Models whose embeddings and head are in memory.", lambda: len(self._loaded))
         recorder.gauge("models_bytes", "Memory of embeddings and heads.", lambda: sum(r.n_bytes for r in self._here()))

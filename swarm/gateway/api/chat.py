@@ -49,7 +49,7 @@ class SchemaFormat(Given):
 
 
 class ResponseFormat(Given):
-    """What the answer is."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None

@@ -89,7 +89,7 @@ class FunctionTool(Given):
 
 
 class _Request(Given):
-    """What both have. keep_alive is only told apart from 0: the gateway keeps its models as its own limits say."""
+    """The fields of both. keep_alive is only told apart from 0: the gateway keeps its models as its own limits say."""
 
     model: str
     stream: bool | None = None
