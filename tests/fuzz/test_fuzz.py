@@ -22,7 +22,9 @@ from swarm.protocol import codec
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import encode_tensor
 from tests.dht.support import soon
-from tests.fuzz.parsers import PARSERS, Parser, activations_of, frame_of
+from tests.fuzz.parsers import PARSERS
+from tests.fuzz.parsers.base import Parser
+from tests.fuzz.parsers.messages import activations_of, frame_of
 from tests.fuzz.run import MEASURED_OF, MEMORY_MAX, feed, feed_atheris, feed_hypothesis, has_atheris
 
 CASES = 300
