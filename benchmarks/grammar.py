@@ -1,4 +1,4 @@
-"""What a grammar costs: compiling a request's schema, the mask of a token, and refusing schemas that are hostile.
+"""The costs of a grammar: compiling a request's schema, the mask of a token, and refusing schemas that are hostile.
 
     python benchmarks/grammar.py [--vocabulary 128000] [--rounds 20] [--quick] [--json PATH]
 
@@ -128,7 +128,7 @@ async def measured(vocabulary: int, rounds: int) -> list[Samples]:
 
 
 class timed:
-    """Adds what its block takes to samples."""
+    """Adds its block's time to samples."""
 
     def __init__(self, samples: Samples, clock: Callable[[], float] = time.perf_counter) -> None:
         self._samples = samples

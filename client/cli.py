@@ -13,8 +13,8 @@ from swarm.commands import (
     access_options,
     configure_logging,
     ending_at_once,
+    peers_option,
     run_click,
-    split_peers,
 )
 from swarm.version import __version__
 
@@ -36,13 +36,7 @@ from swarm.version import __version__
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
-@click.option(
-    "--initial-peers",
-    multiple=True,
-    metavar="MULTIADDR",
-    callback=split_peers,
-    help="node to join through; may be repeated",
-)
+@peers_option("join")
 @click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix")
 @access_options
 @click.option(

@@ -21,6 +21,8 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -139,6 +141,21 @@ def ending_at_once(code: int = 0) -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def importing(extra: str, part: str) -> Iterator[None]:
+    """Import a part of the package within the block, as `ending_at_once`.
+
+    extra: of the package, with the part's libraries. Raises a usage error where one of them is missing.
+    """
+    with ending_at_once():
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            raise click.UsageError(
+                f"{error.name} is missing: install the {part} with pip install 'swarm-inference[{extra}]'"
+            ) from None
 
 
 def _end(text: str, code: int) -> NoReturn:
@@ -284,45 +301,90 @@ def split_peers(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     return tuple(part for text in value for part in re.split(r"[,\s]+", text) if part)
 
 
-def access_options(function: Command) -> Command:
-    """Add the options of private swarms."""
-    options = (
-        click.option(
-            "--network-key",
-            type=click.Path(path_type=Path),
-            default=None,
-            help="key file that all members of a private swarm share",
-        ),
-        click.option(
-            "--allow-peers",
-            type=click.Path(path_type=Path),
-            default=None,
-            help="file with the ids of all peers that may take part, one in a line",
-        ),
+def option_group(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds options in this order."""
+
+    def add(function: Command) -> Command:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def peers_option(purpose: str) -> Callable[[Command], Command]:
+    """Return the option of the peers to begin with. purpose: of the node."""
+    return click.option(
+        "--initial-peers",
+        multiple=True,
+        metavar="MULTIADDR",
+        callback=split_peers,
+        help=f"node to {purpose} through; may be repeated",
     )
-    for option in reversed(options):
-        function = option(function)
-    return function
 
 
-def common_options(function: Command) -> Command:
-    """Add the options that every long-running command takes."""
-    options = (
-        click.option(
-            "--initial-peers",
-            multiple=True,
-            metavar="MULTIADDR",
-            callback=split_peers,
-            help="node to join through; may be repeated",
-        ),
-        click.option("--identity", type=click.Path(path_type=Path), default=None, help="key file; made at first use"),
-        click.option(
-            "--network", type=NETWORK, default="public", show_default=True, help="swarms of different names do not mix"
-        ),
+access_options = option_group(  # of private swarms
+    click.option(
+        "--network-key",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="key file that all members of a private swarm share",
+    ),
+    click.option(
+        "--allow-peers",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="file with the ids of all peers that may take part, one in a line",
+    ),
+)
+
+running_options = option_group(
+    click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),
+    click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True),
+)
+
+common_options = option_group(  # of long-running commands that serve the swarm
+    peers_option("join"),
+    click.option("--identity", type=click.Path(path_type=Path), default=None, help="key file; made at first use"),
+    click.option(
+        "--network", type=NETWORK, default="public", show_default=True, help="swarms of different names do not mix"
+    ),
+    access_options,
+    running_options,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The swarm that a web command reads. identity: None for a fresh one."""
+
+    initial_peers: tuple[str, ...]
+    network: str
+    network_key: Path | None
+    allow_peers: Path | None
+    identity: Path | None
+
+
+def reading_options(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the options of a web command's swarm, which takes them as one `reading`. purpose: of the first node."""
+    options = option_group(
+        peers_option(purpose),
+        click.option("--network", type=NETWORK, default="public", show_default=True, help="the swarm's name"),
         access_options,
-        click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),
-        click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True),
+        click.option(
+            "--identity",
+            type=click.Path(path_type=Path),
+            default=None,
+            help="key file, for servers with a list of peers; by default a fresh identity",
+        ),
     )
-    for option in reversed(options):
-        function = option(function)
-    return function
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(*arguments: Any, **given: Any) -> None:  # noqa: ANN401 - click passes them by name
+            own = {field.name: given.pop(field.name) for field in fields(Reading)}
+            function(*arguments, reading=Reading(**own), **given)
+
+        return options(command)
+
+    return add

@@ -21,7 +21,7 @@ _NO_LIMITS = TenantLimits()
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What is known of a request while it is answered. The middleware makes it, and logs it at the end."""
+    """The gateway's knowledge of a request while it is answered. The middleware makes it, and logs it at the end."""
 
     id: str
     tenant: Tenant = ANYONE
@@ -50,7 +50,7 @@ def account_in(scope: Scope) -> Account:
 
 
 class Meter:
-    """Counts what generations compute: for their request, for their tenant's limits, for the figures of their model."""
+    """Counts generations' tokens: for their request, for their tenant's limits, for the figures of their model."""
 
     def __init__(self, recorder: Recorder, requests: Slots, limits: GenerationLimits) -> None:
         """requests: charged with the tokens of their tenants. limits: of the generations, which take turns."""

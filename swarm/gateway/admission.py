@@ -175,7 +175,7 @@ class Admission:
 
 
 def _bucket(per_minute: int | None, lends: float = 0.0) -> TokenBucket | None:
-    """Return a bucket of a minute's amount. lends: what it gives beyond its level, which is then no part of it."""
+    """Return a bucket of a minute's amount. lends: the part of it that is given beyond the level."""
     return None if per_minute is None else TokenBucket(per_minute / 60, per_minute - lends + 1e-6)
 
 

@@ -30,11 +30,12 @@ from swarm.gateway.chat import (
 )
 from swarm.gateway.generation import Backend, Emitted, Generation, Rerouted, Started, Token
 from swarm.gateway.grammar import Constraint, Grammars
+from swarm.gateway.output import Output
 from swarm.gateway.parsing import parser_for
 from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
-from swarm.gateway.text import Detokenizer, StopStrings, TokenTexts
+from swarm.gateway.text import TokenTexts
 
-# what a request's template variables are not: they would change how it is rendered, or replace the template
+# no names of a request's template variables: these would change the rendering, or replace the template
 RENDERING = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 LONG_CHARACTERS = 4096  # a longer prompt is tokenized in a thread: it would hold up all streams
 
@@ -186,11 +187,7 @@ class _Choice:
         self._model = model
         self._index = index
         self._generation = generation
-        reads_special = parser is not None and parser.reads_special
-        self._detokenizer = Detokenizer(model.tokenizer, special=reads_special)
-        self._hidden = model.control_ids if reads_special else frozenset()
-        self._stop = StopStrings(stop)
-        self._parser = parser
+        self._output = Output(model.tokenizer, stop, parser, model.control_ids)
         self._calls = 0
         self._count = 0  # tokens of the output
         self._reasoning = 0  # of them, tokens that the model only thinks
@@ -204,14 +201,14 @@ class _Choice:
             async for each in emitted:
                 for event in self._of(each):
                     yield event
-                if self._stop.found is not None:
+                if self._output.stop is not None:
                     break
-            if self._stop.found is not None:
+            if self._output.stop is not None:
                 with suppress(StopAsyncIteration):
                     await emitted.asend(True)
         for event in self._rest():
             yield event
-        yield Finished(self._index, self._reason(), self._count, self._stop.found, self._reasoning)
+        yield Finished(self._index, self._reason(), self._count, self._output.stop, self._reasoning)
 
     def _of(self, emitted: Emitted) -> list[Event]:
         match emitted:
@@ -231,37 +228,21 @@ class _Choice:
     def _reason(self) -> FinishReason:
         grammar = self._generation.grammar
         is_whole = grammar is not None and grammar.is_complete and grammar.is_over
-        if self._ended or self._stop.found is not None or is_whole:
+        if self._ended or self._output.stop is not None or is_whole:
             return "tool_calls" if self._calls else "stop"
         return "length"
 
     def _of_token(self, token: Token) -> list[Event]:
         if token.logprob is not None:
             self._pending.append(self._model.texts.report(token))
-        if token.id in self._hidden:
-            return []
-        text = self._stop.feed(self._detokenizer.feed(token.id))
-        return self._parsed(text) if text else []
+        return [self._event(part) for part in self._output.feed(token.id)]
 
     def _rest(self) -> list[Event]:
-        """Return the events of what is held back, at the end."""
-        events: list[Event] = []
-        if self._stop.found is None:
-            events += self._parsed(self._stop.feed(self._detokenizer.close()))
-        if self._stop.found is None:
-            events += self._parsed(self._stop.close())
-        if self._parser is not None:
-            events += [self._event(part) for part in self._parser.close()]
+        """Return the events that are held back, at the end."""
+        events = [self._event(part) for part in self._output.close()]
         if self._pending:
             events.append(self._text(""))
         return events
-
-    def _parsed(self, text: str) -> list[Event]:
-        if not text:
-            return []
-        if self._parser is None:
-            return [self._text(text)]
-        return [self._event(part) for part in self._parser.feed(text)]
 
     def _event(self, part: Parsed) -> Event:
         match part:

@@ -1,4 +1,4 @@
-"""The gateway over HTTP: its routes, and what every request passes."""
+"""The gateway over HTTP: its routes, and the middleware of every request."""
 
 import time
 from collections.abc import Awaitable, Callable

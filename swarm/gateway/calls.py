@@ -1,7 +1,7 @@
 """Reads calls of tools as models write them: JSON, tagged parameters, Gemma's objects, or Python's calls.
 
 A reader takes the text behind the mark that opens a call, as often as there is more of it, and goes on where it was: a
-call of 100 kB costs one pass. Its verdict is the end of the call with what it says, or with nothing where it is broken.
+call of 100 kB costs one pass. Its verdict is the end of the call and its content, or no content where it is broken.
 """
 
 import ast
@@ -42,7 +42,7 @@ class Reader(Protocol):
 class Nested:
     """A form whose calls are nested brackets.
 
-    opening: the mark up to the first bracket; its groups `name` and `id` say what is not inside. closing: the mark
+    opening: the mark up to the first bracket; its groups `name` and `id` have the parts outside it. closing: the mark
     behind. dialect: how values are written. bare: no mark opens the call, so it must name a tool, and be where text
     would begin. id_length: characters of an id, where the family's templates take no other length.
     """
@@ -59,9 +59,9 @@ class Tagged:
     """A form whose calls are tagged parameters.
 
     opening: up to the first parameter; group `name`, and `empty` for a call that is over with it. key: a parameter's
-    beginning; group `key`, and `kind` where the model says a value's type. value_end: what ends its value. end: the
-    call's end. cut_value_end: what ends a value, too, at the end of the output. cut_end: what ends a call where the
-    rest of its end is missing. newline: a line break before a value is none of it. escapes: names and keys are written
+    beginning; group `key`, and `kind` where the model says a value's type. value_end: the end of its value. end: the
+    call's end. cut_value_end: ends a value, too, at the end of the output. cut_end: ends a call where the rest of
+    its end is missing. newline: a line break before a value is none of it. escapes: names and keys are written
     as in HTML.
     """
 
@@ -296,7 +296,7 @@ class _TaggedReader:
         properties = tools.get(self._name, {}).get("properties")
         if isinstance(properties, Mapping):
             self._types = properties
-        self._at = 0  # what is read
+        self._at = 0  # text before it is read
         self._seen = 0  # where a value's end may be
         self._key: tuple[str, str | None] | None = None  # the parameter whose value comes
         self._arguments: dict[str, Any] = {}

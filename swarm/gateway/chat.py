@@ -112,7 +112,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """More of the model's reasoning before it answers."""
 
     choice: int
     text: str

@@ -1,21 +1,21 @@
 """`swarm-gateway`: an HTTP endpoint that programs of OpenAI's API speak to, with the swarm behind it."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from swarm.commands import (
     DTYPES,
     HOST_PORT,
-    LOG_LEVELS,
-    NETWORK,
     SIZE,
-    access_options,
-    ending_at_once,
+    Reading,
+    importing,
+    reading_options,
     ready_writer,
     run_click,
     run_until_stopped,
-    split_peers,
+    running_options,
 )
 from swarm.config import load_settings
 from swarm.gateway.keys_cli import keys as keys_group
@@ -50,21 +50,7 @@ from swarm.version import __version__
 @click.option("--no-keys", is_flag=True, help="serve any caller, on any address")
 @click.option("--allow-origin", multiple=True, help="of pages that may call the gateway; may be repeated; * for all")
 @click.option("--ends-memory", type=SIZE, default=None, help="of all embeddings and heads; default: half the memory")
-@click.option(
-    "--initial-peers",
-    multiple=True,
-    metavar="MULTIADDR",
-    callback=split_peers,
-    help="node to join through; may be repeated",
-)
-@click.option("--network", type=NETWORK, default="public", show_default=True, help="the swarm's name")
-@access_options
-@click.option(
-    "--identity",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="key file, for servers with a list of peers; by default a fresh identity",
-)
+@reading_options("join")
 @click.option("--revision", default=None, help="branch, tag or commit of the models")
 @click.option("--token", default=None, help="of the hub, for gated models")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloaded models are kept")
@@ -77,33 +63,16 @@ from swarm.version import __version__
     help="seconds, repairs included",
 )
 @click.option("--threads", type=click.IntRange(1), default=None, help="cores for the models' heads; torch's choice")
-@click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@running_options
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     *,
-    listen: tuple[str, int],
-    model: tuple[str, ...],
-    allow_download: tuple[str, ...],
-    keys: Path | None,
-    concurrency: int,
-    no_keys: bool,
-    allow_origin: tuple[str, ...],
-    ends_memory: int | None,
-    initial_peers: tuple[str, ...],
-    network: str,
-    network_key: Path | None,
-    allow_peers: Path | None,
-    identity: Path | None,
-    revision: str | None,
-    token: str | None,
-    cache_dir: Path | None,
-    dtype: str,
-    step_timeout: float,
-    threads: int | None,
+    reading: Reading,
     ready_file: Path | None,
     log_level: str,
+    **options: Any,  # noqa: ANN401 - click passes them by name
 ) -> None:
     """Serve the swarm's models over HTTP, to any program that speaks OpenAI's API.
 
@@ -117,42 +86,12 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
-    if not initial_peers:
+    if not reading.initial_peers:
         raise click.UsageError("say through which node to join: --initial-peers, or set SWARM_INITIAL_PEERS")
     with ready_writer(ready_file) as ready:
-        with ending_at_once():
-            try:
-                from swarm.gateway.admission import AdmissionLimits, GenerationLimits  # noqa: PLC0415 - as below
-                from swarm.gateway.app import GatewayLimits  # noqa: PLC0415 - as below
-                from swarm.gateway.engine import EngineLimits  # noqa: PLC0415 - torch: --help needs none
-                from swarm.gateway.models import ModelOptions  # noqa: PLC0415 - as above
-                from swarm.gateway.serve import GatewayArguments, serve_gateway  # noqa: PLC0415 - as above
-            except ModuleNotFoundError as error:
-                raise click.UsageError(
-                    f"{error.name} is missing: install the gateway with pip install 'swarm-inference[gateway]'"
-                ) from None
-        arguments = GatewayArguments(
-            listen=listen,
-            models=model,
-            initial_peers=initial_peers,
-            network=network,
-            network_key=network_key,
-            allow_peers=allow_peers,
-            identity=identity,
-            options=ModelOptions(
-                revision=revision, token=token, cache_dir=cache_dir, dtype=dtype, ends_bytes_max=ends_memory
-            ),
-            keys=keys,
-            is_open=no_keys,
-            allowed_origins=allow_origin,
-            allowed_downloads=allow_download,
-            upstreams=load_settings().gateway.upstream,
-            threads=threads,
-            limits=GatewayLimits(
-                admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
-            ),
-            engine=EngineLimits(step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12)),
-        )
+        with importing("gateway", "gateway"):
+            from swarm.gateway.serve import arguments_of, serve_gateway  # noqa: PLC0415 - torch: --help needs none
+        arguments = arguments_of(reading, load_settings().gateway.upstream, **options)
         run_until_stopped(lambda stop: serve_gateway(arguments, ready, stop), log_level)
 
 

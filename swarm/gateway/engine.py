@@ -125,7 +125,7 @@ class Engine:
         return tokens
 
     async def compute(self, task: Task) -> Any:  # noqa: ANN401 - a task returns anything
-        """Run a task in the compute thread. Raises what it raises."""
+        """Run a task in the compute thread. Its errors are raised here."""
         waiting: asyncio.Future[Any] = self._loop.create_future()
 
         def done(outcome: object) -> None:

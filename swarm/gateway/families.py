@@ -1,4 +1,4 @@
-"""How families of models write reasoning and calls: a table of marks, found by what a chat template shows.
+"""How families of models write reasoning and calls: a table of marks. A chat template shows its family.
 
 The marks are those of the families' own templates and documents. Patterns are matched against text that is not complete
 yet, so a match at its edge must not change when more comes.
@@ -30,10 +30,10 @@ class Thought:
 class Family:
     """One way to write an output.
 
-    shows: what a template of the family contains: all marks of one of these groups. thought: marks around reasoning.
-    calls: forms of calls. drops: marks that only structure the output. cut: what the end of an output may leave of a
-    mark, and is no text. trims: blanks before a call belong to its mark. call_ends_thought: a call inside reasoning
-    ends it. is_guess: no mark of calls has decided.
+    shows: a template of the family contains all marks of one of these groups. thought: marks around reasoning.
+    calls: forms of calls. drops: marks that only structure the output. cut: remains of a mark at the end of an
+    output, which are no text. trims: blanks before a call belong to its mark. call_ends_thought: a call inside
+    reasoning ends it. is_guess: no mark of calls has decided.
     """
 
     name: str

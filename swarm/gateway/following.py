@@ -15,7 +15,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from swarm.dht.directory import Directory, ModelEntry
 from swarm.errors import NetworkError, RootMismatch, SwarmError
-from swarm.gateway.models import ModelOptions, Models
+from swarm.gateway.loading import ModelOptions
+from swarm.gateway.models import Models
 from swarm.limits import limit
 from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from swarm.model.loading import ends_files
@@ -136,7 +137,7 @@ def opened_here(name: str, options: ModelOptions, *, may_download: bool) -> Chec
         revision=options.revision,
         token=options.token,
         cache_dir=options.cache_dir,
-        max_disk_bytes=None if may_download else 0,  # 0: only what is there already
+        max_disk_bytes=None if may_download else 0,  # 0: only files that are there already
     )
     if not may_download:
         checkpoint.source.fetch(ends_files(checkpoint))

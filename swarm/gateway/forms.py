@@ -42,7 +42,7 @@ class Forms:
     def output(self, schema: Mapping[str, Any] | None, tools: Sequence[Tool], prompt: str, *, parallel: bool) -> str:
         """Return the grammar of an answer by a schema, or of calls of these tools, or of either.
 
-        prompt: its end shows what the template has begun.
+        prompt: its end shows how the template has begun.
         """
         writing = self._writing
         choices, rules = [], []
@@ -96,7 +96,7 @@ class Forms:
         return "\n".join([*lines, *rest, "TEXT: /(.|\\n)*/"]) + "\n"
 
     def _thought(self, prompt: str) -> str:
-        """Return what allows reasoning before the output: needed where the template has begun it."""
+        """Return the rule of reasoning before the output: needed where the template has begun it."""
         marks, end, answer = self._writing.thought, prompt.rstrip(), self._writing.answer[0]
         if marks is None or end.endswith(marks[1]) or (answer and end.endswith(answer)):
             return ""
@@ -106,7 +106,7 @@ class Forms:
         return f"({self._text(marks[0])} {behind})?"
 
     def _begun(self, text: str, prompt: str) -> str:
-        """Return what the prompt has not begun already of a text."""
+        """Return the rest of a text whose beginning may be the prompt's end."""
         for length in range(len(text), 0, -1):
             if prompt.endswith(text[:length]):
                 return self._text(text[length:])

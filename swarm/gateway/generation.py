@@ -1,4 +1,4 @@
-"""A generation: token ids in, sampled tokens out. What the engine does, below all text.
+"""A generation: token ids in, sampled tokens out. The engine works on this level, below all text.
 
     async with aclosing(backend.generate(generation)) as tokens:
         async for token in tokens: ...
@@ -56,12 +56,12 @@ class Grammar(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether no token can follow: what there is is whole, or the grammar has failed."""
+        """Whether no token can follow: the output is whole, or the grammar has failed."""
         ...
 
     @property
     def is_complete(self) -> bool:
-        """Whether what was taken is a whole output."""
+        """Whether the tokens so far are a whole output."""
         ...
 
 
@@ -70,7 +70,7 @@ class Generation:
     """One sequence to generate.
 
     prompt: token ids, at least one. tokens_max: of the output; the caller has clamped it to the model's context.
-    stop_ids: the output ends with any of them. grammar: what the output may be. owner: whose sessions may be continued
+    stop_ids: the output ends with any of them. grammar: constrains the output. owner: whose sessions may be continued
     and whose turn it takes. conversation: which of them most likely; None for any. echo: whether the probabilities of
     the prompt's own tokens are reported, too.
     """

@@ -58,7 +58,7 @@ class GrammarLimits:
 
 
 class Constraint:
-    """What one output may be, with the state of what it is so far. A `Grammar` of the engine."""
+    """A constraint on one output, and its state behind the tokens so far. A `Grammar` of the engine."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
@@ -95,7 +95,7 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether what was taken is a whole output."""
+        """Whether the tokens so far are a whole output."""
         return not self._has_failed and (self._matcher.is_accepting() or self._matcher.is_stopped())
 
     def _failed(self) -> bool:
@@ -128,7 +128,7 @@ class Grammars:
         self._own: asyncio.Task[LLTokenizer] | None = None
 
     async def make(self, chat: Chat, prompt: str) -> Callable[[], Constraint] | None:
-        """Return what makes a constraint for each choice; None where the output is free.
+        """Return a maker of constraints, one for each choice; None where the output is free.
 
         prompt: the rendered conversation. Raises BadRequest for a schema that cannot be enforced within the limits.
         """

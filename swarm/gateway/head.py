@@ -16,7 +16,7 @@ ECHO_ROWS = 64  # positions whose logits are in memory at once: 33 MB in float32
 
 
 class Next(NamedTuple):
-    """A sampled token with those that a grammar forces behind it, and what goes around the route for them.
+    """A sampled token with those that a grammar forces behind it, and the embeddings that the route takes next.
 
     embedding: [1, tokens, hidden_size].
     """

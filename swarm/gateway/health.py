@@ -1,4 +1,4 @@
-"""What operators ask a gateway: is it alive, can it answer, and how much does it do."""
+"""Operators' questions to a gateway: is it alive, can it answer, and how much does it do."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass

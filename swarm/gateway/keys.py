@@ -202,7 +202,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """Return what changes when a file does; None where there is none."""
+    """Return a value that changes with the file; None where there is none."""
     try:
         found = path.stat()
     except OSError:

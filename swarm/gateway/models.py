@@ -8,58 +8,27 @@ again.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 from functools import partial
-from math import inf
-from pathlib import Path
-from typing import Any
 
 import psutil
 import structlog
-import torch
-from transformers import PreTrainedModel
 
-from swarm.blocks import Blocks
-from swarm.client.hf.text import load_tokenizer
-from swarm.client.planning.router import Wanted
-from swarm.client.session.membership import Member, Membership
+from swarm.client.session.membership import Member
 from swarm.compute.thread import ComputeThread
 from swarm.errors import ModelNotFound, SwarmError
 from swarm.gateway.answering import Model
 from swarm.gateway.api.dialect import About
 from swarm.gateway.api.problems import Problem, Rejected
-from swarm.gateway.engine import Engine, EngineLimits
+from swarm.gateway.engine import EngineLimits
+from swarm.gateway.loading import Loader, ModelOptions
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.resident import Loaded, Resident, leaving
-from swarm.gateway.text import TokenTexts
-from swarm.limits import limit
+from swarm.gateway.routes import Routes
 from swarm.model.allocator import return_free_memory
-from swarm.model.checkpoint import Checkpoint, open_checkpoint
-from swarm.model.loading import ends_bytes, expected_dtype, load_ends
-from swarm.model.tokens import TokenEnds
+from swarm.model.checkpoint import Checkpoint
 
 _log = structlog.get_logger("swarm.gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class RouteLimits:
-    """Bounds of the question whether models have a route."""
-
-    plan_s: float = limit(5.0, "s", "a model whose route takes longer to plan counts as one without")
-    fresh_s: float = limit(2.0, "s", "an answer that is no older is given again")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """How models are found and loaded. ends_bytes_max: of all embeddings and heads together; None: half the memory."""
-
-    revision: str | None = None
-    token: str | None = None
-    cache_dir: Path | None = None
-    dtype: str = "auto"
-    ends_bytes_max: int | None = None
-    routes: RouteLimits = field(default_factory=RouteLimits)
 
 
 class Models:
@@ -68,20 +37,14 @@ class Models:
     def __init__(
         self, member: Member, compute: ComputeThread, options: ModelOptions, limits: EngineLimits | None = None
     ) -> None:
-        self._member = member
-        self._compute = compute
-        self._options = options
-        self._limits = limits
+        self._now = time.monotonic
+        self._loader = Loader(member, compute, options, limits, self._now)
+        self._routes = Routes(member, options.torch_dtype, options.routes, self._now)
         self._bytes_max = options.ends_bytes_max or psutil.virtual_memory().total // 2
         self._checkpoints: dict[str, Checkpoint] = {}
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._room = asyncio.Lock()  # one model is loaded at a time: each makes room for itself
-        self._now = time.monotonic
-        self._planning: dict[str, Membership] = {}  # of models that are not loaded, by their roots
-        self._routing = asyncio.Lock()
-        self._routes: dict[str, str] = {}
-        self._routed_at = -inf
 
     @property
     def names(self) -> list[str]:
@@ -90,10 +53,7 @@ class Models:
 
     async def add(self, model: str) -> str:
         """Open a checkpoint: a hub id or a directory. Returns its name. Raises UsageError or CheckpointError."""
-        options = self._options
-        checkpoint = await asyncio.to_thread(
-            open_checkpoint, model, revision=options.revision, token=options.token, cache_dir=options.cache_dir
-        )
+        checkpoint = await self._loader.open(model)
         await self.put(checkpoint)
         return checkpoint.public_name
 
@@ -107,14 +67,15 @@ class Models:
 
     async def drop(self, name: str) -> None:
         """Let requests name a model no longer. Those that are answered are answered to the end."""
-        self._planning.pop(self._checkpoints.pop(name).root, None)
+        self._routes.forget(self._checkpoints.pop(name).root)
         loaded = self._loaded.pop(name, None)
         if loaded is not None:
             await loaded.resident.retire()
 
     def arrange(self, names: Sequence[str]) -> None:
         """Set the order in which models are listed."""
-        self._checkpoints = {name: self._checkpoints[name] for name in names}
+        for name in names:
+            self._checkpoints[name] = self._checkpoints.pop(name)
 
     def check(self, name: str) -> None:
         """Raise ModelNotFound where requests cannot say this name."""
@@ -122,7 +83,7 @@ class Models:
             raise ModelNotFound(name, f"this gateway has {', '.join(self.names) or 'none'}")
 
     def about(self, name: str) -> About:
-        """Return what is known of a model before it is loaded. Raises ModelNotFound."""
+        """Describe a model, which need not be loaded. Raises ModelNotFound."""
         self.check(name)
         checkpoint = self._checkpoints[name]
         traits = checkpoint.traits
@@ -147,16 +108,10 @@ class Models:
 
     async def routes(self) -> dict[str, str]:
         """Return why each model has no route now; "" for one that has."""
-        async with self._routing:
-            is_old = self._now() - self._routed_at > self._options.routes.fresh_s
-            if is_old or self._routes.keys() != self._checkpoints.keys():
-                names = self.names
-                reasons = await asyncio.gather(*(self._reason(self._checkpoints[name]) for name in names))
-                self._routes, self._routed_at = dict(zip(names, reasons, strict=True)), self._now()
-            return self._routes
+        return await self._routes.reasons(self._checkpoints, self._loaded)
 
     def watch(self, recorder: Recorder) -> None:
-        """Add the figures of what is in memory."""
+        """Add the figures of the models in memory."""
         recorder.gauge("models", "Models that requests can name.", lambda: len(self._checkpoints))
         recorder.gauge("models_loaded", "Models whose embeddings and head are in memory.", lambda: len(self._loaded))
         recorder.gauge("models_bytes", "Memory of embeddings and heads.", lambda: sum(r.n_bytes for r in self._here()))
@@ -177,28 +132,6 @@ class Models:
     def _here(self) -> list[Resident]:
         return [loaded.resident for loaded in self._loaded.values()]
 
-    async def _reason(self, checkpoint: Checkpoint) -> str:
-        limits = self._options.routes
-        try:
-            async with asyncio.timeout(limits.plan_s):
-                await self._membership(checkpoint).router.plan(Blocks(0, checkpoint.n_blocks))
-        except SwarmError as error:
-            return str(error)
-        except TimeoutError:
-            return f"no route was planned within {limits.plan_s:.0f} s"
-        return ""
-
-    def _membership(self, checkpoint: Checkpoint) -> Membership:
-        """Return a membership to plan with: the one that sessions have, or one that only plans."""
-        loaded = self._loaded.get(checkpoint.public_name)
-        if loaded is not None:
-            return loaded.resident.engine.swarm
-        if checkpoint.root not in self._planning:
-            dtype = str(expected_dtype(checkpoint, _dtype(self._options.dtype))).removeprefix("torch.")
-            wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, dtype)
-            self._planning[checkpoint.root] = self._member.of(wanted)
-        return self._planning[checkpoint.root]
-
     # Loading
 
     def _tried(self, name: str, task: asyncio.Task[Loaded]) -> None:
@@ -209,9 +142,9 @@ class Models:
 
     async def _load(self, name: str, checkpoint: Checkpoint) -> Loaded:
         async with self._room:
-            await self._make_room(name, await asyncio.to_thread(ends_bytes, checkpoint, _dtype(self._options.dtype)))
+            await self._make_room(name, await self._loader.n_bytes(checkpoint))
             _log.info("loading", model=name)
-            loaded = await self._read(name, checkpoint)
+            loaded = await self._loader.load(name, checkpoint)
             if self._checkpoints.get(name) is checkpoint:
                 self._loaded[name] = loaded
             else:  # it was dropped meanwhile
@@ -234,44 +167,6 @@ class Models:
             await self._loaded.pop(leaver).resident.retire()
         if gone:
             return_free_memory()
-
-    async def _read(self, name: str, checkpoint: Checkpoint) -> Loaded:
-        options = self._options
-
-        def load() -> tuple[TokenEnds, frozenset[int]]:
-            ends = load_ends(checkpoint, dtype=_dtype(options.dtype))
-            return TokenEnds(ends, checkpoint.traits), stop_ids(ends)
-
-        ends, stop = await asyncio.to_thread(load)
-        tokenizer = await asyncio.to_thread(
-            load_tokenizer,
-            checkpoint.model,
-            revision=options.revision,
-            token=options.token,
-            cache_dir=options.cache_dir,
-        )
-        if tokenizer.eos_token_id is not None:
-            stop |= {tokenizer.eos_token_id}
-        wanted = Wanted(checkpoint.root, name, checkpoint.n_blocks, str(ends.dtype).removeprefix("torch."))
-        entered = AsyncExitStack()
-        membership: Membership = await entered.enter_async_context(self._member.of(wanted))
-        engine = Engine(checkpoint, ends, membership, self._compute, self._limits)
-        resident = Resident(engine, entered, ends.n_bytes, self._now())
-        model = Model(name, checkpoint.root, resident, tokenizer, stop, TokenTexts(tokenizer))
-        return Loaded(model, resident)
-
-
-def stop_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the tokens that end an answer, as the checkpoint's generation config or its config says."""
-    config: Any = model.generation_config
-    given = getattr(config, "eos_token_id", None)
-    given = model.config.eos_token_id if given is None else given
-    ids = given if isinstance(given, list) else [given]
-    return frozenset(token for token in ids if token is not None)
-
-
-def _dtype(name: str) -> torch.dtype | str:
-    return "auto" if name == "auto" else torch.__dict__[name]
 
 
 @asynccontextmanager

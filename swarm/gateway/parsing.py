@@ -1,7 +1,7 @@
 """Takes reasoning and tool calls out of an output's text, as the model's family writes them.
 
-The parser is one machine for all families: it looks for the next mark, holds back what may become one, and hands the
-text of a call to a reader. Broken and incomplete calls are text in the end: nothing that a model says is lost, only
+The parser is one machine for all families: it looks for the next mark, holds text back that may become one, and hands
+the text of a call to a reader. Broken and incomplete calls are text in the end: no text of the model is lost, only
 marks and the blanks around them. Output in pieces of any length gives the same as in one.
 """
 
@@ -47,7 +47,7 @@ class FamilyParser:
         self._takes_calls = tools is not None
         opened = family.thought.opened if family.thought is not None else ()
         self._thinks = bool(opened) and prompt.rstrip().endswith(opened)
-        self._text = ""  # what is not decided
+        self._text = ""  # not decided yet
         self._blanks = ""  # behind the last text: they may belong to a mark
         self._had_mark = self._thinks
         self._is_fresh = True  # nothing has been said since the beginning or the last mark
@@ -62,7 +62,7 @@ class FamilyParser:
         return list(self._parts(ended=False))
 
     def close(self) -> list[Parsed]:
-        """Return what is held back, at the end of the output."""
+        """Return the parts that are held back, at the end of the output."""
         cut = self._family.cut
         if self._reader is None and cut is not None and self._takes_calls and cut.fullmatch(self._text):
             self._text = ""
@@ -87,7 +87,7 @@ class FamilyParser:
                 return
 
     def _judged(self, end: int, calls: Sequence[Called]) -> Iterator[Parsed]:
-        """Go on behind a call, or behind what seemed to be one."""
+        """Go on behind a call, or behind text that seemed to be one."""
         raw, self._text = self._opening + self._text[:end], self._text[end:]
         self._reader = None
         if calls:
@@ -160,7 +160,7 @@ class FamilyParser:
 
 @lru_cache(maxsize=4 * len(FAMILIES))
 def _marks(family: Family, state: Literal["text", "answer", "thought", "bare"]) -> Pattern[str]:
-    """Return what a parser looks for in text, in an answer without calls, in a thought, or where text begins.
+    """Return a parser's patterns: in text, in an answer without calls, in a thought, and where text begins.
 
     Each mark is a group, and groups of a call's form keep their names.
     """

@@ -1,4 +1,4 @@
-"""What a parser takes out of an output: text, reasoning, and calls of tools."""
+"""The parts that a parser takes out of an output: text, reasoning, and calls of tools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,5 +40,5 @@ class OutputParser(Protocol):
         ...
 
     def close(self) -> Sequence[Parsed]:
-        """Return what is held back, at the end of the output."""
+        """Return the parts that are held back, at the end of the output."""
         ...

@@ -47,7 +47,7 @@ class Recorder:
         self._requests.labels(path, str(status), model).inc()
 
     def of(self, model: str) -> "ModelFigures":
-        """Return what counts the tokens of one model."""
+        """Return the counters of one model's tokens."""
         computed, cached, output = (self._tokens.labels(model, kind) for kind in ("prompt", "cached", "output"))
         first, following = self._first.labels(model), self._next.labels(model)
         return ModelFigures(computed, cached, output, self._repairs.labels(model), first, following)

@@ -11,7 +11,7 @@ from swarm.gateway.generation import Emitted, Generation
 
 
 class Held(Protocol):
-    """What the choice of the models that leave depends on."""
+    """The facts of a model that decide whether it leaves."""
 
     n_bytes: int
     used: float  # when a request last asked for it

@@ -3,7 +3,7 @@
 Order, as in `transformers` where that has the step: bias, penalties, grammar; then temperature, top-k, top-p, min-p.
 Every step takes all rows that need it at once, because a batch of 32 would otherwise cost 32 passes over the vocabulary
 for each of them. A generation draws one number for each token, and looks it up in its row's cumulative distribution. So
-a seed gives the same text whatever else is in the batch.
+a seed gives the same text in any batch.
 """
 
 from collections import Counter

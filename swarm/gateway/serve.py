@@ -15,19 +15,21 @@ import structlog
 
 from swarm.access import Access
 from swarm.client.session.membership import joined
-from swarm.commands import Ready, Stop
+from swarm.commands import Reading, Ready, Stop
 from swarm.compute.thread import ComputeThread
 from swarm.config import UpstreamSettings
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import BadConfiguration
+from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits, make_app
 from swarm.gateway.doors import DoorOptions
 from swarm.gateway.engine import EngineLimits
 from swarm.gateway.following import Following, followed
 from swarm.gateway.health import Readiness
 from swarm.gateway.keys import Keys
-from swarm.gateway.models import ModelOptions, Models, serving
+from swarm.gateway.loading import ModelOptions
+from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
@@ -45,11 +47,7 @@ class GatewayArguments:
 
     listen: tuple[str, int]
     models: tuple[str, ...]
-    initial_peers: tuple[str, ...]
-    network: str
-    network_key: Path | None
-    allow_peers: Path | None
-    identity: Path | None  # None: a fresh one
+    reading: Reading
     options: ModelOptions
     keys: Path | None = None
     is_open: bool = False  # without keys, and on any address
@@ -61,6 +59,46 @@ class GatewayArguments:
     engine: EngineLimits = field(default_factory=EngineLimits)
 
 
+def arguments_of(
+    reading: Reading,
+    upstreams: tuple[UpstreamSettings, ...],
+    *,
+    listen: tuple[str, int],
+    model: tuple[str, ...],
+    allow_download: tuple[str, ...],
+    keys: Path | None,
+    concurrency: int,
+    no_keys: bool,
+    allow_origin: tuple[str, ...],
+    ends_memory: int | None,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    dtype: str,
+    step_timeout: float,
+    threads: int | None,
+) -> GatewayArguments:
+    """Return the command's options, which come by their names, as arguments."""
+    return GatewayArguments(
+        listen=listen,
+        models=model,
+        reading=reading,
+        options=ModelOptions(
+            revision=revision, token=token, cache_dir=cache_dir, dtype=dtype, ends_bytes_max=ends_memory
+        ),
+        keys=keys,
+        is_open=no_keys,
+        allowed_origins=allow_origin,
+        allowed_downloads=allow_download,
+        upstreams=upstreams,
+        threads=threads,
+        limits=GatewayLimits(
+            admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
+        ),
+        engine=EngineLimits(step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12)),
+    )
+
+
 class GatewayReady(Ready):
     """The ready file: `url` is where requests go."""
 
@@ -70,11 +108,11 @@ class GatewayReady(Ready):
 
 async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError or NetworkError."""
-    doors, path = doors_of(arguments), arguments.identity
+    doors, reading, path = doors_of(arguments), arguments.reading, arguments.reading.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     with bound(*arguments.listen) as listening, computing(arguments.threads) as compute:
-        access = Access.load(arguments.network_key, arguments.allow_peers)
-        joining = joined(partial(_directory, arguments, access), identity, network=arguments.network, access=access)
+        access = Access.load(reading.network_key, reading.allow_peers)
+        joining = joined(partial(_directory, reading, access), identity, network=reading.network, access=access)
         async with AsyncExitStack() as entered:
             upstreams = await entered.enter_async_context(polled(arguments.upstreams))
             member = await entered.enter_async_context(joining)
@@ -153,10 +191,10 @@ def computing(threads: int | None) -> Iterator[ComputeThread]:
 
 
 @asynccontextmanager
-async def _directory(arguments: GatewayArguments, access: Access) -> AsyncIterator[Directory]:
+async def _directory(reading: Reading, access: Access) -> AsyncIterator[Directory]:
     """Join the DHT, to read the directory."""
-    peers = arguments.initial_peers
-    config = NodeConfig(arguments.network, P2PConfig(identity=None, listen=None), peers, access)
+    peers = reading.initial_peers
+    config = NodeConfig(reading.network, P2PConfig(identity=None, listen=None), peers, access)
     async with open_node(config, clock=time.time) as node:
         public = access.network_key is None and await is_public(peers)
-        yield Directory(node, identity=None, network=arguments.network, clock=time.time, public=public)
+        yield Directory(node, identity=None, network=reading.network, clock=time.time, public=public)

@@ -24,11 +24,11 @@ class ShippedParser:
     reads_special = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, tools: Sequence[Tool]) -> None:
-        """prompt: the rendered conversation. Raises what a broken template makes `transformers` raise."""
+        """prompt: the rendered conversation. A broken template raises an error of `transformers`."""
         declared: list[Any] = [{"function": {"name": tool.name, "parameters": tool.parameters}} for tool in tools]
         self._parser: Any = tokenizer.get_response_parser(prefix=prompt, tools=declared)
-        self._raw = ""  # what is not handed out
-        self._at = 0  # of it: what belongs to a call that is not complete
+        self._raw = ""  # not handed out yet
+        self._at = 0  # in it: the beginning of a call that is not complete
         self._is_broken = False
 
     def feed(self, text: str) -> list[Parsed]:
@@ -37,7 +37,7 @@ class ShippedParser:
         return self._parts(lambda: self._parser.feed(text))
 
     def close(self) -> list[Parsed]:
-        """Return what is held back, at the end of the output."""
+        """Return the parts that are held back, at the end of the output."""
         return self._parts(lambda: self._parser.finalize()[1])
 
     def _parts(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> list[Parsed]:

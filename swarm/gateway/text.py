@@ -41,7 +41,7 @@ class Detokenizer:
         return self._send(text)
 
     def close(self) -> str:
-        """Return what is left at the end of the output."""
+        """Return the text that is left at the end of the output."""
         return self._send(self._text(self._ids))
 
     def _send(self, text: str) -> str:
@@ -76,7 +76,7 @@ class StopStrings:
         return sent
 
     def close(self) -> str:
-        """Return what is held back, at the end of the output."""
+        """Return the text that is held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 

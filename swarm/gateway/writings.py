@@ -1,6 +1,6 @@
 """How families of models write calls, reasoning and answers: the table that grammars of required calls are made from.
 
-What is read is wider than what is written: `swarm.gateway.families` has the marks that a parser takes.
+A parser takes more forms than these: its marks are in `swarm.gateway.families`.
 """
 
 # ruff: noqa: RUF001 - marks of some families have wide characters
@@ -18,7 +18,7 @@ class Writing:
     begin, end: around all of them. call, end_call: around the arguments of one; `{name}` stands for the tool's name,
     and `{index}` for a number. between: two calls; None where an answer has one only. arguments: how they are written;
     with tags, each is between `key` and `end_value`, with `{key}` and `{kind}` in it. answer: around an answer that is
-    no call. thought: marks around reasoning. behind_thought: what follows it.
+    no call. thought: marks around reasoning. behind_thought: text between it and the answer.
     """
 
     begin: str = ""

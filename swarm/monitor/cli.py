@@ -7,14 +7,13 @@ import click
 
 from swarm.commands import (
     HOST_PORT,
-    LOG_LEVELS,
-    NETWORK,
-    access_options,
-    ending_at_once,
+    Reading,
+    importing,
+    reading_options,
     ready_writer,
     run_click,
     run_until_stopped,
-    split_peers,
+    running_options,
 )
 from swarm.config import DATA_DIR
 from swarm.version import __version__
@@ -37,21 +36,7 @@ class Multiaddr(click.ParamType[str]):
 @click.command("swarm-health")
 @click.version_option(__version__)
 @click.option("--listen", type=HOST_PORT, default="127.0.0.1:8080", show_default=True, help="port 0 picks a free one")
-@click.option(
-    "--initial-peers",
-    multiple=True,
-    metavar="MULTIADDR",
-    callback=split_peers,
-    help="node to read the DHT through; may be repeated",
-)
-@click.option("--network", type=NETWORK, default="public", show_default=True, help="the swarm's name")
-@access_options
-@click.option(
-    "--identity",
-    type=click.Path(path_type=Path),
-    default=None,
-    help="key file, for servers with a list of peers; by default a fresh identity",
-)
+@reading_options("read the DHT")
 @click.option(
     "--database",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -64,16 +49,11 @@ class Multiaddr(click.ParamType[str]):
 )
 @click.option("--probe", multiple=True, metavar="MODEL", help="generate through this model again and again; repeatable")
 @click.option("--probe-every", type=click.FloatRange(1.0), default=300.0, show_default=True, help="seconds")
-@click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@running_options
 def command(
     *,
     listen: tuple[str, int],
-    initial_peers: tuple[str, ...],
-    network: str,
-    network_key: Path | None,
-    allow_peers: Path | None,
-    identity: Path | None,
+    reading: Reading,
     database: Path,
     join_address: tuple[str, ...],
     probe: tuple[str, ...],
@@ -82,23 +62,14 @@ def command(
     log_level: str,
 ) -> None:
     """Serve the health page of a swarm: which models it serves, how well, and which blocks need servers."""
-    if not initial_peers:
+    if not reading.initial_peers:
         raise click.UsageError("say through which node to read: --initial-peers, or set SWARM_INITIAL_PEERS")
     with ready_writer(ready_file) as ready:
-        with ending_at_once():
-            try:
-                from swarm.monitor.serve import HealthArguments, serve_health  # noqa: PLC0415 - libp2p: --help needs none
-            except ModuleNotFoundError as error:
-                raise click.UsageError(
-                    f"{error.name} is missing: install the page with pip install 'swarm-inference[health]'"
-                ) from None
+        with importing("health", "page"):
+            from swarm.monitor.serve import HealthArguments, serve_health  # noqa: PLC0415 - libp2p: --help needs none
         arguments = HealthArguments(
             listen=listen,
-            initial_peers=initial_peers,
-            network=network,
-            network_key=network_key,
-            allow_peers=allow_peers,
-            identity=identity,
+            reading=reading,
             database=database,
             join_addresses=join_address,
             probes=probe,

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from swarm.access import Access
-from swarm.commands import Ready, Stop
+from swarm.commands import Reading, Ready, Stop
 from swarm.dht.light import open_light
 from swarm.errors import BadConfiguration
 from swarm.groups import ungrouped
@@ -34,11 +34,7 @@ class HealthArguments:
     """The arguments of `swarm-health`."""
 
     listen: tuple[str, int]
-    initial_peers: tuple[str, ...]
-    network: str
-    network_key: Path | None
-    allow_peers: Path | None
-    identity: Path | None  # None: a fresh one
+    reading: Reading
     database: Path
     join_addresses: tuple[str, ...]
     probes: tuple[str, ...]
@@ -58,22 +54,22 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     probes_max = ProbingLimits().probes_max
     if len(arguments.probes) > probes_max:
         raise BadConfiguration("--probe", f"at most {probes_max} models")
-    path = arguments.identity
+    reading, path = arguments.reading, arguments.reading.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     own = None if path is None else identity.peer_id  # without a file it reads, and no listed peer answers it
-    access = Access.load(arguments.network_key, arguments.allow_peers, own)
+    access = Access.load(reading.network_key, reading.allow_peers, own)
     with bound(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
-        public = access.network_key is None and await is_public(arguments.initial_peers)
+        public = access.network_key is None and await is_public(reading.initial_peers)
         monitor = Monitor(
             MonitorOptions(
-                network=arguments.network,
+                network=reading.network,
                 join_addresses=arguments.join_addresses,
                 public=public,
                 limits=arguments.limits,
             ),
-            lambda: open_light(arguments.network, arguments.initial_peers, time.time, access),
-            dialling(identity, arguments.network, access, public=public, limits=arguments.limits.contacts),
+            lambda: open_light(reading.network, reading.initial_peers, time.time, access),
+            dialling(identity, reading.network, access, public=public, limits=arguments.limits.contacts),
             database,
             time.time,
         )
@@ -93,16 +89,17 @@ async def _live(
     ready: Callable[[Ready], None],
     stop: Stop,
 ) -> None:
+    reading = arguments.reading
     probers = [
         Prober(
             ProbePlan(
                 model=model,
                 every_s=arguments.probe_every_s,
-                initial_peers=arguments.initial_peers,
-                network=arguments.network,
-                network_key=arguments.network_key,
-                allow_peers=arguments.allow_peers,
-                identity=arguments.identity,
+                initial_peers=reading.initial_peers,
+                network=reading.network,
+                network_key=reading.network_key,
+                allow_peers=reading.allow_peers,
+                identity=reading.identity,
             ),
             database.record_probe,
         )
@@ -116,7 +113,7 @@ async def _live(
         await monitor.read_once()
         url = url_of(listening)
         ready(HealthReady(peer_id=identity.peer_id, addresses=(), pid=os.getpid(), url=url))
-        _log.info("ready", url=url, network=arguments.network)
+        _log.info("ready", url=url, network=reading.network)
         await stop.wait()
         _log.info("stopping")
         monitor.board.stop()

@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 import structlog
 
-from tests.fuzz.parsers import PARSERS, Parser
+from tests.fuzz.parsers import PARSERS
+from tests.fuzz.parsers.base import Parser
 from tests.fuzz.run import Guided, feed_atheris, feed_hypothesis, has_atheris
 
 RESULTS = Path(__file__).parents[2] / "build" / "fuzz"

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz.parsers import Parser
+from tests.fuzz.parsers.base import Parser
 
 BYTES_MAX = 600
 NESTED = tuple(depth * b"[" + depth * b"]" for depth in (50, 400, 990, 1500, 15_000))

@@ -16,7 +16,8 @@ import atheris
 import structlog
 
 with atheris.instrument_imports(include=["swarm", "base58", "noise"]):
-    from tests.fuzz.parsers import PARSERS, Parser
+    from tests.fuzz.parsers import PARSERS
+    from tests.fuzz.parsers.base import Parser
 
 LOOK_EVERY = 64  # executions
 SAVE_EVERY_S = 10.0  # of CPU time

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 
 from tests.fuzz.cases import cases
-from tests.fuzz.parsers import Parser
+from tests.fuzz.parsers.base import Parser
 
 MEMORY_MAX = 4 << 20  # Python's, for one input; AutoConfig alone takes 2 MiB
 MEMORY_PER_BYTE = 200  # beyond it: what JSON and msgpack take at most

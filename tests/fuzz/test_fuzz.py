@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import structlog
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,7 +22,9 @@ from swarm.protocol import codec
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import encode_tensor
 from tests.dht.support import soon
-from tests.fuzz.parsers import PARSERS, Parser, activations_of, frame_of
+from tests.fuzz.parsers import PARSERS
+from tests.fuzz.parsers.base import Parser
+from tests.fuzz.parsers.messages import activations_of, frame_of
 from tests.fuzz.run import MEASURED_OF, MEMORY_MAX, feed, feed_atheris, feed_hypothesis, has_atheris
 
 CASES = 300
@@ -46,7 +48,7 @@ def guided(test):
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """The parsers' logs, of thousands of inputs, help nobody."""
+    """The parsers log thousands of inputs, which helps no reader."""
     configured = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     yield
@@ -167,6 +169,7 @@ KINDS = [kind for kind in wire.Message.__subclasses__() if kind.__module__ == wi
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(deadline=None)
 @given(st.data())
 def test_a_message_comes_out_as_it_went_in(kind, data):
     message = data.draw(messages_of(kind))

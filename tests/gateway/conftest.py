@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 import structlog
-import torch
-from transformers import AutoModelForCausalLM
 
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
@@ -17,18 +15,13 @@ from swarm.gateway.engine import Engine, EngineLimits
 from swarm.identity import Identity
 from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
-from tests.families import make
-from tests.support.inprocess import NETWORK, InProcessSwarm, inprocess
+from tests.gateway.replying import replying
+from tests.gateway.scripted import scripted
+from tests.support.inprocess import NETWORK, InProcessSwarm
 from tests.support.real_model import path
+from tests.support.tiny import checkpoint, full, one_thread, swarm
 
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """The stock model computes as the servers do: with more threads sums are added in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["checkpoint", "engine_of", "full", "one_thread", "swarm"]
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -40,25 +33,6 @@ def events():
     structlog.configure(**before)
 
 
-@pytest.fixture(scope="package")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gateway") / "llama"
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(make("llama")).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="package")
-def full(checkpoint):
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")  # what it announces lives for a minute
-def swarm(checkpoint):
-    with inprocess(checkpoint, "0:1", "1:4", "4:6") as swarm:
-        yield swarm
-
-
 @pytest.fixture(scope="session")
 def real_model():
     """The folder of a small model with real weights."""
@@ -66,6 +40,20 @@ def real_model():
     if folder is None:
         pytest.skip("the real model is fetched by `make real-model`")
     return folder
+
+
+@pytest.fixture(scope="module")
+def says_ok():
+    """URL and backend of a gateway whose model says the same sentence to every prompt."""
+    with scripted(lambda _: "All is well.") as (url, backend):
+        yield url, backend
+
+
+@pytest.fixture(scope="module")
+def replies(request):
+    """URL and model of a gateway that answers with the events of the module's REPLY."""
+    with replying(lambda _: request.module.REPLY) as (url, model):
+        yield url, model
 
 
 @asynccontextmanager
@@ -94,12 +82,3 @@ async def engine_of(swarm: InProcessSwarm, limits: EngineLimits | None = None) -
 async def engine(swarm):
     async with engine_of(swarm) as engine:
         yield engine
-
-
-@pytest.fixture(scope="package", autouse=True)
-def events_as_commands_print_them():
-    """Without this structlog draws the local variables of every traceback, which takes seconds."""
-    before = structlog.get_config()
-    configure_events("warning")
-    yield
-    structlog.configure(**before)

@@ -5,12 +5,15 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import httpx
+
 from swarm.gateway.answering import Model
 from swarm.gateway.app import Gateway, GatewayLimits
-from swarm.gateway.chat import Chat, Event, PromptDone
+from swarm.gateway.chat import Chat, Event, PromptDone, Reasoning, Text
 from tests.gateway.scripted import ScriptedModels, running, scripted_model
 
 CACHED = 4  # tokens of each prompt that a kept session had
+THINKS = (Reasoning(0, "I need "), Reasoning(0, "a tool."), Text(0, "Let me "), Text(0, "look."))
 
 Reply = Callable[[Chat], Sequence[Event | Exception]]
 """The events of an answer behind `PromptDone`, and in between errors that are raised."""
@@ -30,6 +33,11 @@ class ReplyingModel(Model):
             if isinstance(each, Exception):
                 raise each
             yield each
+
+    def asked(self, response: httpx.Response) -> Chat:
+        """Return the chat that an answered request has become."""
+        assert response.status_code == 200, response.text
+        return self.chats[-1]
 
 
 @contextmanager

@@ -20,9 +20,11 @@ from swarm.gateway import following as following_module
 from swarm.gateway.api.problems import Rejected
 from swarm.gateway.following import Following, FollowingLimits, candidates, followed
 from swarm.gateway.generation import Generation, Sampling, Token
-from swarm.gateway.models import ModelOptions, Models, RouteLimits, serving
+from swarm.gateway.loading import ModelOptions
+from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.resident import leaving
+from swarm.gateway.routes import RouteLimits
 from swarm.gateway.serve import readiness
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint

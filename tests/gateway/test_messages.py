@@ -9,8 +9,8 @@ from swarm.errors import NoRoute, StepTimeout
 from swarm.gateway.api.problems import Problem, Rejected
 from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.app import GatewayLimits
-from swarm.gateway.chat import Finished, Reasoning, Text, ToolCall, ToolChoice
-from tests.gateway.replying import CACHED, replying
+from swarm.gateway.chat import Finished, ToolCall, ToolChoice
+from tests.gateway.replying import CACHED, THINKS
 from tests.gateway.scripted import NAME, scripted
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -20,11 +20,8 @@ WEATHER = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 CALL = ToolCall(0, 0, "call_1", "weather", '{"city": "Bern"}')
-THINKS_AND_CALLS = (
-    Reasoning(0, "I need "),
-    Reasoning(0, "a tool."),
-    Text(0, "Let me "),
-    Text(0, "look."),
+REPLY = (
+    *THINKS,
     CALL,
     ToolCall(0, 1, "call_2", "weather", "{}"),
     Finished(0, "tool_calls", 30, None, 5),
@@ -41,24 +38,10 @@ def events(response):
     return [(name.removeprefix("event: "), json.loads(data)) for name, _, data in blocks]
 
 
-@pytest.fixture(scope="module")
-def says_ok():
-    with scripted(lambda _: "All is well.") as (url, backend):
-        yield url, backend
-
-
-@pytest.fixture(scope="module")
-def replies():
-    with replying(lambda _: THINKS_AND_CALLS) as (url, model):
-        yield url, model
-
-
 def asked(replies, **body):
     """The chat that a request becomes."""
     url, model = replies
-    response = post(url, {"messages": HELLO, **body})
-    assert response.status_code == 200, response.text
-    return model.chats[-1]
+    return model.asked(post(url, {"messages": HELLO, **body}))
 
 
 def test_message_has_blocks_reason_and_usage(says_ok):

@@ -20,12 +20,6 @@ from tests.support.swarms import eventually
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module")
-def says_ok():
-    with scripted(lambda _: "All is well.") as (url, backend):
-        yield url, backend
-
-
 def post(url, path, body, **options):
     return httpx.post(url + path, json={"model": NAME, **body}, timeout=30, **options)
 

@@ -9,8 +9,8 @@ from swarm.errors import HopFailed, NoRoute, StepTimeout
 from swarm.gateway.api.responses import SEALED
 from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.app import GatewayLimits
-from swarm.gateway.chat import Finished, Reasoning, Text, ToolCall, ToolChoice
-from tests.gateway.replying import CACHED, replying
+from swarm.gateway.chat import Finished, ToolCall, ToolChoice
+from tests.gateway.replying import CACHED, THINKS
 from tests.gateway.scripted import NAME, scripted
 
 WEATHER = {
@@ -27,11 +27,8 @@ PATCH = {
     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
 }
 SPACE = {"type": "namespace", "name": "mcp__files", "description": "", "tools": [{**WEATHER, "name": "read"}]}
-THINKS_AND_CALLS = (
-    Reasoning(0, "I need "),
-    Reasoning(0, "a tool."),
-    Text(0, "Let me "),
-    Text(0, "look."),
+REPLY = (
+    *THINKS,
     ToolCall(0, 0, "call_1", "weather", '{"city": "Bern"}'),
     ToolCall(0, 1, "call_2", "mcp__files__read", "{}"),
     ToolCall(0, 2, "call_3", "apply_patch", '{"input": "*** Begin"}'),
@@ -53,24 +50,10 @@ def events(response):
     return bodies
 
 
-@pytest.fixture(scope="module")
-def says_ok():
-    with scripted(lambda _: "All is well.") as (url, backend):
-        yield url, backend
-
-
-@pytest.fixture(scope="module")
-def replies():
-    with replying(lambda _: THINKS_AND_CALLS) as (url, model):
-        yield url, model
-
-
 def asked(replies, **body):
     """The chat that a request becomes."""
     url, model = replies
-    response = post(url, body)
-    assert response.status_code == 200, response.text
-    return model.chats[-1]
+    return model.asked(post(url, body))
 
 
 def without_ids(value):

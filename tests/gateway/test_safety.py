@@ -14,13 +14,13 @@ import httpx
 import pytest
 import structlog
 
-from swarm.commands import configure_logging
+from swarm.commands import Reading, configure_logging
 from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits
 from swarm.gateway.doors import DoorOptions, is_allowed, is_local
 from swarm.gateway.keys import Keys, digest_of
-from swarm.gateway.models import ModelOptions
+from swarm.gateway.loading import ModelOptions
 from swarm.gateway.serve import GatewayArguments, doors_of
 from swarm.gateway.watching import BodyLimits
 from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
@@ -115,11 +115,7 @@ def arguments(host="127.0.0.1", **options):
     return GatewayArguments(
         listen=(host, 0),
         models=(),
-        initial_peers=(),
-        network="public",
-        network_key=None,
-        allow_peers=None,
-        identity=None,
+        reading=Reading((), "public", None, None, None),
         options=ModelOptions(),
         **options,
     )

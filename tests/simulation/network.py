@@ -1,7 +1,7 @@
 """A virtual network: processes, the links between them, and channels on which messages really travel as bytes.
 
-`VirtualChannel` has the methods of `swarm.net.channel.Channel`, and `Network.dial` is what a `Dialer` dials with. What
-is left out is the sealing and the sockets.
+`VirtualChannel` has the methods of `swarm.net.channel.Channel`, and a `Dialer` dials with `Network.dial`. Sealing
+and sockets are left out.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is en
 
 
 class Trace:
-    """Everything that happened, as a digest; and as lines where somebody wants to read them."""
+    """Everything that happened, as a digest, and as lines if the caller asks for them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, lines: list[str] | None = None) -> None:
         self.lines = lines
@@ -51,7 +51,7 @@ class Trace:
 
 @dataclass(eq=False, slots=True)
 class Process:
-    """A server's or client's process. What reaches it while it is stopped waits until it goes on."""
+    """A server's or client's process. Messages that reach it while it is stopped wait until it goes on."""
 
     name: str
     me: Any
@@ -89,10 +89,10 @@ class Process:
 
 
 Takes = Callable[["VirtualChannel", Any, Activations | None], bool]
-"""What a liar does with a message that arrives. Returns whether that was all: then its handler does not get it."""
+"""Let a liar act on a message that arrives. Returns whether that was all: then its handler does not get it."""
 
 Sends = Callable[["VirtualChannel", Any, Activations | None], Iterable[tuple[Message, Activations | None]]]
-"""What a liar sends instead of a message."""
+"""Return a liar's message in the place of a message."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Link:
 
 
 class Network:
-    """All links, and who can reach whom."""
+    """All links, and which processes reach each other."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seed: int, trace: Trace) -> None:
         """seed: a link between two processes is the same whenever it is first used."""
@@ -122,10 +122,10 @@ class Network:
         self._links: dict[tuple[str, str], Link] = {}
         self._cut: dict[frozenset[str], int] = {}
 
-    # Who can reach whom
+    # Connectivity
 
     def cut(self, a: str, b: str) -> None:
-        """Nothing comes through between two processes any more; "*" stands for everybody."""
+        """Let nothing through between two processes any more; "*" stands for all."""
         pair = frozenset((a, b))
         self._cut[pair] = self._cut.get(pair, 0) + 1
 
@@ -158,7 +158,7 @@ class Network:
     async def dial(
         self, source: Process, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage
     ) -> "VirtualChannel":
-        """What `swarm.net.carriers.tcp.dial` does, in this network. Raises Unreachable or HandshakeFailed."""
+        """Dial as `swarm.net.carriers.tcp.dial` does, in this network. Raises Unreachable or HandshakeFailed."""
         try:
             async with asyncio.timeout(DialerLimits().timeout_s):
                 return await self._shake_hands(source, address, remote, me, on_message)
@@ -202,7 +202,7 @@ class Network:
             channel.hang_up("reset by the peer")
 
     def vanish(self, process: Process) -> None:
-        """Its machine is gone: nobody is told."""
+        """Its machine is gone, and no peer is told."""
         process.state = "vanished"
         process.waiting.clear()
 
@@ -302,7 +302,7 @@ class VirtualChannel:
 
     @property
     def unsent_bytes(self) -> int:
-        """As `Channel.unsent_bytes`: what not even the kernel has room for."""
+        """As `Channel.unsent_bytes`: bytes for which even the kernel has no room."""
         loop, link = self._network.loop, self._network.link(self.process.name, self.other.process.name)
         queued = max(0.0, self.busy_until - loop.time()) * link.bytes_per_s
         return max(0, int(queued) - self._network.kernel_buffer_bytes)

@@ -4,23 +4,14 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.chat import Chat, Message, Sampling, Tool, ToolChoice
-
-CHOICES_MAX = 8
-LOGPROBS_MAX = 20
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as OpenAI takes them
+from swarm.gateway.api.requests import LOGPROBS_MAX, Given, SampledRequest
+from swarm.gateway.chat import Chat, Message, Tool, ToolChoice
 
 
-class _Given(BaseModel):
-    """A part of a request. Fields that are not known are left out, as OpenAI's own server does with most."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Function(_Given):
+class Function(Given):
     """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -29,27 +20,27 @@ class Function(_Given):
     strict: bool | None = None
 
 
-class FunctionTool(_Given):
+class FunctionTool(Given):
     """A tool."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Given):
+class NamedFunction(Given):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(_Given):
+class NamedTool(Given):
     """The tool that must be called."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class SchemaFormat(_Given):
+class SchemaFormat(Given):
     """A schema that the answer fulfils. `schema` shadows a method of pydantic's, so it has an alias."""
 
     name: str = ""
@@ -57,39 +48,19 @@ class SchemaFormat(_Given):
     strict: bool | None = None
 
 
-class ResponseFormat(_Given):
-    """What the answer is."""
+class ResponseFormat(Given):
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
 
-class StreamOptions(_Given):
-    """Further events of a stream."""
-
-    include_usage: bool | None = None
-
-
-class ChatRequest(_Given):
+class ChatRequest(SampledRequest):
     """The body of a request."""
 
-    model: str
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    seed: Seed | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=256)] | None = None
@@ -99,9 +70,6 @@ class ChatRequest(_Given):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
-    ignore_eos: bool | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
-    user: str | None = None
     # These are not supported, and would change the answer
     functions: list[Any] | None = None
     function_call: Any = None
@@ -123,8 +91,8 @@ class ChatRequest(_Given):
             tool_choice=self._tool_choice(),
             schema=self._schema(),
             tokens_max=self.max_completion_tokens or self.max_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            sampling=self._sampling(),
+            stop=self.stops,
+            sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
             n=self.n or 1,
             template=template,
             continues=bool(self.continue_final_message),
@@ -140,22 +108,6 @@ class ChatRequest(_Given):
             raise BadRequest("modalities", "answers are text")
         if self.web_search_options is not None:
             raise BadRequest("web_search_options", "this gateway does not search the web")
-
-    def _sampling(self) -> Sampling:
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "seed": self.seed,
-        }
-        bias = biases(self.logit_bias or {})
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return Sampling(logit_bias=bias, logprobs=logprobs, **present)
 
     def _tool_choice(self) -> ToolChoice:
         parallel = self.parallel_tool_calls is not False
@@ -177,13 +129,6 @@ class ChatRequest(_Given):
         if wanted.json_schema is None:
             raise BadRequest("response_format", "json_schema is missing")
         return wanted.json_schema.schema_
-
-
-def biases(given: Mapping[str, float]) -> dict[int, float]:
-    """Return logit biases by token id. Raises BadRequest."""
-    if not all(token.isdecimal() for token in given):
-        raise BadRequest("logit_bias", "its keys are token ids")
-    return {int(token): bias for token, bias in given.items()}
 
 
 def _tool(function: Function) -> Tool:

@@ -6,50 +6,30 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.answering import Model, merged
-from swarm.gateway.api.chat import CHOICES_MAX, Seed, StreamOptions, biases
 from swarm.gateway.api.chat_events import head
+from swarm.gateway.api.requests import LOGPROBS_MAX, SampledRequest
 from swarm.gateway.api.sse import DONE, event
-from swarm.gateway.chat import Completion, Event, Finished, PromptDone, Sampling, Text, TokenText
+from swarm.gateway.chat import Completion, Event, Finished, PromptDone, Text, TokenText
 
 PROMPTS_MAX = 128
-LOGPROBS_MAX = 20
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Prompts = Annotated[list[str], Field(min_length=1, max_length=PROMPTS_MAX)]
 PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=PROMPTS_MAX)]
 
 
-class CompletionRequest(BaseModel):
+class CompletionRequest(SampledRequest):
     """The body of a request."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    model: str
     prompt: str | Prompts | Ids | PromptIds = ""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
     best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    seed: Seed | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    ignore_eos: bool | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
-    user: str | None = None
 
     def completions(self, owner: str, conversation: str | None) -> list[Completion]:
         """Return one for each prompt. Raises BadRequest."""
@@ -57,17 +37,12 @@ class CompletionRequest(BaseModel):
             raise BadRequest("suffix", "a text between two others is not supported")
         if self.best_of not in {None, 1, self.n or 1}:
             raise BadRequest("best_of", "only as many completions are made as are returned")
-        names = (
-            *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-            "seed",
-        )
-        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         base = Completion(
             model=self.model,
             prompt="",
             tokens_max=16 if self.max_tokens is None else self.max_tokens,  # OpenAI's default
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            sampling=Sampling(logit_bias=biases(self.logit_bias or {}), logprobs=self.logprobs, **given),
+            stop=self.stops,
+            sampling=self.sampling(self.logprobs),
             n=self.n or 1,
             echo=bool(self.echo),
             ignore_eos=bool(self.ignore_eos),

@@ -1,4 +1,4 @@
-"""What a dialect is to the rest: its routes, and the form of its errors."""
+"""The rest of the gateway's view of a dialect: its paths, and the form of its errors."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a checkpoint says of a model, without its weights. positions_max: None where it declares no limit."""
+    """A model as its checkpoint declares it, without the weights. positions_max: None where it declares no limit."""
 
     root: str  # 64 hex digits
     family: str
@@ -57,7 +57,7 @@ class Catalogue(Protocol):
         ...
 
     def about(self, name: str) -> About:
-        """Return what is known of a model before it is loaded. Raises ModelNotFound."""
+        """Describe a model, which need not be loaded. Raises ModelNotFound."""
         ...
 
     def loaded(self) -> list[Model]:
@@ -75,7 +75,7 @@ class Catalogue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What dialects answer with. elsewhere: names of the models that upstreams have now."""
+    """The means by which dialects answer. elsewhere: names of the models that upstreams have now."""
 
     models: Catalogue
     started: float  # when the gateway began, in seconds since 1970

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
 from swarm.gateway.api.messages_events import PING, Writer, error_body
 from swarm.gateway.api.problems import Problem
+from swarm.gateway.api.requests import Given
 from swarm.gateway.api.sse import collected, streamed
 from swarm.gateway.api.turns import Turns
 from swarm.gateway.chat import Chat, Sampling, Tool, ToolChoice
@@ -25,13 +26,7 @@ _IGNORED_LINE = re.compile(r"\Ax-anthropic-[a-z-]+:[^\n]*\n?")
 request, so with it no turn could continue a kept session."""
 
 
-class _Given(BaseModel):
-    """A part of a request. Fields that only steer caches and accounts are left out."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class GivenTool(_Given):
+class GivenTool(Given):
     """A tool. Those with another type than "custom" are programs of Anthropic's."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -49,7 +44,7 @@ class GivenTool(_Given):
         return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
 
 
-class GivenChoice(_Given):
+class GivenChoice(Given):
     """Which tool is called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -57,32 +52,32 @@ class GivenChoice(_Given):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Given):
+class Thinking(Given):
     """Whether the model thinks first."""
 
     type: Literal["enabled", "adaptive", "disabled"]
 
 
-class OutputFormat(_Given):
+class OutputFormat(Given):
     """A schema that the answer fulfils. `schema` shadows a method of pydantic's, so it has an alias."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Given):
+class OutputConfig(Given):
     """The form of the answer."""
 
     format: OutputFormat | None = None
 
 
-class Metadata(_Given):
+class Metadata(Given):
     """The user. user_id: Claude Code writes its session's id into it."""
 
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
-class CountRequest(_Given):
+class CountRequest(Given):
     """The body of a request for a count; an answer's has more."""
 
     model: str

@@ -9,7 +9,7 @@ class Call(BaseModel):
     """A call of a tool."""
 
     class Function(BaseModel):
-        """What is called."""
+        """The function that is called."""
 
         index: int
         name: str
@@ -43,7 +43,7 @@ class Logprob(Likely):
 
 
 class Answer(BaseModel):
-    """What both endpoints answer. Durations are in nanoseconds."""
+    """The fields of both endpoints' answers. Durations are in nanoseconds."""
 
     model: str
     created_at: str
@@ -72,7 +72,7 @@ class GenerateAnswer(Answer):
 
 
 class Details(BaseModel):
-    """What kind of model it is. Sizes are unknown: the weights are on the swarm's servers."""
+    """The model's kind. Sizes are unknown: the weights are on the swarm's servers."""
 
     parent_model: str
     format: Literal["safetensors"]

@@ -4,24 +4,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from swarm.errors import BadRequest
+from swarm.gateway.api.requests import LOGPROBS_MAX, Given
 from swarm.gateway.chat import Chat, Completion, Message, Sampling, Tool
 
-LOGPROBS_MAX = 20
 SEED_MAX = 2**63 - 1
 TEMPERATURE_MIN = 1e-4  # a lower one takes the likeliest token: logits that are divided by it would overflow
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Given(BaseModel):
-    """A part of a request. Fields that are not known are left out, as Ollama does."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Options(_Given):
+class Options(Given):
     """How to sample. Defaults are Ollama's, except that no token is penalised unless a request says so.
 
     Options of memory and threads, such as num_ctx and num_gpu, are the servers' business and are ignored.
@@ -79,7 +73,7 @@ def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-class Function(_Given):
+class Function(Given):
     """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
@@ -87,15 +81,15 @@ class Function(_Given):
     parameters: dict[str, Any] | None = None
 
 
-class FunctionTool(_Given):
+class FunctionTool(Given):
     """A tool."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
-class _Request(_Given):
-    """What both have. keep_alive is only told apart from 0: the gateway keeps its models as its own limits say."""
+class _Request(Given):
+    """The fields of both. keep_alive is only told apart from 0: the gateway keeps its models as its own limits say."""
 
     model: str
     stream: bool | None = None

@@ -1,4 +1,4 @@
-"""From an error to what an HTTP client is told: a status, a kind and a code that dialects write in their own form."""
+"""From an error to an HTTP client's answer: a status, a kind and a code that dialects write in their own form."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -65,7 +65,7 @@ _SIMPLE: tuple[tuple[type[SwarmError], int, Kind, str | None, float | None], ...
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the problem of any error. What is not ours is told without its text: it may hold paths or prompts."""
+    """Return the problem of any error. A foreign error's text is left out: it may hold paths or prompts."""
     match error:
         case Rejected():
             return error.problem

@@ -7,24 +7,19 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.api.chat import LOGPROBS_MAX, text_of
+from swarm.gateway.api.chat import text_of
+from swarm.gateway.api.requests import LOGPROBS_MAX, AnswerRequest, Given
 from swarm.gateway.api.responses_tools import INPUT, Tools, choice_of, spaced, tools_of
 from swarm.gateway.api.turns import Turns
-from swarm.gateway.chat import Chat, Message, Sampling, ToolChoice
+from swarm.gateway.chat import Chat, Message, ToolChoice
 
 SEALED = "swarm:"  # begins a thought that a client keeps for us; it is text, because nothing in it is a secret
 
 
-class _Given(BaseModel):
-    """A part of a request. Fields that are not known are left out, as OpenAI's own server does with most."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class TextFormat(_Given):
+class TextFormat(Given):
     """The form of the answer. `schema` shadows a method of pydantic's, so it has an alias."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -34,30 +29,26 @@ class TextFormat(_Given):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextConfig(_Given):
+class TextConfig(Given):
     """How the answer's text is."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningConfig(_Given):
+class ReasoningConfig(Given):
     """How much the model thinks, and whether that is shown as a summary."""
 
     effort: str | None = None
     summary: str | None = None
 
 
-class ResponseRequest(_Given):
+class ResponseRequest(AnswerRequest):
     """The body of a request."""
 
-    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     text: TextConfig | None = None
     tools: list[dict[str, Any]] | None = None
@@ -66,9 +57,7 @@ class ResponseRequest(_Given):
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    user: str | None = None
     # These need a memory, or another program
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
@@ -101,8 +90,6 @@ class ResponseRequest(_Given):
         """Return the request in the words of all dialects. Raises BadRequest."""
         self._check_memory()
         tools, choice = self.offered
-        given = {"temperature": self.temperature, "top_p": self.top_p}
-        present: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return Chat(
             model=self.model,
             messages=self._messages(),
@@ -110,7 +97,7 @@ class ResponseRequest(_Given):
             tool_choice=choice,
             schema=self._schema(),
             tokens_max=self.max_output_tokens,
-            sampling=Sampling(logprobs=self.logprobs, **present),
+            sampling=self.sampling(self.logprobs),
             template=self._template(),
             owner=owner,
             conversation=self.prompt_cache_key or conversation,

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from swarm.errors import BadRequest
+from swarm.gateway.api.requests import Given
 from swarm.gateway.chat import Tool, ToolChoice
 
 TOOLS_MAX = 256
@@ -19,9 +20,7 @@ LEFT_OUT = {"web_search", "web_search_preview", "image_generation", "tool_search
 INPUT = "input"  # the parameter of a tool that takes free text
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class _Function(Given):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None

@@ -64,7 +64,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._events(), media_type=media_type, headers={**HEADERS, **headers})
 
     async def stream_response(self, send: Send) -> None:
-        """Send, and end the generation whatever ends the sending."""
+        """Send, and end the generation with the sending, also where that fails."""
         try:
             await super().stream_response(send)
         finally:
@@ -100,7 +100,7 @@ async def streamed(
     """Return a response that begins with the first event, or when a silent client would give up.
 
     keep_alive: bytes that clients of a dialect read and leave out of the answer.
-    Raises what the generator raises before that, so that the error has a status of its own.
+    Errors that the generator raises before that are raised here, so that they have a status of their own.
     """
     first = asyncio.ensure_future(anext(chunks))
     try:

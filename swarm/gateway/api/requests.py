@@ -1,0 +1,77 @@
+"""The fields that requests of several interfaces share, with their bounds: sampling, stop strings, streams."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swarm.errors import BadRequest
+from swarm.gateway.chat import Sampling
+
+CHOICES_MAX = 8
+LOGPROBS_MAX = 20
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as OpenAI takes them
+SAMPLING = {
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    "seed",
+}
+
+
+class Given(BaseModel):
+    """A part of a request. Unknown fields are left out, as the vendors' own servers do with most."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class StreamOptions(Given):
+    """Further events of a stream."""
+
+    include_usage: bool | None = None
+
+
+class AnswerRequest(Given):
+    """The fields of every request of OpenAI's dialect."""
+
+    model: str
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    user: str | None = None
+
+    def sampling(self, logprobs: int | None) -> Sampling:
+        """Return how tokens are chosen. logprobs: as `Sampling` has them. Raises BadRequest."""
+        return Sampling(logprobs=logprobs, **self.model_dump(include=SAMPLING, exclude_none=True))
+
+
+class SampledRequest(AnswerRequest):
+    """The fields that chat completions and completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    seed: Seed | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end the output."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, logprobs: int | None) -> Sampling:
+        """Return how tokens are chosen. logprobs: as `Sampling` has them. Raises BadRequest."""
+        return replace(super().sampling(logprobs), logit_bias=biases(self.logit_bias or {}))
+
+
+def biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return logit biases by token id. Raises BadRequest."""
+    if not all(token.isdecimal() for token in given):
+        raise BadRequest("logit_bias", "its keys are token ids")
+    return {int(token): bias for token, bias in given.items()}

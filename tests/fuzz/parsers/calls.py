@@ -1,0 +1,205 @@
+"""The parsers of the DHT's calls and their answers, and of dial-backs."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from hivemind.dht.routing import RoutingTable
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+
+from swarm.dht import dialback, protocol
+from swarm.dht.format import CALLS
+from swarm.dht.light.store import LightStore
+from swarm.dht.search import SearchLimits
+from swarm.dht.storage import RecordStorage
+from swarm.dht.validator import pack_value
+from swarm.errors import ClockSkew, InvalidMessage, RecordError, TooBusy, Unreachable
+from tests.dht.support import NETWORK
+from tests.fuzz.parsers.base import ALICE, BOB, NOW, Opened, Parser, awaited, run
+from tests.fuzz.parsers.records import HELD, KEY, RECORD, SUBKEY, gate_of, opened_record, packed_entries
+
+STRANGER = PeerID.from_base58(ALICE.peer_id)
+STRANGERS_ID = protocol.node_id_of(STRANGER).to_bytes()
+US = PeerID.from_base58(BOB.peer_id)
+CALL_ERRORS = (DecodeError, InvalidMessage, TooBusy)
+
+
+class _Answering:
+    """Another node, which answers every call with the same bytes."""
+
+    def __init__(self, kind: Any, data: bytes) -> None:
+        self._kind, self._data = kind, data
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(request: object, timeout: float) -> Any:
+            del request, timeout
+            return self._kind.FromString(self._data)
+
+        return call
+
+
+def _protocol(answering: _Answering | None = None) -> Any:
+    """A node without a p2pd."""
+    node = object.__new__(protocol.SwarmProtocol)
+    node.p2p, node.node_id, node.wait_timeout = SimpleNamespace(peer_id=US), protocol.node_id_of(US), 1.0
+    node.rpc_semaphore = asyncio.Semaphore()
+    node.routing_table = RoutingTable(node.node_id, CALLS.bucket_size, 5)
+    node.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
+    node.get_stub = lambda peer: answering
+    gate = gate_of()
+    storage = RecordStorage(gate.clock)
+    storage.put(HELD)
+    node.equip(gate, storage, gate.clock)
+    return node
+
+
+def _asked(method: str, kind: Any) -> Callable[[bytes], object]:
+    """Let a stranger call one of our handlers."""
+
+    async def call(data: bytes) -> object:
+        node = _protocol(_Answering(dht_pb2.PingResponse, data))
+        return await getattr(node, method)(kind.FromString(data), SimpleNamespace(remote_id=STRANGER))
+
+    return lambda data: run(call(data))
+
+
+async def _find_answered(data: bytes) -> None:
+    answers = await _protocol(_Answering(dht_pb2.FindResponse, data)).find(STRANGER, [KEY])
+    for entries, near in (answers or {}).values():
+        assert len(entries) <= SearchLimits().found_max
+        assert len(near) <= CALLS.named_max
+
+
+async def _others_answered(data: bytes) -> None:
+    await _protocol(_Answering(dht_pb2.PingResponse, data)).ping(STRANGER)
+    await _protocol(_Answering(dht_pb2.StoreResponse, data)).store(STRANGER, [HELD])
+
+
+class _LightHost:
+    """Answers once with a stranger's bytes, and later calls not at all."""
+
+    alive = True
+
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = list(answers)
+
+    async def connect(self, *_: object) -> bytes:
+        return bytes(STRANGER.to_bytes())
+
+    async def call(self, *_: object) -> bytes:
+        if not self._answers:
+            raise Unreachable("a node", (), 0.0)
+        return self._answers.pop(0)
+
+
+async def _light_find(data: bytes) -> None:
+    store = LightStore(_LightHost(data), NETWORK, ["a peer"], lambda: NOW)
+    for entries, near in (await store.find(STRANGER.to_bytes(), [KEY]) or {}).values():
+        assert len(entries) <= SearchLimits().found_max
+        assert len(near) <= CALLS.named_max
+
+
+async def _light_ping(data: bytes) -> None:
+    await LightStore(_LightHost(data), NETWORK, ["a peer"], lambda: NOW).join()
+
+
+def _node_info() -> dht_pb2.NodeInfo:
+    return dht_pb2.NodeInfo(node_id=STRANGERS_ID)
+
+
+def _store_request() -> bytes:
+    return dht_pb2.StoreRequest(
+        keys=[KEY, KEY],
+        subkeys=[SUBKEY, SUBKEY],
+        values=[pack_value(RECORD), b"\xc5"],
+        expiration_time=[NOW + 60, float("nan")],
+        in_cache=[False, True],
+        peer=_node_info(),
+    ).SerializeToString()
+
+
+def _find_response() -> bytes:
+    result = dht_pb2.FindResult(
+        type=dht_pb2.FOUND_DICTIONARY,
+        value=packed_entries(),
+        expiration_time=NOW + 60,
+        nearest_node_ids=[STRANGERS_ID, b"x"],
+        nearest_peer_ids=[STRANGER.to_bytes(), b""],
+    )
+    return dht_pb2.FindResponse(results=[result], peer=_node_info()).SerializeToString()
+
+
+# Dial-backs
+
+
+class _Writer:
+    """Takes bytes, and drops them."""
+
+    def write(self, data: bytes) -> None:
+        del data
+
+    async def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _reader(data: bytes) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return reader
+
+
+async def _dial_back_asked(data: bytes) -> None:
+    async def dial(address: str, *_: bytes) -> None:
+        raise Unreachable(address, (address,), 0.0)
+
+    helper = dialback.Helper(SimpleNamespace(gate=gate_of()), dial)
+    info = SimpleNamespace(peer_id=STRANGER, addr="/ip4/127.0.0.1/tcp/1")
+    await helper.handle(info, _reader(data), _Writer())
+
+
+async def _dial_back_answered(data: bytes) -> None:
+    async def open_stream(*_: str) -> tuple[asyncio.StreamReader, _Writer]:
+        return _reader(data), _Writer()
+
+    await dialback.ask_helper(SimpleNamespace(gate=gate_of(), open_stream=open_stream), ALICE.peer_id, RECORD)
+
+
+def _prefixed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+def _opened_request(data: bytes) -> Opened:
+    fields, close = opened_record(data[4:])
+    return fields, lambda text: _prefixed(close(text))
+
+
+def _all() -> tuple[Parser, ...]:
+    ping = dht_pb2.PingRequest(peer=_node_info(), validate=True).SerializeToString()
+    pong = dht_pb2.PingResponse(peer=_node_info(), dht_time=NOW, available=True).SerializeToString()
+    find = dht_pb2.FindRequest(keys=[KEY], peer=_node_info()).SerializeToString()
+    stored = dht_pb2.StoreResponse(store_ok=[True], peer=_node_info()).SerializeToString()
+    answer = _prefixed(dialback.Answer(answered=("192.0.2.7:4000",)).model_dump_json().encode())
+    opened_answer = lambda data: (json.loads(data[4:]), _prefixed)  # noqa: E731
+    unheard = (InvalidMessage, RecordError, asyncio.IncompleteReadError)
+    return (
+        Parser("ping-request", _asked("rpc_ping", dht_pb2.PingRequest), CALL_ERRORS, (ping,)),
+        Parser("store-request", _asked("rpc_store", dht_pb2.StoreRequest), CALL_ERRORS, (_store_request(),)),
+        Parser("find-request", _asked("rpc_find", dht_pb2.FindRequest), CALL_ERRORS, (find,)),
+        Parser("find-response", awaited(_find_answered), (), (_find_response(),)),
+        Parser("ping-or-store-response", awaited(_others_answered), (), (pong, stored)),
+        Parser("light-find-response", awaited(_light_find), (Unreachable,), (_find_response(),)),
+        Parser("light-ping-response", awaited(_light_ping), (Unreachable, ClockSkew), (pong,)),
+        Parser("dial-back-request", awaited(_dial_back_asked), (), (_prefixed(RECORD),), _opened_request),
+        Parser("dial-back-answer", awaited(_dial_back_answered), unheard, (answer,), opened_answer),
+    )
+
+
+PARSERS = _all()

@@ -1,0 +1,83 @@
+"""The parsers of files and options: keys, lists of peers, manifests, configs."""
+
+import atexit
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from swarm.access import Access, NetworkKey
+from swarm.blocks import Blocks
+from swarm.dht.records import canonical_json
+from swarm.errors import BadBlocks, BadConfiguration, UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.model.checkpoint import CONFIG_NAME, _read_config
+from swarm.model.manifest import MANIFEST_NAME, Manifest, WeightIndex
+from tests.fuzz.parsers.base import ALICE, BOB, Opened, Parser
+
+FOLDER = Path(__file__).parents[3]
+
+
+def _as_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    def written(data: bytes) -> object:
+        path = _folder() / name
+        path.touch(0o600)
+        path.write_bytes(data)
+        return read(path)
+
+    return written
+
+
+@cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="fuzz-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _read_model_config(path: Path) -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers': about oddities of a config
+        return _read_config("a model", path)
+
+
+def _opened_json(data: bytes) -> Opened:
+    return json.loads(data), lambda text: text
+
+
+def _demo(name: str) -> bytes:
+    return (FOLDER / "swarm" / "demo" / "checkpoint" / name).read_bytes()
+
+
+def _manifest() -> bytes:
+    return canonical_json({"files": {"config.json": "0" * 64, "model.safetensors": "1" * 64}})
+
+
+def _index() -> bytes:
+    return canonical_json({"metadata": {"total_size": 1}, "weight_map": {"a.weight": "model-1.safetensors"}})
+
+
+def _all() -> tuple[Parser, ...]:
+    peers = f"# members\n{ALICE.peer_id} # Alice\n\n{BOB.peer_id}\n".encode()
+    checkpoint = (UnsupportedCheckpoint, UnsupportedArchitecture)
+    return (
+        Parser("network-key", _as_file("key", NetworkKey.load), (BadConfiguration,), (b"0f" * 32 + b"\n",)),
+        Parser("allow-peers", _as_file("peers", lambda path: Access.load(None, path)), (BadConfiguration,), (peers,)),
+        Parser(
+            "blocks", lambda data: Blocks.parse(data.decode(errors="replace"), 12), (BadBlocks,), (b"2:4", b" 0:12")
+        ),
+        Parser("index", lambda data: WeightIndex.parse("m", data), (UnsupportedCheckpoint,), (_index(),), _opened_json),
+        Parser(
+            "manifest",
+            _as_file(MANIFEST_NAME, lambda path: Manifest.load(path.parent)),
+            (UnsupportedCheckpoint,),
+            (_manifest(),),
+            _opened_json,
+        ),
+        Parser("config", _as_file(CONFIG_NAME, _read_model_config), checkpoint, (_demo("config.json"),), _opened_json),
+    )
+
+
+PARSERS = _all()
