@@ -106,7 +106,8 @@ def test_key_with_a_list_of_models_may_name_no_other(keyed):
 
 def test_health_needs_no_key_and_tells_reasons_with_one(keyed):
     url, _ = keyed
-    assert httpx.get(url + "/healthz").json() == {"ok": True}
+    for path in ("/healthz", "/health"):
+        assert httpx.get(url + path).json() == {"ok": True}
     assert httpx.get(url + "/readyz").json() == {"ready": True}
     assert "models" in httpx.get(url + "/readyz", headers={"x-api-key": "key-of-ada"}).json()
 
