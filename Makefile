@@ -1,7 +1,8 @@
 # Everything runs in an environment of its own, .venv, made from constraints.txt; nothing needs to be installed first.
 # What checks the health page, too, compiles one dependency of py-libp2p: on Debian that takes gcc and libgmp-dev.
 # The tools of `make lock` and `make audit` have another one, .venv-tools: nothing that runs depends on them.
-# Programs that the gateway is tested with have two, in .venv-clients: some want openai 3, some want openai 2.
+# Programs that the gateway is tested with have four, in .venv-clients: some want openai 3, some want openai 2, and the
+# two load generators want versions of their own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -70,16 +71,21 @@ format: $(STAMP)
 
 install: $(STAMP)
 
-clients: $(CLIENTS)/openai3/.installed $(CLIENTS)/openai2/.installed
+clients: $(patsubst %,$(CLIENTS)/%/.installed,openai3 openai2 guidellm aiperf)
 $(CLIENTS)/openai3/.installed: tests/clients/requirements.txt
 $(CLIENTS)/openai2/.installed: tests/clients/requirements-openai2.txt
+$(CLIENTS)/guidellm/.installed: tests/clients/requirements-guidellm.txt
+$(CLIENTS)/aiperf/.installed: tests/clients/requirements-aiperf.txt
 
 # Only packages of the file are installed: no dependency brings torch. Three of lm-eval's have no wheel: they are built.
+# guidellm reads its prompts with torch: it gets the project's version, as the project does, in the build that pip finds.
 $(CLIENTS)/%/.installed: $(TOOLS)/.installed
 	rm -rf $(@D)
 	$(TOOLS)/bin/uv venv --quiet --python $(PYTHON) $(@D)
 	$(TOOLS)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --only-binary :all: \
 		--no-binary rouge-score --no-binary sqlitedict --no-binary word2number -r $(filter %.txt,$^)
+	$(if $(filter guidellm,$*),$(TOOLS)/bin/python -m pip --python $(@D)/bin/python install --quiet \
+		--disable-pip-version-check $$(grep '^torch==' constraints.txt))
 	touch $@
 
 real-model: $(HEALTH)
@@ -107,9 +113,10 @@ $(HEALTH): setup.cfg pyproject.toml constraints.txt
 lock: $(TOOLS)/.installed
 	$(TOOLS)/bin/uv pip compile setup.cfg --all-extras --constraint constraints.txt --universal --python-version 3.11 \
 		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --output-file constraints.lock
-	for name in requirements requirements-openai2; do \
+	for name in requirements requirements-openai2 requirements-guidellm requirements-aiperf; do \
 		$(TOOLS)/bin/uv pip compile tests/clients/$$name.in --universal --python-version 3.11 --no-emit-package pip \
-			--no-annotate --custom-compile-command "make lock" --quiet --output-file tests/clients/$$name.txt || exit 1; \
+			--excludes tests/clients/excluded.txt --no-annotate --custom-compile-command "make lock" --quiet \
+			--output-file tests/clients/$$name.txt || exit 1; \
 	done
 
 # --strict: a package that could not be looked up is a failure, not a footnote.

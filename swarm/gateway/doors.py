@@ -30,7 +30,8 @@ _log = structlog.get_logger("swarm.gateway")
 Answer = Callable[[str, Problem], Response]
 """Writes an error in the form of the dialect that a path belongs to."""
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/favicon.ico"})  # neither text nor models: no key is asked for
+# neither text nor models: no key is asked for
+OPEN_PATHS = frozenset({"/", "/health", "/healthz", "/readyz", "/favicon.ico"})
 OPEN_PREFIXES = ("/static/",)
 
 

@@ -28,6 +28,7 @@ def router(recorder: Recorder, readiness: Callable[[], Awaitable[Readiness]], *,
     """Return the routes. has_keys: then reasons, which name models, are told to requests with a key only."""
     routes = APIRouter()
 
+    @routes.get("/health")  # as vLLM and llama.cpp have it: load generators ask it first
     @routes.get("/healthz")
     async def healthz() -> dict[str, bool]:
         """Tell that the gateway is alive."""

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.long
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENTS = REPOSITORY / ".venv-clients"
 NOWHERE = "http://127.0.0.1:9"  # a proxy that no one listens at: a client that asks the internet fails
+TOKENS = 32  # that load generators ask for in each request
 
 CHOICES = [
     {"question": "def add(a, b):\n    return a +", "choices": ["b", "c", "a * b"], "answer": 0},
@@ -34,6 +35,15 @@ def url():
         yield url
 
 
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A gateway over three servers of the demo's checkpoint: the local model, the URL, the model's name."""
+    home = tmp_path_factory.mktemp("demo")
+    with world(DEMO_CHECKPOINT, home, DEMO_SPANS) as served, gateway(served.swarm, DEMO_CHECKPOINT, home) as ready:
+        (name,) = ready["models"]
+        yield served.full, ready["url"], name
+
+
 def python(environment):
     program = ENVIRONMENTS / environment / "bin" / "python"
     if not program.exists():
@@ -46,6 +56,7 @@ def run(folder, environment, *arguments, timeout_s=240):
     env = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
     env |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), NOWHERE)
     env |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "HOME": str(folder), "LLM_USER_PATH": str(folder)}
+    env["GUIDELLM__MAX_WORKER_PROCESSES"] = "1"  # of ten, each of which imports torch for every rate
     command = [str(python(environment)), *map(str, arguments)]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -96,22 +107,59 @@ def test_interface_complies_except_that_it_reads_no_images(url, tmp_path, form, 
     assert report["summary"]["passed"] >= 6
 
 
-def test_loglikelihoods_are_those_of_the_local_model(tmp_path):
+def test_loglikelihoods_are_those_of_the_local_model(demo, tmp_path):
+    full, url, name = demo
     questions = tmp_path / "questions.jsonl"
     questions.write_text("\n".join(json.dumps(each) for each in CHOICES))
-    home = tmp_path / "home"
-    home.mkdir()
-    with world(DEMO_CHECKPOINT, home, DEMO_SPANS) as served, gateway(served.swarm, DEMO_CHECKPOINT, home) as ready:
-        (name,) = ready["models"]
-        asked = (SCRIPTS / "with_lm_eval.py", ready["url"], name, DEMO_CHECKPOINT, questions)
-        done = run(tmp_path, "openai3", *asked)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        rows = json.loads(done.stdout.splitlines()[-1])
-        tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
-        assert len(rows) == len(CHOICES)
-        for row, each in zip(rows, CHOICES, strict=True):
-            expected = [scored(served.full, tokenizer, each["question"], f" {choice}") for choice in each["choices"]]
-            assert row == pytest.approx(expected, abs=1e-4)
+    done = run(tmp_path, "openai3", SCRIPTS / "with_lm_eval.py", url, name, DEMO_CHECKPOINT, questions)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
+    assert len(rows) == len(CHOICES)
+    for row, each in zip(rows, CHOICES, strict=True):
+        expected = [scored(full, tokenizer, each["question"], f" {choice}") for choice in each["choices"]]
+        assert row == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("profile", "requests", "runs"), [("concurrent,streams=4", 20, 1), ("sweep,sweep_size=3", 8, 3)]
+)
+def test_guidellm_counts_all_tokens_and_no_error(demo, tmp_path, profile, requests, runs):
+    _, url, name = demo
+    report = tmp_path / "report.json"
+    asked = (
+        *("--backend", f"kind=openai_http,target={url},model={name}", "--profile", f"kind={profile}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens=64,output_tokens={TOKENS}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={DEMO_CHECKPOINT}"),
+        *("--constraint", f"kind=max_requests,count={requests}", "--output", f"kind=json,path={report}"),
+    )
+    done = run(tmp_path, "guidellm", "-m", "guidellm", "run", "--disable-console", *asked)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    benchmarks = json.loads(report.read_text())["benchmarks"]
+    assert len(benchmarks) == runs
+    for each in benchmarks:
+        totals = {"successful": requests, "errored": 0, "incomplete": 0, "total": requests}
+        assert each["metrics"]["request_totals"] == totals
+        assert [row["output_tokens"] for row in each["requests"]["successful"]] == [TOKENS] * requests
+
+
+@pytest.mark.parametrize("interface", ["chat", "completions"])
+def test_aiperf_counts_all_tokens_and_no_error(demo, tmp_path, interface):
+    _, url, name = demo
+    asked = (
+        *("--url", url, "--model", name, "--endpoint-type", interface, "--streaming", "--tokenizer", DEMO_CHECKPOINT),
+        *("--isl", 64, "--isl-stddev", 0, "--osl", TOKENS, "--osl-stddev", 0, "--extra-inputs", "ignore_eos:true"),
+        *("--concurrency", 4, "--request-count", 20, "--use-server-token-count"),
+        *("--ui", "none", "--no-gpu-telemetry", "--artifact-dir", tmp_path / "report"),
+    )
+    done = run(tmp_path, "aiperf", "-m", "aiperf", "profile", *asked)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    report = json.loads((tmp_path / "report" / "profile_export_aiperf.json").read_text())
+    assert (report["is_complete"], report["was_cancelled"], report["error_summary"]) == (True, False, [])
+    assert report["request_error_rate"]["avg"] == 0
+    assert report["request_count"]["avg"] == 20
+    tokens = report["usage_completion_tokens"]
+    assert (tokens["min"], tokens["max"], tokens["sum"]) == (TOKENS, TOKENS, 20 * TOKENS)
 
 
 def scored(full, tokenizer, context, continuation):

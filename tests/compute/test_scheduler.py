@@ -76,7 +76,7 @@ def test_steps_of_two_sessions_run_together():
 
 
 def burst(decoding: str, prompts: str, n: int) -> list[float]:
-    """The stretches that are asked for while one session decodes beside a peer's waiting prompts."""
+    """The stretches that are asked for while a session of each peer decodes beside one peer's waiting prompts."""
     asked: list[float] = []
 
     class Noting(Fixed):
@@ -85,7 +85,8 @@ def burst(decoding: str, prompts: str, n: int) -> list[float]:
             return super().prefill_tokens(beside, decoding=decoding, stretch=stretch)
 
     scheduler = Scheduler(LIMITS, lambda _: Noting(16))
-    scheduler.add(Fake(decoding), 0.0)
+    for owner in decoding:
+        scheduler.add(Fake(owner), 0.0)
     for _ in range(n):
         scheduler.add(Fake(prompts, 64), 0.0)
     iteration(scheduler)
@@ -94,11 +95,13 @@ def burst(decoding: str, prompts: str, n: int) -> list[float]:
 
 def test_a_peers_waiting_prompts_may_delay_its_own_steps():
     assert burst("a", "a", 9) == [8.0]
+    assert burst("aa", "a", 9) == [4.0]  # of two sessions' steps
     assert burst("a", "a", 1) == [0.0]  # a prompt alone has the share that it always had
 
 
 def test_prompts_of_one_peer_do_not_delay_anothers_steps():
     assert burst("a", "b", 9) == [0.0]
+    assert burst("ab", "a", 9) == burst("ba", "a", 9) == [0.0]
 
 
 def test_sessions_expected_back_are_waited_for_a_moment():
@@ -279,6 +282,15 @@ def test_budgets_depend_on_the_steps_beside():
     assert costs.asked == [(3, True), (0, True)]  # the session that decoded is expected back
     assert not decodes.tenure.over
     assert costs.observed == [(3, 8), (0, 8)]
+
+
+def test_steps_that_do_not_pack_are_not_beside():
+    costs = Fixed(8)
+    scheduler = Scheduler(LIMITS, lambda _: costs)
+    for task in (Fake("prefills", 16), Fake("decodes", packs=False)):
+        scheduler.add(task, 0.0)
+    iteration(scheduler)
+    assert costs.asked == [(0, True)]
 
 
 def test_a_sessions_own_next_prompt_has_the_whole_budget():

@@ -35,13 +35,17 @@ CHATML = (
 
 @dataclass
 class ScriptedBackend:
-    """Says the same as its script, token by token; `asked` are the generations that it got."""
+    """Says the same as its script, token by token; `asked` are the generations that it got.
+
+    cached: tokens of each prompt that a kept session is said to have had.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     script: Script
     positions_max: int = 8192
     token_s: float = 0.0
     prompt_s: float = 0.0
+    cached: int = 0
     asked: list[Generation] = field(default_factory=list)
     running: int = 0
 
@@ -55,7 +59,7 @@ class ScriptedBackend:
         try:
             await asyncio.sleep(self.prompt_s)
             said = self.script(generation)
-            yield Started(0, self._echo(generation))
+            yield Started(self.cached, self._echo(generation))
             count = 0
             for part in [said] if isinstance(said, str) else said:
                 if isinstance(part, Exception):

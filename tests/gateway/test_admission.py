@@ -58,9 +58,17 @@ def test_full_queue_refuses_and_says_when_to_come_back():
     ask(line, "ada"), ask(line, "ada"), ask(line, "bob")
     mine, all_of_us = ask(line, "ada"), ask(line, "cyd")
     assert (mine.cause, mine.retry_after_s) == ("queue", 7.0)
+    assert "of this key" in mine.why
     assert "2 requests wait" in all_of_us.why
     problem = all_of_us.problem()
     assert (problem.status, problem.headers) == (429, {"Retry-After": "7"})
+
+
+def test_full_queue_keeps_no_request_from_a_free_slot():
+    line, one = admission(running_max=2, waiting_max=1), TenantLimits(running_max=1)
+    ask(line, "ada", one), ask(line, "ada", one)
+    assert line.waiting == 1
+    assert ask(line, "bob", one).is_running
 
 
 def test_request_that_gives_up_leaves_the_queue():
@@ -169,3 +177,24 @@ async def test_request_that_waited_too_long_is_refused():
             await hold(held, "bob", [], asyncio.Event())
     assert refused.value.problem.status == 429
     assert held.admission.waiting == 0
+
+
+@pytest.mark.virtual_clock
+async def test_refused_request_holds_no_slot_and_says_when_to_return():
+    held = slots(running_max=1, waiting_max=0, retry_s=7.0)
+    async with held.held("ada", NONE):
+        with pytest.raises(Rejected) as refused:
+            await hold(held, "bob", [], asyncio.Event())
+    assert (refused.value.problem.status, refused.value.problem.retry_after_s) == (429, 7.0)
+    assert (held.admission.running, held.admission.waiting) == (0, 0)
+
+
+@pytest.mark.virtual_clock
+async def test_charged_tokens_are_owed_by_the_holders_tenant():
+    held, limits = slots(), TenantLimits(tokens_per_minute=60)
+    async with held.held("ada", limits):
+        held.charge("ada", 90)
+    with pytest.raises(Rejected) as refused:
+        async with held.held("ada", limits):
+            pass
+    assert round(refused.value.problem.retry_after_s) == 30

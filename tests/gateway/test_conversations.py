@@ -20,7 +20,7 @@ class Idle:
 
 class Clock:
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -52,6 +52,9 @@ async def test_longest_prefix_is_taken_and_one_token_is_left_to_compute():
     match = idle.take([1, 2, 3, 4], "", None)
     assert (match.kept, match.keep) == (short, 2)
     assert idle.take([1, 2, 3, 4], "", None) is None
+    for each in (long, short):  # whichever is idle for longer
+        await idle.put(each)
+    assert idle.take([1, 2, 3, 4], "", None).kept is long
 
 
 async def test_conversation_breaks_ties():
@@ -59,6 +62,14 @@ async def test_conversation_breaks_ties():
     await idle.put(kept([1, 2], conversation="a"))
     await idle.put(kept([1, 2], conversation="b"))
     assert idle.take([1, 2, 3], "", "b").kept.conversation == "b"
+
+
+async def test_among_equals_the_least_is_thrown_away():
+    for ours in ([1, 2, 9], [1, 2, 9, 9]), ([1, 2, 9, 9], [1, 2, 9]):
+        idle = conversations()
+        for ids in ours:
+            await idle.put(kept(ids, conversation="a" if len(ids) == 3 else None))
+        assert idle.take([1, 2, 3], "", None).kept.ids == [1, 2, 9]
 
 
 async def test_session_is_never_continued_for_another_owner():
@@ -80,15 +91,30 @@ async def test_short_prefix_is_not_worth_a_rollback():
     idle = conversations(shared_min=3)
     await idle.put(kept([1, 2, 9, 9]))
     assert idle.take([1, 2, 3, 4], "", None) is None
+    await idle.put(kept([1, 2, 3, 9]))
+    assert idle.take([1, 2, 3, 4], "", None).keep == 3
 
 
 async def test_oldest_gives_way_to_the_token_budget():
-    idle = conversations(tokens_max=5)
-    old, new = kept([1, 2, 3]), kept([4, 5, 6])
+    idle = conversations(tokens_max=6)
+    old, middle, new = kept([1, 2, 3]), kept([4, 5, 6]), kept([7])
     await idle.put(old)
+    await idle.put(middle)
+    assert not old.session.closed
     await idle.put(new)
     assert old.session.closed
-    assert (len(idle), idle.tokens) == (1, 3)
+    assert (len(idle), idle.tokens) == (2, 4)
+
+
+async def test_oldest_gives_way_to_more_than_the_most_sessions():
+    idle = conversations(sessions_max=2)
+    old, middle, new = (kept([number]) for number in range(3))
+    await idle.put(old)
+    await idle.put(middle)
+    assert not old.session.closed
+    await idle.put(new)
+    assert old.session.closed
+    assert len(idle) == 2
 
 
 async def test_session_that_no_turn_continues_is_closed():
@@ -96,7 +122,10 @@ async def test_session_that_no_turn_continues_is_closed():
     idle = conversations(clock, idle_s=10.0)
     old = kept([1])
     await idle.put(old)
-    clock.now = 11.0
+    clock.now += 10.0
+    await idle.close_old()
+    assert not old.session.closed
+    clock.now += 1.0
     await idle.close_old()
     assert old.session.closed
     assert not len(idle)

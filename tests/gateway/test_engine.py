@@ -10,6 +10,8 @@ from swarm.errors import NoRoute, PromptTooLong
 from swarm.gateway.conversations import ConversationLimits
 from swarm.gateway.engine import EngineLimits
 from swarm.gateway.generation import Generation, Rerouted, Sampling, Started, Token
+from swarm.gateway.head import Head
+from swarm.gateway.sampler import Sampler
 from tests.gateway.conftest import engine_of
 from tests.support.inprocess import inprocess
 from tests.support.swarms import prompt
@@ -234,6 +236,36 @@ async def test_forced_tokens_count_towards_the_limit(engine):
     grammar = Spelling((5, 6, 7, 8))
     asked = Generation(prompt=ids_of(5, seed=2), tokens_max=2, sampling=GREEDY, grammar=grammar)
     assert (await run(engine, asked))[0] == [5, 6]
+
+
+async def test_forced_tokens_have_probabilities_where_these_are_asked_for(engine):
+    """A forced token has no logits: it is sampled like any other then."""
+    sampling, found = Sampling(temperature=0, logprobs=1), []
+    asked = Generation(prompt=ids_of(5, seed=2), tokens_max=9, sampling=sampling, grammar=Spelling((5, 6, 7)))
+    async with aclosing(engine.generate(asked)) as emitted:
+        async for each in emitted:
+            found += [each] if isinstance(each, Token) else []
+    assert [token.id for token in found] == [5, 6, 7]
+    assert all(token.logprob is not None and len(token.top) == 1 for token in found)
+
+
+class Positions:
+    """Ends whose embeddings are the positions, as learned ones depend on them."""
+
+    def logits(self, hidden):
+        return torch.zeros(len(hidden), 128)
+
+    def embed(self, ids, start):
+        starts = torch.as_tensor(start).reshape(-1, 1)
+        return (starts + torch.arange(ids.shape[1])).expand(len(ids), -1).unsqueeze(-1).float()
+
+
+def test_forced_tokens_are_embedded_at_their_positions():
+    sampler = Sampler(GREEDY, (), Spelling((5, 6, 7, 8)))
+    head = Head(Positions(), sampler, torch.zeros(1, 1, 1), 20, "ada")
+    (sampled,) = head.forward_packed([head])
+    assert [token.id for token in sampled.tokens] == [5, 6, 7, 8]
+    assert sampled.embedding.flatten().tolist() == [20, 21, 22, 23]
 
 
 async def test_echo_has_the_prompts_probabilities(engine, full):

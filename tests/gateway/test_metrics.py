@@ -59,6 +59,16 @@ def test_tokens_times_and_repairs_are_those_of_the_answer(served):
     assert found["repairs_total", NAME] == 1
 
 
+def test_tokens_that_a_kept_session_had_are_counted_apart():
+    model = scripted_model(lambda _: "ok")
+    model.backend.cached = 3
+    with running(Gateway(ScriptedModels(model))) as url:
+        usage = httpx.post(url + CHAT, json=HELLO).json()["usage"]
+        found = figures(url)
+    assert found["tokens_total", "cached", NAME] == usage["prompt_tokens_details"]["cached_tokens"] == 3
+    assert found["tokens_total", "prompt", NAME] == usage["prompt_tokens"] - 3
+
+
 def test_gauges_return_to_zero(served):
     httpx.post(served + CHAT, json=HELLO)
     found = figures(served)

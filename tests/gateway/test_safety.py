@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import socket
 import sys
 import time
@@ -13,12 +14,13 @@ from urllib.parse import urlparse
 import httpx
 import pytest
 import structlog
+from starlette.responses import Response
 
 from swarm.commands import Reading, configure_logging
 from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits
-from swarm.gateway.doors import DoorOptions, is_allowed, is_local
+from swarm.gateway.doors import DoorOptions, Failsafe, is_allowed, is_local
 from swarm.gateway.keys import Keys, digest_of
 from swarm.gateway.loading import ModelOptions
 from swarm.gateway.serve import GatewayArguments, doors_of
@@ -91,6 +93,19 @@ def test_request_without_a_known_key_gets_401(keyed, header):
     assert len(backend.asked) == before
 
 
+def test_page_needs_no_key(keyed):
+    url, _ = keyed
+    page = httpx.get(url + "/")
+    styles = re.findall(r"static/\S+?\.css", page.text)
+    assert (page.status_code, len(styles)) == (200, 1)
+    assert httpx.get(f"{url}/{styles[0]}").status_code == 200
+
+
+@pytest.mark.parametrize(("key", "why"), [(None, "a key is needed"), ("no", "is not known")])
+def test_request_is_told_whether_its_key_is_missing_or_unknown(keyed, key, why):
+    assert why in post(keyed[0], key).json()["error"]["message"]
+
+
 def test_unknown_key_has_no_body_read(keyed):
     """A stranger must not make the gateway hold bytes."""
     address = urlparse(keyed[0])
@@ -106,7 +121,8 @@ def test_key_with_a_list_of_models_may_name_no_other(keyed):
 
 def test_health_needs_no_key_and_tells_reasons_with_one(keyed):
     url, _ = keyed
-    assert httpx.get(url + "/healthz").json() == {"ok": True}
+    for path in ("/healthz", "/health"):
+        assert httpx.get(url + path).json() == {"ok": True}
     assert httpx.get(url + "/readyz").json() == {"ready": True}
     assert "models" in httpx.get(url + "/readyz", headers={"x-api-key": "key-of-ada"}).json()
 
@@ -131,6 +147,25 @@ def test_other_addresses_need_keys_or_a_word(host, tmp_path):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
 def test_loopback_needs_no_keys_and_checks_names(host):
     assert doors_of(arguments(host)) == DoorOptions(on_loopback=True)
+
+
+# Failures
+
+
+async def test_answer_that_fails_midway_is_followed_by_no_other():
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("broken")
+
+    async def send(message):
+        sent.append(message["status"])
+
+    failsafe = Failsafe(app, lambda path, problem: Response(status_code=problem.status))
+    with pytest.raises(ValueError, match="broken"):
+        await failsafe({"type": "http", "path": CHAT, "state": {}}, None, send)
+    assert sent == [200]
 
 
 # Browsers
@@ -185,6 +220,9 @@ def test_origin_is_compared_whole():
     assert is_allowed("https://chat.example", "x", allowed)
     assert not is_allowed("https://chat.example.evil", "x", allowed)
     assert not is_allowed("file://", "", frozenset())
+    assert not is_allowed("http://", "", frozenset())
+    assert is_allowed("http://LOCALHOST:8000", "localhost:8000", frozenset())
+    assert not is_allowed("ftp://localhost:8000", "localhost:8000", frozenset())
     assert is_allowed("null", "x", frozenset({"*"}))
 
 

@@ -81,6 +81,9 @@ def test_only_single_positions_of_one_row_fit():
     assert not fits(step(1, long))
     assert not fits(step(1, hidden).model_copy(update={"rows": (0,)}))
     assert not fits(step(1, hidden).model_copy(update={"positions": meta_of(torch.zeros(1, 1, dtype=torch.int64))}))
+    assert not fits(step(1, hidden).model_copy(update={"mask": meta_of(torch.zeros(1, 1, dtype=torch.uint8))}))
+    assert not fits(output(1, wide))
+    assert not fits(output(1, long))
     assert not fits(Output(session="0" * 32, epoch=0, step=1))
 
 

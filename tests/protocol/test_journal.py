@@ -126,6 +126,14 @@ def test_ids_expand_to_the_past_that_embeddings_would_be(rng, chunk_bytes, steps
         assert torch.equal(part.hidden, known.hidden)
     rows = pieces[0].rows
     assert past_bytes(pieces, expansion) == rows * pieces[-1].stop * WIDTH * 4
+    positions = max(1, chunk_bytes // (rows * WIDTH * 4))
+    assert len(told) == -(-pieces[-1].stop // positions)
+
+
+def test_session_without_a_past_has_nothing_to_rebuild():
+    assert past_bytes((Past(0, Activations(torch.zeros(2, 3, WIDTH))),)) == 2 * 3 * WIDTH * 4
+    assert past_bytes(()) == 0
+    assert list(rebuild_messages("ab" * 16, 1, (), 1)) == []
 
 
 @logs

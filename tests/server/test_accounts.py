@@ -77,6 +77,13 @@ def test_gateway_may_have_more_than_others():
     assert "2000 steps a second" in refused(accounts.charge_step("other", 1, NOW)).why
 
 
+def test_bursts_of_a_gateway_grow_with_its_rates():
+    openings_per_s, steps_per_s = 10 * LIMITS.openings_per_s, 3 * LIMITS.steps_per_s
+    limits = GatewayAllowance(sessions=256, openings_per_s=openings_per_s, steps_per_s=steps_per_s).of(LIMITS)
+    assert (limits.openings_per_s, limits.openings_burst) == (openings_per_s, 10 * LIMITS.openings_burst)
+    assert (limits.steps_per_s, limits.steps_burst) == (steps_per_s, 3 * LIMITS.steps_burst)
+
+
 def test_gateway_with_less_than_others_keeps_their_bursts():
     limits = GatewayAllowance(sessions=1, openings_per_s=1.0, steps_per_s=1.0).of(LIMITS)
     assert (limits.openings_per_s, limits.openings_burst) == (1.0, LIMITS.openings_burst)
