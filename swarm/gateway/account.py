@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -13,6 +13,7 @@ from swarm.gateway.admission import AdmissionLimits, GenerationLimits, Slots, Te
 from swarm.gateway.answering import Model
 from swarm.gateway.api.problems import Problem, Rejected
 from swarm.gateway.generation import Backend, Emitted, Generation, Rerouted, Started, Token
+from swarm.gateway.grant import Grant
 from swarm.gateway.keys import ANYONE, Tenant
 from swarm.gateway.recorder import ModelFigures, Recorder
 
@@ -25,6 +26,7 @@ class Account:
 
     id: str
     tenant: Tenant = ANYONE
+    grant: Grant = field(default_factory=Grant)
     model: str = ""  # in the catalogue's words; "" until it is known to be there
     prompt: int = 0  # tokens that were computed
     cached: int = 0  # tokens that sessions had already
@@ -83,11 +85,15 @@ class _Metered:
         """Generate as the backend does."""
         account, last, count = self._account, time.monotonic(), 0
         turn = self._meter.turns.held(account.tenant.name, _NO_LIMITS)
-        async with turn, aclosing(self._backend.generate(generation)) as emitted:
+        async with AsyncExitStack() as entered:
+            async with account.grant.valid():
+                await entered.enter_async_context(turn)
+            emitted = await entered.enter_async_context(aclosing(self._backend.generate(generation)))
             enough: bool | None = None
             try:
                 while True:
-                    each = await emitted.asend(enough)
+                    async with account.grant.valid():
+                        each = await emitted.asend(enough)
                     match each:
                         case Started(cached):
                             self._prompt(len(generation.prompt) - cached, cached)

@@ -1,5 +1,7 @@
 """The middleware that holds a request back until its turn has come, and its slot until its stream has ended."""
 
+from contextlib import AsyncExitStack
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swarm.gateway.account import account_in
@@ -21,9 +23,12 @@ class Admitting:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        tenant = account_in(scope).tenant
+        account = account_in(scope)
+        tenant = account.tenant
         try:
-            async with self._slots.held(tenant.name, tenant.limits):
+            async with AsyncExitStack() as entered:
+                async with account.grant.valid():
+                    await entered.enter_async_context(self._slots.held(tenant.name, tenant.limits))
                 await self._app(scope, receive, send)
         except Rejected as error:  # from the slots: the app has answered all of its own
             await self._answer(scope["path"], error.problem)(scope, receive, send)

@@ -81,7 +81,7 @@ def _add_middleware(app: FastAPI, gateway: Gateway, slots: Slots) -> None:
         return True
 
     # From the inside to the outside.
-    app.add_middleware(Forwarding, upstreams=gateway.upstreams, is_here=is_here)
+    app.add_middleware(Forwarding, upstreams=gateway.upstreams, is_here=is_here, charge=slots.charge)
     app.add_middleware(Failsafe, answer=answered)
     app.add_middleware(Admitting, slots=slots, answer=answered)
     app.add_middleware(Watching, limits=gateway.limits.bodies, answer=answered)

@@ -142,17 +142,23 @@ class Doors:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            tenant = self._admitted(scope["path"], Headers(scope=scope))
+            tenant = self._admitted(scope["path"], headers)
         except Rejected as error:
             response = self._answer(scope["path"], error.problem)
             if error.problem.status == 401:
                 response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)
             return
-        account_in(scope).tenant = tenant
+        account, keys, key = account_in(scope), self._options.keys, key_in(headers)
+        account.tenant = tenant
         scope["state"]["owner"] = tenant.name
-        await self._app(scope, receive, send)
+        if keys is None or key is None or tenant is ANYONE:
+            await self._app(scope, receive, send)
+            return
+        with keys.held(key, tenant, account.grant):
+            await self._app(scope, receive, send)
 
     def _admitted(self, path: str, headers: Headers) -> Tenant:
         options = self._options

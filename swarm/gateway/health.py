@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, Response
 
 from swarm.gateway.account import account_of
 from swarm.gateway.recorder import CONTENT_TYPE, Recorder
+from swarm.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ def router(recorder: Recorder, readiness: Callable[[], Awaitable[Readiness]], *,
         if not has_keys or account_of(request).tenant.name:
             body["models"] = {name: {"ready": not why, "reason": why} for name, why in found.models.items()}
             body["problems"] = list(found.problems)
+            body["version"] = __version__
         return JSONResponse(body, 200 if found.is_ready else 503, {"Cache-Control": "no-store"})
 
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

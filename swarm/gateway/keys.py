@@ -10,13 +10,15 @@ A key is 32 random bytes, so that its SHA-256 tells nothing about it. Several ke
 new one, give it out, remove the old one.
 """
 
+import asyncio
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel, StringConstraints,
 
 from swarm.errors import BadConfiguration
 from swarm.gateway.admission import TenantLimits
+from swarm.gateway.grant import Grant
 from swarm.limits import limit
 
 _log = structlog.get_logger("swarm.gateway")
@@ -42,7 +45,7 @@ class KeyLimits:
 
     bytes_max: int = limit(1 << 20, "bytes", "a longer file is refused")
     keys_max: int = limit(1024, "keys", "of all names together; a file with more is refused")
-    look_s: float = limit(1.0, "s", "the file is looked at this often, while requests come")
+    look_s: float = limit(1.0, "s", "the file is looked at this often, while there are requests")
 
 
 class Entry(BaseModel):
@@ -91,6 +94,8 @@ class Keys:
         self._looked_at = now()
         self._seen = _version(path)
         self._tenants = tenants_of(read(path, self._limits))
+        self._held: dict[Grant, tuple[str, str]] = {}  # digest and tenant's name, of requests under way
+        self._timer: asyncio.TimerHandle | None = None  # looks at the file while there are any
 
     def tenant(self, key: str) -> Tenant | None:
         """Return the owner of a key. All keys are compared, and each in constant time."""
@@ -100,6 +105,34 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = tenant
         return found
+
+    @contextmanager
+    def held(self, key: str, tenant: Tenant, grant: Grant) -> Iterator[None]:
+        """Revoke a request's right if its key is removed, or becomes another tenant's, within the block."""
+        self._held[grant] = (digest_of(key), tenant.name)
+        self._timer = self._timer or self._looks_later()
+        try:
+            yield
+        finally:
+            self._held.pop(grant, None)
+            if not self._held and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _looks_later(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._limits.look_s, self._look_again)
+
+    def _look_again(self) -> None:
+        self._timer = self._looks_later()
+        self._look()
+
+    def _revoke(self) -> None:
+        """Revoke the requests whose keys are not there any more."""
+        for grant, (digest, name) in list(self._held.items()):
+            tenant = self._tenants.get(digest)
+            if tenant is None or tenant.name != name:
+                del self._held[grant]
+                grant.revoke()
 
     def _look(self) -> None:
         """Read the file again if it has changed. While it cannot be used, the keys that were read last stay."""
@@ -118,6 +151,7 @@ class Keys:
         else:
             self.problem = ""
             _log.info("keys read again", keys=len(self._tenants))
+            self._revoke()
 
 
 def tenants_of(file: KeyFile) -> dict[str, Tenant]:

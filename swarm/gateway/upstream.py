@@ -20,13 +20,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm.config import UpstreamSettings
 from swarm.errors import BadConfiguration
-from swarm.gateway.account import account_in
+from swarm.gateway.account import Account, account_in
+from swarm.gateway.api import chat_events
 from swarm.gateway.api.problems import Problem, Rejected
+from swarm.gateway.api.sse import event
+from swarm.gateway.grant import Grant
+from swarm.gateway.usage import Reader, Usage, asking
 from swarm.limits import limit
 
 _log = structlog.get_logger("swarm.gateway")
 
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})  # the dialects that are forwarded
+RESPONSES = "/v1/responses"
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES})  # the dialects that are forwarded
 NO_WAY = frozenset({"no_route", "no_room", "swarm_unreachable"})  # problems of the swarm that an upstream does not have
 HEADER = "x-swarm-route"
 
@@ -179,9 +184,16 @@ async def polled(
 class Forwarding:
     """Pure ASGI middleware: sends a request to the swarm or to an upstream, and says in a header which it was."""
 
-    def __init__(self, app: ASGIApp, upstreams: Upstreams | None, is_here: Callable[[str], bool]) -> None:
-        """is_here: whether the swarm serves a model."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        upstreams: Upstreams | None,
+        is_here: Callable[[str], bool],
+        charge: Callable[[str, int], None],
+    ) -> None:
+        """is_here: whether the swarm serves a model. charge: with a tenant's name, and tokens that were computed."""
         self._app = app
+        self._charge = charge
         self._upstreams = upstreams
         self._is_here = is_here
 
@@ -231,24 +243,56 @@ class Forwarding:
     async def _by_upstream(self, upstream: Upstream, body: Mapping[str, Any], scope: Scope, send: Send) -> bool:
         """Answer through an upstream. Returns False, and has sent nothing, where it cannot be reached."""
         assert self._upstreams is not None
+        account, path = account_in(scope), scope["path"]
+        asked = None if account.tenant.limits.tokens_per_minute is None else asking(body, path)
         try:
-            response = await self._upstreams.send(upstream, scope["path"], body)
+            async with account.grant.valid():
+                response = await self._upstreams.send(upstream, path, asked or body)
         except httpx2.HTTPError as error:
             _log.warning("upstream failed", url=upstream.settings.url, why=type(error).__name__)
             return False
-        scope["state"]["forwarded"] = scope["path"]
-        account_in(scope).model = body["model"]
+        scope["state"]["forwarded"] = path
+        account.model = body["model"]
+        reader = Reader(is_stream=body.get("stream") is True, hides=asked is not None)
         try:
             kept = ("content-type", "retry-after")
             headers = [(name.encode(), response.headers[name].encode()) for name in kept if name in response.headers]
             start = {"type": "http.response.start", "status": response.status_code, "headers": headers}
             await _saying("upstream", send)(start)
-            async for part in response.aiter_raw():
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+            await _pass_on(response, reader, account.grant, path, send)
         finally:
+            self._note(reader.counted, account)
             await response.aclose()
         return True
+
+    def _note(self, usage: Usage, account: Account) -> None:
+        """Account for the tokens that an upstream has computed, and charge them to the tenant."""
+        computed = usage.prompt - usage.cached
+        account.prompt += computed
+        account.cached += usage.cached
+        account.output += usage.output
+        self._charge(account.tenant.name, computed + usage.output)
+
+
+async def _pass_on(response: httpx2.Response, reader: Reader, grant: Grant, path: str, send: Send) -> None:
+    """Send an answer's body. A stream whose key is revoked ends with an error event; a whole answer breaks off."""
+    try:
+        async with grant.valid():
+            async for part in response.aiter_raw():
+                if ready := reader.feed(part):
+                    await send({"type": "http.response.body", "body": ready, "more_body": True})
+        rest = reader.close()
+    except Rejected as error:
+        if not reader.is_stream:
+            raise
+        rest = _error_event(path, error.problem)
+    await send({"type": "http.response.body", "body": rest})
+
+
+def _error_event(path: str, problem: Problem) -> bytes:
+    """Write an error into a stream of an upstream."""
+    body = chat_events.error_body(problem)
+    return event({**body["error"], **body, "type": "error"}, "error") if path == RESPONSES else event(body)
 
 
 def _saying(place: Place, send: Send) -> Send:

@@ -15,6 +15,7 @@ from swarm.monitor.state import (
     BlockState,
     BlockStatus,
     Contributor,
+    GatewayState,
     ModelDetail,
     ModelFacts,
     ModelSummary,
@@ -78,6 +79,7 @@ class Sighting:
     reading: Reading = field(default_factory=lambda: Reading(at=None, took_s=None))
     other_protocols: tuple[int, ...] = ()
     join_addresses: tuple[str, ...] = ()
+    gateways: tuple[GatewayState, ...] = ()
     revision: int = 0
 
 
@@ -121,6 +123,7 @@ def assess(sighting: Sighting, now: float, limits: AssessLimits = AssessLimits()
         versions=tuple(VersionCount(version=name, servers=n) for name, n in versions.most_common(32)),
         other_protocols=sighting.other_protocols[:32],
         contributors=_contributors(servers),
+        gateways=sighting.gateways,
     )
     return Assessment(state, {detail.summary.root: detail for detail in details})
 

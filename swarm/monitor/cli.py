@@ -18,6 +18,7 @@ from swarm.commands import (
 from swarm.config import DATA_DIR
 from swarm.version import __version__
 
+_URL = re.compile(r"https?://[^\s/?#@]{1,100}(/[^\s?#@]{0,100})?", re.ASCII)
 _MULTIADDR = re.compile(r"/[!-~]{1,300}/p2p/[1-9A-HJ-NP-Za-km-z]{40,60}", re.ASCII)
 
 
@@ -30,6 +31,18 @@ class Multiaddr(click.ParamType[str]):
         """Check the form."""
         if _MULTIADDR.fullmatch(str(value)) is None:
             self.fail(f"{value!r} should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...", param, ctx)
+        return str(value)
+
+
+class GatewayUrl(click.ParamType[str]):
+    """Where a gateway is. It is shown on the page, so it has neither a password nor a query."""
+
+    name = "url"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the form."""
+        if _URL.fullmatch(str(value)) is None:
+            self.fail(f"{value!r} should look like https://gateway.example.org", param, ctx)
         return str(value)
 
 
@@ -49,6 +62,14 @@ class Multiaddr(click.ParamType[str]):
 )
 @click.option("--probe", multiple=True, metavar="MODEL", help="generate through this model again and again; repeatable")
 @click.option("--probe-every", type=click.FloatRange(1.0), default=300.0, show_default=True, help="seconds")
+@click.option(
+    "--gateway",
+    "gateways",
+    type=GatewayUrl(),
+    multiple=True,
+    metavar="URL",
+    help="show whether this swarm-gateway answers, as it tells at /readyz; may be repeated",
+)
 @running_options
 def command(
     *,
@@ -58,6 +79,7 @@ def command(
     join_address: tuple[str, ...],
     probe: tuple[str, ...],
     probe_every: float,
+    gateways: tuple[str, ...],
     ready_file: Path | None,
     log_level: str,
 ) -> None:
@@ -74,6 +96,7 @@ def command(
             join_addresses=join_address,
             probes=probe,
             probe_every_s=probe_every,
+            gateways=gateways,
         )
         run_until_stopped(lambda stop: serve_health(arguments, ready, stop), log_level)
 

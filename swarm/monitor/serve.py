@@ -22,6 +22,7 @@ from swarm.monitor.contacts import dialling
 from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
+from swarm.monitor.state import API
 from swarm.net.carriers.tcp import bound
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
@@ -39,6 +40,7 @@ class HealthArguments:
     join_addresses: tuple[str, ...]
     probes: tuple[str, ...]
     probe_every_s: float
+    gateways: tuple[str, ...] = ()  # URLs
     limits: MonitorLimits = field(default_factory=MonitorLimits)
 
 
@@ -54,6 +56,8 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     probes_max = ProbingLimits().probes_max
     if len(arguments.probes) > probes_max:
         raise BadConfiguration("--probe", f"at most {probes_max} models")
+    if len(arguments.gateways) > API.gateways_max:
+        raise BadConfiguration("--gateway", f"at most {API.gateways_max} gateways")
     reading, path = arguments.reading, arguments.reading.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     own = None if path is None else identity.peer_id  # without a file it reads, and no listed peer answers it
@@ -65,6 +69,7 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
             MonitorOptions(
                 network=reading.network,
                 join_addresses=arguments.join_addresses,
+                gateways=arguments.gateways,
                 public=public,
                 limits=arguments.limits,
             ),

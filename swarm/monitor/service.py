@@ -1,6 +1,6 @@
 """The monitor: reads the DHT every 30 s, shakes hands with every server, remembers, and publishes the results.
 
-Two tasks: one reads, one visits. The board (`swarm.monitor.board`) is renewed after each of both.
+Three tasks: one reads, one visits, one asks gateways. The board (`swarm.monitor.board`) is renewed after each of them.
 """
 
 import asyncio
@@ -22,9 +22,10 @@ from swarm.limits import limit
 from swarm.monitor.assess import KnownModel, Sighting
 from swarm.monitor.board import Board, Published
 from swarm.monitor.contacts import Answer, ContactLimits, Contacts
+from swarm.monitor.gateways import GatewayLimits, watch
 from swarm.monitor.history import Database, Sample
 from swarm.monitor.reading import Found, ReadingLimits, read
-from swarm.monitor.state import API, Health, History, ModelSummary, ProbeStats, Reading, Window
+from swarm.monitor.state import API, GatewayState, Health, History, ModelSummary, ProbeStats, Reading, Window
 
 Open = Callable[[], AbstractAsyncContextManager[LightStore]]
 Result = TypeVar("Result")
@@ -43,6 +44,7 @@ class MonitorLimits:
     event_clients_max: int = limit(256, "clients", "that wait for events; more are refused")
     reading: ReadingLimits = field(default_factory=ReadingLimits)
     contacts: ContactLimits = field(default_factory=ContactLimits)
+    gateways: GatewayLimits = field(default_factory=GatewayLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class MonitorOptions:
 
     network: str
     join_addresses: tuple[str, ...] = ()
+    gateways: tuple[str, ...] = ()  # URLs
     public: bool = False  # see swarm.net.reach
     limits: MonitorLimits = MonitorLimits()
 
@@ -63,6 +66,7 @@ class Knowledge:
     reading: Reading = field(default_factory=lambda: Reading(at=None, took_s=None))
     known: dict[str, KnownModel] = field(default_factory=dict)
     probes: dict[str, tuple[ProbeStats, ...]] = field(default_factory=dict)
+    gateways: tuple[GatewayState, ...] = ()
 
     def sighting(self, options: MonitorOptions, contacts: Contacts) -> Sighting:
         """Return a copy for the assessment."""
@@ -75,6 +79,7 @@ class Knowledge:
             reading=self.reading,
             other_protocols=self.found.other_protocols,
             join_addresses=options.join_addresses,
+            gateways=self.gateways,
         )
 
     def served(self, summaries: tuple[ModelSummary, ...]) -> None:
@@ -107,6 +112,8 @@ class Monitor:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read_forever())
             group.create_task(self._visit_forever())
+            if self._options.gateways:
+                group.create_task(watch(self._options.gateways, self._options.limits.gateways, self._told))
 
     async def read_once(self) -> None:
         """Wait until the first reading has ended, well or not."""
@@ -227,6 +234,10 @@ class Monitor:
             self._new_records.clear()
             await self._contacts.visit(self._knowledge.found.records)
             await self._republish()
+
+    async def _told(self, gateways: tuple[GatewayState, ...]) -> None:
+        self._knowledge.gateways = gateways
+        await self._republish()
 
     async def _republish(self) -> None:
         sighting = self._knowledge.sighting(self._options, self._contacts)

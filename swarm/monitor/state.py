@@ -27,6 +27,7 @@ class ApiLimits:
     servers_max: int = limit(2048, "servers", "of one model; silent ones are left out first")
     contributors_max: int = limit(100, "names", "in one state; those with fewest blocks are left out")
     reasons_max: int = limit(8, "reasons", "of one model; the rest is left out")
+    gateways_max: int = limit(8, "gateways", "that are asked; more are a wrong argument")
     points_max: int = limit(720, "points", "of one history: hours of 30 days, or 24 h in steps of two minutes")
     text_chars: int = limit(300, "characters", "of one text; the rest is cut off")
 
@@ -132,6 +133,21 @@ class Reading(ApiModel):
     )
 
 
+class GatewayState(ApiModel):
+    """One gateway, as it tells of itself without a key. Its names and versions are claims."""
+
+    url: Annotated[str, Field(max_length=API.text_chars, description="as the operator has written it")]
+    ready: bool
+    reason: Annotated[str, Field(max_length=API.text_chars)] = Field(description="why not, or a problem; else empty")
+    routed: Annotated[tuple[Annotated[str, Field(max_length=128)], ...], Field(max_length=API.models_max)] | None = (
+        Field(default=None, description="models that have a route now; None: it does not tell")
+    )
+    unrouted: Annotated[tuple[Annotated[str, Field(max_length=128)], ...], Field(max_length=API.models_max)] | None = (
+        Field(default=None, description="models that have none")
+    )
+    version: Annotated[str, Field(max_length=32)] | None = None
+
+
 class State(ApiModel):
     """The whole swarm in a few lines for each model, the busiest first."""
 
@@ -148,6 +164,7 @@ class State(ApiModel):
         description="major protocol versions of servers that cannot be used together with the others"
     )
     contributors: Annotated[tuple[Contributor, ...], Field(max_length=API.contributors_max)]
+    gateways: Annotated[tuple[GatewayState, ...], Field(max_length=API.gateways_max)] = ()
 
 
 class BlockState(ApiModel):

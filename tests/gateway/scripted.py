@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -22,8 +23,9 @@ from swarm.web import WebServer, url_of
 from tests.support.swarms import DEMO_CHECKPOINT
 
 NAME = "scripted"
-Script = Callable[[Generation], "Sequence[str | Exception | Rerouted] | str"]
-"""What the model says to a prompt: text, and in between errors that are raised or changes of the route."""
+Script = Callable[[Generation], "Sequence[str | Exception | Rerouted | Future[None]] | str"]
+"""What the model says to a prompt: text, and in between errors that are raised, changes of the route, and futures that
+it waits for: a test sets their results."""
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
@@ -66,6 +68,9 @@ class ScriptedBackend:
                     raise part
                 if isinstance(part, Rerouted):
                     yield part
+                    continue
+                if isinstance(part, Future):
+                    await asyncio.wrap_future(part)
                     continue
                 for token in self.tokenizer.encode(part, add_special_tokens=False):
                     if count >= generation.tokens_max:

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swarm.gateway.app import Gateway
 from swarm.gateway.generation import Rerouted
 from swarm.gateway.health import Readiness
+from swarm.version import __version__
 from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
 
 HELLO = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
@@ -97,4 +98,5 @@ def test_readiness_tells_each_models_reason(is_ready, why):
         "ready": is_ready,
         "models": {NAME: {"ready": not why, "reason": why}},
         "problems": [],
+        "version": __version__,
     }

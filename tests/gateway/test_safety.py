@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from urllib.parse import urlparse
 
@@ -21,7 +22,7 @@ from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits
 from swarm.gateway.doors import DoorOptions, Failsafe, is_allowed, is_local
-from swarm.gateway.keys import Keys, digest_of
+from swarm.gateway.keys import KeyLimits, Keys, digest_of
 from swarm.gateway.loading import ModelOptions
 from swarm.gateway.serve import GatewayArguments, doors_of
 from swarm.gateway.watching import BodyLimits
@@ -30,6 +31,7 @@ from tests.support.swarms import eventually
 
 HELLO = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
+LISTS = ("/v1/models", "/api/tags", "/api/ps")
 MARKER = "xylophone-7731"
 
 
@@ -117,6 +119,75 @@ def test_unknown_key_has_no_body_read(keyed):
 def test_key_with_a_list_of_models_may_name_no_other(keyed):
     response = post(keyed[0], "key-of-bob")
     assert (response.status_code, response.json()["error"]["code"]) == (403, "model_not_allowed")
+
+
+def test_lists_show_the_models_of_the_key_alone(keyed):
+    def listed(key):
+        bodies = [httpx.get(keyed[0] + path, headers={"x-api-key": key}).json() for path in LISTS]
+        return [entry.get("id") or entry["name"] for body in bodies for entry in body.get("data", body.get("models"))]
+
+    assert listed("key-of-ada") == [NAME, f"{NAME}:latest", f"{NAME}:latest"]
+    assert listed("key-of-bob") == []
+    one = httpx.get(f"{keyed[0]}/v1/models/{NAME}", headers={"x-api-key": "key-of-bob"})
+    assert (one.status_code, one.json()["error"]["code"]) == (403, "model_not_allowed")
+
+
+ASKED = {
+    CHAT: (HELLO, '"code":"invalid_api_key"', "[DONE]"),
+    "/v1/completions": ({"model": NAME, "prompt": "Hello"}, '"code":"invalid_api_key"', "[DONE]"),
+    "/v1/responses": ({"model": NAME, "input": "Hello"}, "event: response.failed", "response.completed"),
+    "/v1/messages": ({**HELLO, "max_tokens": 9}, '"type":"authentication_error"', "message_stop"),
+    "/api/chat": (HELLO, '{"error":"this key', '"done":true'),
+}
+
+
+@pytest.fixture
+def lent(tmp_path):
+    """A gateway whose model begins and then says no more, and a file with a key that is removed by a call."""
+    path = tmp_path / "keys.json"
+
+    def put(*names):
+        path.write_text(json.dumps({name: {"sha256": [digest_of(f"key-of-{name}")]} for name in names}))
+        path.chmod(0o600)
+
+    put("ada", "bob")
+    keys, pauses = Keys(path, time.monotonic, KeyLimits(look_s=0.02)), []
+
+    def script(_):
+        pauses.append(Future())
+        return ["All is ", pauses[-1]]
+
+    with served(script, doors=DoorOptions(keys=keys)) as (url, backend):
+        yield url, backend, lambda: put("bob"), pauses
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_stream_of_a_revoked_key_ends_with_an_error_event(lent, path):
+    url, backend, revoke, _ = lent
+    body, error, end = ASKED[path]
+    sent = {"json": {**body, "stream": True}, "headers": {"x-api-key": "key-of-ada"}, "timeout": 20}
+    with httpx.stream("POST", url + path, **sent) as answer:
+        parts = answer.iter_text()
+        text = next(parts)
+        revoke()
+        text += "".join(parts)
+    assert answer.status_code == 200
+    assert error in text
+    assert end not in text
+    eventually(lambda: backend.running == 0, 5)
+
+
+def test_whole_answer_of_a_revoked_key_is_401(lent):
+    url, backend, revoke, pauses = lent
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(post, url, f"key-of-{name}") for name in ("ada", "bob")]
+        eventually(lambda: backend.running == 2, 5)
+        revoke()
+        answer = asked[0].result(20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        for each in pauses:
+            each.done() or each.set_result(None)
+        assert asked[1].result(20).status_code == 200
 
 
 def test_health_needs_no_key_and_tells_reasons_with_one(keyed):

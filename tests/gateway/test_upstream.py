@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,12 +14,15 @@ from hypothesis import strategies as st
 from swarm.config import Settings, UpstreamSettings
 from swarm.errors import BadConfiguration, HopFailed, NoRoute, PromptTooLong, Refused, StepTimeout
 from swarm.gateway.app import Gateway
+from swarm.gateway.doors import DoorOptions
+from swarm.gateway.keys import KeyLimits, Keys, digest_of
 from swarm.gateway.upstream import HEADER, configured, order_of, polled
 from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 STREAM = b'data: {"choices": [{"delta": {"content": "from upstream"}}]}\n\ndata: [DONE]\n\n'
+OPEN = DoorOptions()
 
 
 class Whole:
@@ -31,6 +35,7 @@ class Whole:
         self.status = 200
         self.body = STREAM
         self.length = None  # what the header says; None: the truth
+        self.hangs = None  # an event: an answer that is cut pauses until it is set
         self.close = lambda: None
 
 
@@ -57,6 +62,9 @@ def whole():
             self.send_header("X-Private", "no business of clients")
             self.end_headers()
             self.wfile.write(body)
+            if state.hangs is not None and length is not None:
+                self.wfile.flush()
+                state.hangs.wait(20)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -75,12 +83,19 @@ def whole():
 
 
 @contextmanager
-def gateway(url, when="fallback", script=lambda _: "from the swarm", ours=NAME, key_file=None, **options):
+def gateway(url, when="fallback", script=lambda _: "from the swarm", ours=NAME, key_file=None, doors=OPEN):
     """A gateway with one upstream, which it has asked for its models."""
     settings = UpstreamSettings(url=url, models={ours: "theirs"}, when=when, key_file=key_file)
-    model = scripted_model(script, **options)
-    with running(Gateway(ScriptedModels(model)), [settings]) as served:
+    model = scripted_model(script)
+    with running(Gateway(ScriptedModels(model), doors=doors), [settings]) as served:
         yield served, model.backend
+
+
+def put(folder, keys):
+    """Write a file of keys."""
+    (path := folder / "keys.json").write_text(json.dumps(keys))
+    path.chmod(0o600)
+    return path
 
 
 def test_each_order_is_as_documented():
@@ -198,6 +213,48 @@ def test_model_that_the_upstream_has_lost_is_the_swarms():
         upstream.models = []
         with gateway(url, "prefer") as (served, _):
             assert httpx.post(served + CHAT, json=HELLO).headers[HEADER] == "swarm"
+
+
+# Tokens of a key
+
+COUNTED = b'data: {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 70}}\n\n'
+WHOLE = b'{"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 70}}'
+
+
+@pytest.mark.parametrize("kind", ["hidden", "asked for", "whole"])
+def test_tokens_of_upstreams_are_charged_to_the_key(tmp_path, kind):
+    path = put(tmp_path, {"ada": {"sha256": [digest_of("ada")], "tokens_per_minute": 100}})
+    doors = DoorOptions(keys=Keys(path, time.monotonic))
+    with whole() as (upstream, url), gateway(url, "prefer", doors=doors) as (served, _):
+        text, end = STREAM.split(b"data: [DONE]")[0], b"data: [DONE]\n\n"
+        upstream.body = WHOLE if kind == "whole" else text + COUNTED + end
+        options = {"stream_options": {"include_usage": True}} if kind == "asked for" else {}
+        body = {**HELLO, "stream": kind != "whole", **options}
+        answer = httpx.post(served + CHAT, json=body, headers={"x-api-key": "ada"})
+        assert answer.content == (STREAM if kind == "hidden" else upstream.body)
+        is_asked = upstream.asked[0][1].get("stream_options") == {"include_usage": True}
+        assert is_asked == (kind != "whole")
+        refused = httpx.post(served + CHAT, json=body, headers={"x-api-key": "ada"})
+        assert (refused.status_code, int(refused.headers["retry-after"])) == (429, pytest.approx(6, abs=1))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+def test_stream_of_an_upstream_ends_with_an_error_for_a_revoked_key(tmp_path, path):
+    file = put(tmp_path, {"ada": {"sha256": [digest_of("ada")]}, "bob": {"sha256": [digest_of("bob")]}})
+    doors = DoorOptions(keys=Keys(file, time.monotonic, KeyLimits(look_s=0.02)))
+    with whole() as (upstream, url), gateway(url, "prefer", doors=doors) as (served, _):
+        upstream.body, upstream.length, upstream.hangs = STREAM[:-14], len(STREAM), threading.Event()
+        sent = {"json": {**HELLO, "stream": True}, "headers": {"x-api-key": "ada"}, "timeout": 20}
+        with httpx.stream("POST", served + path, **sent) as answer:
+            parts = answer.iter_raw()
+            begun = next(parts)
+            put(tmp_path, {"bob": {"sha256": [digest_of("bob")]}})
+            rest = b"".join(parts)
+        upstream.hangs.set()
+    assert begun in STREAM
+    assert b"[DONE]" not in begun + rest
+    assert b'"code":"invalid_api_key"' in rest
+    assert rest.startswith(b"event: error\n") == (path != CHAT)
 
 
 # Settings

@@ -18,12 +18,22 @@ from swarm.identity import Identity
 from swarm.monitor import pages
 from swarm.monitor.app import Headers
 from swarm.monitor.assess import Assessment, Contact, Sighting, assess
-from swarm.monitor.state import History, ModelDetail, Point, ProbeStats, Quantiles, Reading, Window
+from swarm.monitor.state import GatewayState, History, ModelDetail, Point, ProbeStats, Quantiles, Reading, Window
 from tests.dht.support import announcement
 
 NOW = 1_790_000_000.0
 JOIN = "/dns4/join.example.org/tcp/31337/p2p/12D3KooWSrKnMZUcSxK8G7wmBbXdU8nFEfWGhLu6H8xjn8LmCSJb"
 MARKUP = "<img src=x onerror=alert(1)>"
+GATEWAYS = (
+    GatewayState(url="https://gateway.example.org", ready=True, reason="", routed=("org/a",), version="0.2.0"),
+    GatewayState(
+        url=f"https://{'a-long-name.' * 9}org",
+        ready=False,
+        reason="models have no route",
+        routed=(),
+        unrouted=(f"organisation/{'A-Long-Name-' * 9}", MARKUP),
+    ),
+)
 DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA L4", "cpu", "Apple M3 Max", "NVIDIA A100-SXM4-80GB")
 
 
@@ -73,7 +83,7 @@ def one_model(name: str = "org/Meadow-70B-Instruct", blocks: int = 80) -> Assess
     records = [record(n, a, b, model=name, n_blocks=blocks) for n, (a, b) in enumerate(spans, start=1)]
     records.append(record(30, 60, 66, model=name, n_blocks=blocks, public_name=MARKUP, version=MARKUP, device=MARKUP))
     records.append(record(31, 40, 50, model=name, n_blocks=blocks, state="draining", public_name="leaving soon"))
-    return assessment(records, silent=frozenset({9}))
+    return assessment(records, silent=frozenset({9}), gateways=GATEWAYS)
 
 
 def healthy(**changes: Any) -> Assessment:

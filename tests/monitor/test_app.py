@@ -27,6 +27,7 @@ from swarm.identity import Identity
 from swarm.monitor.app import events_of, make_app
 from swarm.monitor.assess import KnownModel
 from swarm.monitor.contacts import ContactLimits
+from swarm.monitor.gateways import GatewayLimits
 from swarm.monitor.history import Database, ProbeResult
 from swarm.monitor.reading import ReadingLimits, choose
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
@@ -41,14 +42,20 @@ ABSENT = "ee" * 32
 class World:
     """A monitor over a DHT in memory. `silent`: public keys of servers that do not answer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gateways: tuple[str, ...] = ()) -> None:
         self.memory = MemoryStore.make(NETWORK, time.time)
         self.reachable = True
         self.silent: set[str] = set()
         self.database = Database(folder / "health.sqlite")
         contacts = ContactLimits(again_s=0.01)
-        limits = MonitorLimits(read_every_s=0.05, retry_s=0.05, event_clients_max=1, contacts=contacts)
-        options = MonitorOptions(network=NETWORK, limits=limits)
+        limits = MonitorLimits(
+            read_every_s=0.05,
+            retry_s=0.05,
+            event_clients_max=1,
+            contacts=contacts,
+            gateways=GatewayLimits(every_s=0.05),
+        )
+        options = MonitorOptions(network=NETWORK, gateways=gateways, limits=limits)
         self.monitor = Monitor(options, self.open, self.answer, self.database, time.time)
         self.app = make_app(self.monitor)
 

@@ -1,6 +1,6 @@
 """The rest of the gateway's view of a dialect: its paths, and the form of its errors."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,10 +83,10 @@ class Served:
     streams: StreamLimits
     elsewhere: Callable[[], list[str]] = list
 
-    @property
-    def names(self) -> list[str]:
-        """All names that requests of OpenAI's dialect can say."""
-        return [*self.models.names, *(name for name in self.elsewhere() if name not in self.models.names)]
+    def names(self, request: Request) -> list[str]:
+        """Return the names that requests of OpenAI's dialect can say with this request's key."""
+        elsewhere = (name for name in self.elsewhere() if name not in self.models.names)
+        return allowed([*self.models.names, *elsewhere], request)
 
     async def model(self, name: str, request: Request) -> Model:
         """Return a model, loaded, whose generations are counted for a request.
@@ -97,6 +97,12 @@ class Served:
         self.models.check(name)
         account.check(name)
         return self.meter.metered(await self.models.get(name), account)
+
+
+def allowed(names: Sequence[str], request: Request) -> list[str]:
+    """Return those of the models that a request's key may use."""
+    tenant = account_of(request).tenant
+    return [name for name in names if tenant.may_use(name)]
 
 
 def owner_of(request: Request) -> str:

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from swarm.gateway.answering import Model
-from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
+from swarm.gateway.api.dialect import Dialect, Served, allowed, conversation_of, owner_of
 from swarm.gateway.api.ollama_answers import ChatAnswer, GenerateAnswer, Running, Shown, Tags, Version
 from swarm.gateway.api.ollama_requests import ChatRequest, GenerateRequest
 from swarm.gateway.api.problems import Problem
@@ -89,14 +89,15 @@ def _add_models(routes: APIRouter, served: Served, models: "_Models") -> None:
         return {"version": VERSION}
 
     @routes.get("/api/tags", response_model=None, responses=_of(Tags))
-    async def tags() -> Body:
+    async def tags(request: Request) -> Body:
         """List the models that requests can name."""
-        return {"models": [models.listed(name) for name in served.models.names]}
+        return {"models": [models.listed(name) for name in allowed(served.models.names, request)]}
 
     @routes.get("/api/ps", response_model=None, responses=_of(Running))
-    async def ps() -> Body:
+    async def ps(request: Request) -> Body:
         """List the models that are loaded."""
-        return {"models": [models.running(model) for model in served.models.loaded()]}
+        loaded = {model.name: model for model in served.models.loaded()}
+        return {"models": [models.running(loaded[name]) for name in allowed(list(loaded), request)]}
 
     @routes.post("/api/show", response_model=None, responses=_of(Shown))
     async def show(body: ShowRequest, request: Request) -> Body:

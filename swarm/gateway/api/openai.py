@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from swarm.gateway.account import account_of
 from swarm.gateway.api import chat, chat_events, completions, responses, responses_events
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
 from swarm.gateway.api.sse import collected, streamed
@@ -22,18 +23,19 @@ def router(served: Served) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, Any]:
         """List the models that requests can name."""
         routes: dict[str, str] = {}
         with suppress(TimeoutError):
             async with asyncio.timeout(ROUTES_S):
                 routes = await served.models.routes()
-        return {"object": "list", "data": [_model(served, name, routes.get(name)) for name in served.names]}
+        return {"object": "list", "data": [_model(served, name, routes.get(name)) for name in served.names(request)]}
 
     @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: str, request: Request) -> dict[str, Any]:
         """Tell about one model."""
-        if name not in served.names:
+        account_of(request).check(name)
+        if name not in served.names(request):
             served.models.check(name)
         return _model(served, name)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -49,8 +50,8 @@ def test_whole_chat_is_sent_with_each_turn(open_page: Open, gateway: Chatting) -
 
 
 def test_finished_blocks_and_a_selection_stay_while_text_grows(open_page: Open, gateway: Chatting) -> None:
-    gateway.says = "The first paragraph.\n\n- **one** is here\n- two\n\n" + "More words. " * 60
-    gateway.backend.token_s = 0.01
+    selected: Future[None] = Future()
+    gateway.says = ["The first paragraph.\n\n- **one** is here\n- two\n\nMore ", selected, "words. More " * 60]
     page = open_page()
     answer = say(page, "Hello")
     expect(answer.locator(".text > div")).to_have_count(3)
@@ -59,14 +60,17 @@ def test_finished_blocks_and_a_selection_stay_while_text_grows(open_page: Open, 
       first.same = true;
       getSelection().selectAllChildren(first);
     }""")
+    selected.set_result(None)
     finished(answer)
     assert page.evaluate("document.querySelector('.text > div').same") is True
     assert page.evaluate("getSelection().toString().trim()") == "The first paragraph."
 
 
 def test_half_written_marks_are_never_shown(open_page: Open, gateway: Chatting) -> None:
-    gateway.says = "Some **bold words** and `a bit of code` here.\n\nA list:\n- **first** item\n- second\n"
-    gateway.backend.token_s = 0.01
+    parts = ["Some **bold", " words** and `a bit", " of code` here.\n\nA list:\n-", " **first", "** item\n- second\n"]
+    shown = ["Some bold", "and a bit", "A list:", "first"]
+    drawn: list[Future[None]] = [Future() for _ in shown]
+    gateway.says = [each for pair in zip(parts, [*drawn, ""], strict=True) for each in pair]
     page = open_page()
     page.evaluate("""() => {
       window.seen = [];
@@ -75,14 +79,18 @@ def test_half_written_marks_are_never_shown(open_page: Open, gateway: Chatting) 
         if (text) window.seen.push(text.textContent, ...[...text.querySelectorAll("h2")].map(() => "# heading"));
       }).observe(document.getElementById("log"), { subtree: true, childList: true, characterData: true });
     }""")
-    finished(say(page, "Hello"))
+    answer = say(page, "Hello")
+    for text, each in zip(shown, drawn, strict=True):
+        expect(answer.locator(".text")).to_contain_text(text)
+        each.set_result(None)
+    finished(answer)
     seen = page.evaluate("window.seen")
-    assert len(seen) > 10
+    assert len(seen) >= len(parts)
     assert [text for text in seen if re.search(r"\*\*|`|# heading", text)] == []
 
 
 def test_stop_keeps_the_text_and_frees_the_generation(open_page: Open, gateway: Chatting) -> None:
-    gateway.says, gateway.backend.token_s = "word " * 2000, 0.01
+    gateway.says = ["word " * 9, Future()]
     page = open_page()
     answer = say(page, "Hello")
     expect(answer.locator(".text")).to_contain_text("word word")
@@ -177,16 +185,19 @@ def test_code_is_copied_exactly(open_page: Open, gateway: Chatting) -> None:
 
 
 def test_server_that_leaves_is_shown_and_text_goes_on(open_page: Open, gateway: Chatting) -> None:
-    gateway.says = [FIRST, "Before it. ", CHANGE, "After it. " * 40]
-    gateway.backend.token_s = 0.01
+    leaves: Future[None] = Future()
+    goes_on: Future[None] = Future()
+    gateway.says = [FIRST, "Before it. ", leaves, CHANGE, "After ", goes_on, "it. After " * 40]
     page = open_page()
     answer = say(page, "Hello")
     expect(answer.locator(".route li")).to_have_text(["0:4 …aaaa", "4:8 …bbbb", "8:12 …cccc"])
+    leaves.set_result(None)
     change = page.locator(".answer.running .changes li")
     expect(change).to_have_text(re.compile(r"after [\d.]+ s Server …bbbb left, another took over: 0.41 s, same text"))
     expect(page.locator("#announcer")).to_contain_text("A server left")
+    goes_on.set_result(None)
     finished(answer)
-    assert text_of(answer) == "Before it. " + ("After it. " * 40).strip()
+    assert text_of(answer) == "Before it. " + ("After it. " * 40) + "After"
     assert answer.locator(".route .fresh").inner_text() == "4:8 …dddd"
     answer.locator(".facts summary").click()
     assert answer.locator(".hops li").all_inner_texts() == [f"blocks 0:4: {A}", f"blocks 4:8: {D}", f"blocks 8:12: {C}"]
