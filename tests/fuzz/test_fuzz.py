@@ -124,6 +124,7 @@ _blocks = st.integers(1, BLOCKS_MAX)
 _steps = st.integers(0, wire.STEPS_MAX)
 _large = st.integers(0, (1 << 53) - 1)
 FIELDS = {
+    "tenant": _hex.map(lambda text: text[:32]),
     "session": _hex.map(lambda text: text[:32]), "epoch": st.integers(0, 1 << 31), "step": _steps, "after_step": _steps,
     "applied": _steps, "root": _hex, "public_key": _hex, "signature": _hex.map(lambda text: 2 * text),
     "software": _texts, "numeric_class": _texts, "why": _texts, "nonce": _large, "jobs_done": _large,

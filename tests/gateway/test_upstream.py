@@ -1,12 +1,14 @@
 """Whole requests go to the swarm or to an upstream, never to both; what an upstream sends passes as it is."""
 
+import asyncio
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from swarm.errors import BadConfiguration, HopFailed, NoRoute, PromptTooLong, Re
 from swarm.gateway.app import Gateway
 from swarm.gateway.doors import DoorOptions
 from swarm.gateway.keys import KeyLimits, Keys, digest_of
-from swarm.gateway.upstream import HEADER, configured, order_of, polled
+from swarm.gateway.upstream import HEADER, UpstreamLimits, Upstreams, configured, order_of, polled
 from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
 
 CHAT = "/v1/chat/completions"
@@ -123,9 +125,9 @@ def test_preferred_upstream_gets_the_whole_request(tmp_path):
         assert upstream.asked == [("/v1/chat/completions", {**body, "model": "theirs"})]
         assert upstream.headers[0]["Authorization"] == "Bearer their-key"
         assert "mine" not in str(upstream.headers)
-        assert backend.asked == []
         assert "swarm_gateway_requests_total" in (found := httpx.get(served + "/metrics").text)
         assert f'model="{NAME}",path="{CHAT}",status="200"' in found
+    assert backend.asked == []  # not behind the answer either: the gateway has ended
 
 
 def test_swarm_answers_first_where_the_upstream_is_a_fallback():
@@ -133,7 +135,35 @@ def test_swarm_answers_first_where_the_upstream_is_a_fallback():
         response = httpx.post(served + CHAT, json=HELLO)
         assert response.json()["choices"][0]["message"]["content"] == "from the swarm"
         assert response.headers[HEADER] == "swarm"
-        assert upstream.asked == []
+    assert upstream.asked == []
+
+
+def test_upstream_without_a_key_is_sent_none():
+    with whole() as (upstream, url), gateway(url, "prefer") as (served, _):
+        httpx.post(served + CHAT, json=HELLO, headers={"Authorization": "Bearer mine"})
+        assert "Authorization" not in upstream.headers[0]
+
+
+def test_only_posts_are_sent_on():
+    with whole() as (upstream, url), gateway(url, "prefer") as (served, _):
+        assert httpx.request("GET", served + CHAT, json=HELLO).status_code == 405
+    assert upstream.asked == []
+
+
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/messages", {"max_tokens": 50}), ("/api/chat", {"stream": False})], ids=["messages", "chat"]
+)
+def test_other_dialects_are_answered_by_the_swarm(path, more):
+    with whole() as (upstream, url), gateway(url, "prefer") as (served, _):
+        assert "from the swarm" in httpx.post(served + path, json={**HELLO, **more}).text
+    assert upstream.asked == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"model": 1}'])
+def test_request_that_names_no_model_is_a_bad_one(content):
+    with whole() as (upstream, url), gateway(url, "prefer") as (served, _):
+        assert httpx.post(served + CHAT, content=content).status_code == 400
+    assert upstream.asked == []
 
 
 @pytest.mark.parametrize("error", [NoRoute("m", (3,)), Refused("peer", "0:4", "no_room", "full")])
@@ -286,3 +316,32 @@ def test_upstreams_come_from_the_settings_file(tmp_path, monkeypatch):
 async def test_no_upstreams_are_none():
     async with polled([]) as upstreams:
         assert upstreams is None
+
+
+@asynccontextmanager
+async def asking(answers):
+    """Upstreams that are asked every 15 s, of one that gives these answers in turn."""
+
+    def answer(_):
+        status, names = answers.pop(0)
+        return httpx2.Response(status, json={"data": [{"id": name} for name in names]})
+
+    settings = UpstreamSettings(url="http://127.0.0.1/v1", models={NAME: "theirs"})
+    async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as client:
+        upstreams = Upstreams(configured([settings]), client, UpstreamLimits(poll_s=15.0))
+        running = asyncio.create_task(upstreams.run())
+        yield upstreams
+        running.cancel()
+
+
+@pytest.mark.virtual_clock
+async def test_models_of_an_upstream_come_and_go():
+    answers = [(200, ["theirs"]), (200, ["another"]), (200, ["theirs"]), (500, ["theirs"]), (200, [])]
+    seen = []
+    async with asking(answers) as upstreams:
+        await asyncio.sleep(1)
+        for _ in range(5):
+            seen.append(upstreams.names)
+            await asyncio.sleep(15)
+    assert seen == [[], [NAME], [], [NAME], []]
+    assert answers == []
