@@ -1,6 +1,7 @@
 """What a router plans with: the processes that it avoids, and how old a reading of the directory may be."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -47,14 +48,15 @@ class Reads:
 
 
 class Sessions:
-    """In place of the real ones: a session is a plan."""
+    """In place of the real ones: a session is a plan, and the round trips that it measured."""
 
     def __init__(self, avoidance):
-        self.avoidance, self.any_open = avoidance, False
+        self.avoidance, self.any_open, self.latency_ms = avoidance, False, None
 
     async def open(self, plan, blocks, planner, limits):
         self.any_open = True
-        return SimpleNamespace(route=await planner(blocks, (), None, True))
+        hops = await planner(blocks, (), None, True)
+        return SimpleNamespace(route=[replace(hop, latency_ms=self.latency_ms) for hop in hops])
 
     async def close(self):
         self.any_open = False
@@ -236,10 +238,19 @@ async def test_a_membership_reads_the_directory_only_while_sessions_are_open():
         directory.silent = True  # for a while
         await asyncio.sleep(10.5 * LIMITS.survey_age_s)
         assert directory.surveys == 11
+    await asyncio.sleep(HOUR_S)
+    assert directory.surveys == 11
     await swarm.sessions.close()  # they are the member's, and may run through other models
     assert not swarm.sessions.any_open
     await asyncio.sleep(HOUR_S)
     assert directory.surveys == 11
+
+
+async def test_round_trips_of_an_opened_session_are_remembered():
+    swarm, _ = membership_of(server(0, 6))
+    swarm.sessions.latency_ms = 7.0
+    (hop,) = (await swarm.open(Blocks(0, 6), PLAN)).route
+    assert swarm.router.explained([replace(hop, latency_ms=None)]).home_ms == 3.5
 
 
 async def test_the_latest_round_trips_are_remembered():

@@ -287,10 +287,10 @@ def test_budgets_depend_on_the_steps_beside():
 def test_steps_that_do_not_pack_are_not_beside():
     costs = Fixed(8)
     scheduler = Scheduler(LIMITS, lambda _: costs)
-    for task in (Fake("prefills", 16), Fake("decodes", packs=False)):
+    for task in (Fake("packs"), Fake("does not", packs=False), Fake("prefills", 16)):
         scheduler.add(task, 0.0)
     iteration(scheduler)
-    assert costs.asked == [(0, True)]
+    assert costs.asked == [(1, True)]
 
 
 def test_a_sessions_own_next_prompt_has_the_whole_budget():
