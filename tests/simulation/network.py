@@ -19,8 +19,9 @@ from swarm.net.address import Address
 from swarm.net.channel import OnMessage
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.limits import DialerLimits
+from swarm.protocol.base import Message
 from swarm.protocol.codec import decode, encode
-from swarm.protocol.messages import Message, Ping, Pong
+from swarm.protocol.messages import Ping, Pong
 
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
 

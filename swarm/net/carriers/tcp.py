@@ -1,21 +1,23 @@
 """The direct carrier: TCP, by `asyncio.Protocol` (no streams: they cost a tenth of a millisecond a hop)."""
 
 import asyncio
+import contextlib
 import resource
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import cast
 
 from swarm.activations import Activations
 from swarm.errors import AddressInUse, BadConfiguration, Unreachable
-from swarm.net.address import Address, Tcp
+from swarm.net.address import Tcp
 from swarm.net.admission import Admission, source_of
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
 from swarm.net.gate import PROGRESS, Toll
 from swarm.net.greeting import Proven
+from swarm.net.halves import WORD, plain
 from swarm.net.limits import DialerLimits, ListenerLimits
 from swarm.net.rate import TokenBucket
 from swarm.net.reach import literals, makes_sense
@@ -31,7 +33,8 @@ class TcpCarrier(asyncio.Protocol):
     write: Callable[[bytes], None]
     unsent_bytes: Callable[[], int]
 
-    def __init__(self, make_channel: "Callable[[TcpCarrier], Channel]") -> None:
+    def __init__(self, make_channel: "Callable[[TcpCarrier], Channel]", way: str = "direct") -> None:
+        self.way = way
         self._make_channel = make_channel
         self._transport: asyncio.Transport | None = None
         self.channel: Channel | None = None
@@ -112,6 +115,8 @@ class Listener:
         self._sweeper: asyncio.Task[None] | None = None
         self._on_message: OnMessage | None = None  # while it accepts
         self._in_use: InUse | None = None
+        self.on_half: Callable[[socket.socket], None] | None = None  # takes connections that are no channel
+        self._hosts: dict[Channel, str] = {}
         name = self._socket.getsockname()
         self.address = Tcp(name[0], name[1])
 
@@ -131,6 +136,14 @@ class Listener:
         self._sweeper = asyncio.create_task(self._sweep())
         self._listens = True
         self._accept_more()
+
+    def adopt(self, sock: socket.socket, way: str) -> None:
+        """Take a connection that this side or an anchor has made, as if it had been accepted here."""
+        self._let_in(sock, way)
+
+    def host_of(self, channel: Channel) -> str:
+        """Return the address from which an accepted channel comes; "" for one that was not accepted here."""
+        return self._hosts.get(channel, "")
 
     def pause(self) -> None:
         """End every accepted channel and keep the address; until the next start, connections are closed at once."""
@@ -161,52 +174,78 @@ class Listener:
         """Take one connection from the kernel, and then as few as the rate says."""
         loop = asyncio.get_running_loop()
         try:
-            sock, address = self._socket.accept()
+            sock, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:
             wait_s = self._limits.no_descriptors_s
         else:
             wait_s = self._accepts.owe(loop.time())
-            self._let_in(sock, source_of(address[0]))
+            self._let_in(sock, "direct")
         if wait_s > 0:
             loop.remove_reader(self._socket)
             loop.call_later(wait_s, self._accept_more)
 
-    def _let_in(self, sock: socket.socket, source: str) -> None:
-        turn_s = self.admission.turns.wait_s(source, asyncio.get_running_loop().time())
-        busy = len(self._arriving) >= self._limits.handshakes.unproven_max
-        if self._on_message is None or busy or turn_s is None or not self._make_room():
+    def _let_in(self, sock: socket.socket, way: str) -> None:
+        if self._on_message is None or len(self._arriving) >= self._limits.handshakes.unproven_max:
             sock.close()
             return
-        task = asyncio.create_task(self._receive(sock, source, turn_s))
+        task = asyncio.create_task(self._receive(sock, way))
         self._arriving.add(task)
         task.add_done_callback(self._arriving.discard)
 
     def _make_room(self) -> bool:
         in_use = self._in_use() if self._in_use is not None else ()
-        entry = self.admission.make_room(len(self._arriving), in_use)
+        entry = self.admission.make_room(len(self._arriving) - 1, in_use)  # this one is on its way in, too
         if entry.ends is not None:
             entry.ends.cut_off("there are too many channels, and most of them come from where this one does")
         return entry.stays
 
-    async def _receive(self, sock: socket.socket, source: str, turn_s: float) -> None:
+    async def _receive(self, sock: socket.socket, way: str) -> None:
         """Begin the handshake when it is its turn."""
+        loop, taken = asyncio.get_running_loop(), False
         try:
-            await asyncio.sleep(turn_s)
             sock.setblocking(False)
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: TcpCarrier(lambda carrier: self._channel(carrier, source)), sock
+            if way == "direct" and self.on_half is not None and await self._brings_half(sock):
+                taken = True
+                self.on_half(sock)
+                return
+            host = plain(sock.getpeername()[0])
+            turn_s = self.admission.turns.wait_s(source_of(host), loop.time())
+            if turn_s is None or not self._make_room():
+                return
+            await asyncio.sleep(turn_s)
+            taken = True
+            await loop.connect_accepted_socket(
+                lambda: TcpCarrier(lambda carrier: self._channel(carrier, host), way), sock
             )
         except OSError:  # it has gone meanwhile
-            sock.close()
-        except asyncio.CancelledError:
-            sock.close()
-            raise
+            taken = False
+        finally:
+            if not taken:
+                sock.close()
 
-    def _channel(self, carrier: TcpCarrier, source: str) -> Channel:
+    async def _brings_half(self, sock: socket.socket) -> bool:
+        """Whether a connection is a half and no channel: its first byte tells. Raises OSError if it says nothing."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._limits.first_byte_s):
+                while True:
+                    with contextlib.suppress(BlockingIOError):
+                        return sock.recv(1, socket.MSG_PEEK) == WORD[:1]
+                    readable = loop.create_future()
+                    loop.add_reader(sock, _settle, readable)
+                    try:
+                        await readable
+                    finally:
+                        loop.remove_reader(sock)
+        except TimeoutError:
+            raise OSError("it says nothing") from None
+
+    def _channel(self, carrier: TcpCarrier, host: str) -> Channel:
         channel = Channel(carrier, self._me, self._on_message or _refuse, flow=self.flow)
-        oldest = self.admission.begin(channel, source)
+        self._hosts[channel] = host
+        oldest = self.admission.begin(channel, source_of(host))
         if oldest is not None:
             oldest.cut_off("too many connections that prove nothing")
         deadline = asyncio.get_running_loop().call_later(self._limits.handshakes.timeout_s, _expire, channel)
@@ -218,8 +257,12 @@ class Listener:
                 self._admit(channel, ready.result().process_key)
 
         channel.ready.add_done_callback(greeted)
-        channel.ended.add_done_callback(lambda _: self.admission.forget(channel))
+        channel.ended.add_done_callback(lambda _: self._forget(channel))
         return channel
+
+    def _forget(self, channel: Channel) -> None:
+        self.admission.forget(channel)
+        self._hosts.pop(channel, None)
 
     def _admit(self, channel: Channel, process: bytes) -> None:
         entry = self.admission.prove(channel, process)
@@ -243,6 +286,11 @@ class Listener:
                     channel.close()
 
 
+def _settle(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
+
+
 def _expire(channel: Channel) -> None:
     if not channel.ready.done():
         channel.close()
@@ -256,7 +304,7 @@ def _refuse(channel: Channel, message: AnyMessage, activations: Activations | No
 
 
 async def dial(
-    address: Address,
+    address: Tcp,
     remote: Remote,
     me: Endpoint,
     on_message: OnMessage,
@@ -267,27 +315,65 @@ async def dial(
 
     Raises Unreachable, HandshakeFailed or ProtocolMismatch within `limits.timeout_s`.
     """
+
+    async def connect(carrier: Callable[[], TcpCarrier]) -> None:
+        host = await _sensible(address, me.public)
+        await asyncio.get_running_loop().create_connection(carrier, host, address.port)
+
+    return await _proven(connect, str(address), "direct", remote, me, on_message, flow, limits)
+
+
+async def dial_on(
+    sock: socket.socket,
+    way: str,
+    remote: Remote,
+    me: Endpoint,
+    on_message: OnMessage,
+    flow: FlowControl | None = None,
+    limits: DialerLimits | None = None,
+) -> Channel:
+    """As `dial`, over a connection that is there already. It is closed where that fails."""
+
+    async def connect(carrier: Callable[[], TcpCarrier]) -> None:
+        try:
+            await asyncio.get_running_loop().create_connection(carrier, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    return await _proven(connect, f"a {way} connection", way, remote, me, on_message, flow, limits)
+
+
+async def _proven(
+    connect: "Callable[[Callable[[], TcpCarrier]], Awaitable[None]]",
+    where: str,
+    way: str,
+    remote: Remote,
+    me: Endpoint,
+    on_message: OnMessage,
+    flow: FlowControl | None,
+    limits: DialerLimits | None,
+) -> Channel:
     timeout_s = (limits or DialerLimits()).timeout_s
-    carrier = TcpCarrier(lambda carrier: Channel(carrier, me, on_message, remote, flow))
+    carrier = TcpCarrier(lambda carrier: Channel(carrier, me, on_message, remote, flow), way)
     connected = False
     try:
         async with asyncio.timeout(timeout_s):
-            host = await _sensible(address, me.public)
-            await asyncio.get_running_loop().create_connection(lambda: carrier, host, address.port)
+            await connect(lambda: carrier)
             assert carrier.channel is not None
             await asyncio.shield(carrier.channel.ready)
             connected = True
             return carrier.channel
     except TimeoutError:
-        raise Unreachable(remote.peer, (str(address),), timeout_s) from None
+        raise Unreachable(remote.peer, (where,), timeout_s) from None
     except (OSError, ValueError) as error:
-        raise Unreachable(remote.peer, (str(address),), 0.0, str(error)) from None
+        raise Unreachable(remote.peer, (where,), 0.0, str(error)) from None
     finally:
         if carrier.channel is not None and not connected:  # proven, too: the caller was cancelled in that moment
             carrier.channel.close()
 
 
-async def _sensible(address: Address, public: bool) -> str:
+async def _sensible(address: Tcp, public: bool) -> str:
     """Return the host to dial: in a public swarm the resolved address, so that the one dialled is the one checked."""
     host = (await literals(address.host, address.port))[0] if public else address.host
     if not makes_sense(host, public):
