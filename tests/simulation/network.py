@@ -260,6 +260,8 @@ class Network:
 class VirtualChannel:
     """One end of a connection."""
 
+    way = "direct"
+
     def __init__(self, network: Network, process: Process, remote: Process, peer: str, on_message: OnMessage) -> None:
         self.process = process
         self.peer = peer
