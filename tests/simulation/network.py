@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from swarm.activations import Activations
@@ -260,7 +261,7 @@ class Network:
 class VirtualChannel:
     """One end of a connection."""
 
-    way = "direct"
+    carrier = SimpleNamespace(way="direct")
 
     def __init__(self, network: Network, process: Process, remote: Process, peer: str, on_message: OnMessage) -> None:
         self.process = process
