@@ -23,7 +23,7 @@ from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import multiaddr_of, port_of
 from swarm.net.reach import is_public
-from swarm.net.traversal import ListeningTraversal
+from swarm.net.traversal import ListeningTraversal, TraversalLimits
 from swarm.protocol.messages import AnyMessage
 
 _log = structlog.get_logger("swarm.bootstrap")
@@ -52,7 +52,7 @@ async def bootstrap(
     listener = _listener(me, anchor)
     async with open_node(config, clock=time.time) as node:
         limits = anchor.limits if anchor is not None else AnchorLimits()
-        traversal = ListeningTraversal(me, listener, node.gate.own_record, lambda: b"", limits)
+        traversal = ListeningTraversal(me, listener, node.gate.own_record, lambda: b"", TraversalLimits(anchor=limits))
         if anchor is not None:
             await listener.start(traversal.before(_refuse))
         offer = _offer(me, listener, anchor, node) if anchor is not None else None
