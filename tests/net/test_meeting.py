@@ -187,10 +187,10 @@ async def test_calls_of_one_caller_are_bounded():
 
 async def test_waiting_meetings_are_bounded_and_end():
     async with places() as made:
-        anchor = await made.place(limits(meetings_max=2, meeting_s=0.3, meet_s=1.0))
+        anchor = await made.place(limits(meetings_max=2, meeting_s=0.3))
         hidden = await made.hidden(anchor)
         hidden.ways.lines.on_called = lambda line, called: None  # it never comes
-        callers = [made.caller() for _ in range(3)]
+        callers = [made.caller(limits(meet_s=1.0)) for _ in range(3)]
         results = await asyncio.gather(*(caller.call(anchor, hidden) for caller in callers), return_exceptions=True)
         assert all(isinstance(result, Unreachable) for result in results)
         assert sum("too many meetings" in str(result) for result in results) == 1
