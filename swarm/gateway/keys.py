@@ -33,7 +33,6 @@ from swarm.limits import limit
 
 _log = structlog.get_logger("swarm.gateway")
 
-PREFIX = "sk-swarm-"
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Limit = Annotated[int, Field(ge=1)]
@@ -171,7 +170,7 @@ def digest_of(key: str) -> str:
 
 def new_key() -> str:
     """Make a key."""
-    return PREFIX + secrets.token_urlsafe(32)
+    return "sk-swarm-" + secrets.token_urlsafe(32)
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
