@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
-import uvloop
 from pydantic import BaseModel, ConfigDict
 
 from swarm.config import DATA_DIR, NETWORK_PATTERN, load_settings
 from swarm.errors import BadConfiguration, SwarmError, UsageError
 from swarm.events import configure_events, printable
 from swarm.identity import Identity, IdentityLock
+from swarm.loops import new_event_loop
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -100,9 +100,9 @@ def run_click(command: click.Command) -> NoReturn:
 
 
 def run_until_stopped(main: Callable[[Stop], Awaitable[None]], log_level: str) -> None:
-    """Run `main` on uvloop until it returns, fails or is stopped by a signal."""
+    """Run `main` in a loop of its own until it returns, fails or is stopped by a signal."""
     configure_logging(log_level)
-    with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_supervised(main))
 
 

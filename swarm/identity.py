@@ -3,7 +3,6 @@
 The file is libp2p's own form of a private key (a two-field protobuf), so that p2pd reads the very same file.
 """
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -78,6 +77,8 @@ class IdentityLock:
     """Holds an identity file for this process. Raises IdentityInUse when another process holds it."""
 
     def __init__(self, path: Path) -> None:
+        import fcntl  # noqa: PLC0415 - Windows has none, and no servers and bootstrap nodes, which alone hold a file
+
         self._path = path.with_name(path.name + ".lock")
         self._file = self._path.open("w")
         try:

@@ -7,9 +7,8 @@ from concurrent.futures import CancelledError
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import uvloop
-
 from swarm.errors import SessionClosed
+from swarm.loops import new_event_loop
 
 Result = TypeVar("Result")
 STOP_TIMEOUT_S = 5.0
@@ -19,7 +18,7 @@ class LoopThread:
     """An event loop that runs until `stop`."""
 
     def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
+        self._loop = new_event_loop()
         self._takes_work = True
         # Held to hand the loop anything: it all comes before `stop`. Reentrant: finalizers call `start` anywhere.
         self._handing = threading.RLock()

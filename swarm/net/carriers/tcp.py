@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Collection
@@ -104,6 +103,8 @@ class Listener:
 
         flow: shared with the channels that this side dials. Raises AddressInUse and BadConfiguration.
         """
+        import resource  # noqa: PLC0415 - Windows has none, and no listeners
+
         self.flow = flow or FlowControl()
         self._me, self._limits = me, limits or ListenerLimits()
         self._socket = bound(host, port)
