@@ -1,6 +1,8 @@
 """The event loop of commands and clients."""
 
 import asyncio
+import signal
+from collections.abc import Callable
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -14,3 +16,16 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.SelectorEventLoop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+def handle_signal(
+    loop: asyncio.AbstractEventLoop, number: signal.Signals, then: Callable[[signal.Signals], None]
+) -> None:
+    """Let the loop call `then` at a signal.
+
+    On Windows it does so when it next wakes up, as a web server's loop does ten times a second.
+    """
+    try:
+        loop.add_signal_handler(number, then, number)
+    except NotImplementedError:
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(then, number))

@@ -57,12 +57,13 @@ class AutoDistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
-        cache_dir, network, network_key, allow_peers, identity or directory are left out they come from SWARM_* or swarm.toml.
+        cache_dir, network, network_key, allow_peers, identity or directory are left out they come from SWARM_* or
+        swarm.toml.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
         root: the checkpoint's, if it must be this one. network_key: key file of a private swarm. allow_peers: file with
         the ids of all peers that this client deals with. identity: key file; by default a fresh identity for this
-        model, which is on no server's list. directory: the way to read the servers' records: "p2pd", "light" without that
-        daemon (it needs the extra `light`), or "auto" for p2pd where it is installed.
+        model, which is on no server's list. directory: how to read the servers' records. "light" needs no p2pd, and
+        the extra `light`; "auto" takes p2pd where it is installed.
         local_blocks: run so many of the first blocks here, so that no server sees their input. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md).
         step_timeout_s: the longest that one step may take, repairs included; a day at most. wait_for_blocks_s: how long

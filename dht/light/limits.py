@@ -14,6 +14,7 @@ class HostLimits:
     answer_bytes_max: int = limit(4 << 20, "bytes", "of one call: p2pd's own largest message; a longer one is rejected")
     addresses_max: int = limit(8, "addresses", "of one peer; the rest is ignored")
     addresses_live_s: int = limit(600, "s", "that py-libp2p keeps a peer's addresses")
+    close_timeout_s: float = limit(1.0, "s", "for all connections to be closed; the rest is left to the system")
     start_timeout_s: float = limit(20.0, "s", "a thread that has not started by then raises Unreachable")
 
 

@@ -103,7 +103,7 @@ class Listener:
 
         flow: shared with the channels that this side dials. Raises AddressInUse and BadConfiguration.
         """
-        import resource  # noqa: PLC0415 - Windows has none, and no listeners
+        import resource  # noqa: PLC0415 - not on Windows, and no client listens
 
         self.flow = flow or FlowControl()
         self._me, self._limits = me, limits or ListenerLimits()
