@@ -150,11 +150,13 @@ class LightHost:
         # By default it would offer secio and plaintext, too.
         self._host = new_host(key_pair=keys, sec_opt={NOISE_PROTOCOL_ID: noise})
         async with self._host.run(listen_addrs=[]):
-            async with trio.open_nursery() as nursery:
-                self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
-                self._loop.call_soon_threadsafe(_settle, self._up, None, None)
-                await trio.sleep_forever()
-            await self._hang_up()
+            try:
+                async with trio.open_nursery() as nursery:
+                    self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
+                    self._loop.call_soon_threadsafe(_settle, self._up, None, None)
+                    await trio.sleep_forever()
+            finally:
+                await self._hang_up()
 
     async def _hang_up(self) -> None:
         """Close all connections at once: py-libp2p would leave their sockets open."""

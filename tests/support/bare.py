@@ -1,8 +1,8 @@
 """Makes a process as bare as a client's on Windows: without hivemind and uvloop, and without what only Unix has.
 
-A pytest plugin (`-p tests.support.bare`), or `bare()` before the swarm is imported. Third parties keep their parts of
-Unix, since they have others on Windows: modules are hidden from the swarm's own modules alone, and names are removed
-once the third parties have been imported.
+A pytest plugin (`-p tests.support.bare`); or `python -m tests.support.bare MODULE ARGUMENTS...` runs a command. Third
+parties keep their parts of Unix, because they have others on Windows: modules are hidden from the swarm's own modules
+alone, and names are removed once the third parties have been imported.
 """
 
 import asyncio
@@ -71,3 +71,9 @@ def pytest_load_initial_conftests() -> None:
 
 def _not_there(*_: object) -> None:
     raise NotImplementedError
+
+
+if __name__ == "__main__":
+    bare()
+    sys.argv = sys.argv[1:]
+    importlib.import_module(sys.argv[0]).main()
