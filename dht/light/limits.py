@@ -23,6 +23,7 @@ class ReaderLimits:
     """How much a light reader asks and remembers."""
 
     connect_timeout_s: float = limit(7.0, "s", "an initial peer that has not answered by then counts as unreachable")
+    explore_timeout_s: float = limit(3.0, "s", "for measuring distances while joining; the first look-up goes on")
     get_timeout_s: float = limit(20.0, "s", "a look-up that takes longer raises Unreachable")
     places: int = limit(3, "places", "random ones at which a reader measures the distance of nodes")
     nodes_max: int = limit(1024, "nodes", "remembered; the one unseen for longest is forgotten")
