@@ -16,10 +16,10 @@ from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.errors import AddressInUse, InvalidMessage, Unreachable
 from swarm.identity import Identity
 from swarm.net.anchor import AnchorLimits
-from swarm.net.carriers.tcp import Listener
 from swarm.net.channel import Channel
 from swarm.net.endpoint import Endpoint
 from swarm.net.gate import Toll
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import multiaddr_of, port_of
 from swarm.net.reach import is_public

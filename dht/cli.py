@@ -66,13 +66,13 @@ def command(
             # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
             from swarm.dht.bootstrap import AnchorOptions, bootstrap  # noqa: PLC0415
             from swarm.dht.node import NodeConfig  # noqa: PLC0415
-            from swarm.net.anchor import AnchorLimits  # noqa: PLC0415
+            from swarm.net.anchor import AnchorLimits, RelayLimits  # noqa: PLC0415
             from swarm.net.p2p import P2PConfig, multiaddr_of  # noqa: PLC0415
 
         announced = tuple(multiaddr_of(*address) for address in announce_address)
         config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access, proven=False)
         at = anchor_listen or (listen[0], max(0, listen[1] - 1))
-        limits = AnchorLimits(bytes_per_s=float(relay_bandwidth))
+        limits = AnchorLimits(relay=RelayLimits(bytes_per_s=float(relay_bandwidth)))
         anchor = (
             None
             if no_anchor

@@ -8,6 +8,7 @@ for hire.
 import asyncio
 import binascii
 import ipaddress
+import socket
 from base64 import b64decode
 from collections.abc import Callable
 
@@ -182,21 +183,26 @@ class Helper:
         """Whether a libp2p node listens there."""
         if port < 1024:
             return False
-        writer: asyncio.StreamWriter | None = None
+        loop, sock = asyncio.get_running_loop(), None
         try:
             async with asyncio.timeout(self._limits.port_timeout_s):
                 literal = await resolved(str(Tcp(host, port)))
                 if literal is None or (not near and not is_global(literal)):
                     return False
                 at = parse(literal)
-                reader, writer = await asyncio.open_connection(at.host, at.port, limit=1024)
-                writer.write(_GREETING)
-                return await reader.readexactly(len(_GREETING)) == _GREETING
-        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+                sock = socket.socket(socket.AF_INET6 if ":" in at.host else socket.AF_INET, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                await loop.sock_connect(sock, (at.host, at.port))
+                await loop.sock_sendall(sock, _GREETING)
+                answer = b""
+                while len(answer) < len(_GREETING) and (part := await loop.sock_recv(sock, len(_GREETING))):
+                    answer += part
+                return answer.startswith(_GREETING)
+        except (OSError, TimeoutError, ValueError):
             return False
         finally:
-            if writer is not None:
-                writer.close()
+            if sock is not None:
+                sock.close()
 
     async def _prove(self, record: Announcement, way: Tcp | ViaAnchor) -> None:
         """Open a channel as clients do, up to both sides' proven identities. Raises NetworkError."""

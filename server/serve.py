@@ -25,8 +25,8 @@ from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.address import Tcp
-from swarm.net.carriers.tcp import Listener
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public

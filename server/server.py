@@ -17,9 +17,9 @@ from swarm.dht.records import Span as AnnouncedSpan
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
-from swarm.net.carriers.tcp import Listener
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
 from swarm.net.traversal import ListeningTraversal
 from swarm.server.announcer import State
 from swarm.server.handler import Handler

@@ -220,7 +220,7 @@ class Attempt:
         if self._circuit.is_closed:
             self._circuit.drop(leg)
             raise leg.broken("the session was closed")
-        if not is_shared and leg.channel.way == "direct":
+        if not is_shared and leg.channel.carrier.way == "direct":
             connects.observe(self._loop.time() - began)
         self._shared.watch(leg.channel)
 

@@ -32,7 +32,7 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
-from swarm.net.carriers.tcp import bound
+from swarm.net.listener import bound
 from swarm.web import WebServer, url_of
 
 _log = structlog.get_logger("swarm.gateway")

@@ -37,19 +37,9 @@ _log = structlog.get_logger("swarm.anchor")
 
 
 @dataclass(frozen=True, slots=True)
-class AnchorLimits:
-    """How much an anchor does for others."""
+class RelayLimits:
+    """How much an anchor relays for others."""
 
-    moorings_max: int = limit(1024, "moorings", "at one time; more are refused")
-    moorings_per_host_max: int = limit(16, "moorings", "from one address; more are refused")
-    call_per_s: float = limit(2.0, "calls/s", "of one caller; more are refused as busy")
-    call_burst: float = limit(16.0, "calls", "of one caller at once")
-    called_per_s: float = limit(20.0, "calls/s", "to one hidden peer; more are refused as busy")
-    all_per_s: float = limit(100.0, "calls/s", "in all; more are refused as busy")
-    all_burst: float = limit(100.0, "calls", "in all at once")
-    callers_max: int = limit(4096, "callers", "whose rate is remembered; a new one is refused while all have a debt")
-    meetings_max: int = limit(512, "meetings", "that wait for a half; more are refused as busy")
-    meeting_s: float = limit(8.0, "s", "both halves must be here by then")
     pairs_max: int = limit(128, "pairs", "relayed at one time; more are refused as busy")
     pairs_per_peer_max: int = limit(16, "pairs", "of one caller, and of one hidden peer; more are refused as busy")
     pair_bytes_per_s: float = limit(4.0 * 2**20, "bytes/s", "of one pair; faster ones wait")
@@ -57,6 +47,22 @@ class AnchorLimits:
     bytes_per_s: float = limit(16.0 * 2**20, "bytes/s", "relayed in all; 0 relays nothing")
     burst: float = limit(32.0 * 2**20, "bytes", "relayed at once in all")
     silent_s: float = limit(120.0, "s", "a relayed pair that sends nothing for longer ends")
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorLimits:
+    """How many peers an anchor brings together."""
+
+    moorings_max: int = limit(1024, "moorings", "at one time; more are refused")
+    moorings_per_host_max: int = limit(16, "moorings", "from one address; more are refused")
+    call_per_s: float = limit(2.0, "calls/s", "of one caller; more are refused as busy")
+    call_burst: float = limit(16.0, "calls", "of one caller at once")
+    called_per_s: float = limit(20.0, "calls/s", "to one hidden peer; more are refused as busy")
+    all_per_s: float = limit(100.0, "calls/s", "in all; more are refused as busy")
+    callers_max: int = limit(4096, "callers", "whose rate is remembered; a new one is refused while all have a debt")
+    meetings_max: int = limit(512, "meetings", "that wait for a half; more are refused as busy")
+    meeting_s: float = limit(8.0, "s", "both halves must be here by then")
+    relay: RelayLimits = field(default_factory=RelayLimits)
 
 
 @dataclass(slots=True)
@@ -87,10 +93,10 @@ class Anchor:
     def __init__(self, halves: Halves, check: Check, limits: AnchorLimits = AnchorLimits()) -> None:
         """halves: those that come to this process's listener. check: of the records of those that moor."""
         self.limits = limits
-        self.moored: dict[str, tuple[Channel, str]] = {}  # with the host of each
+        self.moored: dict[str, Channel] = {}
         self._halves, self._check = halves, check
-        self._meter = Meter(max(1.0, limits.bytes_per_s), limits.burst)
-        self._all = TokenBucket(limits.all_per_s, limits.all_burst)
+        self._meter = Meter(max(1.0, limits.relay.bytes_per_s), limits.relay.burst)
+        self._all = TokenBucket(limits.all_per_s, limits.all_per_s)
         self._rates: dict[tuple[str, str], TokenBucket] = {}  # of ("call" or "called", peer)
         self._meetings: dict[bytes, _Meeting] = {}  # by the caller's token
         self._pairs: dict[Splice, tuple[str, str]] = {}
@@ -104,13 +110,13 @@ class Anchor:
         self._load.relayed_bytes = self._meter.relayed_bytes
         return self._load
 
-    def take(self, channel: Channel, message: AnyMessage, host: str) -> Toll:
-        """Take a Moor or a Call. host: from where the channel comes."""
+    def take(self, channel: Channel, message: AnyMessage) -> Toll:
+        """Take a Moor or a Call."""
         match message:
             case Moor():
-                self._moor(channel, bytes.fromhex(message.record), host)
+                self._moor(channel, bytes.fromhex(message.record))
             case Call():
-                self._call(channel, message, host)
+                self._call(channel, message)
         return IDLE
 
     def close(self) -> None:
@@ -124,7 +130,7 @@ class Anchor:
 
     # Mooring
 
-    def _moor(self, channel: Channel, record: bytes, host: str) -> None:
+    def _moor(self, channel: Channel, record: bytes) -> None:
         try:
             self._check(channel.peer, record)
         except SwarmError as error:
@@ -132,29 +138,29 @@ class Anchor:
             return
         before = self.moored.get(channel.peer)
         if before is None:
-            of_host = sum(its == host for _, its in self.moored.values())
+            of_host = sum(moored.carrier.host == channel.carrier.host for moored in self.moored.values())
             if len(self.moored) >= self.limits.moorings_max or of_host >= self.limits.moorings_per_host_max:
                 self._load.refused += 1
                 _say(channel, Uncalled(cause="busy", why="too many peers are moored here", retry_after_ms=60_000))
                 return
-        self.moored[channel.peer] = channel, host
-        if before is None or before[0] is not channel:
+        self.moored[channel.peer] = channel
+        if before is not channel:
             channel.ended.add_done_callback(lambda _: self._gone(channel))
-        _say(channel, Moored(seen=host))
+        _say(channel, Moored(seen=channel.carrier.host))
 
     def _gone(self, channel: Channel) -> None:
-        if self.moored.get(channel.peer, (None, ""))[0] is channel:
+        if self.moored.get(channel.peer) is channel:
             del self.moored[channel.peer]
 
     # Calls
 
-    def _call(self, caller: Channel, call: Call, host: str) -> None:
+    def _call(self, caller: Channel, call: Call) -> None:
         refusal = self._refusal(caller.peer, call.callee)
         if refusal is not None:
             self._load.refused += refusal.cause == "busy"
             _say(caller, refusal.model_copy(update={"call": call.call}))
             return
-        callee, _ = self.moored[call.callee]
+        callee = self.moored[call.callee]
         meeting = _Meeting(
             call.call, (caller, callee), (secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES))
         )
@@ -164,14 +170,14 @@ class Anchor:
         meeting.timer = asyncio.get_running_loop().call_later(self.limits.meeting_s, self._forget, meeting)
         self._load.calls += 1
         mine, theirs = (token.hex() for token in meeting.tokens)
-        _say(callee, self._called(caller.peer, call, host, theirs))
+        _say(callee, self._called(caller.peer, call, caller.carrier.host, theirs))
         _say(caller, Calling(call=call.call, token=mine))
 
     def summon(self, peer: str, call: Call, host: str) -> None:
         """Tell a moored peer to dial this process itself. Raises ChannelClosed if it is not moored."""
         if call.callee not in self.moored:
             raise ChannelClosed(call.callee, "it is not moored here")
-        self.moored[call.callee][0].send(self._called(peer, call, host, secrets.token_hex(TOKEN_BYTES)))
+        self.moored[call.callee].send(self._called(peer, call, host, secrets.token_hex(TOKEN_BYTES)))
 
     def _called(self, caller: str, call: Call, host: str, token: str) -> Called:
         reach = str(Tcp(host, call.port)) if call.port >= 1024 else ""
@@ -228,7 +234,7 @@ class Anchor:
     def _join(self, sides: tuple[Channel, Channel], first: Half, second: Half) -> None:
         """Relay between them, within the limits; else they can still punch, with halves that wait."""
         peers = sides[0].peer, sides[1].peer
-        pairs, limits = Counter(peer for both in self._pairs.values() for peer in both), self.limits
+        pairs, limits = Counter(peer for both in self._pairs.values() for peer in both), self.limits.relay
         full = len(self._pairs) >= limits.pairs_max or max(pairs[peer] for peer in peers) >= limits.pairs_per_peer_max
         if full or limits.bytes_per_s <= 0:
             self._load.refused += full

@@ -9,6 +9,9 @@ class Carrier(Protocol):
     way: str
     """How its ends have met: "direct", "reverse", "punched" or "relayed" (docs/reach.md)."""
 
+    host: str
+    """From where it comes, as this side sees it: a literal address."""
+
     def write(self, data: bytes, /) -> None:
         """Queue bytes for the other side."""
         ...

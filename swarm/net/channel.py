@@ -112,14 +112,9 @@ class Channel:
     # State
 
     @property
-    def proven(self) -> bool:
-        """Whether the peer has proven its identity."""
-        return self._greeting.done
-
-    @property
-    def way(self) -> str:
-        """How its ends have met: "direct", "reverse", "punched" or "relayed"."""
-        return self._out.carrier.way
+    def carrier(self) -> Carrier:
+        """What carries it."""
+        return self._out.carrier
 
     @property
     def is_paused(self) -> bool:

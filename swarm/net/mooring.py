@@ -9,11 +9,11 @@ import structlog
 from swarm.errors import NetworkError
 from swarm.limits import limit
 from swarm.net.address import ViaAnchor, dialable
-from swarm.net.carriers.tcp import Listener
 from swarm.net.channel import Channel
 from swarm.net.endpoint import Endpoint
 from swarm.net.halves import open_half
 from swarm.net.lines import Lines
+from swarm.net.listener import Listener
 from swarm.net.punch import Here, PunchLimits, punch
 from swarm.net.rate import TokenBucket
 from swarm.net.reach import makes_sense

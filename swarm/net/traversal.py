@@ -13,7 +13,6 @@ from swarm.net.address import Address, ViaAnchor
 from swarm.net.anchor import Anchor, AnchorLimits, Check
 from swarm.net.calling import Caller
 from swarm.net.carriers import tcp
-from swarm.net.carriers.tcp import Listener
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
@@ -21,6 +20,7 @@ from swarm.net.gate import Toll
 from swarm.net.halves import Halves
 from swarm.net.limits import DialerLimits
 from swarm.net.lines import Lines
+from swarm.net.listener import Listener
 from swarm.net.mooring import Moorings
 from swarm.protocol.messages import AnyMessage
 
@@ -70,7 +70,7 @@ class ListeningTraversal(Traversal):
 
         def take(channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:
             if message.kind in ("moor", "call"):
-                return self.anchor.take(channel, message, self.listener.host_of(channel))
+                return self.anchor.take(channel, message)
             return on_message(channel, message, activations)
 
         return take

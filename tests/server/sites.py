@@ -19,10 +19,11 @@ from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
 from swarm.net.address import parse
-from swarm.net.carriers.tcp import Listener, TcpCarrier, dial
+from swarm.net.carriers.tcp import TcpCarrier, dial
 from swarm.net.channel import Channel
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.gate import PROGRESS, Toll
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.protocol.base import Message
 from swarm.protocol.messages import AnyMessage, Open, Opened, Output, Rebuild, Rebuilt, Refused, Step

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from swarm.activations import Activations
@@ -259,6 +260,8 @@ class Network:
 
 class VirtualChannel:
     """One end of a connection."""
+
+    carrier = SimpleNamespace(way="direct")
 
     def __init__(self, network: Network, process: Process, remote: Process, peer: str, on_message: OnMessage) -> None:
         self.process = process

@@ -22,8 +22,8 @@ from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
-from swarm.net.carriers.tcp import Listener
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.server.server import Server, ServerOptions
 from tests.support.ways import unhidden

@@ -1,7 +1,7 @@
 """The ways of a process that others reach at an address."""
 
-from swarm.net.carriers.tcp import Listener
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
 from swarm.net.traversal import ListeningTraversal
 
 
