@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("gateway_faults", {"undisturbed", "disturbed"}),
         ("gateway_load", {"second turn", "new session"}),
         ("grammar", {"compile", "mask", "mask, processor time", "take", "forced tokens"}),
+        pytest.param("joining", {f"{way}, first route" for way in ("p2pd", "light")}, marks=needs_light),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )

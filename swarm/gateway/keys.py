@@ -30,6 +30,7 @@ from swarm.errors import BadConfiguration
 from swarm.gateway.admission import TenantLimits
 from swarm.gateway.grant import Grant
 from swarm.limits import limit
+from swarm.permissions import is_open
 
 _log = structlog.get_logger("swarm.gateway")
 
@@ -188,7 +189,7 @@ def read(path: Path, limits: KeyLimits | None = None) -> KeyFile:
         raise BadConfiguration(setting, why) from None
     except OSError as error:
         raise BadConfiguration(setting, error.strerror or str(error)) from None
-    if mode & 0o027:  # the group may read: a credential of systemd shows its access list as the group's bits
+    if is_open(mode, 0o027):  # the group may read: a credential of systemd shows its access list as the group's bits
         raise BadConfiguration(setting, f"others can read it, or the group can write it; run: chmod 600 {path}")
     if len(data) > limits.bytes_max:
         raise BadConfiguration(setting, f"it has more than {limits.bytes_max} bytes")

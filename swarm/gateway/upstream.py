@@ -142,7 +142,7 @@ def configured(settings: Sequence[UpstreamSettings]) -> list[Upstream]:
             why = "prompts would leave this machine in clear; if that is meant, write: remote = true"
             raise BadConfiguration(setting, why)
         try:
-            key = None if each.key_file is None else each.key_file.read_text().strip()
+            key = None if each.key_file is None else each.key_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise BadConfiguration(f"{setting}, key_file {each.key_file}", str(error)) from None
         upstreams.append(Upstream(each, key))
