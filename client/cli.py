@@ -13,6 +13,7 @@ from swarm.commands import (
     access_options,
     configure_logging,
     ending_at_once,
+    looking_option,
     peers_option,
     run_click,
 )
@@ -39,6 +40,7 @@ from swarm.version import __version__
 @peers_option("join")
 @click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix")
 @access_options
+@looking_option
 @click.option(
     "--identity", type=click.Path(path_type=Path), default=None, help="key file, for servers with a list of peers"
 )

@@ -36,6 +36,7 @@ def command(
     network: str,
     network_key: Path | None,
     allow_peers: Path | None,
+    lan: bool,
     ready_file: Path | None,
     log_level: str,
 ) -> None:
@@ -51,7 +52,7 @@ def command(
 
         announced = tuple(multiaddr_of(*address) for address in announce_address)
         config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access)
-        run_until_stopped(lambda stop: bootstrap(config, held, ready, stop), log_level)
+        run_until_stopped(lambda stop: bootstrap(config, held, ready, stop, lan=lan), log_level)
 
 
 def main() -> None:

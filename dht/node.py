@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -49,7 +49,10 @@ class NodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """How a node joins. `p2p.listen` None makes it a client: it looks up and stores, and answers no calls."""
+    """How a node joins. `p2p.listen` None makes it a client: it looks up and stores, and answers no calls.
+
+    met: nodes to call on as on initial peers, none of which has to answer.
+    """
 
     network: str
     p2p: P2PConfig
@@ -57,6 +60,7 @@ class NodeConfig:
     access: Access = EVERYBODY
     limits: NodeLimits = NodeLimits()
     member_limits: MemberLimits = field(default_factory=MemberLimits)
+    met: tuple[str, ...] = ()
 
     @property
     def client(self) -> bool:
@@ -117,6 +121,16 @@ class SwarmNode:
         member = await self._usable()
         return await member.daemon.open_stream(peer_id, name, CALLS.timeout_s)
 
+    async def meet(self, addresses: Sequence[str]) -> None:
+        """Call on more nodes, now and whenever they are lost; they replace those met before. Raises SwarmError.
+
+        None of them has to answer.
+        """
+        for address in addresses:
+            split_multiaddr(address)
+        self._config = replace(self._config, met=tuple(addresses))  # for a p2pd to come, too
+        await self._on_member(partial(Member.meet, addresses=addresses))
+
     async def up(self) -> None:
         """Wait until the node has joined, for the first time or on a new p2pd."""
         await self._up.wait()
@@ -163,7 +177,8 @@ class SwarmNode:
 
         searcher, config = Searcher(find, self._random), self._config
         poll_s = config.p2p.limits.poll_s
-        return Member(daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, config.member_limits)
+        limits = config.member_limits
+        return Member(daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, limits, met=config.met)
 
     def _remember(self, entries: Sequence[Entry]) -> None:
         """Keep our own entries: as a node that stores them, and for the time after p2pd was replaced."""

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
 from swarm.net.carriers.tcp import bound
+from swarm.net.lan import ways_in
 from swarm.net.p2p import P2PConfig
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
@@ -112,6 +113,8 @@ async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], No
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     with bound(*arguments.listen) as listening, computing(arguments.threads) as compute:
         access = Access.load(reading.network_key, reading.allow_peers)
+        peers = await ways_in(reading.initial_peers, reading.network, access, lan=reading.lan)
+        reading = replace(reading, initial_peers=peers)
         joining = joined(partial(_directory, reading, access), identity, network=reading.network, access=access)
         async with AsyncExitStack() as entered:
             upstreams = await entered.enter_async_context(polled(arguments.upstreams))

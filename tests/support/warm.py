@@ -114,7 +114,7 @@ def _run(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
     assert PRELOADED in sys.modules, "nothing was imported before the fork: PYTHONPATH must name the repository"
     if namespace:
-        _enter(namespace)
+        enter(NAMESPACES / namespace)
     if not bind(os.getppid(), ProcessLimits().descriptors_max, ProcessLimits().data_bytes_max):
         return
     os.environ.clear()
@@ -125,8 +125,8 @@ def _run(
     importlib.import_module(module).main()
 
 
-def _enter(namespace: str) -> None:
-    """Be in another network from now on. Sockets that are open already stay where they were made."""
-    with (NAMESPACES / namespace).open() as file:
+def enter(network: Path) -> None:
+    """Be in another network from now on, this thread alone. Sockets that are open already stay where they were made."""
+    with network.open() as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {network}")
