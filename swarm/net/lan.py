@@ -50,6 +50,7 @@ class LanLimits:
     settle_s: float = limit(0.3, "s", "after a peer was found, others are waited for so long")
     client_s: float = limit(2.0, "s", "a client without initial peers that has found none by then fails")
     server_s: float = limit(1.0, "s", "a server without initial peers that has found none by then is the first")
+    again_s: float = limit(60.0, "s", "a node that stays asks anew so often: two networks may have become one")
     poll_s: float = limit(5.0, "s", "between two looks at this host's networks; they may change")
 
 
@@ -211,6 +212,19 @@ class Watch:
         elif gone and self._found.pop(name.lower(), None) is not None:
             self._news.set()
 
+    async def ask(self, zeroconf: "AsyncZeroconf") -> None:
+        """Ask for services, and hear of those that come and go, until cancelled."""
+        from zeroconf import DNSQuestionType, ServiceStateChange  # noqa: PLC0415 - as below
+        from zeroconf.asyncio import AsyncServiceBrowser  # noqa: PLC0415
+
+        def on_change(*, name: str, state_change: ServiceStateChange, **_: object) -> None:
+            self.hear(name, state_change is ServiceStateChange.Removed)
+
+        options: Any = {"handlers": [on_change], "question_type": DNSQuestionType.QM}
+        while True:
+            async with AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, **options):  # asks a few times at its start
+                await asyncio.sleep(self._limits.again_s)
+
     async def look(self, zeroconf: "AsyncZeroconf") -> None:
         """Look at the services that were heard, one after the other, until cancelled."""
         while True:
@@ -265,25 +279,15 @@ async def watching(sought: Sought, where: Sequence[IPv4Interface], limits: LanLi
         yield watch
         return
     zeroconf = _opened(where)
-
-    from zeroconf import DNSQuestionType, ServiceStateChange  # noqa: PLC0415
-    from zeroconf.asyncio import AsyncServiceBrowser  # noqa: PLC0415
-
-    def on_change(*, name: str, state_change: ServiceStateChange, **_: object) -> None:
-        watch.hear(name, state_change is ServiceStateChange.Removed)
-
     try:
-        browser = AsyncServiceBrowser(
-            zeroconf.zeroconf, SERVICE, handlers=[on_change], question_type=DNSQuestionType.QM
-        )
         with ungrouped():
             async with asyncio.TaskGroup() as group:
                 # As many as peers, because an announcement that leads nowhere holds one of them up.
                 looking = [group.create_task(watch.look(zeroconf)) for _ in range(limits.peers_max)]
+                looking.append(group.create_task(watch.ask(zeroconf)))
                 yield watch
                 for task in looking:
                     task.cancel()
-        await browser.async_cancel()
     finally:
         await zeroconf.async_close()
 

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from ipaddress import IPv4Address, IPv4Interface
 from types import SimpleNamespace
 
@@ -16,8 +16,21 @@ from swarm.access import EVERYBODY, Access, NetworkKey
 from swarm.errors import BadConfiguration
 from swarm.identity import Identity
 from swarm.net import lan
-from swarm.net.lan import LIMITS, SERVICE, Hint, Sought, Watch, announced, browse, networks, tag_of, watching, ways_in
-from tests.support.bridge import Host, Wire, bridge, why_not
+from swarm.net.lan import (
+    LIMITS,
+    SERVICE,
+    Hint,
+    LanLimits,
+    Sought,
+    Watch,
+    announced,
+    browse,
+    networks,
+    tag_of,
+    watching,
+    ways_in,
+)
+from tests.support.bridge import Host, Wire, bridge, cut, why_not
 
 PEER = Identity.generate().peer_id
 OTHER = Identity.generate().peer_id
@@ -224,6 +237,18 @@ async def told(host: Host, peer: str, network: str = "mine", port: int = 31331) 
         await telling.__aexit__(None, None, None)
 
 
+@asynccontextmanager
+async def watched(host: Host, limits: LanLimits = LIMITS) -> AsyncIterator[Watch]:
+    """A node that listens."""
+    with host.entered():
+        watching_it = watching(SOUGHT, [host.at], limits)
+        watch = await watching_it.__aenter__()
+    try:
+        yield watch
+    finally:
+        await watching_it.__aexit__(None, None, None)
+
+
 async def look(host: Host, sought: Sought = SOUGHT, within_s: float = 2.0) -> tuple[str, ...]:
     with host.entered():
         return await browse(sought, within_s, [host.at])
@@ -249,44 +274,44 @@ async def test_other_names_and_keys_see_nothing(lab: tuple[list[Host], Wire]) ->
     assert any(keyed.encode() in packet for packet in wire.mdns())
 
 
-async def test_watch_hears_a_peer_come_change_and_go(lab: tuple[list[Host], Wire]) -> None:
+async def test_watch_hears_a_peer_come_and_go(lab: tuple[list[Host], Wire]) -> None:
     (first, second, _), _ = lab
-    with second.entered():
-        watching_it = watching(SOUGHT, [second.at])
-        watch = await watching_it.__aenter__()
-    try:
+    async with watched(second) as watch:
         async with told(first, PEER):
             assert await watch.news(5.0)
             assert watch.peers == (f"/ip4/10.78.0.1/tcp/31331/p2p/{PEER}",)
         assert await watch.news(5.0)
         assert watch.peers == ()
+
+
+async def test_peer_behind_a_cut_cable_is_heard_later(lab: tuple[list[Host], Wire]) -> None:
+    (first, second, _), wire = lab
+    cut(second, wire, joined=False)
+    try:
+        async with watched(second, LanLimits(again_s=0.5)) as watch, told(first, PEER):
+            assert not await watch.news(1.5)
+            cut(second, wire, joined=True)
+            assert await watch.news(10.0)
     finally:
-        await watching_it.__aexit__(None, None, None)
+        cut(second, wire, joined=True)
 
 
 async def test_strange_packets_do_not_end_a_watch(lab: tuple[list[Host], Wire]) -> None:
     (first, second, third), _ = lab
-    with second.entered():
-        watching_it = watching(SOUGHT, [second.at])
-        watch = await watching_it.__aenter__()
+    service = b"\x06_swarm\x04_tcp\x05local\x00"
     with third.entered():
         stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    stranger.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, third.at.ip.packed)
-    try:
-        for names in (
-            b"\x01x\x06_SWARM\x04_tcp\x05local\x00",
-            b"\x3f" + bytes(range(63)) + b"\x06_swarm\x04_tcp\x05local\x00",
-        ):
-            service = b"\x06_swarm\x04_tcp\x05local\x00"
-            record = service + b"\x00\x0c\x00\x01\x00\x00\x11\x94" + len(names).to_bytes(2, "big") + names
-            stranger.sendto(b"\x00\x00\x84\x00\x00\x00\x00\x01\x00\x00\x00\x00" + record, ("224.0.0.251", 5353))
-        stranger.sendto(bytes(range(256)), ("224.0.0.251", 5353))
-        async with told(first, PEER):
-            assert await watch.news(5.0)
-            assert len(watch.peers) == 1
-    finally:
-        stranger.close()
-        await watching_it.__aexit__(None, None, None)
+    with closing(stranger):
+        stranger.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, third.at.ip.packed)
+        async with watched(second) as watch:
+            for name in (b"\x01x\x06_SWARM\x04_tcp\x05local\x00", b"\x3f" + bytes(range(63)) + service):
+                record = service + b"\x00\x0c\x00\x01\x00\x00\x11\x94" + len(name).to_bytes(2, "big") + name
+                header = b"\x00\x00\x84\x00\x00\x00\x00\x01\x00\x00\x00\x00"  # one answer
+                stranger.sendto(header + record, ("224.0.0.251", 5353))
+            stranger.sendto(bytes(range(256)), ("224.0.0.251", 5353))
+            async with told(first, PEER):
+                assert await watch.news(5.0)
+                assert len(watch.peers) == 1
 
 
 async def test_each_network_hears_the_address_there(lab: tuple[list[Host], Wire]) -> None:
