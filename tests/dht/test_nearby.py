@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,7 @@ async def test_malformed_address_is_not_met(tmp_path: Path) -> None:
 
 
 async def test_node_on_loopback_is_on_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "networks", lambda: (IPv4Interface("192.168.1.7/24"),))
     monkeypatch.setattr(module, "announced", None)
     monkeypatch.setattr(module, "watching", None)
     config = NodeConfig(NETWORK, P2PConfig(tmp_path / "alice", LOOPBACK))

@@ -39,7 +39,6 @@ class Wire:
     """All that a bridge has carried since this was made."""
 
     def __init__(self, hub: Host) -> None:
-        self.hub = hub
         with hub.entered():
             everything = 0x0003  # ETH_P_ALL
             self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(everything))
@@ -99,20 +98,11 @@ def bridge(count: int, third_byte: int = 0, guests: Sequence[Host] = ()) -> Iter
 
 
 def _plug_in(host: Host, hub: Host, interface: str) -> None:
-    port = _port(host)
+    port = f"port{int(host.at.ip) & 255}"
     _run("ip", "-n", hub.namespace, "link", "add", port, "type", "veth", "peer", interface, "netns", host.namespace)
     _run("ip", "-n", hub.namespace, "link", "set", port, "master", "bridge", "up")
     _run("ip", "-n", host.namespace, "address", "add", str(host.at), "broadcast", "+", "dev", interface)
     _run("ip", "-n", host.namespace, "link", "set", interface, "up")
-
-
-def cut(host: Host, wire: Wire, *, joined: bool) -> None:
-    """Pull a host's cable out of the bridge, or plug it in again."""
-    _run("ip", "-n", wire.hub.namespace, "link", "set", _port(host), "up" if joined else "down")
-
-
-def _port(host: Host) -> str:
-    return f"port{int(host.at.ip) & 255}"
 
 
 def change_address(host: Host, to: IPv4Interface, interface: str = "lan0") -> Host:
