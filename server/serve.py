@@ -17,6 +17,7 @@ from swarm.blocks import Blocks
 from swarm.commands import Ready, Stop
 from swarm.dht.directory import Directory
 from swarm.dht.helper import serve_dial_back
+from swarm.dht.nearby import nearby
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.sequence import SequenceInFile
 from swarm.errors import NetworkError, RootMismatch, SwarmError
@@ -26,6 +27,7 @@ from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.address import Tcp
 from swarm.net.endpoint import Endpoint
+from swarm.net.lan import networks
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
@@ -68,8 +70,12 @@ async def serve(
     with ungrouped():
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(in_thread(lambda: open_model(arguments)))
-            async with open_node(config, clock=time.time) as node:
+            async with (
+                open_node(config, clock=time.time) as node,
+                nearby(node, config, lan=wanted.lan and not public) as here,
+            ):
                 opened = await opening
+                here.root = opened.loader.checkpoint.root
                 sequence = SequenceInFile(identity_path.with_name(f"{identity_path.name}.sequence"))
                 directory = Directory(
                     node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
@@ -279,6 +285,6 @@ def _reachable(address: Tcp) -> str:
             try:
                 probe.connect(("192.0.2.1", 9))  # sends nothing: only asks the kernel for a route
                 host = probe.getsockname()[0]
-            except OSError:
-                host = "127.0.0.1"
+            except OSError:  # no way outside: a network without a router, or none
+                host = next((str(each.ip) for each in networks()), "127.0.0.1")
     return str(Tcp(host, address.port))
