@@ -1,4 +1,4 @@
-"""Runs in the home of `tests.support.router`: maps ports, answers there, prints the mappings as JSON, until stdin ends."""
+"""Runs in the home of `tests.support.router`: maps ports until stdin ends, renews them at each line."""
 
 import asyncio
 import json
@@ -20,10 +20,13 @@ async def main(by: str, *ports: str) -> None:
     began_s = loop.time()
     some = None if by == "any" else lambda gateway: [way for way in all_ways(gateway, limits) if way.by == by]
     async with map_ports([int(port) for port in ports], limits, make_ways=some) as mapped:
-        mappings = [[m.internal, m.external.host, m.external.port, m.by, m.lifetime_s] for m in mapped.mappings]
-        found = {"mappings": mappings, "refusals": [*map(str, mapped.refusals)], "took_s": loop.time() - began_s}
-        print(json.dumps(found), flush=True)
-        await asyncio.to_thread(sys.stdin.read)
+        while True:
+            mappings = [[m.internal, m.external.host, m.external.port, m.by, m.lifetime_s] for m in mapped.mappings]
+            found = {"mappings": mappings, "refusals": [*map(str, mapped.refusals)], "took_s": loop.time() - began_s}
+            print(json.dumps(found), flush=True)
+            if not await asyncio.to_thread(sys.stdin.readline):
+                break
+            await mapped.renew()
     for server in servers:
         server.close()
     print("gone", flush=True)

@@ -1,8 +1,9 @@
 """A home router in network namespaces: nftables masquerades, miniupnpd speaks PCP, NAT-PMP and UPnP. Needs root.
 
-    home 192.168.77.2 -- 192.168.77.1 router 8.8.4.1 -- 8.8.4.2 outside
+home 192.168.77.2 -- 192.168.77.1 router 8.8.4.1 -- 8.8.4.2 outside
 """
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 LAN = "192.168.77"
 OUTSIDE = "8.8.4.2"
+_numbers = itertools.count()
 GLOBAL, CARRIERS = "8.8.4.1", "100.64.4.1"  # the router's outer address: an own one, or one behind a carrier's NAT
 NFT = """
 table inet filter {
@@ -91,7 +93,7 @@ class Router:
 @contextmanager
 def home_router(folder: Path, outer: str = GLOBAL, daemon: bool = True) -> Iterator[Router]:
     """Run a router, without a daemon one that maps no ports."""
-    names = [f"swarm-{os.getpid()}-{name}" for name in ("home", "router", "outside")]
+    names = [f"swarm-{os.getpid()}-{next(_numbers)}-{name}" for name in ("home", "router", "outside")]
     with ExitStack() as stack:
         for name in names:
             _ip("netns", "add", name)

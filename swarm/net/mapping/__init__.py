@@ -1,10 +1,11 @@
 """Ports that the home router forwards, asked for by PCP, NAT-PMP and UPnP-IGD side by side.
 
     async with map_ports((31330, 31331)) as mapped:
-        for mapping in mapped.mappings:       # () where no router maps ports; `mapped.refusals` says why
-            print(mapping)                    # port 31330 is 1.2.3.4:31330 outside (UPnP)
-        async for mappings in mapped.changes():
-            ...                               # announce mapping.external; () when the ports are lost
+        mappings = mapped.mappings  # () where no router maps ports; `mapped.refusals` says why
+        while True:
+            for mapping in mappings:
+                print(mapping)  # port 31330 is 1.2.3.4:31330 outside (UPnP)
+            mappings = await mapped.changed(mappings)  # () when the ports are lost
 
 Entering takes at most `MappingLimits.probe_s` where no router answers. A background task then renews the mappings,
 asks another gateway as soon as there is one, and keeps asking one that maps nothing. Leaving removes the mappings.

@@ -88,19 +88,11 @@ class Mapped:
         """One for each port, in their order; or none at all."""
         return self._found.mappings if self._found is not None else ()
 
-    async def changes(self) -> AsyncIterator[tuple[Mapping, ...]]:
-        """Yield the present mappings, and then again whenever an address, a port or the protocol changes, for ever.
-
-        Changes while the caller works are seen as one.
-        """
-        last: tuple[Mapping, ...] | None = None
-        while True:
-            changed = self._changed
-            if (now := self.mappings) != last:
-                last = now
-                yield now
-            else:
-                await changed.wait()
+    async def changed(self, since: tuple[Mapping, ...]) -> tuple[Mapping, ...]:
+        """Return the mappings as soon as an address, a port or the protocol is another than in `since`."""
+        while self.mappings == since:
+            await self._changed.wait()
+        return self.mappings
 
     def renew_soon(self) -> None:
         """Ask the router again now, for example because a port does not answer any more."""
@@ -230,8 +222,10 @@ async def _probe(way: Way, limits: MappingLimits) -> Way:
 
 
 async def _unmap(way: Way, mappings: Sequence[Mapping], limits: MappingLimits) -> None:
-    for mapping in mappings:
+    async def unmap(mapping: Mapping) -> None:
         try:
             await within(way, way.unmap(mapping), limits.unmap_s)
         except MappingFailed as error:
             _log.info("a port stays mapped until its lease ends", mapping=str(mapping), why=str(error))
+
+    await asyncio.gather(*map(unmap, mappings))

@@ -13,7 +13,7 @@ class MappingLimits:
     probe_s: float = limit(1.5, "s", "a router that speaks no protocol by then counts as one that maps nothing")
     resend_s: tuple[float, ...] = limit((0.25, 0.5), "s", "after which an unanswered datagram is sent again")
     map_s: float = limit(4.0, "s", "for one port; a router that takes longer has refused")
-    unmap_s: float = limit(1.0, "s", "for one port at the end; what is not removed by then stays until its lease ends")
+    unmap_s: float = limit(2.0, "s", "at the end; what is not removed by then stays until its lease ends")
     lease_s: int = limit(3600, "s", "of forwarding that are asked for")
     lease_s_min: int = limit(60, "s", "a shorter lease counts as a refusal")
     look_s: float = limit(10.0, "s", "between looks at the default gateway; another one is asked at once")

@@ -7,7 +7,9 @@ descriptions from any machine that answers. Here the description comes from the 
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -160,12 +162,15 @@ async def run_child(request: str, within_s: float, limits: MappingLimits) -> byt
     assert child.stdout is not None
     try:
         async with asyncio.timeout(within_s):
-            return await child.stdout.readline()
+            printed = await child.stdout.readline()
+            await child.wait()
+            return printed
     except ValueError:
         raise MappingFailed(BY, "miniupnpc's answer is too long") from None
     except TimeoutError:
         raise MappingFailed(BY, f"no answer in {within_s:.1f} s") from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
+        if child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)  # child.kill() would reap what asyncio's watcher waits for
+            await child.wait()
