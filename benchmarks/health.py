@@ -31,9 +31,9 @@ from swarm.dht.records import Announcement, Span, sign_announcement
 from swarm.dht.validator import Entry
 from swarm.events import configure_events
 from swarm.identity import Identity
-from swarm.net.carriers.tcp import Listener
 from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig
 

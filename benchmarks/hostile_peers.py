@@ -31,13 +31,13 @@ from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.gate import PROGRESS, Toll
 from swarm.net.greeting import PREFACE
 from swarm.net.noise import ChannelKey, Handshake, prologue
+from swarm.protocol.base import Message
 from swarm.protocol.codec import encode
 from swarm.protocol.messages import (
     AnyMessage,
     Close,
     Failed,
     Inquiry,
-    Message,
     Open,
     Opened,
     Output,

@@ -1,27 +1,117 @@
-"""A DHT node for others to join through, which also dials servers back for them."""
+"""A DHT node for others to join through, which also dials servers back for them, and is an anchor for hidden ones."""
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import structlog
 
+from swarm.activations import Activations
 from swarm.commands import Ready, Stop
-from swarm.dht.dialback import dialling_as, serve_dial_back
-from swarm.dht.node import NodeConfig, open_node
+from swarm.dht.dialback import Offer, ask_dial_back
+from swarm.dht.helper import serve_dial_back
+from swarm.dht.node import NodeConfig, SwarmNode, open_node
+from swarm.errors import AddressInUse, InvalidMessage, Unreachable
 from swarm.identity import Identity
+from swarm.net.anchor import AnchorLimits
+from swarm.net.channel import Channel
 from swarm.net.endpoint import Endpoint
+from swarm.net.gate import Toll
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
+from swarm.net.p2p import multiaddr_of, port_of
+from swarm.net.reach import is_public
+from swarm.net.traversal import ListeningTraversal
+from swarm.protocol.messages import AnyMessage
 
 _log = structlog.get_logger("swarm.bootstrap")
 
 
-async def bootstrap(config: NodeConfig, identity: Identity, ready: Callable[[Ready], None], stop: Stop) -> None:
-    """Serve until asked to stop."""
-    me = Endpoint(identity, ChannelKey(), config.network, config.access)
+@dataclass(frozen=True, slots=True)
+class AnchorOptions:
+    """Where an anchor listens, and what it announces. announce: hosts; empty takes those of the DHT's addresses.
+
+    exactly: a port that is taken is an error; else a free one is taken instead.
+    """
+
+    listen: tuple[str, int]
+    exactly: bool
+    announce: tuple[str, ...] = ()
+    limits: AnchorLimits = field(default_factory=AnchorLimits)
+
+
+async def bootstrap(
+    config: NodeConfig, identity: Identity, anchor: AnchorOptions | None, ready: Callable[[Ready], None], stop: Stop
+) -> None:
+    """Serve until asked to stop. anchor: None to be none."""
+    ways_in = config.initial_peers or config.p2p.announce or (multiaddr_of(*(config.p2p.listen or ("127.0.0.1", 0))),)
+    public = config.access.network_key is None and await is_public(ways_in)
+    me = Endpoint(identity, ChannelKey(), config.network, config.access, public=public)
+    listener = _listener(me, anchor)
     async with open_node(config, clock=time.time) as node:
-        await serve_dial_back(node, dialling_as(me))
-        ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
-        _log.info("ready", peer_id=node.peer_id, addresses=list(node.addresses), network=me.network)
-        await stop.wait()
-        _log.info("stopping")
+        limits = anchor.limits if anchor is not None else AnchorLimits()
+        traversal = ListeningTraversal(me, listener, node.gate.own_record, lambda: b"", limits)
+        if anchor is not None:
+            await listener.start(traversal.before(_refuse))
+        offer = _offer(me, listener, anchor, node) if anchor is not None else None
+        await serve_dial_back(node, me, traversal.dial, lambda: offer)
+        proving = asyncio.create_task(_prove(node))
+        try:
+            ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
+            _log.info(
+                "ready",
+                peer_id=node.peer_id,
+                addresses=list(node.addresses),
+                network=me.network,
+                anchor=list(offer.addresses) if offer is not None else None,
+            )
+            await stop.wait()
+            _log.info("stopping")
+        finally:
+            proving.cancel()
+            await traversal.close()
+            await listener.close()
+
+
+def _listener(me: Endpoint, anchor: AnchorOptions | None) -> Listener:
+    host, port = anchor.listen if anchor is not None else ("127.0.0.1", 0)
+    try:
+        return Listener(me, host, port)
+    except AddressInUse:
+        if anchor is not None and anchor.exactly:
+            raise
+        return Listener(me, host, 0)
+
+
+def _offer(me: Endpoint, listener: Listener, anchor: AnchorOptions, node: SwarmNode) -> Offer:
+    """Return where hidden peers may moor: at the hosts of the DHT's addresses unless others are named."""
+    hosts = anchor.announce or tuple(parts[2] for address in node.addresses if len(parts := address.split("/")) > 2)
+    port = listener.address.port
+    addresses = dict.fromkeys(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
+    key = me.identity.public_key.hex()
+    return Offer(public_key=key, channel_key=me.key.public.hex(), addresses=tuple(addresses)[:4])
+
+
+async def _prove(node: SwarmNode) -> None:
+    """Let other nodes call this one, so that it may serve: again and again, since networks change."""
+    while True:
+        wait_s = 300.0
+        try:
+            findings = await ask_dial_back(node, None, p2p_port=port_of(next(iter(node.addresses), "")))
+            if findings.p2p:
+                await node.promote()
+            else:
+                wait_s = 30.0
+                node.demote()
+                _log.error("other nodes cannot reach this one: forward its port, or pass --announce-address")
+        except Unreachable as error:
+            _log.debug("no other node could check that this one can be reached", why=str(error))
+            await node.promote()
+        await asyncio.sleep(wait_s)
+
+
+def _refuse(channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:
+    del channel, activations
+    raise InvalidMessage(message.kind, "this node serves no blocks")

@@ -7,6 +7,7 @@ import click
 from swarm.access import Access
 from swarm.commands import (
     HOST_PORT,
+    SIZE,
     common_options,
     default_identity,
     ending_at_once,
@@ -27,10 +28,28 @@ from swarm.version import __version__
     multiple=True,
     help="where others reach --listen, if not directly; may be repeated",
 )
+@click.option(
+    "--anchor-listen",
+    type=HOST_PORT,
+    default=None,
+    help="for peers behind routers, which meet here; by default the port before --listen's, or a free one",
+)
+@click.option("--no-anchor", is_flag=True, help="help no peers behind routers")
+@click.option(
+    "--relay-bandwidth",
+    type=SIZE,
+    default="16MB",
+    show_default=True,
+    metavar="SIZE",
+    help="the most that is relayed each second between peers whose routers keep them apart; 0: nothing",
+)
 @common_options
 def command(
     listen: tuple[str, int],
     announce_address: tuple[tuple[str, int], ...],
+    anchor_listen: tuple[str, int] | None,
+    no_anchor: bool,
+    relay_bandwidth: int,
     initial_peers: tuple[str, ...],
     identity: Path | None,
     network: str,
@@ -45,13 +64,21 @@ def command(
         access = Access.load(network_key, allow_peers, held.peer_id)
         with ending_at_once():
             # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
-            from swarm.dht.bootstrap import bootstrap  # noqa: PLC0415
+            from swarm.dht.bootstrap import AnchorOptions, bootstrap  # noqa: PLC0415
             from swarm.dht.node import NodeConfig  # noqa: PLC0415
+            from swarm.net.anchor import AnchorLimits, RelayLimits  # noqa: PLC0415
             from swarm.net.p2p import P2PConfig, multiaddr_of  # noqa: PLC0415
 
         announced = tuple(multiaddr_of(*address) for address in announce_address)
-        config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access)
-        run_until_stopped(lambda stop: bootstrap(config, held, ready, stop), log_level)
+        config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access, proven=False)
+        at = anchor_listen or (listen[0], max(0, listen[1] - 1))
+        limits = AnchorLimits(relay=RelayLimits(bytes_per_s=float(relay_bandwidth)))
+        anchor = (
+            None
+            if no_anchor
+            else AnchorOptions(at, anchor_listen is not None, tuple(host for host, _ in announce_address), limits)
+        )
+        run_until_stopped(lambda stop: bootstrap(config, held, anchor, ready, stop), log_level)
 
 
 def main() -> None:

@@ -91,6 +91,7 @@ class Directory:
         self._store, self._identity, self._network, self._clock = store, identity, network, clock
         self._sequence = sequence or SequenceInMemory()
         self.public = public
+        self.latest: SignedAnnouncement | None = None  # of this identity's own
         self._announced: dict[tuple[str, Span], Announcement] = {}
 
     async def announce(self, announcement: Announcement) -> Published:
@@ -102,7 +103,7 @@ class Directory:
         if place not in self._announced and len(self._announced) >= self._limits.spans_max:
             raise RecordError(f"more than {self._limits.spans_max} spans of one peer")
         signed = self._signed(announcement)
-        self._announced[place] = signed.announcement
+        self._announced[place], self.latest = signed.announcement, signed
         stored, facts = self._sealed(signed)
         replicas = await self._store.put([Entry(stored, facts, facts.span), Entry(stored, facts, facts.model)])
         return Published(signed, replicas[0])
@@ -194,9 +195,10 @@ class Directory:
         data = gate.seal.open(stored)
         announcement = open_announcement(data, now=self._clock(), network=self._network, verified=True)
         addresses = sensible(announcement.addresses, self.public)
-        if announcement.addresses and not addresses:
+        anchors = tuple(anchor for anchor in announcement.anchors if sensible((anchor.address,), self.public))
+        if announcement.addresses and not addresses and not anchors:
             raise RecordError(f"addresses: none makes sense here: {', '.join(announcement.addresses)[:200]}")
-        return SignedAnnouncement(announcement.model_copy(update={"addresses": addresses}), data)
+        return SignedAnnouncement(announcement.model_copy(update={"addresses": addresses, "anchors": anchors}), data)
 
     def _protocol_of(self, stored: bytes) -> set[int]:
         """Return the record's protocol if the record holds and is of another protocol than ours."""

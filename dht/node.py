@@ -11,7 +11,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -49,12 +49,16 @@ class NodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """How a node joins. `p2p.listen` None makes it a client: it looks up and stores, and answers no calls."""
+    """How a node joins. `p2p.listen` None makes it a client: it looks up and stores, and answers no calls.
+
+    proven: others can call it. One that is not is a client until it is promoted; the first of a swarm needs no proof.
+    """
 
     network: str
     p2p: P2PConfig
     initial_peers: tuple[str, ...] = ()
     access: Access = EVERYBODY
+    proven: bool = True
     limits: NodeLimits = NodeLimits()
     member_limits: MemberLimits = field(default_factory=MemberLimits)
 
@@ -62,6 +66,11 @@ class NodeConfig:
     def client(self) -> bool:
         """Whether the node only uses the DHT."""
         return self.p2p.listen is None
+
+    @property
+    def serves(self) -> bool:
+        """Whether others may call it."""
+        return not self.client and (self.proven or not self.initial_peers)
 
 
 class SwarmNode:
@@ -121,6 +130,24 @@ class SwarmNode:
         """Wait until the node has joined, for the first time or on a new p2pd."""
         await self._up.wait()
 
+    async def promote(self) -> None:
+        """Others can call this node: answer them from now on, and let them learn it."""
+        before, self._config = self.serves, replace(self._config, proven=True)
+        if self.serves and not before and (member := self.member) is not None:
+            await member.protocol.promote()
+            await member.learn(1)
+
+    def demote(self) -> None:
+        """Others cannot call this node any more: be a client."""
+        self._config = replace(self._config, proven=False)
+        if self.member is not None:
+            self.member.protocol.demote()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this node answers calls."""
+        return self._config.serves
+
     def neighbours(self) -> tuple[str, ...]:
         """Return the peer ids of the DHT nodes that this one knows, in random order."""
         if self.member is None:
@@ -155,7 +182,7 @@ class SwarmNode:
 
     async def _build(self, daemon: Daemon) -> Member:
         protocol = await SwarmProtocol.build(
-            daemon.p2p, gate=self.gate, storage=self.storage, clock=self._clock, client=self._config.client
+            daemon.p2p, gate=self.gate, storage=self.storage, clock=self._clock, client=not self.serves
         )
 
         async def find(peer: bytes, keys: Sequence[bytes]) -> dict[bytes, Found] | None:

@@ -46,6 +46,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
 
     _rpc_handlers = None  # hivemind collects handlers once per class
     _stub_type = None
+    _has_handlers: bool
 
     @classmethod
     async def build(
@@ -65,16 +66,28 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         self = cast(SwarmProtocol, await cls.create(p2p, node_id, *sizes, *calls, True, DenyAll(), None))
         self.equip(gate, storage, clock, limits)
         if not client:
-            self.client_mode = False
-            self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
-            await self.add_p2p_handlers(p2p)
+            await self.promote()
         return self
+
+    async def promote(self) -> None:
+        """Answer calls from now on, and say so in our own: others learn this node."""
+        self.client_mode = False
+        self.node_info = dht_pb2.NodeInfo(node_id=self.node_id.to_bytes())
+        if not self._has_handlers:
+            self._has_handlers = True
+            await self.add_p2p_handlers(self.p2p)
+
+    def demote(self) -> None:
+        """Be a client again: others learn this node no more, and forget it when it does not answer."""
+        self.client_mode = True
+        self.node_info = dht_pb2.NodeInfo()
 
     def equip(self, gate: RecordGate, storage: RecordStorage, clock: Clock, limits: CallLimits = CALLS) -> None:
         """Give it the parts that hivemind's own `create` does not know."""
         self.gate, self.records, self.clock, self.limits = gate, storage, clock, limits
         self.unanswered: deque[PeerID] = deque(maxlen=64)  # routing-table entries to be pinged when there is time
         self._handling = 0
+        self._has_handlers: bool = False
         self._rates = RateLimit(limits.per_s, limits.burst)
 
     @classmethod

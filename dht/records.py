@@ -26,6 +26,7 @@ from swarm.config import NETWORK_PATTERN, PROTOCOL_VERSION
 from swarm.errors import ClockSkew, RecordError, RecordExpired
 from swarm.identity import SIGNATURE_BYTES, Identity, peer_id_of, verify
 from swarm.limits import limit
+from swarm.net import address as net
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class RecordLimits:
     refresh_s: float = limit(20.0, "s", "announced this often, so that two refreshes may get lost")
     skew_max_s: float = limit(30.0, "s", "clocks farther apart are reported as ClockSkew")
     addresses_max: int = limit(8, "addresses", "a record with more is rejected")
+    anchors_max: int = limit(3, "anchors", "a record with more is rejected")
     rtts_max: int = limit(16, "round trips", "a record with more is rejected")
     public_name_chars: int = limit(64, "characters", "a record with a longer public name is rejected")
     device_chars: int = limit(64, "characters", "a record with a longer device name is rejected")
@@ -101,6 +103,14 @@ class Rtt(NamedTuple):
     ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
+class Mooring(NamedTuple):
+    """An anchor at which a hidden server is moored."""
+
+    public_key: Hex32
+    channel_key: Hex32
+    address: Address
+
+
 class Envelope(BaseModel):
     """The part of a record of any version that a storing node needs: its place in the DHT, its owner and its time."""
 
@@ -158,6 +168,17 @@ class Announcement(Envelope):
     rtts: Annotated[tuple[Rtt, ...], Field(max_length=RECORD.rtts_max)] = ()
     public_name: Annotated[Printable, StringConstraints(max_length=RECORD.public_name_chars)] = ""
     device: Annotated[Printable, StringConstraints(max_length=RECORD.device_chars)] = ""
+    anchors: Annotated[tuple[Mooring, ...], Field(max_length=RECORD.anchors_max)] = ()
+
+    @property
+    def ways(self) -> tuple[net.Address, ...]:
+        """All that a dialler can try: the addresses first, then the anchors."""
+        via = (
+            net.ViaAnchor(peer_id_of(bytes.fromhex(key)), bytes.fromhex(channel_key), at)
+            for key, channel_key, address in self.anchors
+            for at in net.dialable((address,))
+        )
+        return (*net.dialable(self.addresses), *via)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import (
+    Announcement,
     check_expiry,
     key_id,
     model_key,
     model_subkey,
+    open_announcement,
     open_envelope,
     packed_text,
     span_key,
@@ -97,6 +99,13 @@ class RecordGate:
             if place.key == key and packed_text(place.subkey) == subkey:
                 return Entry(data, facts, place)
         raise RecordError("misplaced: the record belongs under another key")
+
+    def own_record(self, peer: str, data: bytes) -> Announcement:
+        """Return the living record that a peer sends of itself. Raises RecordError if it is none, or another's."""
+        announcement = open_announcement(data, now=self.clock(), network=self.network)
+        if announcement.peer_id != peer:
+            raise RecordError("the record is not the asker's own")
+        return announcement
 
     def facts(self, data: bytes, *, ours: bool = False) -> Facts:
         """Verify a stored record, once for each digest. Raises RecordError; RecordExpired if it does not live now.

@@ -1,6 +1,5 @@
 """A server's announcements of spans that are not loaded yet, and withdrawals."""
 
-import time
 from dataclasses import dataclass
 
 import structlog
@@ -29,7 +28,7 @@ class Claims:
 
     def of(self, blocks: Blocks) -> Announcement:
         """Return the announcement of a span that will be here."""
-        return claim(self.checkpoint, self.me, blocks, self.numeric_class, self.options, time.time())
+        return claim(self.checkpoint, self.me, blocks, self.numeric_class, self.options)
 
     async def make(self, blocks: Blocks) -> None:
         """Announce that a span will be here. Raises NetworkError."""

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from swarm.dht.records import Announcement
 from swarm.errors import NetworkError
-from swarm.net.address import dialable
 from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Remote
-from swarm.protocol.messages import TEXT_MAX, Blame, Failed, Message
+from swarm.protocol.base import TEXT_MAX, Message
+from swarm.protocol.messages import Blame, Failed
 from swarm.server.refusals import send
 from swarm.server.session import HostedSession
 
@@ -37,7 +37,7 @@ class Links:
     async def _connect_next(self, session: HostedSession, epoch: int, record: Announcement, then: Message) -> None:
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
-            channel = await self.dialer.connect(remote, dialable(record.addresses))
+            channel = await self.dialer.connect(remote, record.ways)
         except NetworkError as error:
             if not session.is_over and session.seat.epoch == epoch:
                 complain(session, None, "next", str(error))

@@ -7,18 +7,8 @@ import structlog
 from swarm.activations import Activations
 from swarm.errors import ChannelClosed
 from swarm.net.channel import Channel
-from swarm.protocol.messages import (
-    TEXT_MAX,
-    Inquiry,
-    Message,
-    Open,
-    Rebuild,
-    RefusalCode,
-    Refused,
-    Replay,
-    Reroute,
-    Step,
-)
+from swarm.protocol.base import TEXT_MAX, Message
+from swarm.protocol.messages import Inquiry, Open, Rebuild, RefusalCode, Refused, Replay, Reroute, Step
 
 _log = structlog.get_logger("swarm.server")
 

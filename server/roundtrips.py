@@ -15,7 +15,6 @@ from swarm.dht.directory import Directory
 from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement
 from swarm.errors import NetworkError
 from swarm.limits import limit
-from swarm.net.address import dialable
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Remote
 
@@ -101,7 +100,7 @@ class RoundTrips:
             try:
                 async with asyncio.timeout(self._limits.peer_timeout_s):
                     remote = Remote(peer.peer_id, bytes.fromhex(peer.channel_key))
-                    channel = await self._dialer.connect(remote, dialable(peer.addresses))
+                    channel = await self._dialer.connect(remote, peer.ways)
                     try:
                         return 1000 * min([await channel.ping() for _ in range(self._limits.pings)])
                     finally:

@@ -15,28 +15,29 @@ import structlog
 
 from swarm.blocks import Blocks
 from swarm.commands import Ready, Stop
-from swarm.dht.dialback import ask_dial_back, dialling_as, serve_dial_back
 from swarm.dht.directory import Directory
+from swarm.dht.helper import serve_dial_back
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
-from swarm.dht.records import SignedAnnouncement
 from swarm.dht.sequence import SequenceInFile
-from swarm.errors import NetworkError, RootMismatch, SwarmError, Unreachable
+from swarm.errors import NetworkError, RootMismatch, SwarmError
 from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.address import Tcp
-from swarm.net.carriers.tcp import Listener
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
-from swarm.net.p2p import P2PConfig, multiaddr_of
+from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public
+from swarm.net.traversal import ListeningTraversal
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
 from swarm.server.claims import Claims
 from swarm.server.limits import HandlerLimits
 from swarm.server.loader import Loaded, Opened, in_thread, open_model
+from swarm.server.reachable import Listening, Reachability
 from swarm.server.server import Server, ServerLimits, ServerOptions
 
 Result = TypeVar("Result")
@@ -63,7 +64,7 @@ async def serve(
     me = Endpoint(identity, ChannelKey(), wanted.network, wanted.access, public=public)
     listener = Listener(me, *wanted.listen)
     p2p = P2PConfig(identity_path, wanted.p2p_listen, announced)
-    config = NodeConfig(me.network, p2p, wanted.initial_peers, me.access)
+    config = NodeConfig(me.network, p2p, wanted.initial_peers, me.access, proven=False)
     with ungrouped():
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(in_thread(lambda: open_model(arguments)))
@@ -74,11 +75,21 @@ async def serve(
                     node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
                 )
                 await _check_root(directory, opened.loader.checkpoint, arguments.checkpoint.root)
-                await serve_dial_back(node, dialling_as(me))
-                host = _Host(arguments, me, listener, node, directory, opened, ready, stop)
+                traversal = ListeningTraversal(
+                    me, listener, node.gate.own_record, lambda: directory.latest.data if directory.latest else b""
+                )
+                p2p_port = port_of(next(iter(node.addresses), ""))
+                listening = Listening(
+                    wanted.announce_address or (_reachable(listener.address),), listener.address.port, p2p_port
+                )
+                reach = Reachability(node, me, traversal, listening)
+                await serve_dial_back(node, me, traversal.dial, reach.offer)
+                host = _Host(arguments, traversal, reach, node, directory, opened, ready, stop)
                 try:
                     await host.run(opened.loaded)
                 finally:
+                    await reach.close()
+                    await traversal.close()
                     await listener.close()
 
 
@@ -88,21 +99,20 @@ class _Host:
     def __init__(
         self,
         arguments: ServeArguments,
-        me: Endpoint,
-        listener: Listener,
+        traversal: ListeningTraversal,
+        reach: Reachability,
         node: SwarmNode,
         directory: Directory,
         opened: Opened,
         ready: Callable[[Ready], None],
         stop: Stop,
     ) -> None:
-        self._me, self._listener, self._node = me, listener, node
+        self._traversal, self._reach, self._node = traversal, reach, node
         self._ready, self._stop, self._drain_timeout_s = ready, stop, arguments.drain_timeout
         self._loader, self._length = opened.loader, opened.length
         every_s = arguments.rebalance_every if arguments.span.automatic else 0.0
         options = ServerOptions(
             cache_tokens=0,
-            announce=arguments.network.announce_address or (_reachable(listener.address),),
             threads=arguments.span.threads,
             public_name=arguments.public_name,
             journal_bytes=arguments.journal_memory,
@@ -110,8 +120,8 @@ class _Host:
             limits=ServerLimits(handler=HandlerLimits(gateways=dict(arguments.gateway))),
         )
         checkpoint, numeric_class = opened.loader.checkpoint, opened.loader.numeric_class
-        self._claims = Claims(directory, checkpoint, me, numeric_class, options)
-        key = me.identity.public_key.hex()
+        self._claims = Claims(directory, checkpoint, traversal.me, numeric_class, options)
+        key = traversal.me.identity.public_key.hex()
         self._automatic = Automatic(directory, checkpoint, key, numeric_class, every_s, Random())  # noqa: S311 - when to look is no secret
 
     async def run(self, loaded: Loaded | None) -> None:
@@ -132,13 +142,16 @@ class _Host:
         gc.freeze()  # the present objects stay: a full collection would stop all sessions for half a second
         keep_free_memory()
         options = replace(self._claims.options, cache_tokens=loaded.pool_tokens, prices=loaded.prices)
-        server = Server(self._loader.checkpoint, loaded.span, self._me, self._listener, options)
+        server = Server(self._loader.checkpoint, loaded.span, self._traversal, options)
         await server.start()
         goal = None
         try:
-            announcer = Announcer(self._claims.directory, server.announcement)
+            announcer = Announcer(self._claims.directory, lambda state: self._reach.applied(server.announcement(state)))
+            self._reach.on_change = announcer.change
             async with asyncio.TaskGroup() as group:
-                life = group.create_task(_announce(announcer, server, self._node, self._loader.checkpoint, self._ready))
+                life = group.create_task(
+                    _announce(announcer, server, self._reach, self._node, self._loader.checkpoint, self._ready)
+                )
                 goal = await self._leave(server, announcer)
                 life.cancel()
             if goal is not None:
@@ -208,10 +221,15 @@ class _Host:
 
 
 async def _announce(
-    announcer: Announcer, server: Server, node: SwarmNode, checkpoint: Checkpoint, ready: Callable[[Ready], None]
+    announcer: Announcer,
+    server: Server,
+    reach: Reachability,
+    node: SwarmNode,
+    checkpoint: Checkpoint,
+    ready: Callable[[Ready], None],
 ) -> None:
-    while not await _reached(node, await announcer.announce()):  # noqa: ASYNC110 - nothing wakes it
-        await asyncio.sleep(30.0)  # the operator may have forwarded the port by then
+    while not await reach.find(await announcer.announce()):  # noqa: ASYNC110 - nothing wakes it
+        await asyncio.sleep(30.0)  # the operator may have forwarded the port by then, or an anchor may be there
     announcer.state = "online"
     await announcer.announce()
     span = server.span
@@ -234,31 +252,14 @@ async def _announce(
         weights_mb=span.weight_bytes >> 20,
         cache_tokens=server.pool.capacity,
         address=server.data_address,
+        reached=reach.text,
     )
     await server.measure()
     announcer.change()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.round_trips.run(announcer.directory, server.announcement("online")))
+        group.create_task(reach.run(lambda: announcer.directory.latest))
         await announcer.run()
-
-
-async def _reached(node: SwarmNode, signed: SignedAnnouncement) -> bool:
-    """Let another peer try to reach us: a record that leads nowhere would only cost clients their time."""
-    if not node.neighbours():
-        _log.warning("no other node is there yet to check that this server can be reached from outside")
-        return True
-    try:
-        result = await ask_dial_back(node, signed)
-    except Unreachable as error:
-        _log.warning("no other node could check that this server can be reached", why=str(error))
-        return True
-    if not result.answered:
-        _log.error(
-            "this server cannot be reached from outside: forward the port, or pass --announce-address",
-            addresses=list(result.silent),
-            asked=result.helper,
-        )
-    return bool(result.answered)
 
 
 async def _check_root(directory: Directory, checkpoint: Checkpoint, confirmed: str | None) -> None:

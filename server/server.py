@@ -17,9 +17,10 @@ from swarm.dht.records import Span as AnnouncedSpan
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
-from swarm.net.carriers.tcp import Listener
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
+from swarm.net.traversal import ListeningTraversal
 from swarm.server.announcer import State
 from swarm.server.handler import Handler
 from swarm.server.holdings import Memory
@@ -70,27 +71,24 @@ class Server:
         self,
         checkpoint: Checkpoint,
         span: Span,
-        me: Endpoint,
-        listener: Listener,
+        traversal: ListeningTraversal,
         options: ServerOptions,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """listener: bound already, so that a port in use was noticed before the weights were loaded."""
+        """traversal: its listener is bound already, so that a port in use was noticed before weights were loaded."""
         self.span = span
         self.throughput: Throughput | None = None
         limits, cache = options.limits, Pool(options.cache_tokens)
         self.memory = Memory.of(cache, prices=options.prices, journal_bytes=options.journal_bytes, limits=limits.memory)
         self._checkpoint = checkpoint
-        self.me = me
-        self.listener = listener
+        self.traversal = traversal
         self.options = options
-        self._wall_clock = wall_clock
         self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
         self.handler = Handler(
-            Hosting(checkpoint.root, me.network, span),
+            Hosting(checkpoint.root, traversal.me.network, span),
             self.executor,
             self.memory,
-            lambda take: Dialer(me, take, flow=listener.flow),
+            lambda take: Dialer(traversal.me, take, traversal.dial),
             wall_clock,
             limits=limits.handler,
         )
@@ -104,7 +102,7 @@ class Server:
 
     async def start(self) -> None:
         """Accept channels from now on."""
-        await self.listener.start(self.handler.on_message, self.handler.peers_in_use)
+        await self.listener.start(self.traversal.before(self.handler.on_message), self.handler.peers_in_use)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
     async def stop(self, *, moving: bool = False) -> None:
@@ -119,6 +117,16 @@ class Server:
             await self.listener.close()
         await self.handler.links.dialer.close()
         await asyncio.to_thread(self.executor.stop)  # a long step must not keep the loop from a second signal
+
+    @property
+    def me(self) -> Endpoint:
+        """This side, as it presents itself."""
+        return self.traversal.me
+
+    @property
+    def listener(self) -> Listener:
+        """Where channels are accepted."""
+        return self.traversal.listener
 
     @property
     def data_address(self) -> str:
@@ -148,9 +156,7 @@ class Server:
     def announcement(self, state: State) -> Announcement:
         """Return the announcement of this server as it is now. Sequence and times are set when it is signed."""
         measured, few = self.throughput, len(self.options.announce) <= self.options.limits.addresses_beside_rtts
-        bare = claim(
-            self._checkpoint, self.me, self.span.blocks, self.span.numeric_class, self.options, self._wall_clock()
-        )
+        bare = claim(self._checkpoint, self.me, self.span.blocks, self.span.numeric_class, self.options)
         return bare.model_copy(
             update={
                 "addresses": self.options.announce or (self.data_address,),
@@ -172,7 +178,6 @@ def claim(
     blocks: Blocks,
     numeric_class: NumericClass,
     options: ServerOptions,
-    now: float,
 ) -> Announcement:
     """Return the announcement of a span that is not loaded yet: others place theirs elsewhere, and no client calls it.
 
@@ -194,6 +199,6 @@ def claim(
         automatic=options.automatic,
         public_name=options.public_name,
         sequence=0,
-        issued=now,
-        expires=now + 1,
+        issued=1,
+        expires=2,
     )

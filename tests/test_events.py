@@ -9,8 +9,9 @@ import structlog
 
 from swarm import commands
 from swarm.events import configure_events
+from swarm.protocol.base import TEXT_MAX
 from swarm.protocol.codec import decode, encode
-from swarm.protocol.messages import TEXT_MAX, Refused
+from swarm.protocol.messages import Refused
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b1A\u202e all good\n2026-11-24 [info] forged"
 

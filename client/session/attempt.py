@@ -28,7 +28,6 @@ from swarm.client.session.limits import ConnectLimits
 from swarm.client.session.plan import Planner
 from swarm.client.session.standing import Standing
 from swarm.errors import ChannelClosed, NetworkError, NoRoute, SessionClosed
-from swarm.net.address import dialable
 from swarm.net.endpoint import Remote
 from swarm.protocol import messages as wire
 from swarm.protocol.journal import Expansion, Past, past_bytes
@@ -205,13 +204,14 @@ class Attempt:
 
     async def _dial(self, leg: Leg) -> None:
         record, connects = leg.hop.announcement, self._shared.connects
-        timeout_s = self._limits.connect_s[2] if leg.hop.process in self._late else connects.wait_s
+        patient = leg.hop.process in self._late or not record.addresses  # meeting a hidden peer takes several trips
+        timeout_s = self._limits.connect_s[2] if patient else connects.wait_s
         began = self._loop.time()
         try:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             is_shared = self._shared.dialer.has(remote)
             async with asyncio.timeout(timeout_s):
-                leg.channel = await self._shared.dialer.connect(remote, dialable(record.addresses))
+                leg.channel = await self._shared.dialer.connect(remote, record.ways)
         except TimeoutError:
             self._late.add(leg.hop.process)
             raise leg.broken(f"not connected within {timeout_s:.1f} s") from None
@@ -220,7 +220,7 @@ class Attempt:
         if self._circuit.is_closed:
             self._circuit.drop(leg)
             raise leg.broken("the session was closed")
-        if not is_shared:
+        if not is_shared and leg.channel.carrier.way == "direct":
             connects.observe(self._loop.time() - began)
         self._shared.watch(leg.channel)
 

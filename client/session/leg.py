@@ -15,6 +15,7 @@ from swarm.client.planning.route import Hop
 from swarm.errors import ChannelClosed, HopFailed
 from swarm.net.channel import Channel
 from swarm.protocol import messages as wire
+from swarm.protocol.base import Message
 from swarm.protocol.replay import ReplayWindow
 
 Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Pong
@@ -69,7 +70,7 @@ class Leg:
         connected = self.channel is not None and not self.channel.closed
         return self.is_open and connected and self.hop.process not in without
 
-    def send(self, message: wire.Message, activations: Activations | None = None, *, soon: bool = False) -> None:
+    def send(self, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
         """Send to the hop. Raises HopFailed.
 
         soon: at the end of this turn of the loop, perhaps in one frame with other sessions'.

@@ -34,6 +34,7 @@ from swarm.net.endpoint import Endpoint
 from swarm.net.flow import FlowControl
 from swarm.net.limits import ChannelLimits, FrameLimits
 from swarm.net.noise import ChannelKey
+from swarm.net.traversal import Traversal
 from swarm.protocol.naming import new_name
 
 Join = Callable[[], AbstractAsyncContextManager[Directory]]
@@ -56,11 +57,13 @@ async def joined(
     async with join() as directory:
         me = Endpoint(identity, ChannelKey(), network, access, public=directory.public)
         flow = FlowControl(ChannelLimits(FrameLimits(held_bytes_max=held_bytes_max)))
-        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me, flow=flow), limits)
+        traversal = Traversal(me, flow)
+        sessions = Sessions(partial(new_name, identity.peer_id), partial(Dialer, me, dial=traversal.dial), limits)
         try:
             yield Member(directory, sessions)
         finally:
             await sessions.close()
+            await traversal.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
-from swarm.net.carriers.tcp import bound
+from swarm.net.listener import bound
 from swarm.net.p2p import P2PConfig
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of

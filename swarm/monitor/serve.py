@@ -23,7 +23,7 @@ from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.monitor.state import API
-from swarm.net.carriers.tcp import bound
+from swarm.net.listener import bound
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
 

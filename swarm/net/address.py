@@ -16,10 +16,22 @@ class Tcp:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-Address: TypeAlias = Tcp  # a union, once there are other carriers
+@dataclass(frozen=True, slots=True)
+class ViaAnchor:
+    """An anchor at which a hidden peer is moored: its peer id, its channel key, and where it is dialled."""
+
+    peer: str
+    channel_key: bytes
+    at: Tcp
+
+    def __str__(self) -> str:
+        return f"{self.at} (anchor {self.peer[-8:]})"
 
 
-def parse(text: str) -> Address:
+Address: TypeAlias = Tcp | ViaAnchor
+
+
+def parse(text: str) -> Tcp:
     """Read "host:port", "1.2.3.4:port" or "[::1]:port". Raises ValueError."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -31,7 +43,7 @@ def parse(text: str) -> Address:
     return Tcp(host, int(port))
 
 
-def dialable(texts: Iterable[str]) -> tuple[Address, ...]:
+def dialable(texts: Iterable[str]) -> tuple[Tcp, ...]:
     """Return the addresses that can be dialled, in their order. Texts that are no address are left out."""
     found = []
     for text in texts:

@@ -4,7 +4,13 @@ from typing import Protocol
 
 
 class Carrier(Protocol):
-    """An ordered stream of bytes below a channel. TCP today; a libp2p stream fits as well."""
+    """An ordered stream of bytes below a channel."""
+
+    way: str
+    """How its ends have met: "direct", "reverse", "punched" or "relayed" (docs/reach.md)."""
+
+    host: str
+    """From where it comes, as this side sees it: a literal address."""
 
     def write(self, data: bytes, /) -> None:
         """Queue bytes for the other side."""

@@ -26,9 +26,10 @@ from swarm.net.inbound import Inbound
 from swarm.net.outbound import Outbound
 from swarm.net.pings import Pings
 from swarm.net.timer import Timer
+from swarm.protocol.base import Message
 from swarm.protocol.bundles import unbundled
 from swarm.protocol.codec import decode
-from swarm.protocol.messages import AnyMessage, Message, Ping, Pong
+from swarm.protocol.messages import AnyMessage, Ping, Pong
 
 UNASKED = 0  # the nonce of a Pong that is a keepalive and answers nothing
 _log = structlog.get_logger("swarm.net")
@@ -111,9 +112,9 @@ class Channel:
     # State
 
     @property
-    def proven(self) -> bool:
-        """Whether the peer has proven its identity."""
-        return self._greeting.done
+    def carrier(self) -> Carrier:
+        """What carries it."""
+        return self._out.carrier
 
     @property
     def is_paused(self) -> bool:

@@ -5,16 +5,28 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from swarm.errors import ChannelClosed, NetworkError, Unreachable
-from swarm.net.address import Address
+from swarm.errors import ChannelClosed, Unreachable
+from swarm.net.address import Address, Tcp, ViaAnchor
 from swarm.net.carriers import tcp
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
 from swarm.net.limits import DialerLimits
+from swarm.net.race import race
 
 Dial = Callable[[Address, Remote, Endpoint, OnMessage], Awaitable[Channel]]
 """`await dial(address, remote, me, on_message)`: a proven channel. Raises NetworkError."""
+
+
+def directly(flow: FlowControl, limits: DialerLimits) -> Dial:
+    """Return a Dial that connects by TCP, and to no hidden peer."""
+
+    async def by_tcp(address: Address, remote: Remote, me: Endpoint, on_message: OnMessage) -> Channel:
+        if not isinstance(address, Tcp):
+            raise Unreachable(remote.peer, (str(address),), 0.0, "it is behind a router, and this side asks no anchors")
+        return await tcp.dial(address, remote, me, on_message, flow, limits)
+
+    return by_tcp
 
 
 class Dialer:
@@ -31,7 +43,7 @@ class Dialer:
     ) -> None:
         """dial: by TCP unless given. flow: shared with the channels of a listener."""
         self._limits = limits or DialerLimits()
-        self._dial_one = dial or partial(tcp.dial, flow=flow or FlowControl(), limits=self._limits)
+        self._dial_one = dial or directly(flow or FlowControl(), self._limits)
         self._me = me
         self._on_message = on_message
         self._dials: dict[Remote, asyncio.Task[Channel]] = {}
@@ -140,13 +152,18 @@ class Dialer:
                 fresh.result().close()
 
     async def _first(self, remote: Remote, addresses: Sequence[Address]) -> Channel:
-        error: NetworkError = Unreachable(remote.peer, (), 0.0, "it announces no address that can be dialled")
-        for address in addresses[: self._limits.addresses_max]:
-            try:
-                return await self._dial_one(address, remote, self._me, self._on_message)
-            except NetworkError as failed:
-                error = failed
-        raise error
+        """Try the addresses in their order, each beside the ones before that are silent; the first that works wins."""
+        limits = self._limits
+        ways = [
+            (
+                limits.anchor_after_s if isinstance(address, ViaAnchor) else limits.address_after_s,
+                partial(self._dial_one, address, remote, self._me, self._on_message),
+            )
+            for address in addresses[: limits.addresses_max]
+        ]
+        if not ways:
+            raise Unreachable(remote.peer, (), 0.0, "it announces no address that can be dialled")
+        return await (ways[0][1]() if len(ways) == 1 else race(ways, Channel.close))
 
     def _close_one_idle(self) -> bool:
         """Make room: end the channel that was opened first of the unused ones. Returns whether there is one."""

@@ -74,6 +74,7 @@ class ListenerLimits:
     accepts_per_s: float = limit(75.0, "connections/s", "taken from the kernel; the others wait there")
     accepts_burst: float = limit(16.0, "connections", "taken at once")
     backlog: int = limit(128, "connections", "that wait in the kernel: a little more than a second's")
+    first_byte_s: float = limit(3.0, "s", "a connection that has said nothing by then is closed")
     no_descriptors_s: float = limit(1.0, "s", "until accepting is tried again where no descriptor was free")
     channels_max: int = limit(4096, "channels", "or half of the process's descriptors; then one ends for a new one")
     channels_per_process_max: int = limit(4, "channels", "of one channel key; a silent one ends for a new one")
@@ -90,7 +91,9 @@ class DialerLimits:
     timeout_s: float = limit(4.0, "s", "for connection and handshake: three round trips and one lost packet")
     addresses_max: int = limit(4, "addresses", "of one peer that are tried")
     peers_max: int = limit(1024, "peers", "then an unused channel ends for a new one, or connecting fails")
-    idle_s: float = limit(60.0, "s", "an unused channel waits for its next user")
+    idle_s: float = limit(90.0, "s", "an unused channel waits for its next user: longer than round trips are apart")
+    address_after_s: float = limit(0.25, "s", "the next address is tried beside one that is silent for so long")
+    anchor_after_s: float = limit(1.0, "s", "the next anchor is asked beside the way before it")
     answer_s: float = limit(0.5, "s", "a doubted channel may answer a ping when no new one could be opened")
 
 

@@ -7,9 +7,9 @@ from swarm.activations import Activations
 from swarm.net.buffers import SendBuffer
 from swarm.net.carrier import Carrier
 from swarm.net.frames import Sealer
+from swarm.protocol.base import Message
 from swarm.protocol.bundles import Part, bundled, fits
 from swarm.protocol.codec import encode
-from swarm.protocol.messages import Message
 
 
 class Outbound(SendBuffer):

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from swarm.activations import Activations
-from swarm.protocol.messages import BUNDLE_MAX, AnyMessage, Message, Output, Outputs, Step, Steps
+from swarm.protocol.base import Message
+from swarm.protocol.messages import BUNDLE_MAX, AnyMessage, Output, Outputs, Step, Steps
 from swarm.protocol.tensors import TensorMeta
 
 Part = tuple[Message, Activations | None]

@@ -5,7 +5,8 @@ from pydantic import TypeAdapter, ValidationError
 from swarm.activations import Activations
 from swarm.errors import InvalidMessage
 from swarm.events import printable
-from swarm.protocol.messages import TEXT_MAX, AnyMessage, Message, Output, Outputs, Rebuild, Step, Steps
+from swarm.protocol.base import TEXT_MAX, Message
+from swarm.protocol.messages import AnyMessage, Output, Outputs, Rebuild, Step, Steps
 from swarm.protocol.tensors import decode_tensors, encode_tensor
 
 HEADER_BYTES_MAX = 32 * 1024

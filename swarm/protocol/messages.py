@@ -7,38 +7,31 @@
     along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
                            Steps, Outputs (those of several sessions in one frame: `swarm.protocol.bundles`)
     back along it          Rebuilt (to the sender of the past)
+    to and from an anchor  those of `swarm.protocol.meeting`
 """
 
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from swarm.blocks import BLOCKS_MAX
-from swarm.events import printable
+from swarm.protocol.base import Message, Milliseconds, PeerId, Text
+from swarm.protocol.meeting import Call, Called, Calling, Meet, Moor, Moored, Uncalled
 from swarm.protocol.tensors import TensorMeta
 
 ROWS_MAX = 256  # of one session's batch: all of them go through the model at once
 POSITIONS_MAX = 1 << 22
 ROLLBACK_MAX = 4096  # positions that one step takes back
 STEPS_MAX = 1 << 40
-TEXT_MAX = 300
 BUNDLE_MAX = 128  # steps in one frame
 
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-PeerId = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]
 Epoch = Annotated[int, Field(ge=0, le=1 << 31)]
 LIFETIME_S_MAX = 24 * 3600
 Lifetime = Annotated[int, Field(ge=1, le=LIFETIME_S_MAX)]
 TokenBudget = Annotated[int, Field(ge=0, le=1 << 48)]
 StepNumber = Annotated[int, Field(ge=0, le=STEPS_MAX)]
-Milliseconds = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
 
-
-def _printable(text: object) -> object:
-    return printable(text) if isinstance(text, str) else text
-
-
-Text = Annotated[str, Field(max_length=TEXT_MAX), BeforeValidator(_printable)]  # people read it on their terminals
 
 Value = TypeVar("Value")
 Column = Annotated[tuple[Value, ...], Field(min_length=1, max_length=BUNDLE_MAX, fail_fast=True)]
@@ -58,12 +51,6 @@ RefusalCode = Literal[
 
 
 Blame = Literal["self", "next"]
-
-
-class Message(BaseModel):
-    """Base of all messages."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", ser_json_inf_nan="constants")
 
 
 class Hello(Message):
@@ -374,6 +361,13 @@ AnyMessage = Annotated[
     | Outputs
     | Refused
     | Failed
-    | Close,
+    | Close
+    | Moor
+    | Moored
+    | Call
+    | Called
+    | Calling
+    | Uncalled
+    | Meet,
     Field(discriminator="kind"),
 ]

@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from swarm.dht.dialback import PROTOCOL, Answer, ask_dial_back, serve_dial_back
 from swarm.dht.directory import Directory
 from swarm.dht.format import believe, pack_dictionary
 from swarm.dht.member import MemberLimits
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.search import Result
 from swarm.dht.validator import Entry, RecordGate
-from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, HandshakeFailed, Unreachable
+from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, Unreachable
 from swarm.identity import Identity
 from swarm.net.limits import DaemonLimits
 from swarm.net.p2p import P2PConfig, running_daemon
@@ -210,94 +209,6 @@ def test_a_node_runs_in_a_loop_of_another_thread(tmp_path: Path) -> None:
 
 
 # --- dial-back -------------------------------------------------------------------------------------------------------
-
-
-class Dialler:
-    """Reaches what it is told can be reached, and remembers what it was asked to dial."""
-
-    def __init__(self, *reachable: str) -> None:
-        self.reachable = reachable
-        self.dialled: list[tuple[str, bytes, bytes]] = []
-
-    async def __call__(self, address: str, public_key: bytes, channel_key: bytes) -> None:
-        self.dialled.append((address, public_key, channel_key))
-        if address not in self.reachable:
-            raise HandshakeFailed(address, "another key")
-
-
-async def test_a_helper_dials_the_askers_addresses_and_says_which_answered(tmp_path: Path) -> None:
-    dialler = Dialler("127.0.0.1:4000")
-    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
-        await serve_dial_back(boot, dialler)
-        addresses = ("127.0.0.1:4000", "127.0.0.1:4001")
-        published = await directory(server, ALICE).announce(announcement(ALICE, addresses=addresses, state="joining"))
-        result = await ask_dial_back(server, published.signed)
-        assert (result.answered, result.silent) == (("127.0.0.1:4000",), ("127.0.0.1:4001",))
-        assert result.helper == boot.peer_id
-        keys = ALICE.public_key, bytes.fromhex("cd" * 32)
-        assert sorted(dialler.dialled) == [(address, *keys) for address in addresses]
-
-
-async def test_a_helper_dials_nothing_for_somebody_elses_record(tmp_path: Path) -> None:
-    dialler = Dialler()
-    async with node(tmp_path, "boot") as boot, node(tmp_path, "bob", boot.addresses, identity=BOB) as mallory:
-        await serve_dial_back(boot, dialler)
-        alices = await directory(boot, ALICE).announce(announcement(ALICE))
-        with pytest.raises(Unreachable, match="not the asker's own"):
-            await ask_dial_back(mallory, alices.signed)
-        assert dialler.dialled == []
-
-
-async def test_a_helper_limits_how_often_it_is_asked_and_survives_garbage(tmp_path: Path) -> None:
-    dialler = Dialler()
-    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
-        await serve_dial_back(boot, dialler)
-        for garbage in (b"", (2**32 - 1).to_bytes(4, "big"), b"\x00\x00\x00\x03abc"):
-            reader, writer = await server.open_stream(boot.peer_id, PROTOCOL)
-            writer.write(garbage)
-            writer.write_eof()
-            await asyncio.wait_for(reader.read(), 10)
-            writer.close()
-        signed = (await directory(server, ALICE).announce(announcement(ALICE))).signed
-        for _ in range(2):  # of the three at once; the third garbage was read
-            await ask_dial_back(server, signed)
-        with pytest.raises(Unreachable, match="slow down"):
-            await ask_dial_back(server, signed)
-        assert len(dialler.dialled) == 2
-
-
-async def test_a_helper_that_keeps_silent_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dialler = Dialler("127.0.0.1:4000")
-    async with (
-        node(tmp_path, "boot") as boot,
-        node(tmp_path, "mute", boot.addresses) as mute,
-        node(tmp_path, "alice", boot.addresses, identity=ALICE) as server,
-    ):
-
-        async def nothing(info: object, reader: object, writer: asyncio.StreamWriter) -> None:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                writer.close()
-
-        await mute.handle_stream(PROTOCOL, nothing)
-        await serve_dial_back(boot, dialler)
-        signed = (await directory(server, ALICE).announce(announcement(ALICE, addresses=("127.0.0.1:4000",)))).signed
-        monkeypatch.setattr(server, "neighbours", lambda: (mute.peer_id, boot.peer_id))
-        with soon(8):
-            assert (await ask_dial_back(server, signed)).helper == boot.peer_id
-
-
-async def test_a_server_without_helpers_is_told_so(tmp_path: Path) -> None:
-    async with node(tmp_path, "alone") as alone:
-        signed = (await directory(alone, ALICE).announce(announcement(ALICE))).signed
-        with pytest.raises(Unreachable, match="none is known"):
-            await ask_dial_back(alone, signed)
-
-
-def test_an_answer_is_strict() -> None:
-    with pytest.raises(ValueError, match="answered"):
-        Answer.model_validate_json('{"answered": 5}')
 
 
 # --- staying responsive ----------------------------------------------------------------------------------------------

@@ -5,12 +5,15 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from swarm.access import Access, NetworkKey
-from swarm.dht.dialback import ask_dial_back, serve_dial_back
+from swarm.dht.dialback import ask_dial_back
 from swarm.dht.directory import Directory
+from swarm.dht.helper import serve_dial_back
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import RECORD, key_id, model_key, packed_text, span_key, span_subkey
 from swarm.dht.sealing import SEAL_BYTES, KeyedSeal, Purpose
@@ -18,6 +21,9 @@ from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry, RecordGate, pack_value
 from swarm.errors import RecordError, Unreachable
 from swarm.identity import Identity
+from swarm.net.address import Address
+from swarm.net.endpoint import Endpoint
+from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig
 from tests.dht.support import LOOPBACK, NETWORK, ROOT, announcement, signed
 
@@ -154,11 +160,12 @@ async def test_over_the_network_a_stranger_reads_no_record_and_stores_none(tmp_p
 async def test_a_stranger_is_no_helper_when_a_member_asks_to_be_dialled_back(tmp_path: Path) -> None:
     dialled = []
 
-    async def dial(address: str, public_key: bytes, channel_key: bytes) -> None:
-        dialled.append((address, public_key, channel_key))
+    async def dial(address: Address, *_: object) -> Any:
+        dialled.append(str(address))
+        return SimpleNamespace(close=lambda: None)
 
     async with node(tmp_path, "mallory", NONE) as mallory:
-        await serve_dial_back(mallory, dial)
+        await serve_dial_back(mallory, Endpoint(ALICE, ChannelKey(), NETWORK), dial)
         async with node(tmp_path, "alice", OURS, mallory.addresses, ALICE) as alice:
             published = await directory(alice, ALICE).announce(announcement(ALICE))
             assert published.replicas == 0
@@ -169,6 +176,6 @@ async def test_a_stranger_is_no_helper_when_a_member_asks_to_be_dialled_back(tmp
             node(tmp_path, "member", OURS, mallory.addresses) as member,
             node(tmp_path, "alice", OURS, member.addresses, ALICE) as alice,
         ):
-            await serve_dial_back(member, dial)
-            found = await ask_dial_back(alice, published.signed)
-            assert (found.helper, found.answered) == (member.peer_id, ("127.0.0.1:4000",))
+            await serve_dial_back(member, Endpoint(ALICE, ChannelKey(), NETWORK), dial)
+            (found,) = (await ask_dial_back(alice, published.signed)).found
+            assert (found.helper, found.answer.answered) == (member.peer_id, ("127.0.0.1:4000",))

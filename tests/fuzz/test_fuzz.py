@@ -18,8 +18,9 @@ from swarm.errors import InvalidMessage, UnsupportedArchitecture, UnsupportedChe
 from swarm.identity import peer_id_of, public_key_of
 from swarm.model.checkpoint import _read_config
 from swarm.model.traits import traits_of
-from swarm.protocol import codec
+from swarm.protocol import codec, meeting
 from swarm.protocol import messages as wire
+from swarm.protocol.base import Message
 from swarm.protocol.tensors import encode_tensor
 from tests.dht.support import soon
 from tests.fuzz.parsers import PARSERS
@@ -118,6 +119,7 @@ _metas = st.builds(
 )
 _hex = st.text("0123456789abcdef", min_size=64, max_size=64)
 _texts = st.text(st.characters(codec="utf-8"), max_size=64)
+_hosts = st.text("0123456789.:[]", max_size=64)
 _peers = st.binary(min_size=32, max_size=32).map(peer_id_of)
 _positions = st.integers(1, wire.POSITIONS_MAX)
 _blocks = st.integers(1, BLOCKS_MAX)
@@ -140,7 +142,10 @@ FIELDS = {
     "code": st.sampled_from(get_args(wire.RefusalCode)), "blame": st.sampled_from(get_args(wire.Blame)),
     "retry_after_ms": st.none() | st.integers(0, 24 * 3600 * 1000),
     "lifetime_s": st.integers(1, wire.LIFETIME_S_MAX), "tokens_max": st.none() | st.integers(0, 1 << 48),
-    "bundles": st.booleans(),
+    "bundles": st.booleans(), "record": st.binary(max_size=2048).map(bytes.hex),
+    "call": _hex.map(lambda text: text[:32]), "token": _hex, "back": _hex, "callee": _peers, "caller": _peers,
+    "port": st.integers(0, 65535), "seen": _hosts, "reach": _hosts, "peer": _hosts, "local": _hosts,
+    "rtt_ms": st.integers(0, 60_000), "cause": st.sampled_from(get_args(meeting.UncalledCause)),
 }  # fmt: skip
 COLUMNS = {"sessions": "session", "epochs": "epoch", "steps": "step", "keeps": "keep", "budgets_ms": "budget_ms",
            "wants": "want"}  # fmt: skip
@@ -166,7 +171,7 @@ def messages_of(kind):
     return st.builds(kind, **fields, **beside)
 
 
-KINDS = [kind for kind in wire.Message.__subclasses__() if kind.__module__ == wire.__name__]
+KINDS = [kind for kind in Message.__subclasses__() if kind.__module__ in (wire.__name__, meeting.__name__)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

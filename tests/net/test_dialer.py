@@ -8,11 +8,12 @@ import pytest
 
 from swarm.errors import HandshakeFailed, Unreachable
 from swarm.net.address import parse
-from swarm.net.carriers.tcp import Listener, dial
+from swarm.net.carriers.tcp import dial
 from swarm.net.channel import ignore
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Remote
 from swarm.net.limits import DialerLimits
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from tests.net.support import endpoint, remote, until
 

@@ -8,10 +8,11 @@ import pytest
 
 from swarm.errors import AddressInUse, ChannelClosed, HandshakeFailed, Unreachable
 from swarm.net.address import Tcp
-from swarm.net.carriers.tcp import Listener, TcpCarrier, dial
+from swarm.net.carriers.tcp import TcpCarrier, dial
 from swarm.net.channel import Channel, ignore
 from swarm.net.gate import PROGRESS
 from swarm.net.limits import DialerLimits, HandshakeLimits, ListenerLimits
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.protocol.messages import Close
 from tests.net.support import SESSION, endpoint, remote, step, until

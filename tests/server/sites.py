@@ -19,16 +19,19 @@ from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
 from swarm.net.address import parse
-from swarm.net.carriers.tcp import Listener, TcpCarrier, dial
+from swarm.net.carriers.tcp import TcpCarrier, dial
 from swarm.net.channel import Channel
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.gate import PROGRESS, Toll
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
-from swarm.protocol.messages import AnyMessage, Message, Open, Opened, Output, Rebuild, Rebuilt, Refused, Step
+from swarm.protocol.base import Message
+from swarm.protocol.messages import AnyMessage, Open, Opened, Output, Rebuild, Rebuilt, Refused, Step
 from swarm.protocol.tensors import meta_of
 from swarm.server.limits import HandlerLimits, HostedLimits
 from swarm.server.server import Server, ServerLimits, ServerOptions
 from swarm.server.session import HostedSession
+from tests.support.ways import unhidden
 
 NETWORK = "test"
 HIDDEN = 64
@@ -92,7 +95,7 @@ async def serving(
     identity = Identity.generate()
     me = Endpoint(identity, ChannelKey(), NETWORK)
     options = ServerOptions(pool_tokens, limits=limits or ServerLimits())
-    server = Server(loaded.checkpoint, loaded.spans[blocks], me, Listener(me, "127.0.0.1", 0), options)
+    server = Server(loaded.checkpoint, loaded.spans[blocks], unhidden(me, Listener(me, "127.0.0.1", 0)), options)
     await server.start()
     try:
         yield Site(server, identity)

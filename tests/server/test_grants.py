@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from swarm.activations import Activations
-from swarm.protocol.messages import Failed, Message, Open, Reroute, Rerouted
+from swarm.protocol.base import Message
+from swarm.protocol.messages import Failed, Open, Reroute, Rerouted
 from swarm.server.session import HostedSession
 from tests.server.sites import Peer, Site, activations, code, open_for, opened, rebuild, step
 

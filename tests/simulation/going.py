@@ -13,7 +13,7 @@ from swarm.blocks import Blocks
 from swarm.client.session.limits import ChunkLimits, SessionLimits
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
-from swarm.protocol import messages as wire
+from swarm.protocol.base import Message
 from swarm.protocol.tensors import meta_of
 from swarm.server.limits import HandlerLimits, MemoryLimits
 from tests.simulation.loop import VirtualLoop
@@ -148,12 +148,12 @@ class Crowded:
 # Hops that lie
 
 
-def silent(kind: type[wire.Message]) -> Callable[..., Any]:
+def silent(kind: type[Message]) -> Callable[..., Any]:
     """Return what sends no messages of this kind."""
     return lambda _, message, sent: [] if isinstance(message, kind) else [(message, sent)]
 
 
-def spoiling(kind: type[wire.Message], spoilt: Callable[..., Any]) -> Callable[..., Any]:
+def spoiling(kind: type[Message], spoilt: Callable[..., Any]) -> Callable[..., Any]:
     """Return what sends `spoilt(message, activations)`, or nothing, instead of messages of this kind."""
 
     def send(_: Any, message: Any, sent: Any) -> Any:

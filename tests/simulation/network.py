@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from swarm.activations import Activations
@@ -19,8 +20,9 @@ from swarm.net.address import Address
 from swarm.net.channel import OnMessage
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.limits import DialerLimits
+from swarm.protocol.base import Message
 from swarm.protocol.codec import decode, encode
-from swarm.protocol.messages import Message, Ping, Pong
+from swarm.protocol.messages import Ping, Pong
 
 RESET_AFTER_S = 25.0  # a connection whose bytes do not arrive for so long is ended by the sender's kernel
 
@@ -258,6 +260,8 @@ class Network:
 
 class VirtualChannel:
     """One end of a connection."""
+
+    carrier = SimpleNamespace(way="direct")
 
     def __init__(self, network: Network, process: Process, remote: Process, peer: str, on_message: OnMessage) -> None:
         self.process = process

@@ -22,10 +22,11 @@ from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
-from swarm.net.carriers.tcp import Listener
 from swarm.net.endpoint import Endpoint
+from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.server.server import Server, ServerOptions
+from tests.support.ways import unhidden
 
 NETWORK = "inprocess"
 
@@ -56,7 +57,7 @@ class InProcessSwarm:
             me = Endpoint(identity, ChannelKey(), NETWORK)
             options = ServerOptions(announce=announce, cache_tokens=cache_tokens, threads=1)
             listener = Listener(me, "127.0.0.1", 0)
-            server = Server(self.checkpoint, span, me, listener, options)
+            server = Server(self.checkpoint, span, unhidden(me, listener), options)
             self._listeners[server] = listener
             await server.start()
             await self.directory(identity).announce(server.announcement("online"))

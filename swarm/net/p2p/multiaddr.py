@@ -1,6 +1,7 @@
 """libp2p's addresses, written and read."""
 
 import ipaddress
+import re
 import socket
 
 from hivemind.p2p import PeerID
@@ -15,6 +16,12 @@ def multiaddr_of(host: str, port: int) -> str:
         return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
     except ValueError:
         return f"/ip4/{socket.gethostbyname(host)}/tcp/{port}" if host == "localhost" else f"/dns/{host}/tcp/{port}"
+
+
+def port_of(multiaddr: str) -> int:
+    """Return the TCP port in a multiaddr; 0 where it has none."""
+    found = re.search(r"/tcp/(\d{1,5})", multiaddr)
+    return int(found[1]) if found is not None else 0
 
 
 def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:

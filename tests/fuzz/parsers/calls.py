@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,14 @@ from hivemind.proto import dht_pb2
 
 from swarm.dht import dialback, protocol
 from swarm.dht.format import CALLS
+from swarm.dht.helper import Helper
 from swarm.dht.light.store import LightStore
 from swarm.dht.search import SearchLimits
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import pack_value
 from swarm.errors import ClockSkew, InvalidMessage, RecordError, TooBusy, Unreachable
+from swarm.net.endpoint import Endpoint
+from swarm.net.noise import ChannelKey
 from tests.dht.support import NETWORK
 from tests.fuzz.parsers.base import ALICE, BOB, NOW, Opened, Parser, awaited, run
 from tests.fuzz.parsers.records import HELD, KEY, RECORD, SUBKEY, gate_of, opened_record, packed_entries
@@ -157,10 +161,10 @@ def _reader(data: bytes) -> asyncio.StreamReader:
 
 
 async def _dial_back_asked(data: bytes) -> None:
-    async def dial(address: str, *_: bytes) -> None:
-        raise Unreachable(address, (address,), 0.0)
+    async def dial(address: object, *_: object) -> Any:
+        raise Unreachable(str(address), (), 0.0)
 
-    helper = dialback.Helper(SimpleNamespace(gate=gate_of()), dial)
+    helper = Helper(SimpleNamespace(gate=gate_of()), Endpoint(BOB, ChannelKey(), NETWORK), dial)
     info = SimpleNamespace(peer_id=STRANGER, addr="/ip4/127.0.0.1/tcp/1")
     await helper.handle(info, _reader(data), _Writer())
 
@@ -169,7 +173,9 @@ async def _dial_back_answered(data: bytes) -> None:
     async def open_stream(*_: str) -> tuple[asyncio.StreamReader, _Writer]:
         return _reader(data), _Writer()
 
-    await dialback.ask_helper(SimpleNamespace(gate=gate_of(), open_stream=open_stream), ALICE.peer_id, RECORD)
+    await dialback.ask_helper(
+        SimpleNamespace(gate=gate_of(), open_stream=open_stream), ALICE.peer_id, dialback.Request()
+    )
 
 
 def _prefixed(data: bytes) -> bytes:
@@ -177,8 +183,13 @@ def _prefixed(data: bytes) -> bytes:
 
 
 def _opened_request(data: bytes) -> Opened:
-    fields, close = opened_record(data[4:])
-    return fields, lambda text: _prefixed(close(text))
+    """The record within the request."""
+    fields, close = opened_record(b64decode(json.loads(data[4:])["record"]))
+    return fields, lambda text: _request(close(text))
+
+
+def _request(record: bytes) -> bytes:
+    return _prefixed(json.dumps({"record": b64encode(record).decode(), "data_port": 4000}).encode())
 
 
 def _all() -> tuple[Parser, ...]:
@@ -197,7 +208,7 @@ def _all() -> tuple[Parser, ...]:
         Parser("ping-or-store-response", awaited(_others_answered), (), (pong, stored)),
         Parser("light-find-response", awaited(_light_find), (Unreachable,), (_find_response(),)),
         Parser("light-ping-response", awaited(_light_ping), (Unreachable, ClockSkew), (pong,)),
-        Parser("dial-back-request", awaited(_dial_back_asked), (), (_prefixed(RECORD),), _opened_request),
+        Parser("dial-back-request", awaited(_dial_back_asked), (), (_request(RECORD),), _opened_request),
         Parser("dial-back-answer", awaited(_dial_back_answered), unheard, (answer,), opened_answer),
     )
 

@@ -9,8 +9,9 @@ from pydantic import TypeAdapter
 from swarm.activations import Activations
 from swarm.errors import InvalidMessage
 from swarm.net.greeting import HELLO_DOMAIN
-from swarm.protocol import codec
+from swarm.protocol import codec, meeting
 from swarm.protocol import messages as wire
+from swarm.protocol.base import Message
 from swarm.protocol.tensors import TensorMeta, decode_tensors
 from tests.dht.support import ROOT, signed
 from tests.fuzz.parsers.base import ALICE, BOB, HASH, NOW, Opened, Parser
@@ -18,7 +19,7 @@ from tests.fuzz.parsers.base import ALICE, BOB, HASH, NOW, Opened, Parser
 SESSION = "0123456789abcdef" * 2
 
 
-def activations_of(message: wire.Message) -> Activations | None:
+def activations_of(message: Message) -> Activations | None:
     """Activations as the message describes them, of bytes that count up."""
 
     def counted(name: str) -> torch.Tensor | None:
@@ -31,11 +32,11 @@ def activations_of(message: wire.Message) -> Activations | None:
     return None if hidden is None else Activations(hidden, counted("positions"), counted("mask"))
 
 
-def frame_of(message: wire.Message) -> bytes:
+def frame_of(message: Message) -> bytes:
     return b"".join(codec.encode(message, activations_of(message)))
 
 
-def messages() -> tuple[wire.Message, ...]:
+def messages() -> tuple[Message, ...]:
     hidden, positions = TensorMeta(dtype="bfloat16", shape=(2, 3, 8)), TensorMeta(dtype="int64", shape=(1, 3))
     mask = TensorMeta(dtype="uint8", shape=(2, 3))
     of = {"session": SESSION, "epoch": 3}
@@ -66,6 +67,13 @@ def messages() -> tuple[wire.Message, ...]:
         wire.Outputs(**columns, hidden=hidden_of_two),
         wire.Refused(**of, step=4, code="no_room", why="full", retry_after_ms=250),
         wire.Close(session=SESSION),
+        meeting.Moor(record=signed(BOB, now=NOW).hex()),
+        meeting.Moored(seen="1.2.3.4:5678"),
+        meeting.Call(call=SESSION, callee=BOB.peer_id, port=31330, back=ROOT),
+        meeting.Called(call=SESSION, token=ROOT, caller=BOB.peer_id, reach="1.2.3.4:31330", back=ROOT),
+        meeting.Calling(call=SESSION, token=ROOT),
+        meeting.Uncalled(call=SESSION, cause="busy", why="too many", retry_after_ms=250),
+        meeting.Meet(token=ROOT, peer="1.2.3.4:5678", local="192.168.0.2:4000", rtt_ms=70),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 
 from swarm.access import Access
-from swarm.dht import dialback
+from swarm.dht import helper
 from swarm.dht.format import believe, pack_dictionary, unpack_dictionary
 from swarm.dht.records import check_address, key_id, open_announcement, packed_text, span_key, span_subkey
 from swarm.dht.search import SearchLimits
@@ -78,11 +78,11 @@ async def _read_address(data: bytes) -> None:
     except ValueError:
         return
     try:
-        literal = await dialback.resolved(text)
+        literal = await helper.resolved(text)
     except OSError:
         return
     assert literal is not None
-    dialback.is_global(literal)
+    helper.is_global(literal)
 
 
 def _all() -> tuple[Parser, ...]:

@@ -1,0 +1,188 @@
+"""How others reach this server, found out by itself: at an address, or through anchors (docs/reach.md).
+
+It announces its addresses and lets other nodes try them. Where that fails, it moors at anchors, which the same nodes
+offer or know, and announces these. It goes on looking: a port may be forwarded later, a network may change.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from swarm.dht.dialback import Findings, Offer, ask_dial_back
+from swarm.dht.node import SwarmNode
+from swarm.dht.records import Announcement, Mooring, SignedAnnouncement
+from swarm.errors import Unreachable
+from swarm.identity import public_key_of
+from swarm.limits import limit
+from swarm.net.address import Tcp, ViaAnchor, dialable
+from swarm.net.endpoint import Endpoint
+from swarm.net.traversal import ListeningTraversal
+
+_log = structlog.get_logger("swarm.server")
+
+
+@dataclass(frozen=True, slots=True)
+class ReachLimits:
+    """How often a server looks how it is reached."""
+
+    moored_s: float = limit(4.0, "s", "to the first mooring, once it is known that no address leads here")
+    again_s: float = limit(30.0, "s", "until a server that cannot be reached in any way looks again")
+    look_s: float = limit(300.0, "s", "between looks at how a running server is reached")
+    first_look_s: float = limit(1.0, "s", "after it is online, its ports are tried from outside")
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where this process listens, and what its operator says about it."""
+
+    addresses: tuple[str, ...]  # "host:port", announced unless others find that they lead nowhere
+    data_port: int
+    p2p_port: int
+
+
+class Reachability:
+    """How one server is reached now. Lives in the event loop."""
+
+    def __init__(
+        self,
+        node: SwarmNode,
+        me: Endpoint,
+        traversal: ListeningTraversal,
+        listening: Listening,
+        limits: ReachLimits = ReachLimits(),
+    ) -> None:
+        self.addresses = listening.addresses
+        self.on_change: Callable[[], None] = lambda: None
+        self._node, self._me, self._traversal = node, me, traversal
+        self._listening, self._limits = listening, limits
+        self._hidden = False
+        self._moored = asyncio.Event()
+        self._mooring: asyncio.Task[None] | None = None
+        traversal.moorings.on_change = self._moorings_changed
+
+    @property
+    def anchors(self) -> tuple[Mooring, ...]:
+        """Where this server is moored, as its record says it."""
+        vias = self._traversal.moorings.anchors if self._hidden else ()
+        return tuple(Mooring(public_key_of(via.peer).hex(), via.channel_key.hex(), str(via.at)) for via in vias)
+
+    @property
+    def text(self) -> str:
+        """How it is reached, for people."""
+        if not self._hidden:
+            return f"at {', '.join(self.addresses)}"
+        n = len(self._traversal.moorings.anchors)
+        return f"behind a router, through {n} anchor{'s' if n > 1 else ''}"
+
+    def applied(self, announcement: Announcement) -> Announcement:
+        """Return an announcement that says how this server is reached."""
+        return announcement.model_copy(update={"addresses": self.addresses, "anchors": self.anchors})
+
+    def offer(self) -> Offer | None:
+        """Return where hidden peers may moor: here, if this server is reached at an address."""
+        if self._hidden or not self._traversal.caller.port:
+            return None
+        key = self._me.identity.public_key.hex()
+        return Offer(public_key=key, channel_key=self._me.key.public.hex(), addresses=self.addresses)
+
+    async def find(self, signed: SignedAnnouncement) -> bool:
+        """Find out how this server is reached, and become so. Returns whether it is. signed: its newest record."""
+        findings = await self._ask(signed)
+        if findings is None or findings.reached:
+            self._show(self.addresses)
+            if findings is None:
+                await self._node.promote()  # nobody is there to say otherwise
+            return True
+        anchors = findings.anchors
+        if not anchors:
+            _log.error(
+                "this server cannot be reached from outside, and no anchor is known: start swarm-bootstrap on a public "
+                "machine, forward the port, or pass --announce-address",
+                addresses=list(self.addresses),
+            )
+            return False
+        return await self._hide(anchors)
+
+    async def run(self, newest: Callable[[], SignedAnnouncement | None]) -> None:
+        """Look again and again how this server is reached, for ever. newest: its newest record."""
+        await asyncio.sleep(self._limits.first_look_s)
+        while True:
+            if (signed := newest()) is not None:
+                await self._look(signed)
+            await asyncio.sleep(self._limits.look_s)
+
+    async def close(self) -> None:
+        """Let go of the moorings."""
+        if self._mooring is not None:
+            self._mooring.cancel()
+            await asyncio.wait((self._mooring,))
+
+    async def _look(self, signed: SignedAnnouncement) -> None:
+        findings = await self._ask(signed, self._listening.data_port, self._listening.p2p_port)
+        if findings is None:
+            return
+        if findings.p2p:
+            await self._node.promote()
+        else:
+            self._node.demote()
+        self._traversal.moorings.offer(findings.anchors)
+        outside = str(Tcp(findings.outside, self._listening.data_port)) if findings.outside else ""
+        if self._hidden and outside:
+            _log.info("reached from outside now", address=outside)
+            await self._unhide((outside,))
+        elif not self._hidden and not findings.reached:
+            if outside:
+                self._show((outside,))
+                self.on_change()
+            elif findings.anchors:
+                await self._hide(findings.anchors)
+                self.on_change()
+
+    async def _ask(self, signed: SignedAnnouncement, data_port: int = 0, p2p_port: int = 0) -> Findings | None:
+        """Return what other nodes found; None where none can say."""
+        if not self._node.neighbours():
+            _log.warning("no other node is there yet to check that this server can be reached from outside")
+            return None
+        try:
+            return await ask_dial_back(self._node, signed, data_port=data_port, p2p_port=p2p_port)
+        except Unreachable as error:
+            _log.warning("no other node could check that this server can be reached", why=str(error))
+            return None
+
+    def _show(self, addresses: tuple[str, ...]) -> None:
+        """This server is reached at these addresses."""
+        self._hidden, self.addresses = False, addresses
+        at = next(iter(dialable(addresses)), None)
+        if at is not None:
+            self._traversal.caller.host, self._traversal.caller.port = at.host, at.port
+
+    async def _hide(self, anchors: tuple[ViaAnchor, ...]) -> bool:
+        """No address leads here: moor, and announce anchors. Returns whether there is a mooring."""
+        moorings = self._traversal.moorings
+        self._hidden, self.addresses = True, ()
+        self._traversal.caller.port = 0
+        moorings.offer(anchors)
+        if self._mooring is None:
+            self._mooring = asyncio.create_task(moorings.run())
+        try:
+            async with asyncio.timeout(self._limits.moored_s):
+                await self._moored.wait()
+        except TimeoutError:
+            _log.error("no anchor takes this server, which cannot be reached from outside", asked=len(anchors))
+            return False
+        return True
+
+    async def _unhide(self, addresses: tuple[str, ...]) -> None:
+        self._show(addresses)
+        await self.close()
+        self._mooring = None
+        self.on_change()
+
+    def _moorings_changed(self) -> None:
+        if self._traversal.moorings.anchors:
+            self._moored.set()
+        else:
+            self._moored.clear()
+        self.on_change()

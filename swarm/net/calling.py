@@ -1,0 +1,174 @@
+"""The caller's side of a meeting: reach a hidden peer through an anchor at which it is moored (docs/reach.md)."""
+
+import asyncio
+import secrets
+import socket
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from swarm.errors import NetworkError, Unreachable
+from swarm.limits import limit
+from swarm.net.address import ViaAnchor, dialable
+from swarm.net.anchor import Anchor
+from swarm.net.carriers.tcp import dial_on
+from swarm.net.channel import Channel, OnMessage
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.flow import FlowControl
+from swarm.net.halves import TOKEN_BYTES, Half, Halves, open_half
+from swarm.net.limits import DialerLimits
+from swarm.net.lines import Lines
+from swarm.net.punch import Here, PunchLimits, punch
+from swarm.protocol.meeting import Call, Calling, Meet
+
+Result = TypeVar("Result")
+_log = structlog.get_logger("swarm.net")
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """How long a caller waits for each part of a meeting."""
+
+    answer_s: float = limit(4.0, "s", "an anchor that has not answered a call by then is left")
+    reverse_s: float = limit(1.5, "s", "for the hidden peer to dial this side, where that is possible")
+    meet_s: float = limit(6.0, "s", "for the hidden peer to come to the anchor")
+    punch: PunchLimits = field(default_factory=PunchLimits)
+
+
+class Caller:
+    """Makes one process's calls. Lives in the event loop."""
+
+    def __init__(
+        self,
+        me: Endpoint,
+        lines: Lines,
+        halves: Halves | None = None,
+        anchor: Anchor | None = None,
+        flow: FlowControl | None = None,
+        limits: CallLimits = CallLimits(),
+    ) -> None:
+        """halves, anchor: of this process, where it listens. flow: shared with its other channels."""
+        self.port = 0  # at which this process can be dialled from outside, once that is known
+        self.host = ""  # the same, for peers that are moored at this process itself
+        self._me, self._lines, self._halves, self._anchor = me, lines, halves, anchor
+        self._flow, self._limits, self._dialer_limits = flow or FlowControl(), limits, DialerLimits()
+
+    async def call(self, anchor: ViaAnchor, remote: Remote, on_message: OnMessage) -> Channel:
+        """Return a proven channel to a hidden peer: reverse, punched or relayed. Raises NetworkError."""
+        if anchor.peer == self._me.identity.peer_id:
+            return await self._summon(remote, on_message)
+        line = await self._lines.open(anchor)
+        try:
+            return await self._through(line, anchor, remote, on_message)
+        except (OSError, ValueError) as error:
+            raise Unreachable(remote.peer, (str(anchor),), 0.0, str(error)) from None
+        finally:
+            self._lines.release(line)
+
+    async def _summon(self, remote: Remote, on_message: OnMessage) -> Channel:
+        """Let a peer that is moored at this very process dial it."""
+        if self._anchor is None or not self.port:
+            raise Unreachable(remote.peer, (), 0.0, "it is moored at this process, which nobody can dial")
+        with _Back(self._halves) as back:
+            call = Call(call=secrets.token_hex(16), callee=remote.peer, port=self.port, back=back.token.hex())
+            self._anchor.summon(self._me.identity.peer_id, call, self.host)
+            half = await _within(back.half, self._limits.reverse_s, remote.peer, "it does not come")
+        return await self._become(half.sock, "reverse", remote, on_message)
+
+    async def _through(self, line: Channel, anchor: ViaAnchor, remote: Remote, on_message: OnMessage) -> Channel:
+        call, limits = secrets.token_hex(16), self._limits
+        with _Back(self._halves if self.port else None) as back:
+            answer = self._lines.expect(line, call)
+            line.send(Call(call=call, callee=remote.peer, port=self.port, back=back.token.hex()))
+            try:
+                calling = await _within(answer, limits.answer_s, anchor.peer, "the anchor does not answer a call")
+            finally:
+                self._lines.forget(line, call)
+            assert isinstance(calling, Calling)
+            if self.port:
+                try:
+                    half = await _within(back.half, limits.reverse_s, remote.peer, "it does not dial back")
+                    return await self._become(half.sock, "reverse", remote, on_message)
+                except NetworkError as error:
+                    _log.debug("not dialled back", peer=remote.peer, why=str(error))
+        return await self._meet(line, anchor, calling, remote, on_message)
+
+    async def _meet(
+        self, line: Channel, anchor: ViaAnchor, calling: Calling, remote: Remote, on_message: OnMessage
+    ) -> Channel:
+        met = self._lines.expect(line, calling.token)
+        sock: socket.socket | None = None
+        try:
+            sock = await open_half(anchor.at, bytes.fromhex(calling.token), self._me.public)
+            here = Here.of(sock)
+            meet = await _within(met, self._limits.meet_s, remote.peer, f"it does not come to its anchor {anchor.at}")
+            assert isinstance(meet, Meet)
+            half, sock = sock, None
+            return await self._best(half, here, meet, remote, on_message)
+        finally:
+            self._lines.forget(line, calling.token)
+            if sock is not None:
+                sock.close()
+
+    async def _best(
+        self, half: socket.socket, here: Here, meet: Meet, remote: Remote, on_message: OnMessage
+    ) -> Channel:
+        """Punch, while the handshake on the relayed connection runs as well. Returns the better channel that works."""
+        relayed = asyncio.create_task(self._become(half, "relayed", remote, on_message))
+        relayed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        chosen: Channel | None = None
+        try:
+            peers, locals_ = dialable((meet.peer,)), dialable((meet.local,))
+            if peers:
+                local = locals_[0] if locals_ else None
+                sock = await punch(here, peers[0], local, meet.rtt_ms, self._me.public, self._limits.punch)
+                if sock is not None:
+                    try:
+                        chosen = await self._become(sock, "punched", remote, on_message)
+                        return chosen
+                    except NetworkError as error:
+                        _log.debug("punched, and another peer is there", peer=remote.peer, why=str(error))
+            chosen = await relayed
+            return chosen
+        finally:
+            relayed.cancel()
+            await asyncio.wait((relayed,))
+            if not relayed.cancelled() and relayed.exception() is None and relayed.result() is not chosen:
+                relayed.result().close()
+
+    async def _become(self, sock: socket.socket, way: str, remote: Remote, on_message: OnMessage) -> Channel:
+        return await dial_on(sock, way, remote, self._me, on_message, self._flow, self._dialer_limits)
+
+
+class _Back:
+    """A token by which a hidden peer comes to this process's listener, for as long as it is awaited."""
+
+    def __init__(self, halves: Halves | None) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.half: asyncio.Future[Half] = asyncio.get_running_loop().create_future()
+        self._halves = halves
+
+    def __enter__(self) -> "_Back":
+        if self._halves is not None:
+            self._halves.expect(self.token, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._halves is not None:
+            self._halves.forget(self.token)
+        self.half.cancel()
+
+    def _take(self, half: Half) -> None:
+        if self.half.done():
+            half.sock.close()
+        else:
+            self.half.set_result(half)
+
+
+async def _within(future: "asyncio.Future[Result]", timeout_s: float, peer: str, why: str) -> Result:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(future)
+    except TimeoutError:
+        raise Unreachable(peer, (), timeout_s, why) from None

@@ -1,0 +1,131 @@
+"""TCP hole punching: two peers behind routers connect to each other at the same moment.
+
+Each has a half: a connection to the anchor, which tells it from where the other's half comes. Each connects to there,
+from the very port of its half, and listens on it: a router that keeps its mappings lets the other's packets in as
+answers. (Ford, Srisuresh, Kegel: Peer-to-Peer Communication Across Network Address Translators, 2005, section 4.)
+"""
+
+import asyncio
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from swarm.limits import limit
+from swarm.net.address import Tcp
+from swarm.net.halves import plain, reusable
+from swarm.net.reach import makes_sense
+
+
+@dataclass(frozen=True, slots=True)
+class PunchLimits:
+    """How long a punch is tried. The patience is `base_s` + `rtts` round trips of both halves together."""
+
+    base_s: float = limit(0.1, "s", "of patience beside the round trips")
+    rtts: float = limit(1.5, "round trips", "of patience")
+    least_s: float = limit(0.3, "s", "of patience at least")
+    most_s: float = limit(2.5, "s", "of patience at most; the relayed connection is used then")
+    gap_s: float = limit(0.06, "s", "before the next try where the other's router answered that nothing listens")
+    tries_max: int = limit(4, "connections", "to one address, so that no anchor can make this side flood another")
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This side's end of a half: where a punch begins."""
+
+    family: int
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, half: socket.socket) -> "Here":
+        """Return the end of a connected half. Raises OSError."""
+        host, port = half.getsockname()[:2]
+        return cls(half.family, plain(host), port)
+
+
+async def punch(
+    here: Here, peer: Tcp, local: Tcp | None, rtt_ms: int, public: bool, limits: PunchLimits = PunchLimits()
+) -> socket.socket | None:
+    """Connect from the half's port while the other side connects to us. Returns None where that does not work.
+
+    local: the other one's address in its own network, where both halves come from one: two peers behind one router
+    meet there, if it is of this side's network.
+    """
+    to = local if local is not None and _neighbours(here.host, local.host) else peer
+    if to is peer and (not makes_sense(peer.host, public) or peer.port < 1024):
+        return None
+    patience_s = min(limits.most_s, max(limits.least_s, limits.base_s + limits.rtts * rtt_ms / 1000))
+    try:
+        door = reusable(here.family, here.port)  # the one who is a moment later comes in here
+    except OSError:
+        return None
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[socket.socket | None]]()
+    found: socket.socket | None = None
+    try:
+        door.listen(4)
+        tasks = {
+            loop.create_task(_come_in(door, to.host)),
+            loop.create_task(_go_out(here, to, limits)),
+        }
+        async with asyncio.timeout(patience_s):
+            while tasks and found is None:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                found = next((sock for task in done if (sock := task.result()) is not None), None)
+    except (TimeoutError, OSError):
+        pass
+    finally:
+        await _end(tasks, found)
+        door.close()
+    return found
+
+
+async def _end(tasks: "set[asyncio.Task[socket.socket | None]]", kept: socket.socket | None) -> None:
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, socket.socket) and result is not kept:
+            result.close()
+
+
+async def _come_in(door: socket.socket, host: str) -> socket.socket | None:
+    while True:
+        sock, address = await asyncio.get_running_loop().sock_accept(door)
+        if plain(address[0]) == host:
+            return sock
+        sock.close()
+
+
+async def _go_out(here: Here, to: Tcp, limits: PunchLimits) -> socket.socket | None:
+    loop = asyncio.get_running_loop()
+    host = f"::ffff:{to.host}" if here.family == socket.AF_INET6 and ":" not in to.host else to.host
+    for _ in range(limits.tries_max):
+        sock = None
+        try:
+            sock = reusable(here.family, here.port)
+            await loop.sock_connect(sock, (host, to.port))
+            return sock
+        except (ConnectionRefusedError, ConnectionResetError):  # its router answers before its own packet has left
+            if sock is not None:
+                sock.close()
+            await asyncio.sleep(limits.gap_s)
+        except OSError:  # the other one has come in
+            if sock is not None:
+                sock.close()
+            return None
+        except BaseException:
+            if sock is not None:
+                sock.close()
+            raise
+    return None
+
+
+def _neighbours(here: str, there: str) -> bool:
+    """Whether two addresses are of one private network, as far as that can be told: /24, or /64 of IPv6."""
+    try:
+        ours, theirs = ipaddress.ip_address(here), ipaddress.ip_address(there)
+    except ValueError:
+        return False
+    if ours.version != theirs.version or theirs.is_loopback or theirs.is_multicast or theirs.is_unspecified:
+        return False
+    network = ipaddress.ip_network((here, 24 if ours.version == 4 else 64), strict=False)
+    return theirs in network and ours != theirs

@@ -1,0 +1,135 @@
+"""A blind relay: two connections joined, byte for byte. It sees sealed frames only, and counts and limits them."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from swarm.net.rate import TokenBucket
+
+
+class Meter:
+    """What all pairs of one relay have in common: its rate, and what it has relayed. Lives in the event loop."""
+
+    def __init__(self, bytes_per_s: float, burst: float) -> None:
+        self.relayed_bytes = 0
+        self.shared = TokenBucket(bytes_per_s, burst)
+
+
+class Splice:
+    """One joined pair. It ends when one side does, is silent for too long, or does not take what waits for it."""
+
+    def __init__(self, meter: Meter, own: TokenBucket, silent_s: float, ended: Callable[[], None]) -> None:
+        """own: the rate of this pair. ended: called once, when both connections are closed."""
+        self.relayed_bytes = 0
+        self._meter, self._own, self._silent_s, self._ended = meter, own, silent_s, ended
+        self._sides = (_Side(self), _Side(self))
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._watch: asyncio.TimerHandle | None = None
+        self._over = False
+
+    async def join(self, first: socket.socket, second: socket.socket) -> None:
+        """Begin. Raises OSError where a connection has gone already; both are closed then."""
+        one, other = self._sides
+        one.other, other.other = other, one
+        left = [first, second]
+        try:
+            for side in self._sides:  # each reads only once the other can write
+                await self._loop.connect_accepted_socket(partial(_same, side), left.pop(0))
+        except BaseException:
+            for sock in left:
+                sock.close()
+            self.end()
+            raise
+        for side in self._sides:
+            side.resume_if_free()
+        self._look()
+
+    def end(self) -> None:
+        """Close both connections."""
+        if self._over:
+            return
+        self._over = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for side in self._sides:
+            side.close()
+        self._ended()
+
+    def passes(self, n_bytes: int) -> float:
+        """Count bytes that pass. Returns the seconds for which their side is not read."""
+        now = self._heard_at = self._loop.time()
+        self.relayed_bytes += n_bytes
+        self._meter.relayed_bytes += n_bytes
+        return max(self._own.owe(now, n_bytes), self._meter.shared.owe(now, n_bytes))
+
+    def _look(self) -> None:
+        left_s = self._heard_at + self._silent_s - self._loop.time()
+        if left_s <= 0:
+            self.end()
+        else:
+            self._watch = self._loop.call_later(left_s + 1e-3, self._look)
+
+
+def _same(side: "_Side") -> "_Side":
+    return side
+
+
+class _Side(asyncio.Protocol):
+    """One connection of a pair: what it receives, the other sends."""
+
+    def __init__(self, splice: Splice) -> None:
+        self.other: _Side
+        self._splice = splice
+        self._transport: asyncio.Transport | None = None
+        self._is_full = False  # the other side cannot send
+        self._owes = True  # its bytes came too fast, or the other side is not there yet
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = connected = cast(asyncio.Transport, transport)
+        connected.set_write_buffer_limits(high=128 * 1024)
+        connected.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        assert self.other._transport is not None
+        self.other._transport.write(data)
+        wait_s = self._splice.passes(len(data))
+        if wait_s > 0:
+            self._owes = True
+            assert self._transport is not None
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(wait_s, self.resume_if_free)
+
+    def pause_writing(self) -> None:
+        self.other._is_full = True
+        if self.other._transport is not None:
+            self.other._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.other._is_full = False
+        if not self.other._owes:
+            self.other.resume_if_free()
+
+    def resume_if_free(self) -> None:
+        """Read again, unless the other side is full."""
+        self._owes = False
+        if not self._is_full and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._transport = None
+        self._splice.end()
+
+    def close(self) -> None:
+        """Send what waits, then end; abort where the peer does not take it."""
+        transport = self._transport
+        if transport is not None:
+            transport.close()
+            if transport.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(5.0, transport.abort)

@@ -1,0 +1,83 @@
+"""NAT traversal: one process's part in it, as a caller, as a hidden peer and as an anchor (docs/reach.md).
+
+lines      its sealed channels to anchors
+caller     reaches hidden peers
+anchor     brings others together, where this process listens
+moorings   where this process itself is hidden
+"""
+
+from collections.abc import Callable
+
+from swarm.activations import Activations
+from swarm.net.address import Address, ViaAnchor
+from swarm.net.anchor import Anchor, AnchorLimits, Check
+from swarm.net.calling import Caller
+from swarm.net.carriers import tcp
+from swarm.net.channel import Channel, OnMessage
+from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.flow import FlowControl
+from swarm.net.gate import Toll
+from swarm.net.halves import Halves
+from swarm.net.limits import DialerLimits
+from swarm.net.lines import Lines
+from swarm.net.listener import Listener
+from swarm.net.mooring import Moorings
+from swarm.protocol.messages import AnyMessage
+
+
+class Traversal:
+    """The ways of a process that does not listen: it reaches hidden peers, and is itself dialled by nobody."""
+
+    def __init__(self, me: Endpoint, flow: FlowControl | None = None, limits: DialerLimits | None = None) -> None:
+        """flow: shared with the process's other channels."""
+        self.lines = Lines(me)
+        self.caller = Caller(me, self.lines, flow=flow)
+        self._flow, self._limits = flow or FlowControl(), limits or DialerLimits()
+
+    async def dial(self, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage) -> Channel:
+        """Reach a peer at an address of any kind: a `Dial` for a `Dialer`. Raises NetworkError."""
+        if isinstance(address, ViaAnchor):
+            return await self.caller.call(address, remote, on_message)
+        return await tcp.dial(address, remote, me, on_message, self._flow, self._limits)
+
+    async def close(self) -> None:
+        """End the lines to anchors."""
+        await self.lines.close()
+
+
+class ListeningTraversal(Traversal):
+    """The ways of a process that listens: it is an anchor too, and can be moored."""
+
+    def __init__(
+        self,
+        me: Endpoint,
+        listener: Listener,
+        check: Check,
+        record: Callable[[], bytes],
+        anchor_limits: AnchorLimits = AnchorLimits(),  # noqa: B008 - frozen
+    ) -> None:
+        """check: of the records of peers that moor here. record: this peer's newest signed announcement."""
+        super().__init__(me, listener.flow)
+        self.me, self.listener = me, listener
+        self.halves = Halves()
+        self.anchor = Anchor(self.halves, check, anchor_limits)
+        self.caller = Caller(me, self.lines, self.halves, self.anchor, listener.flow)
+        self.moorings = Moorings(me, self.lines, listener, record)
+        listener.on_half = self.halves.accept
+
+    def before(self, on_message: OnMessage) -> OnMessage:
+        """Return an OnMessage that takes the messages to an anchor, and leaves all others to `on_message`."""
+
+        def take(channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:
+            if message.kind in ("moor", "call"):
+                return self.anchor.take(channel, message)
+            return on_message(channel, message, activations)
+
+        return take
+
+    async def close(self) -> None:
+        """End all of it. The listener's channels are its owner's."""
+        self.listener.on_half = None
+        self.anchor.close()
+        self.halves.close()
+        await super().close()

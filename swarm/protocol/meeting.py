@@ -1,0 +1,93 @@
+"""The messages by which an anchor brings a caller and a hidden peer together (`swarm.net.anchor`).
+
+hidden peer -> anchor       Moor
+anchor -> hidden peer       Moored, Called, Meet
+caller -> anchor            Call
+anchor -> caller            Calling, Uncalled, Meet
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from swarm.protocol.base import Message, Milliseconds, PeerId, Text
+
+CallName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="chosen by the caller, and new for each call")]
+Token = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="said by a half: a connection that belongs to it")]
+HostPort = Annotated[str, Field(max_length=64)]
+
+UncalledCause = Literal[
+    "busy",  # too many meetings: come back after retry_after_ms
+    "away",  # the callee is not moored here
+    "refused",  # this side does not do that
+]
+
+
+class Moor(Message):
+    """Keep this line, and tell who calls. record: the sender's own signed announcement, in hex."""
+
+    kind: Literal["moor"] = "moor"
+    record: Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=4096)]
+
+
+class Moored(Message):
+    """The anchor will. seen: from where the line comes, as the anchor sees it."""
+
+    kind: Literal["moored"] = "moored"
+    seen: HostPort
+
+
+class Call(Message):
+    """Bring us together with a peer that is moored here.
+
+    port: at which the caller can be dialled from outside, 0 where it cannot. back: what to say there.
+    """
+
+    kind: Literal["call"] = "call"
+    call: CallName
+    callee: PeerId
+    port: int = Field(default=0, ge=0, le=65535)
+    back: Token
+
+
+class Called(Message):
+    """A peer calls. token: for the half that comes to the anchor. reach, back: where the caller can be dialled."""
+
+    kind: Literal["called"] = "called"
+    call: CallName
+    token: Token
+    caller: PeerId
+    reach: HostPort = ""
+    back: Token
+
+
+class Calling(Message):
+    """The callee has been told. token: for the caller's half."""
+
+    kind: Literal["calling"] = "calling"
+    call: CallName
+    token: Token
+
+
+class Uncalled(Message):
+    """The anchor does not bring them together. call: empty where it refuses a mooring."""
+
+    kind: Literal["uncalled"] = "uncalled"
+    call: Annotated[str, Field(max_length=32)] = ""
+    cause: UncalledCause
+    why: Text
+    retry_after_ms: Milliseconds | None = None
+
+
+class Meet(Message):
+    """Both halves are here, and joined. Both sides are told at the same moment, as far as the anchor can.
+
+    token: of the receiver's own half. peer: from where the other half comes. local: the other one's address in its own
+    network, where both come from one. rtt_ms: of the two halves together.
+    """
+
+    kind: Literal["meet"] = "meet"
+    token: Token
+    peer: HostPort
+    local: HostPort = ""
+    rtt_ms: int = Field(ge=0, le=60_000)
