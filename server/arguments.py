@@ -54,6 +54,7 @@ class NetworkArguments:
     initial_peers: tuple[str, ...]
     network: str
     lan: bool
+    map_port: bool
     access: Access = EVERYBODY
 
 

@@ -131,6 +131,12 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     multiple=True,
     help="where others reach --p2p-listen, if not directly; may be repeated",
 )
+@click.option(
+    "--map-port/--no-map-port",
+    default=True,
+    show_default=True,
+    help="in a public swarm, ask the home router to forward --listen's port (PCP, NAT-PMP, UPnP)",
+)
 @click.option("--device", default=None, help="cuda, cuda:1, cpu, ...; the first GPU if there is one")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the compute thread")

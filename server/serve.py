@@ -5,7 +5,8 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -29,6 +30,7 @@ from swarm.net.address import Tcp
 from swarm.net.endpoint import Endpoint
 from swarm.net.lan import networks
 from swarm.net.listener import Listener
+from swarm.net.mapping import Mapped, map_ports
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public
@@ -73,6 +75,7 @@ async def serve(
             async with (
                 open_node(config, clock=time.time) as node,
                 nearby(node, config, lan=wanted.lan and not public) as here,
+                _mapped(listener.address.port, wanted.map_port and public and not wanted.announce_address) as mapped,
             ):
                 opened = await opening
                 here.root = opened.loader.checkpoint.root
@@ -88,7 +91,7 @@ async def serve(
                 listening = Listening(
                     wanted.announce_address or (_reachable(listener.address),), listener.address.port, p2p_port
                 )
-                reach = Reachability(node, me, traversal, listening)
+                reach = Reachability(node, me, traversal, listening, mapped)
                 await serve_dial_back(node, me, traversal.dial, reach.offer)
                 host = _Host(arguments, traversal, reach, node, directory, opened, ready, stop)
                 try:
@@ -97,6 +100,20 @@ async def serve(
                     await reach.close()
                     await traversal.close()
                     await listener.close()
+
+
+@asynccontextmanager
+async def _mapped(port: int, wanted: bool) -> AsyncIterator[Mapped | None]:
+    """Let the home router forward a port, if that is wanted and it does."""
+    if not wanted:
+        yield None
+        return
+    async with map_ports((port,)) as mapped:
+        for mapping in mapped.mappings:
+            _log.info(
+                "the router forwards the port", internal=mapping.internal, at=str(mapping.external), by=mapping.by
+            )
+        yield mapped
 
 
 class _Host:
