@@ -53,6 +53,7 @@ class NetworkArguments:
     p2p_announce_address: tuple[tuple[str, int], ...]
     initial_peers: tuple[str, ...]
     network: str
+    relay_bandwidth: int  # bytes a second
     access: Access = EVERYBODY
 
 

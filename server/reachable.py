@@ -37,7 +37,7 @@ class ReachLimits:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where this process listens, and what its operator says about it."""
+    """Where this process listens."""
 
     addresses: tuple[str, ...]  # "host:port", announced unless others find that they lead nowhere
     data_port: int
@@ -125,7 +125,7 @@ class Reachability:
             await asyncio.wait((self._mooring,))
 
     async def _look(self, signed: SignedAnnouncement) -> bool:
-        """Adapt to what other nodes find. Returns whether any could try."""
+        """Adapt to the findings of other nodes. Returns whether any could try."""
         try:
             findings = await self._ask(signed, self._listening.data_port, self._listening.p2p_port)
         except TooBusy:
@@ -141,6 +141,8 @@ class Reachability:
         if self._hidden and outside:
             _log.info("reached from outside now", address=outside)
             await self._unhide((outside,))
+        elif self._hidden and not findings.through:
+            _log.warning("no other node reaches this server through its anchors", anchors=len(self.anchors))
         elif not self._hidden and not findings.reached:
             if outside:
                 self._show((outside,))
@@ -151,7 +153,7 @@ class Reachability:
         return True
 
     async def _ask(self, signed: SignedAnnouncement, data_port: int = 0, p2p_port: int = 0) -> Findings | None:
-        """Return what other nodes found; None where none can say. Raises TooBusy."""
+        """Return the findings of other nodes; None where none can say. Raises TooBusy."""
         if not self._node.neighbours():
             _log.warning("no other node is there yet to check that this server can be reached from outside")
             return None

@@ -124,6 +124,22 @@ async def test_a_mooring_needs_a_record():
         assert (hidden.ways.moorings.anchors, anchor.ways.anchor.load.moored) == ((), 0)
 
 
+async def test_a_refused_mooring_succeeds_later_on_the_same_line():
+    refusals = [True]
+
+    def check(peer, record):
+        if refusals:
+            refusing(peer, record)
+
+    async with places() as made:
+        anchor, hidden = await made.place(check=check), await made.place()
+        hidden.moor(anchor)
+        await until(lambda: anchor.ways.listener.admission.channels)
+        await asyncio.sleep(0.3)
+        refusals.clear()
+        await until(lambda: hidden.ways.moorings.anchors == (anchor.via,))
+
+
 async def test_moorings_of_one_host_are_bounded():
     async with places() as made:
         anchor = await made.place(limits(moorings_per_host_max=2))
@@ -223,6 +239,22 @@ async def test_an_anchor_names_no_third_host_and_no_system_port():
             line.send(call)
         await until(lambda: len(called) == 2)
         assert [message.reach for message in called] == ["", "127.0.0.1:4000"]
+
+
+async def test_a_relayed_caller_is_not_dialled_back():
+    """Its channel comes from another anchor, and the caller would choose a port of that one."""
+    async with places() as made:
+        anchor = await made.place()
+        hidden, called = await made.hidden(anchor), []
+        hidden.ways.lines.on_called = lambda line, message: called.append(message)
+        caller = made.caller()
+        line = await caller.ways.lines.open(anchor.via)
+        await line.ping()
+        (taken,) = [one for one in anchor.ways.listener.admission.channels if one.peer == caller.me.identity.peer_id]
+        taken.carrier.way = "relayed"
+        line.send(Call(call="0" * 32, callee=hidden.me.identity.peer_id, port=4000, back="ab" * 32))
+        await until(lambda: called)
+        assert called[0].reach == ""
 
 
 async def test_hidden_peer_dials_no_private_host_in_a_public_swarm():
