@@ -106,6 +106,7 @@ async def _open(hidden_size: int) -> _Ring:
         peer_id=remote.peer,
         channel_key=server.key.public.hex(),
         addresses=(),
+        ways=(),
         numeric_class="float32",
     )
     hop = Hop(cast(Any, SimpleNamespace(announcement=announcement, data=b"")), BLOCKS)
@@ -122,6 +123,8 @@ async def _open(hidden_size: int) -> _Ring:
 
 class _Wire:
     """Carries frames to `channel`: the next time that the loop runs, as a socket would."""
+
+    way, host = "direct", "127.0.0.1"
 
     def __init__(self) -> None:
         self.took_s = 0.0

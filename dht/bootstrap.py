@@ -17,6 +17,7 @@ from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.proof import prove
 from swarm.errors import AddressInUse, InvalidMessage
 from swarm.identity import Identity
+from swarm.net.address import dialable
 from swarm.net.anchor import AnchorLimits
 from swarm.net.channel import Channel
 from swarm.net.endpoint import Endpoint
@@ -67,6 +68,8 @@ async def bootstrap(
         if anchor is not None:
             await listener.start(traversal.before(_refuse))
         offer = _offer(me, listener, anchor, node) if anchor is not None else None
+        for at in dialable(offer.addresses if offer is not None else ())[:1]:  # its own hidden peers dial it, too
+            traversal.caller.host, traversal.caller.port = at.host, at.port
         await serve_dial_back(node, me, traversal.dial, lambda: offer)
         proving = asyncio.create_task(prove(node, next(filter(None, map(host_of, config.p2p.announce)), "")))
         try:

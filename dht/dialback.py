@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -24,6 +24,7 @@ from swarm.errors import InvalidMessage, SwarmError, TooBusy, Unreachable
 from swarm.identity import peer_id_of
 from swarm.limits import limit
 from swarm.net.address import ViaAnchor, dialable
+from swarm.net.reach import network_of
 
 PROTOCOL = "/swarm/dial-back/2"
 FORMER = "/swarm/dial-back/1"  # the request is the bare record
@@ -71,7 +72,7 @@ class Offer(BaseModel):
 
 
 class Request(BaseModel):
-    """What an asker wants to be tried, beside the ways in its record (base64; a node that serves nothing has none).
+    """An asker's wishes beside the ways in its record (base64; a node that serves nothing has none).
 
     data_port, p2p_port: tried at the address from which it comes; 0 asks for nothing. p2p_host: a literal address at
     which p2p_port is tried, too; "" names none.
@@ -112,7 +113,7 @@ class Answer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class DialledBack:
-    """What the peer `helper` found; `answer` names only addresses and anchors of the record that was sent."""
+    """The answer of the peer `helper`; it names only addresses and anchors of the record that was sent."""
 
     helper: str
     answer: Answer
@@ -120,7 +121,7 @@ class DialledBack:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the helpers agree on. Each of them may lie: a claim counts if more than half of them make it."""
+    """The findings of all helpers. Each of them may lie: a claim counts if more than half of them make it."""
 
     found: tuple[DialledBack, ...]
 
@@ -209,19 +210,14 @@ def spread(helpers: Sequence[str], hosts: Mapping[str, str]) -> tuple[str, ...]:
     """
     seen, first, rest = set[str](), list[str](), list[str]()
     for helper in helpers:
-        network = _network(hosts[helper]) if helper in hosts else helper
+        network = network_of(hosts[helper]) if helper in hosts else helper
         (rest if network in seen else first).append(helper)
         seen.add(network)
     return (*first, *rest)
 
 
-def _network(host: str) -> str:
-    address = ip_address(host)
-    return str(ip_network((address, 16 if address.version == 4 else 32), strict=False))
-
-
 class _Helpers:
-    """The helpers of one question: who is asked, and what they found."""
+    """The helpers of one question, and their answers."""
 
     def __init__(self, helpers: Sequence[str], at_once: int) -> None:
         self.found: list[DialledBack] = []
@@ -252,7 +248,7 @@ class _Helpers:
 
     @property
     def decided(self) -> bool:
-        """Whether no further answer can change what most of them say."""
+        """Whether no further answer can change the majority."""
         expected = min(self._at_once, len(self.found) + len(self._pending) + len(self._waiting))
         needed = expected // 2 + 1
         facts = [(bool(a.answered), bool(a.through), a.outside, a.p2p) for a in (each.answer for each in self.found)]

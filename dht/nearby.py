@@ -16,19 +16,18 @@ import structlog
 from swarm.dht.node import NodeConfig, SwarmNode
 from swarm.errors import SwarmError
 from swarm.groups import ungrouped
-from swarm.net.lan import LIMITS, Hint, Sought, Watch, announced, networks, told, watching
+from swarm.net.lan import Hint, LanLimits, Sought, Watch, announced, networks, told, watching
 
-_MEET_S = 2.0  # the block begins by then, even if a peer that was found does not answer
 _log = structlog.get_logger("swarm.lan")
 
 
 class Nearby:
     """One node's part in it. Made by `nearby`. root: of the model that it serves, once that is known."""
 
-    def __init__(self, node: SwarmNode, config: NodeConfig) -> None:
+    def __init__(self, node: SwarmNode, config: NodeConfig, limits: LanLimits) -> None:
         self.root = ""
         self.looked = asyncio.Event()  # for the first time
-        self._node, self._config = node, config
+        self._node, self._config, self._limits = node, config, limits
         self._sought = Sought.of(config.network, config.access, node.peer_id)
 
     async def run(self) -> None:
@@ -42,25 +41,25 @@ class Nearby:
                 _log.warning("others on this network cannot find this node by themselves", why=str(error))
             self.looked.set()
             while self._networks() == where:  # noqa: ASYNC110 - nothing wakes it
-                await asyncio.sleep(LIMITS.poll_s)
+                await asyncio.sleep(self._limits.poll_s)
 
     async def _on(self, where: Sequence[IPv4Interface]) -> None:
         """Tell and listen on these networks, as long as this host has them. Raises OSError."""
         hint = Hint(network=self._sought.tag, peer=self._node.peer_id, root=self.root[:16])
         async with AsyncExitStack() as stack:
             announcement = await stack.enter_async_context(announced(hint, self._port(), where))
-            watch = await stack.enter_async_context(watching(self._sought, where))
+            watch = await stack.enter_async_context(watching(self._sought, where, self._limits))
             if not self.looked.is_set():
                 await self._look(watch)
             while self._networks() == where:
-                if await watch.news(LIMITS.poll_s):
+                if await watch.news(self._limits.poll_s):
                     await self._meet(watch.peers)
                 await announcement.change(self.root)
 
     async def _look(self, watch: Watch) -> None:
         """Look around for the first time. A node without initial peers joins those that it finds, or is the first."""
         if not self._config.initial_peers:
-            if found := await watch.first(LIMITS.server_s):
+            if found := await watch.first(self._limits.server_s):
                 _log.info(told(found))
                 await self._meet(found)
             else:
@@ -94,7 +93,8 @@ async def nearby(node: SwarmNode, config: NodeConfig, *, lan: bool) -> AsyncIter
 
     The block of a node without initial peers begins when it has looked around once.
     """
-    here = Nearby(node, config)
+    limits = LanLimits()
+    here = Nearby(node, config, limits)
     if not lan:
         yield here
         return
@@ -102,7 +102,7 @@ async def nearby(node: SwarmNode, config: NodeConfig, *, lan: bool) -> AsyncIter
         async with asyncio.TaskGroup() as group:
             life = group.create_task(here.run())
             looking = group.create_task(here.looked.wait())
-            await asyncio.wait((looking,), timeout=LIMITS.server_s + _MEET_S)
+            await asyncio.wait((looking,), timeout=limits.server_s + limits.meet_s)
             looking.cancel()
             try:
                 yield here

@@ -55,6 +55,7 @@ class NetworkArguments:
     network: str
     lan: bool
     map_port: bool
+    relay_bandwidth: int  # bytes a second
     access: Access = EVERYBODY
 
 

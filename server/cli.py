@@ -137,6 +137,14 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     show_default=True,
     help="in a public swarm, ask the home router to forward --listen's port (PCP, NAT-PMP, UPnP)",
 )
+@click.option(
+    "--relay-bandwidth",
+    type=SIZE,
+    default="4MB",
+    show_default=True,
+    metavar="SIZE",
+    help="the most that is relayed each second between peers whose routers keep them apart; 0: nothing",
+)
 @click.option("--device", default=None, help="cuda, cuda:1, cpu, ...; the first GPU if there is one")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the compute thread")

@@ -39,7 +39,7 @@ class ReachLimits:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where this process listens, and what its operator says about it."""
+    """Where this process listens."""
 
     addresses: tuple[str, ...]  # "host:port", announced unless others find that they lead nowhere
     data_port: int
@@ -142,7 +142,7 @@ class Reachability:
         return mappings[0].external.port if mappings else self._listening.data_port
 
     async def _look(self, signed: SignedAnnouncement) -> bool:
-        """Adapt to what other nodes find. Returns whether any could try."""
+        """Adapt to the findings of other nodes. Returns whether any could try."""
         port = self._outer_port
         try:
             findings = await self._ask(signed, port, self._listening.p2p_port)
@@ -159,6 +159,8 @@ class Reachability:
         if self._hidden and outside:
             _log.info("reached from outside now", address=outside)
             await self._unhide((outside,))
+        elif self._hidden and not findings.through:
+            _log.warning("no other node reaches this server through its anchors", anchors=len(self.anchors))
         elif not self._hidden and not findings.reached:
             if outside:
                 self._show((outside,))
@@ -169,7 +171,7 @@ class Reachability:
         return True
 
     async def _ask(self, signed: SignedAnnouncement, data_port: int = 0, p2p_port: int = 0) -> Findings | None:
-        """Return what other nodes found; None where none can say. Raises TooBusy."""
+        """Return the findings of other nodes; None where none can say. Raises TooBusy."""
         if not self._node.neighbours():
             _log.warning("no other node is there yet to check that this server can be reached from outside")
             return None

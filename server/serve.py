@@ -27,6 +27,7 @@ from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.address import Tcp
+from swarm.net.anchor import AnchorLimits, RelayLimits
 from swarm.net.endpoint import Endpoint
 from swarm.net.lan import networks
 from swarm.net.listener import Listener
@@ -34,7 +35,7 @@ from swarm.net.mapping import Mapped, map_ports
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public
-from swarm.net.traversal import ListeningTraversal
+from swarm.net.traversal import ListeningTraversal, TraversalLimits
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
@@ -84,8 +85,13 @@ async def serve(
                     node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
                 )
                 await _check_root(directory, opened.loader.checkpoint, arguments.checkpoint.root)
+                relay = RelayLimits(bytes_per_s=float(wanted.relay_bandwidth))
                 traversal = ListeningTraversal(
-                    me, listener, node.gate.own_record, lambda: directory.latest.data if directory.latest else b""
+                    me,
+                    listener,
+                    node.gate.own_record,
+                    lambda: directory.latest.data if directory.latest else b"",
+                    TraversalLimits(anchor=AnchorLimits(relay=relay)),
                 )
                 p2p_port = port_of(next(iter(node.addresses), ""))
                 listening = Listening(

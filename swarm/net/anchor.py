@@ -4,8 +4,9 @@ A hidden peer keeps one sealed channel to an anchor open: its mooring. A caller 
 can be dialled, the anchor only tells the hidden peer, which dials it. Else both open a half, and the anchor joins the
 two and tells each from where the other's came: they punch, and leave the joined halves as soon as that succeeds.
 
-An anchor dials nobody. It tells a peer to dial only the host from which the caller's own channel comes, at a port that
-no system service has, and only a peer that is moored. Each cost has a bound, per peer and for all.
+An anchor dials no peer. It tells a moored peer to dial only the host from which the caller's own channel comes, at a
+port that no system service has. A relayed channel comes from another anchor, which no caller may have dialled. Each
+cost has a bound, per peer and for all.
 """
 
 import asyncio
@@ -67,7 +68,7 @@ class AnchorLimits:
 
 @dataclass(slots=True)
 class Load:
-    """What an anchor does now, and has done."""
+    """The present and past work of an anchor."""
 
     moored: int = 0
     calls: int = 0
@@ -105,7 +106,7 @@ class Anchor:
 
     @property
     def load(self) -> Load:
-        """What it does now, and has done."""
+        """Its present and past work."""
         self._load.moored, self._load.pairs = len(self.moored), len(self._pairs)
         self._load.relayed_bytes = self._meter.relayed_bytes
         return self._load
@@ -170,7 +171,8 @@ class Anchor:
         meeting.timer = asyncio.get_running_loop().call_later(self.limits.meeting_s, self._forget, meeting)
         self._load.calls += 1
         mine, theirs = (token.hex() for token in meeting.tokens)
-        _say(callee, self._called(caller.peer, call, caller.carrier.host, theirs))
+        host = caller.carrier.host if caller.carrier.way != "relayed" else ""
+        _say(callee, self._called(caller.peer, call, host, theirs))
         _say(caller, Calling(call=call.call, token=mine))
 
     def summon(self, peer: str, call: Call, host: str) -> None:
@@ -180,7 +182,7 @@ class Anchor:
         self.moored[call.callee].send(self._called(peer, call, host, secrets.token_hex(TOKEN_BYTES)))
 
     def _called(self, caller: str, call: Call, host: str, token: str) -> Called:
-        reach = str(Tcp(host, call.port)) if call.port >= 1024 else ""
+        reach = str(Tcp(host, call.port)) if host and call.port >= 1024 else ""
         return Called(call=call.call, token=token, caller=caller, reach=reach, back=call.back)
 
     def _refusal(self, caller: str, callee: str) -> Uncalled | None:

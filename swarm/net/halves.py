@@ -1,7 +1,7 @@
 """Halves: plain connections that belong to a meeting, and say so by a token (docs/reach.md).
 
 A half begins with a preface: a word that no channel begins with, the token, and the address that its sender has in its
-own network. What follows belongs to the two peers that meet.
+own network. The bytes after it belong to the two peers that meet.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Half:
 
 
 class Halves:
-    """The tokens that this process waits for, and who takes the half that brings each. Lives in the event loop."""
+    """The tokens that this process waits for, and the takers of their halves. Lives in the event loop."""
 
     def __init__(self, limits: HalfLimits = HalfLimits()) -> None:
         self._limits = limits

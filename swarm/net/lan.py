@@ -1,7 +1,7 @@
 """Peers of one network find each other by multicast DNS (RFC 6762, RFC 6763), without any address.
 
     async with announced(Hint(network=tag_of("public", access), peer=me), 31331, networks()): ...
-    peers = await browse(Sought.of("public", access), LIMITS.client_s)        # multiaddrs to join through
+    peers = await browse(Sought.of("public", access), LanLimits().client_s)  # multiaddrs to join through
 
 An announcement is a hint from a stranger on the same network. It decides which addresses a node calls on, and nothing
 else: peers prove their identities, and records and roots are checked, as everywhere. Only private and link-local
@@ -49,12 +49,10 @@ class LanLimits:
     ask_s: float = limit(1.0, "s", "an announcement without address or text is asked for them, then left out")
     settle_s: float = limit(0.3, "s", "after a peer was found, others are waited for so long")
     client_s: float = limit(2.0, "s", "a client without initial peers that has found none by then fails")
+    meet_s: float = limit(2.0, "s", "a node goes on by then, even if no peer that it found answers")
     server_s: float = limit(1.0, "s", "a server without initial peers that has found none by then is the first")
     again_s: float = limit(60.0, "s", "a node that stays asks anew so often: two networks may have become one")
     poll_s: float = limit(5.0, "s", "between two looks at this host's networks; they may change")
-
-
-LIMITS = LanLimits()
 
 
 class Hint(BaseModel):
@@ -130,7 +128,7 @@ def networks() -> tuple[IPv4Interface, ...]:
             for each in addresses.get(name, ())
             if each.family.name == "AF_INET"
         ]
-    return tuple(each for each in found if _is_private(each.ip))[: LIMITS.networks_max]
+    return tuple(each for each in found if _is_private(each.ip))[: LanLimits().networks_max]
 
 
 async def ways_in(given: tuple[str, ...], network: str, access: Access, *, lan: bool) -> tuple[str, ...]:
@@ -140,7 +138,7 @@ async def ways_in(given: tuple[str, ...], network: str, access: Access, *, lan: 
     """
     if given:
         return given
-    found = await browse(Sought.of(network, access), LIMITS.client_s) if lan else ()
+    found = await browse(Sought.of(network, access), LanLimits().client_s) if lan else ()
     if not found:
         nearby = f"no server of swarm {network!r} was found on this network; " if lan else ""
         raise BadConfiguration("initial_peers", f"{nearby}pass the address of a node, or set SWARM_INITIAL_PEERS")
@@ -156,7 +154,7 @@ def told(found: Sequence[str]) -> str:
 async def browse(sought: Sought, within_s: float, where: Sequence[IPv4Interface] | None = None) -> tuple[str, ...]:
     """Return the multiaddrs of peers on this host's networks, `LanLimits.peers_max` at most. None is no error."""
     try:
-        async with watching(sought, networks() if where is None else where) as watch:
+        async with watching(sought, networks() if where is None else where, LanLimits()) as watch:
             found = await watch.first(within_s)
     except OSError as error:
         _log.warning("cannot look for others on this network", why=str(error))
@@ -272,7 +270,7 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(sought: Sought, where: Sequence[IPv4Interface], limits: LanLimits = LIMITS) -> AsyncIterator[Watch]:
+async def watching(sought: Sought, where: Sequence[IPv4Interface], limits: LanLimits) -> AsyncIterator[Watch]:
     """Listen for a swarm's peers on these networks of this host, while the block runs. Raises OSError."""
     watch = Watch(sought, where, limits)
     if not where:

@@ -16,7 +16,7 @@ from swarm.net.lines import Lines
 from swarm.net.listener import Listener
 from swarm.net.punch import Here, PunchLimits, punch
 from swarm.net.rate import TokenBucket
-from swarm.net.reach import makes_sense
+from swarm.net.reach import makes_sense, network_of
 from swarm.protocol.meeting import Called, Meet, Moor
 
 _log = structlog.get_logger("swarm.net")
@@ -108,8 +108,8 @@ class Moorings:
         """Return anchors to try now: of other networks than the present ones, as far as there are."""
         now = asyncio.get_running_loop().time()
         free = [anchor for anchor, at in self._known.items() if at <= now]
-        used = {_network(anchor) for anchor in self._held}
-        free.sort(key=lambda anchor: _network(anchor) in used)
+        used = {network_of(anchor.at.host) for anchor in self._held}
+        free.sort(key=lambda anchor: network_of(anchor.at.host) in used)
         chosen = free[: max(0, count)]
         for anchor in chosen:
             self._known[anchor] = float("inf")
@@ -124,7 +124,6 @@ class Moorings:
             line.send(Moor(record=self._record().hex()))
             async with asyncio.timeout(limits.answer_s):
                 await asyncio.shield(taken)
-            self._lines.forget(line)
             self._held[anchor] = _Mooring(anchor, line, TokenBucket(limits.per_s, limits.burst))
             self.on_change()
             while True:
@@ -135,6 +134,8 @@ class Moorings:
             _log.info("not moored", anchor=str(anchor), why=str(error) or "it does not answer")
         finally:
             self._known[anchor] = loop.time() + limits.again_s
+            if line is not None:
+                self._lines.forget(line)  # or the next mooring on this line would get a refusal that is over
             if self._held.pop(anchor, None) is not None and line is not None:
                 line.cut_off("the mooring is over")
                 self.on_change()
@@ -195,9 +196,3 @@ class Moorings:
             sock = await punch(here, peers[0], local, meet.rtt_ms, self._me.public, self._limits.punch)
             if sock is not None:
                 self._listener.adopt(sock, "punched")
-
-
-def _network(anchor: ViaAnchor) -> str:
-    """Return the network of an anchor's address, so that moorings spread: /16, or /32 of IPv6."""
-    host = anchor.at.host
-    return ":".join(host.split(":")[:2]) if ":" in host else ".".join(host.split(".")[:2])

@@ -52,7 +52,7 @@ async def punch(
     meet there, if it is of this side's network.
     """
     to = local if local is not None and _neighbours(here.host, local.host) else peer
-    if to is peer and (not makes_sense(peer.host, public) or peer.port < 1024):
+    if to.port < 1024 or (to is peer and not makes_sense(peer.host, public)):
         return None
     patience_s = min(limits.most_s, max(limits.least_s, limits.base_s + limits.rtts * rtt_ms / 1000))
     try:
@@ -68,8 +68,9 @@ async def punch(
             loop.create_task(_go_out(here, to, limits)),
         }
         async with asyncio.timeout(patience_s):
-            while tasks and found is None:
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            waiting = tasks
+            while waiting and found is None:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 found = next((sock for task in done if (sock := task.result()) is not None), None)
     except (TimeoutError, OSError):
         pass

@@ -37,6 +37,15 @@ async def is_public(ways: Sequence[str]) -> bool:
     return any(literals) and all(makes_sense(host, public=True) for hosts in literals for host in hosts)
 
 
+def network_of(host: str) -> str:
+    """Return the network of a literal address, as an operator may have one: /16, or /32 of IPv6. A name is its own."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(ipaddress.ip_network((address, 16 if address.version == 4 else 32), strict=False))
+
+
 async def literals(host: str, port: int) -> tuple[str, ...]:
     """Resolve a name. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -10,7 +10,7 @@ from swarm.net.rate import TokenBucket
 
 
 class Meter:
-    """What all pairs of one relay have in common: its rate, and what it has relayed. Lives in the event loop."""
+    """The rate that all pairs of one relay share, and the bytes that it has relayed. Lives in the event loop."""
 
     def __init__(self, bytes_per_s: float, burst: float) -> None:
         self.relayed_bytes = 0
@@ -18,7 +18,7 @@ class Meter:
 
 
 class Splice:
-    """One joined pair. It ends when one side does, is silent for too long, or does not take what waits for it."""
+    """One joined pair. It ends when one side does, is silent for too long, or does not take its bytes."""
 
     def __init__(self, meter: Meter, own: TokenBucket, silent_s: float, ended: Callable[[], None]) -> None:
         """own: the rate of this pair. ended: called once, when both connections are closed."""
@@ -78,7 +78,7 @@ def _same(side: "_Side") -> "_Side":
 
 
 class _Side(asyncio.Protocol):
-    """One connection of a pair: what it receives, the other sends."""
+    """One connection of a pair. The other sends the bytes that it receives."""
 
     def __init__(self, splice: Splice) -> None:
         self.other: _Side
@@ -127,7 +127,7 @@ class _Side(asyncio.Protocol):
         self._splice.end()
 
     def close(self) -> None:
-        """Send what waits, then end; abort where the peer does not take it."""
+        """Send the waiting bytes, then end; abort if the peer does not take them."""
         transport = self._transport
         if transport is not None:
             transport.close()

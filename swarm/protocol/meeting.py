@@ -24,7 +24,7 @@ UncalledCause = Literal[
 
 
 class Moor(Message):
-    """Keep this line, and tell who calls. record: the sender's own signed announcement, in hex."""
+    """Keep this line, and tell of callers. record: the sender's own signed announcement, in hex."""
 
     kind: Literal["moor"] = "moor"
     record: Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=4096)]
@@ -40,7 +40,7 @@ class Moored(Message):
 class Call(Message):
     """Bring us together with a peer that is moored here.
 
-    port: at which the caller can be dialled from outside, 0 where it cannot. back: what to say there.
+    port: at which the caller can be dialled from outside, 0 where it cannot. back: the token to say there.
     """
 
     kind: Literal["call"] = "call"

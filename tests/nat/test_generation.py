@@ -11,7 +11,7 @@ from tests.support.swarms import DEMO_SPANS
 TOKENS = 24
 
 
-@pytest.mark.slow("five processes of the swarm")
+@pytest.mark.long
 def test_client_behind_a_router_generates_as_the_local_model(lab: Lab, tmp_path: Path):
     home = lab.site("port_restricted", delay_ms=10)
     with LabSwarm(tmp_path) as swarm:

@@ -47,6 +47,7 @@ def generation(lab: Lab, folder: Path, client: str, kinds: tuple[str, ...]) -> C
 def test_one_direct_one_punched_and_one_relayed_server_generate(lab: Lab, tmp_path: Path):
     found = generation(lab, tmp_path, "port_restricted", ("public", "port_restricted", "symmetric"))
     assert {"reverse", "punched", "relayed"} >= set(found) >= {"relayed"}
+    assert "no other node reaches" not in "".join(log.read_text() for log in tmp_path.rglob("*.log"))
 
 
 @pytest.mark.long

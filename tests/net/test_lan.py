@@ -19,7 +19,6 @@ from swarm.errors import BadConfiguration
 from swarm.identity import Identity
 from swarm.net import lan
 from swarm.net.lan import (
-    LIMITS,
     SERVICE,
     Hint,
     LanLimits,
@@ -34,6 +33,7 @@ from swarm.net.lan import (
 )
 from tests.support.bridge import Host, Wire, bridge, why_not
 
+LIMITS = LanLimits()
 PEER = Identity.generate().peer_id
 OTHER = Identity.generate().peer_id
 HERE = (IPv4Interface("192.168.1.7/24"),)

@@ -3,19 +3,20 @@
 import asyncio
 import contextlib
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from swarm.errors import NetworkError, Unreachable
 from swarm.net.address import Tcp, ViaAnchor
-from swarm.net.anchor import RelayLimits
+from swarm.net.anchor import RelayLimits, _Meeting
 from swarm.net.channel import ignore
 from swarm.net.dialer import Dialer
-from swarm.net.halves import PREFACE_BYTES, WORD, HalfLimits
+from swarm.net.halves import PREFACE_BYTES, WORD, Half, HalfLimits
 from swarm.net.limits import ListenerLimits
 from swarm.net.listener import Listener
 from swarm.net.traversal import Traversal
-from swarm.protocol.meeting import Call, Called, Meet
+from swarm.protocol.meeting import Call, Called, Meet, Moor
 from swarm.protocol.messages import Close
 from tests.net.places import limits, places, refusing
 from tests.net.support import SESSION, endpoint, remote, until
@@ -124,6 +125,22 @@ async def test_a_mooring_needs_a_record():
         assert (hidden.ways.moorings.anchors, anchor.ways.anchor.load.moored) == ((), 0)
 
 
+async def test_a_refused_mooring_succeeds_later_on_the_same_line():
+    refusals = [True]
+
+    def check(peer, record):
+        if refusals:
+            refusing(peer, record)
+
+    async with places() as made:
+        anchor, hidden = await made.place(check=check), await made.place()
+        hidden.moor(anchor)
+        await until(lambda: anchor.ways.listener.admission.channels)
+        await asyncio.sleep(0.3)
+        refusals.clear()
+        await until(lambda: hidden.ways.moorings.anchors == (anchor.via,))
+
+
 async def test_moorings_of_one_host_are_bounded():
     async with places() as made:
         anchor = await made.place(limits(moorings_per_host_max=2))
@@ -218,11 +235,27 @@ async def test_an_anchor_names_no_third_host_and_no_system_port():
         hidden.ways.lines.on_called = lambda line, message: called.append(message)
         caller = made.caller()
         line = await caller.ways.lines.open(anchor.via)
-        for port in (22, 4000):
+        for port in (22, 1023, 4000):
             call = Call(call=f"{port:032x}", callee=hidden.me.identity.peer_id, port=port, back="ab" * 32)
             line.send(call)
-        await until(lambda: len(called) == 2)
-        assert [message.reach for message in called] == ["", "127.0.0.1:4000"]
+        await until(lambda: len(called) == 3)
+        assert [message.reach for message in called] == ["", "", "127.0.0.1:4000"]
+
+
+async def test_a_relayed_caller_is_not_dialled_back():
+    """Its channel comes from another anchor, and the caller would choose a port of that one."""
+    async with places() as made:
+        anchor = await made.place()
+        hidden, called = await made.hidden(anchor), []
+        hidden.ways.lines.on_called = lambda line, message: called.append(message)
+        caller = made.caller()
+        line = await caller.ways.lines.open(anchor.via)
+        await line.ping()
+        (taken,) = [one for one in anchor.ways.listener.admission.channels if one.peer == caller.me.identity.peer_id]
+        taken.carrier.way = "relayed"
+        line.send(Call(call="0" * 32, callee=hidden.me.identity.peer_id, port=4000, back="ab" * 32))
+        await until(lambda: called)
+        assert called[0].reach == ""
 
 
 async def test_hidden_peer_dials_no_private_host_in_a_public_swarm():
@@ -237,6 +270,97 @@ async def test_hidden_peer_dials_no_private_host_in_a_public_swarm():
             assert not await hidden.ways.moorings._dial_back(called)
             with pytest.raises(BlockingIOError):
                 server.accept()
+
+
+async def test_hidden_peer_dials_no_port_of_a_systems_service(monkeypatch):
+    dials = []
+
+    async def refused(at, *_):
+        dials.append(at.port)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("swarm.net.mooring.open_half", refused)
+    async with places() as made:
+        hidden = await made.place()
+        for port in (22, 1023, 1024):
+            called = Called(call="0" * 32, token="0" * 64, caller=hidden.me.identity.peer_id,
+                            reach=f"127.0.0.1:{port}", back="0" * 64)  # fmt: skip
+            assert not await hidden.ways.moorings._dial_back(called)
+    assert dials == [1024]
+
+
+async def test_hidden_peer_ignores_calls_that_come_too_fast():
+    async with places() as made:
+        anchor = await made.place()
+        hidden, come = await made.hidden(anchor), []
+        moorings = hidden.ways.moorings
+
+        async def coming(line, via, called):
+            come.append(called)
+
+        moorings._come = coming
+        line = anchor.ways.anchor.moored[hidden.me.identity.peer_id]
+        for i in range(100):
+            line.send(Called(call=f"{i:032x}", token="0" * 64, caller=hidden.me.identity.peer_id, back="0" * 64))
+        await until(lambda: len(come) >= 32)
+        await asyncio.sleep(0.1)
+        assert len(come) < 40  # a burst of 32, one that is lent, and a few that the rate allows
+
+
+async def test_a_peer_offers_itself_no_mooring_and_remembers_few_anchors():
+    async with places() as made:
+        hidden = await made.place()
+        moorings = hidden.ways.moorings
+        moorings.offer([hidden.via])
+        assert moorings._known == {}
+        moorings.offer(ViaAnchor(str(i), b"", Tcp("1.2.3.4", 2000 + i)) for i in range(100))
+        assert len(moorings._known) == 32
+
+
+async def test_a_newer_mooring_of_a_peer_replaces_the_older():
+    async with places() as made:
+        anchor = await made.place()
+        hidden = await made.hidden(anchor)
+        old = anchor.ways.anchor.moored[hidden.me.identity.peer_id]
+        other = Traversal(hidden.me, limits=limits())
+        made.made.append(other)
+        line = await other.lines.open(anchor.via)
+        line.send(Moor(record=""))
+        await until(lambda: anchor.ways.anchor.moored[hidden.me.identity.peer_id] is not old)
+        new = anchor.ways.anchor.moored[hidden.me.identity.peer_id]
+        old.cut_off("it is replaced")
+        await asyncio.sleep(0.05)
+        assert anchor.ways.anchor.moored[hidden.me.identity.peer_id] is new
+        new.cut_off("this one ends, too")
+        await until(lambda: anchor.ways.anchor.moored.get(hidden.me.identity.peer_id) is not new)
+
+
+async def test_the_rates_of_callers_are_bounded_in_number():
+    async with places() as made:
+        anchor = await made.place(limits(callers_max=4, call_per_s=0.01))
+        hidden = await made.hidden(anchor)
+        results = await asyncio.gather(*(made.caller().call(anchor, hidden) for _ in range(6)), return_exceptions=True)
+        refused = [str(result) for result in results if isinstance(result, Unreachable)]
+        assert len(refused) == 3  # one of the four is the hidden peer's own
+        assert all("too many callers" in why for why in refused)
+
+
+async def test_only_neighbours_learn_each_others_own_addresses():
+    async with places() as made:
+        anchor = await made.place()
+        for host, known in (("127.0.0.1", True), ("127.0.0.2", False)):
+            met = []
+            anchor.ways.anchor._meetings.clear()
+            sides = [SimpleNamespace(closed=False, send=met.append, peer=str(i)) for i in range(2)]
+            ends = [socket.socketpair() for _ in range(2)]
+            meeting = _Meeting("0" * 32, tuple(sides), (b"0" * 32, b"1" * 32))
+            for side, (sock, _) in enumerate(ends):
+                outer = Tcp("127.0.0.1" if side == 0 else host, 4000)
+                anchor.ways.anchor._arrive(meeting, side, Half(sock, outer, Tcp("192.168.0.2", 5000)))
+            await until(lambda met=met: len(met) == 2)
+            assert {bool(message.local) for message in met} == {known}
+            for _, end in ends:
+                end.close()
 
 
 async def test_a_stranger_answers_no_call():

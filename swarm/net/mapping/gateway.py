@@ -11,9 +11,6 @@ from pathlib import Path
 from swarm.errors import MappingFailed
 from swarm.net.mapping.way import is_global
 
-PCP_PORT = 5351  # of NAT-PMP, too
-SSDP_PORT = 1900
-ROUTES = Path("/proc/net/route")  # of this process's network namespace
 UP, THROUGH_A_GATEWAY = 0x1, 0x2  # linux/route.h
 
 
@@ -23,8 +20,8 @@ class Gateway:
 
     host: str
     local: str
-    pcp_port: int = PCP_PORT
-    ssdp_port: int = SSDP_PORT
+    pcp_port: int = 5351  # of NAT-PMP, too
+    ssdp_port: int = 1900
 
 
 async def default_gateway() -> Gateway:
@@ -68,7 +65,7 @@ def from_macos(printed: str) -> str | None:
 async def _from_system(system: str = sys.platform) -> str | None:
     try:
         if system == "linux":
-            return from_linux(ROUTES.read_text())  # noqa: ASYNC240 - the kernel has it in memory
+            return from_linux(Path("/proc/net/route").read_text())  # noqa: ASYNC240 - the kernel has it in memory
         if system == "darwin":
             return from_macos(await _macos_route())
     except OSError:
@@ -89,7 +86,7 @@ def _local_address(gateway: str) -> str:
     """Return the address from which this machine reaches the gateway; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect((gateway, PCP_PORT))
+            sock.connect((gateway, 1))
         except OSError as error:
             raise MappingFailed("any protocol", f"the gateway {gateway} cannot be reached: {error.strerror}") from None
         return str(sock.getsockname()[0])

@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 PERMANENT_ONLY, CONFLICT = "OnlyPermanentLeasesSupported", "ConflictInMappingEntry"  # strupnperror()
-DESCRIPTION = "swarm"
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -47,11 +46,11 @@ def add(router: Any, request: dict[str, Any]) -> int:  # noqa: ANN401 - of C
             continue
         try:
             try:
-                router.addportmapping(external, "TCP", router.lanaddr, internal, DESCRIPTION, "", lease_s)
+                router.addportmapping(external, "TCP", router.lanaddr, internal, "swarm", "", lease_s)
             except Exception as error:
                 if str(error) != PERMANENT_ONLY:
                     raise
-                router.addportmapping(external, "TCP", router.lanaddr, internal, DESCRIPTION, "", 0)
+                router.addportmapping(external, "TCP", router.lanaddr, internal, "swarm", "", 0)
         except Exception as error:
             if str(error) != CONFLICT:
                 raise

@@ -14,7 +14,6 @@ from swarm.net.mapping.way import By, Malformed, Mapping
 
 Read = TypeVar("Read")
 
-BY: By = "NAT-PMP"
 VERSION, OF_ANSWERS = 0, 128
 ADDRESS, MAP_TCP = 0, 2  # opcodes
 REFUSALS = {  # RFC 6886, 3.5
@@ -29,7 +28,7 @@ REFUSALS = {  # RFC 6886, 3.5
 class NatPmp:
     """As `Way`."""
 
-    by: By = BY
+    by: By = "NAT-PMP"
 
     def __init__(self, gateway: Gateway, limits: MappingLimits) -> None:
         self._gateway, self._limits = gateway, limits
@@ -44,7 +43,7 @@ class NatPmp:
         host = await self._ask(address_request(), read_address, limits.map_s)
         request = map_request(internal, external, limits.lease_s)
         port, lifetime_s = await self._ask(request, lambda data: read_mapped(data, internal), limits.map_s)
-        return Mapping(internal, Tcp(host, port), BY, lifetime_s)
+        return Mapping(internal, Tcp(host, port), self.by, lifetime_s)
 
     async def unmap(self, mapping: Mapping) -> None:
         """As `Way.unmap`."""
@@ -54,7 +53,7 @@ class NatPmp:
     async def _ask(self, request: bytes, read: Callable[[bytes], Read], within_s: float) -> Read:
         question = Question(self._gateway.host, read, self._limits)
         sock = connected(self._gateway.host, self._gateway.pcp_port)
-        return await ask(BY, sock, [(request, None)], question, within_s, self._limits)
+        return await ask(self.by, sock, [(request, None)], question, within_s, self._limits)
 
 
 def address_request() -> bytes:
@@ -97,4 +96,4 @@ def _read_header(data: bytes, opcode: int) -> None:
     if of != OF_ANSWERS + opcode:
         raise Malformed(f"opcode {of} instead of {OF_ANSWERS + opcode}")
     if result:
-        raise MappingFailed(BY, f"the router refuses: {REFUSALS.get(result, f'result {result}')}")
+        raise MappingFailed("NAT-PMP", f"the router refuses: {REFUSALS.get(result, f'result {result}')}")

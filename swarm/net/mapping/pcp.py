@@ -1,6 +1,7 @@
 """PCP (RFC 6887): requests of 24 and 60 bytes, answers of the same sizes and options behind them."""
 
 import ipaddress
+import socket
 import struct
 from collections.abc import Callable
 from random import Random
@@ -15,13 +16,9 @@ from swarm.net.mapping.way import By, Malformed, Mapping
 
 Read = TypeVar("Read")
 
-BY: By = "PCP"
 VERSION, OF_ANSWERS = 2, 0x80
 ANNOUNCE, MAP = 0, 1  # opcodes
-TCP = 6
 HEADER_BYTES, MAP_BYTES = 24, 60
-NONCE_BYTES = 12
-BYTES_MAX = 1100  # RFC 6887, 7
 REFUSALS = {  # RFC 6887, 7.4
     1: "it does not speak this version",
     2: "it does not allow it",
@@ -42,7 +39,7 @@ REFUSALS = {  # RFC 6887, 7.4
 class Pcp:
     """As `Way`. A port keeps its nonce: the router lets nothing else renew or end its mapping."""
 
-    by: By = BY
+    by: By = "PCP"
 
     def __init__(self, gateway: Gateway, limits: MappingLimits, random: Random) -> None:
         self._gateway, self._limits, self._random = gateway, limits, random
@@ -54,10 +51,10 @@ class Pcp:
 
     async def map(self, internal: int, external: int) -> Mapping:
         """As `Way.map`."""
-        nonce = self._nonces.setdefault(internal, self._random.randbytes(NONCE_BYTES))
+        nonce = self._nonces.setdefault(internal, self._random.randbytes(12))
         request = map_request(self._gateway.local, nonce, internal, external, self._limits.lease_s)
         at, lifetime_s = await self._ask(request, lambda data: read_mapped(data, nonce, internal), self._limits.map_s)
-        return Mapping(internal, at, BY, lifetime_s)
+        return Mapping(internal, at, self.by, lifetime_s)
 
     async def unmap(self, mapping: Mapping) -> None:
         """As `Way.unmap`."""
@@ -68,7 +65,7 @@ class Pcp:
     async def _ask(self, request: bytes, read: Callable[[bytes], Read], within_s: float) -> Read:
         question = Question(self._gateway.host, read, self._limits)
         sock = connected(self._gateway.host, self._gateway.pcp_port)
-        return await ask(BY, sock, [(request, None)], question, within_s, self._limits)
+        return await ask(self.by, sock, [(request, None)], question, within_s, self._limits)
 
 
 def announce_request(local: str) -> bytes:
@@ -79,7 +76,7 @@ def announce_request(local: str) -> bytes:
 def map_request(local: str, nonce: bytes, internal: int, external: int, lifetime_s: int) -> bytes:
     """Ask for a port. lifetime_s: 0 ends the mapping, and external is 0 then."""
     header = struct.pack("!BBHI16s", VERSION, MAP, 0, lifetime_s, _mapped(local))
-    return header + struct.pack("!12sB3xHH16s", nonce, TCP, internal, external, _mapped("0.0.0.0"))  # noqa: S104 - any
+    return header + struct.pack("!12sB3xHH16s", nonce, socket.IPPROTO_TCP, internal, external, _mapped("0.0.0.0"))  # noqa: S104 - any
 
 
 def read_announced(data: bytes) -> None:
@@ -97,7 +94,7 @@ def read_mapped(data: bytes, nonce: bytes, internal: int) -> tuple[Tcp, int]:
     if len(data) < MAP_BYTES:
         raise Malformed(f"{len(data)} bytes instead of {MAP_BYTES}")
     its_nonce, protocol, of, port, host = struct.unpack("!12sB3xHH16s", data[HEADER_BYTES:MAP_BYTES])
-    if (its_nonce, protocol, of) != (nonce, TCP, internal):
+    if (its_nonce, protocol, of) != (nonce, socket.IPPROTO_TCP, internal):
         raise Malformed("for another port")
     address = ipaddress.IPv6Address(host)
     return Tcp(str(address.ipv4_mapped or address), port), lifetime_s
@@ -106,8 +103,8 @@ def read_mapped(data: bytes, nonce: bytes, internal: int) -> tuple[Tcp, int]:
 def _read_header(data: bytes, opcode: int) -> int:
     """Return the lifetime. A router that only knows NAT-PMP answers in version 0 (RFC 6886, 3.5)."""
     if len(data) >= 4 and data[0] == 0:
-        raise MappingFailed(BY, "the router speaks NAT-PMP only")
-    if not HEADER_BYTES <= len(data) <= BYTES_MAX or len(data) % 4:
+        raise MappingFailed("PCP", "the router speaks NAT-PMP only")
+    if not HEADER_BYTES <= len(data) <= 1100 or len(data) % 4:  # RFC 6887, 7
         raise Malformed(f"{len(data)} bytes")
     version, of, _, result, lifetime_s = struct.unpack("!BBBBI", data[:8])
     if version != VERSION:
@@ -115,7 +112,7 @@ def _read_header(data: bytes, opcode: int) -> int:
     if of != OF_ANSWERS | opcode:
         raise Malformed(f"opcode {of} instead of {OF_ANSWERS | opcode}")
     if result:
-        raise MappingFailed(BY, f"the router refuses: {REFUSALS.get(result, f'result {result}')}")
+        raise MappingFailed("PCP", f"the router refuses: {REFUSALS.get(result, f'result {result}')}")
     return int(lifetime_s)
 
 

@@ -27,7 +27,6 @@ from swarm.net.mapping.gateway import Gateway
 from swarm.net.mapping.limits import MappingLimits
 from swarm.net.mapping.way import By, Malformed, Mapping
 
-BY: By = "UPnP"
 SSDP_GROUP = "239.255.255.250"
 DEVICES = (  # a router of version 2 answers for version 1; not all do
     "urn:schemas-upnp-org:device:InternetGatewayDevice:1",
@@ -35,9 +34,6 @@ DEVICES = (  # a router of version 2 answers for version 1; not all do
     "urn:schemas-upnp-org:service:WANIPConnection:1",
     "urn:schemas-upnp-org:service:WANPPPConnection:1",
 )
-FAMILIES = tuple(device.rpartition(":")[0] for device in DEVICES)
-PATH = re.compile(r"/[!-~]{0,255}")
-SPARE_PORTS = range(20000, 60000)
 
 
 class Answer(BaseModel):
@@ -53,7 +49,7 @@ class Answer(BaseModel):
 class Upnp:
     """As `Way`."""
 
-    by: By = BY
+    by: By = "UPnP"
 
     def __init__(self, gateway: Gateway, limits: MappingLimits, random: Random) -> None:
         self._gateway, self._limits, self._random = gateway, limits, random
@@ -66,10 +62,10 @@ class Upnp:
     async def map(self, internal: int, external: int) -> Mapping:
         """As `Way.map`."""
         limits = self._limits
-        spare = self._random.sample(SPARE_PORTS, limits.spare_ports)
+        spare = self._random.sample(range(20_000, 60_000), limits.spare_ports)
         wish = {"internal": internal, "external": external, "spare": spare, "lease_s": limits.lease_s, "unmap": None}
         answer = await self._run(wish, limits.map_s)
-        return Mapping(internal, Tcp(answer.host, answer.port), BY, limits.lease_s)
+        return Mapping(internal, Tcp(answer.host, answer.port), self.by, limits.lease_s)
 
     async def unmap(self, mapping: Mapping) -> None:
         """As `Way.unmap`."""
@@ -80,7 +76,7 @@ class Upnp:
         printed = await run_child(json.dumps(request), within_s, self._limits)
         answer = read_child(printed)
         if answer.why:
-            raise MappingFailed(BY, f"the router refuses: {answer.why}")
+            raise MappingFailed("UPnP", f"the router refuses: {answer.why}")
         return answer
 
 
@@ -101,7 +97,7 @@ async def locate(gateway: Gateway, limits: MappingLimits) -> str:
     places = ((SSDP_GROUP, gateway.ssdp_port), (gateway.host, gateway.ssdp_port))
     sends = [(search(device), place) for place in places for device in DEVICES]
     question = Question(gateway.host, lambda data: read_search(data, gateway.host), limits)
-    return await ask(BY, sock, sends, question, limits.probe_s, limits)
+    return await ask("UPnP", sock, sends, question, limits.probe_s, limits)
 
 
 def search(device: str) -> bytes:
@@ -116,7 +112,7 @@ def read_search(data: bytes, host: str) -> str:
     if not re.fullmatch(r"HTTP/1\.[01] 200( .*)?", first):
         raise Malformed("no answer to a search")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if not headers.get("st", "").startswith(FAMILIES):
+    if not headers.get("st", "").startswith(tuple(device.rpartition(":")[0] for device in DEVICES)):
         raise Malformed("of a device that is no router")
     try:
         url = urlsplit(headers.get("location", ""))
@@ -126,7 +122,7 @@ def read_search(data: bytes, host: str) -> str:
     if url.scheme != "http" or url.hostname != host or url.username is not None or url.password is not None:
         raise Malformed("the location is on another machine")
     path = f"{url.path or '/'}{'?' if url.query else ''}{url.query}"
-    if not PATH.fullmatch(path):
+    if not re.fullmatch(r"/[!-~]{0,255}", path):
         raise Malformed("the location has a strange path")
     return f"http://{host}:{port}{path}"  # put together anew: another parser reads it
 
@@ -136,7 +132,7 @@ def read_child(printed: bytes) -> Answer:
     try:
         return Answer.model_validate_json(printed)
     except ValidationError:
-        raise MappingFailed(BY, "the router's answer made miniupnpc fail") from None
+        raise MappingFailed("UPnP", "the router's answer made miniupnpc fail") from None
 
 
 async def run_child(request: str, within_s: float, limits: MappingLimits) -> bytes:
@@ -166,9 +162,9 @@ async def run_child(request: str, within_s: float, limits: MappingLimits) -> byt
             await child.wait()
             return printed
     except ValueError:
-        raise MappingFailed(BY, "miniupnpc's answer is too long") from None
+        raise MappingFailed("UPnP", "miniupnpc's answer is too long") from None
     except TimeoutError:
-        raise MappingFailed(BY, f"no answer in {within_s:.1f} s") from None
+        raise MappingFailed("UPnP", f"no answer in {within_s:.1f} s") from None
     finally:
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
