@@ -54,7 +54,7 @@ def test_client_reads_the_directory_alone_where_p2pd_is_missing(demo: World, tmp
     assert generated(demo, tmp_path, "-m", "swarm.client.cli", PYTHONPATH=path) == expected(demo)
 
 
-@pytest.mark.slow("it imports torch and transformers in another process")
+@pytest.mark.long
 def test_bare_gateway_answers_and_ends_on_ctrl_c(demo: World, tmp_path: Path):
     ready_file, log = tmp_path / "ready.json", tmp_path / "log"
     line = [sys.executable, *BARE, "swarm.gateway.cli", "--listen", "127.0.0.1:0", "--ready-file", str(ready_file)]

@@ -12,7 +12,7 @@ NOTEBOOK = REPOSITORY / "examples" / "generate.ipynb"
 CELL_TIMEOUT_S = 120
 
 
-@pytest.mark.slow("a kernel imports on its own")
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")  # a kernel and its messages bring warnings of their own
 def test_the_example_notebook_runs(demo: World, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     variables = environment(home) | {

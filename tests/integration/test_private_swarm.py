@@ -58,6 +58,7 @@ def test_a_command_without_its_key_file_says_how_to_make_one(command: str, tmp_p
     assert f"openssl rand -hex 32 > {tmp_path}" in error
 
 
+@pytest.mark.long
 def test_servers_with_a_list_serve_the_peers_on_it(
     checkpoint: Callable[[str], Path], home: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from tests.support import warm
 from tests.support.hub import Hub
 from tests.support.swarms import environment, eventually, join, prompt, world
 
+pytestmark = pytest.mark.long
 REPOSITORY = "org/larger"
 SPANS = (Blocks(0, 1), Blocks(1, 6))
 SHARE = 1.10  # a server holds at most this much of its part
@@ -115,7 +116,6 @@ def test_a_server_downloads_only_the_files_with_its_tensors(larger: Larger, star
     assert expected < set(larger.weight_map.values())
 
 
-@pytest.mark.slow("a client in a process that knows no hub but this one")
 def test_a_client_downloads_only_the_files_with_its_part_and_generates(
     larger: Larger, started: Started, home: Path, tmp_path: Path
 ):
@@ -148,7 +148,6 @@ def test_a_span_and_a_clients_part_hold_their_share_of_the_weights(larger: Large
     assert held <= SHARE * larger.n_bytes(None)
 
 
-@pytest.mark.slow("three servers that share nothing with this process import torch")
 def test_a_server_process_needs_memory_for_its_share_and_little_else(
     larger: Larger, started: Started, checkpoint: Callable[[str], Path], home: Path
 ):
@@ -175,7 +174,6 @@ def test_a_client_without_servers_fails_and_says_which_blocks_nobody_serves(larg
         assert "blocks 0:6: no server has them" in str(nobody.value)
 
 
-@pytest.mark.long
 def test_a_server_is_ready_soon(larger: Larger, home: Path):
     """Blocks of a local directory, all of whose files have been read before."""
     with LocalSwarm(larger.directory, env=environment(home)) as swarm:

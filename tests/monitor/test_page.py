@@ -114,7 +114,7 @@ def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
         assert history["points"]
 
 
-@pytest.mark.slow("two pages and a probe are processes that import on their own")
+@pytest.mark.long
 def test_a_private_swarms_page_is_for_members(tmp_path):
     """Network key and list together, as everybody in the swarm has them; probes come from the page's own identity."""
     members = {name: Identity.generate() for name in ("bootstrap", "server-0", "health")}

@@ -25,7 +25,7 @@ def was_tried_in_vain(node: LabNode) -> bool:
     return "other nodes cannot reach this one" in node.process.log.read_text()
 
 
-@pytest.mark.slow("seven nodes in processes of their own, and a client")
+@pytest.mark.long
 def test_hidden_nodes_are_in_no_routing_table(lab: Lab, tmp_path: Path):
     with LabDht(tmp_path / "dht") as dht:
         public = dht.public([lab.public_host(5) for _ in range(3)])

@@ -15,7 +15,7 @@ from tests.simulation.world import Weather
 from tests.support.often import rest_is_long
 
 SEEDS = 200
-OFTEN = 40  # of them in `make test`
+OFTEN = 20  # of them in `make test`
 PART = 10  # seeds of one test
 SLOW, FAST = 6.0, 60.0  # departures a minute, among a hundred servers
 TREE = Path(__file__).parents[2]
