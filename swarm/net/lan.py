@@ -141,7 +141,9 @@ async def ways_in(given: tuple[str, ...], network: str, access: Access, *, lan: 
     found = await browse(Sought.of(network, access), LanLimits().client_s) if lan else ()
     if not found:
         nearby = f"no server of swarm {network!r} was found on this network; " if lan else ""
-        raise BadConfiguration("initial_peers", f"{nearby}pass the address of a node, or set SWARM_INITIAL_PEERS")
+        raise BadConfiguration(
+            "initial_peers", f"{nearby}pass the address of a node (--initial-peers), or set SWARM_INITIAL_PEERS"
+        )
     return found
 
 
