@@ -33,7 +33,7 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
-from swarm.net.listener import bound
+from swarm.net import ports
 from swarm.net.p2p import P2PConfig
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
@@ -45,7 +45,7 @@ _log = structlog.get_logger("swarm.gateway")
 class GatewayArguments:
     """The arguments of `swarm-gateway`. models: none for those that the swarm serves and this gateway may load."""
 
-    listen: tuple[str, int]
+    listen: tuple[str, ports.Port]
     models: tuple[str, ...]
     reading: Reading
     options: ModelOptions
@@ -63,7 +63,7 @@ def arguments_of(
     reading: Reading,
     upstreams: tuple[UpstreamSettings, ...],
     *,
-    listen: tuple[str, int],
+    listen: tuple[str, ports.Port],
     model: tuple[str, ...],
     allow_download: tuple[str, ...],
     keys: Path | None,
@@ -110,7 +110,7 @@ async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], No
     """Serve until asked to stop. Raises UsageError or NetworkError."""
     doors, reading, path = doors_of(arguments), arguments.reading, arguments.reading.identity
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
-    with bound(*arguments.listen) as listening, computing(arguments.threads) as compute:
+    with ports.listening(*arguments.listen) as listening, computing(arguments.threads) as compute:
         access = Access.load(reading.network_key, reading.allow_peers)
         joining = joined(partial(_directory, reading, access), identity, network=reading.network, access=access)
         async with AsyncExitStack() as entered:

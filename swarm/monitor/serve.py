@@ -23,7 +23,7 @@ from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.monitor.state import API
-from swarm.net.listener import bound
+from swarm.net import ports
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
 
@@ -34,7 +34,7 @@ _log = structlog.get_logger("swarm.monitor")
 class HealthArguments:
     """The arguments of `swarm-health`."""
 
-    listen: tuple[str, int]
+    listen: tuple[str, ports.Port]
     reading: Reading
     database: Path
     join_addresses: tuple[str, ...]
@@ -62,7 +62,7 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     own = None if path is None else identity.peer_id  # without a file it reads, and no listed peer answers it
     access = Access.load(reading.network_key, reading.allow_peers, own)
-    with bound(*arguments.listen) as listening:
+    with ports.listening(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
         public = access.network_key is None and await is_public(reading.initial_peers)
         monitor = Monitor(

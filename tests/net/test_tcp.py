@@ -2,13 +2,14 @@
 
 import asyncio
 import socket
+import sys
 import time
 
 import pytest
 
 from swarm.errors import AddressInUse, ChannelClosed, HandshakeFailed, Unreachable
 from swarm.net.address import Tcp
-from swarm.net.carriers.tcp import TcpCarrier, dial
+from swarm.net.carriers.tcp import TcpCarrier, dial, set_congestion_control
 from swarm.net.channel import Channel, ignore
 from swarm.net.gate import PROGRESS
 from swarm.net.limits import DialerLimits, HandshakeLimits, ListenerLimits
@@ -109,6 +110,50 @@ async def test_a_peers_end_is_told_from_the_networks(site, error, unreachable):
     carrier.abort()
 
 
+def congestion_control(sock):
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a socket choose")
+
+
+@on_linux
+async def test_both_ends_of_a_channel_choose_their_congestion_control(site):
+    carrier = await site.carrier()
+    await until(lambda: site.admission.channels)
+    (accepted,) = site.admission.channels
+    for end in (carrier, accepted.carrier):
+        assert congestion_control(end._transport.get_extra_info("socket")) in {"cubic", "reno"}
+    carrier.abort()
+
+
+@on_linux
+async def test_half_has_the_congestion_control_of_its_listener(site):
+    halves = []
+    site.listener.on_half = halves.append
+    _, writer = await asyncio.open_connection(site.listener.address.host, site.listener.address.port)
+    writer.write(b"half/")
+    await until(lambda: halves)
+    writer.close()
+    with halves[0] as half:
+        assert congestion_control(half) in {"cubic", "reno"}
+
+
+@pytest.mark.parametrize("allowed", [["cubic", "reno"], ["reno"], []])
+def test_best_congestion_control_that_is_allowed_is_taken(allowed):
+    class Socket:
+        chosen = None
+
+        def setsockopt(self, level, option, name):
+            if name.decode() not in allowed:
+                raise PermissionError
+            self.chosen = name.decode()
+
+    sock = Socket()
+    set_congestion_control(sock)
+    assert sock.chosen == next(iter(allowed), None)
+
+
 # Admission: its decisions are tested in test_admission.py
 
 
@@ -126,6 +171,19 @@ async def test_a_port_in_use_is_named(site):
     address = site.listener.address
     with pytest.raises(AddressInUse, match=str(address.port)):
         Listener(endpoint(), address.host, address.port)
+
+
+async def test_listener_has_its_port_before_it_starts():
+    site = Site()
+    address = site.listener.address
+    with pytest.raises(AddressInUse, match=str(address.port)):
+        Listener(endpoint(), address.host, address.port)
+    with pytest.raises((HandshakeFailed, Unreachable)):  # at once, not at its time-out
+        async with asyncio.timeout(DialerLimits().timeout_s / 2):
+            await site.dialled()
+    await site.start()
+    (await site.dialled()).close()
+    await site.listener.close()
 
 
 async def test_a_paused_listener_keeps_its_address(site):
