@@ -61,7 +61,7 @@ def test_identity_that_is_named_is_held_once(folder: Path) -> None:
     named = folder / "own.key"
     with (
         hold_identity(named, "server") as (path, _),
-        pytest.raises(IdentityInUse, match="own.key"),
+        pytest.raises(IdentityInUse, match=r"own\.key"),
         hold_identity(named, "server"),
     ):
         raise AssertionError
@@ -73,12 +73,12 @@ def test_identities_come_to_an_end() -> None:
     with ExitStack() as all_of_them:
         for _ in range(ChoiceLimits().tries_max):
             all_of_them.enter_context(hold_identity(None, "server"))
-        with pytest.raises(IdentityInUse, match="server.identity"), hold_identity(None, "server"):
+        with pytest.raises(IdentityInUse, match=r"server\.identity"), hold_identity(None, "server"):
             raise AssertionError
 
 
 def test_damaged_identity_is_not_passed_over(folder: Path) -> None:
     (folder / "server.identity").write_bytes(b"no key")
     (folder / "server.identity").chmod(0o600)
-    with pytest.raises(BadConfiguration, match="server.identity"), hold_identity(None, "server"):
+    with pytest.raises(BadConfiguration, match=r"server\.identity"), hold_identity(None, "server"):
         raise AssertionError

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection
 from swarm.activations import Activations
 from swarm.net.address import Tcp
 from swarm.net.admission import Admission, source_of
-from swarm.net.carriers.tcp import TcpCarrier, set_congestion_control
+from swarm.net.carriers.tcp import TcpCarrier
 from swarm.net.channel import Channel, OnMessage
+from swarm.net.congestion import set_congestion_control
 from swarm.net.endpoint import Endpoint
 from swarm.net.flow import FlowControl
 from swarm.net.gate import PROGRESS, Toll

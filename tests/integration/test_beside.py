@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from swarm.demo.local import LocalProcess, Place
+from swarm.demo.local import LocalProcess, LocalSwarm, Place
+from swarm.net.ports import has_ipv6
 from tests.support import warm
-from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, NETWORK, World, environment, prompt, world
+from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, NETWORK, World, environment, join, prompt, world
 
 DATA_PORTS, P2P_PORTS = range(31330, 31650, 10), range(31331, 31651, 10)
 START_S = 60.0
@@ -94,6 +96,11 @@ def told(server: LocalProcess) -> tuple[str, ...]:
     return tuple(each[1] for each in found if each is not None)
 
 
+def generated(model: PreTrainedModel) -> list[list[int]]:
+    tokens = model.generate(prompt(1, 8), max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return tokens.tolist()  # type: ignore[no-any-return]
+
+
 @pytest.mark.slow("three servers start")
 def test_servers_started_at_once_generate_together(machine: Machine) -> None:
     with machine.world.client() as model:
@@ -139,3 +146,15 @@ def test_identity_that_was_named_is_not_replaced(machine: Machine) -> None:
     held = str(machine.identity(1))
     assert held in machine.refused("--identity", held)
     assert held in machine.refused(SWARM_IDENTITY=held)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_swarm_of_ipv6_alone_generates(machine: Machine) -> None:
+    options = ("--dtype", "bfloat16")
+    with (
+        LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, host="[::1]", options=options, launch=warm.launch) as swarm,
+        join(DEMO_CHECKPOINT, swarm, dtype=torch.bfloat16) as model,
+    ):
+        assert all(address.startswith("/ip6/") for address in swarm.initial_peers)
+        assert generated(model) == generated(machine.world.full)

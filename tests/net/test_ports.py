@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from contextlib import AsyncExitStack, ExitStack
 
 import pytest
@@ -14,6 +15,7 @@ from swarm.net.ports import EVERY, has_ipv6, kept_for_p2pd, listening
 
 HOST = "127.0.0.1"
 with_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port cannot be kept for p2pd")
 
 
 def port(sock):
@@ -70,11 +72,13 @@ def test_without_ipv6_every_address_is_of_ipv4(monkeypatch):
         assert sock.getsockname()[0] == "0.0.0.0"
 
 
+@on_linux
 def test_port_kept_for_one_p2pd_is_no_other_ones(several):
     with kept_for_p2pd(HOST, several) as first, kept_for_p2pd(HOST, several) as second:
         assert (first, second) == tuple(several[:2])
 
 
+@on_linux
 async def test_p2pds_that_start_at_once_take_different_ports(several):
     async with AsyncExitStack() as stack:
         daemons = [stack.enter_async_context(running_daemon(P2PConfig(None, (HOST, several)))) for _ in range(3)]

@@ -9,12 +9,15 @@ import pytest
 
 from swarm.errors import AddressInUse, ChannelClosed, HandshakeFailed, Unreachable
 from swarm.net.address import Tcp
-from swarm.net.carriers.tcp import TcpCarrier, dial, set_congestion_control
+from swarm.net.carriers.tcp import TcpCarrier, dial
 from swarm.net.channel import Channel, ignore
+from swarm.net.congestion import set_congestion_control
 from swarm.net.gate import PROGRESS
+from swarm.net.halves import reusable
 from swarm.net.limits import DialerLimits, HandshakeLimits, ListenerLimits
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
+from swarm.net.ports import EVERY, has_ipv6
 from swarm.protocol.messages import Close
 from tests.net.support import SESSION, endpoint, remote, step, until
 
@@ -114,17 +117,56 @@ def congestion_control(sock):
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
+with_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a socket choose")
 
 
 @on_linux
 async def test_both_ends_of_a_channel_choose_their_congestion_control(site):
-    carrier = await site.carrier()
+    dialled = await site.dialled()
     await until(lambda: site.admission.channels)
     (accepted,) = site.admission.channels
-    for end in (carrier, accepted.carrier):
-        assert congestion_control(end._transport.get_extra_info("socket")) in {"cubic", "reno"}
-    carrier.abort()
+    for end in (dialled, accepted):
+        assert congestion_control(end.carrier._transport.get_extra_info("socket")) in {"cubic", "reno"}
+    dialled.close()
+
+
+@on_linux
+def test_half_that_is_dialled_has_its_congestion_control_before():
+    """Afterwards would be too late: a connection that began with BBR stays paced."""
+    with reusable(socket.AF_INET) as sock:
+        assert congestion_control(sock) in {"cubic", "reno"}
+
+
+async def test_name_leads_to_the_address_that_answers(site, monkeypatch):
+    address = site.listener.address
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, address.port)) for host in ("127.0.0.2", address.host)]
+
+    loop = asyncio.get_running_loop()
+    real = loop.getaddrinfo
+
+    async def resolve(host, port, **options):
+        return found if host == "a-name" else await real(host, port, **options)
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolve)
+    (await dial(Tcp("a-name", address.port), remote(site.me), endpoint(), ignore)).close()
+    del found[1:]
+    with pytest.raises(Unreachable):
+        await dial(Tcp("a-name", address.port), remote(site.me), endpoint(), ignore)
+
+
+@with_ipv6
+async def test_listener_of_every_address_takes_channels_of_both_families():
+    me = endpoint()
+    listener = Listener(me, EVERY, 0)
+    await listener.start(ignore)
+    for host in ("127.0.0.1", "::1"):
+        channel = await dial(Tcp(host, listener.address.port), remote(me), endpoint(), ignore)
+        await until(lambda: listener.admission.channels)
+        assert [accepted.carrier.host for accepted in listener.admission.channels] == [host]
+        channel.close()
+        await until(lambda: not listener.admission.channels)
+    await listener.close()
 
 
 @on_linux

@@ -1,7 +1,6 @@
 """The direct carrier: TCP, by `asyncio.Protocol` (no streams: they cost a tenth of a millisecond a hop)."""
 
 import asyncio
-import contextlib
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -10,6 +9,7 @@ from typing import cast
 from swarm.errors import Unreachable
 from swarm.net.address import Tcp
 from swarm.net.channel import Channel, OnMessage
+from swarm.net.congestion import set_congestion_control
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
 from swarm.net.halves import plain
@@ -36,7 +36,6 @@ class TcpCarrier(asyncio.Protocol):
         self.write, self.unsent_bytes = connected.write, connected.get_write_buffer_size
         self.host = plain(transport.get_extra_info("peername")[0])
         _keep_little_in_the_kernel(transport.get_extra_info("socket"))
-        set_congestion_control(transport.get_extra_info("socket"))
         self.channel = self._make_channel(self)
 
     def data_received(self, data: bytes) -> None:
@@ -96,7 +95,8 @@ async def dial(
 
     async def connect(carrier: Callable[[], TcpCarrier]) -> None:
         host = await _sensible(address, me.public)
-        await asyncio.get_running_loop().create_connection(carrier, host, address.port)
+        sock = await _connected(host, address.port)
+        await asyncio.get_running_loop().create_connection(carrier, sock=sock)
 
     return await _proven(connect, str(address), "direct", remote, me, on_message, flow, limits)
 
@@ -159,21 +159,29 @@ async def _sensible(address: Tcp, public: bool) -> str:
     return host
 
 
+async def _connected(host: str, port: int) -> socket.socket:
+    """Connect to the first of a host's addresses that answers. Raises OSError."""
+    loop, failure = asyncio.get_running_loop(), OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            set_congestion_control(sock)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
+
+
 def _keep_little_in_the_kernel(sock: socket.socket) -> None:
     """Let the kernel take only bytes that it can send soon: `unsent_bytes` then tells whether they get through."""
     notsent_lowat = {"linux": 25, "darwin": 0x201}.get(sys.platform)  # TCP_NOTSENT_LOWAT
     if notsent_lowat is not None:
         sock.setsockopt(socket.IPPROTO_TCP, notsent_lowat, 128 * 1024)
-
-
-def set_congestion_control(sock: socket.socket) -> None:
-    """Send as the window allows, at once, where the system lets a socket choose.
-
-    BBR, the default of some kernels, paces: an activation of 16 KiB then leaves over a fourth of a round trip, since a
-    flow that sends so little never shows what the path could carry. Users without privileges can choose `reno` always,
-    `cubic` where the kernel allows it.
-    """
-    for name in (b"cubic", b"reno"):
-        with contextlib.suppress(OSError, AttributeError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-            return
