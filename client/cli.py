@@ -12,6 +12,7 @@ from swarm.commands import (
     NETWORK,
     access_options,
     configure_logging,
+    directory_option,
     ending_at_once,
     peers_option,
     run_click,
@@ -42,6 +43,7 @@ from swarm.version import __version__
 @click.option(
     "--identity", type=click.Path(path_type=Path), default=None, help="key file, for servers with a list of peers"
 )
+@directory_option
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(
     model: str | None,

@@ -10,10 +10,11 @@ import structlog
 
 from swarm.activations import Activations
 from swarm.commands import Ready, Stop
-from swarm.dht.dialback import Offer, ask_dial_back
+from swarm.dht.dialback import Offer
 from swarm.dht.helper import serve_dial_back
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
-from swarm.errors import AddressInUse, InvalidMessage, Unreachable
+from swarm.dht.proof import prove
+from swarm.errors import AddressInUse, InvalidMessage
 from swarm.identity import Identity
 from swarm.net.anchor import AnchorLimits
 from swarm.net.channel import Channel
@@ -21,10 +22,10 @@ from swarm.net.endpoint import Endpoint
 from swarm.net.gate import Toll
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
-from swarm.net.p2p import multiaddr_of, port_of
+from swarm.net.p2p import host_of, multiaddr_of
 from swarm.net.ports import Port
 from swarm.net.reach import is_public
-from swarm.net.traversal import ListeningTraversal
+from swarm.net.traversal import ListeningTraversal, TraversalLimits
 from swarm.protocol.messages import AnyMessage
 
 _log = structlog.get_logger("swarm.bootstrap")
@@ -54,12 +55,12 @@ async def bootstrap(
     listener = _listener(me, anchor)
     async with open_node(config, clock=time.time) as node:
         limits = anchor.limits if anchor is not None else AnchorLimits()
-        traversal = ListeningTraversal(me, listener, node.gate.own_record, lambda: b"", limits)
+        traversal = ListeningTraversal(me, listener, node.gate.own_record, lambda: b"", TraversalLimits(anchor=limits))
         if anchor is not None:
             await listener.start(traversal.before(_refuse))
         offer = _offer(me, listener, anchor, node) if anchor is not None else None
         await serve_dial_back(node, me, traversal.dial, lambda: offer)
-        proving = asyncio.create_task(_prove(node))
+        proving = asyncio.create_task(prove(node, next(filter(None, map(host_of, config.p2p.announce)), "")))
         try:
             ready(Ready(peer_id=node.peer_id, addresses=node.addresses, pid=os.getpid()))
             _log.info(
@@ -95,24 +96,6 @@ def _offer(me: Endpoint, listener: Listener, anchor: AnchorOptions, node: SwarmN
     addresses = dict.fromkeys(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
     key = me.identity.public_key.hex()
     return Offer(public_key=key, channel_key=me.key.public.hex(), addresses=tuple(addresses)[:4])
-
-
-async def _prove(node: SwarmNode) -> None:
-    """Let other nodes call this one, so that it may serve: again and again, since networks change."""
-    while True:
-        wait_s = 300.0
-        try:
-            findings = await ask_dial_back(node, None, p2p_port=port_of(next(iter(node.addresses), "")))
-            if findings.p2p:
-                await node.promote()
-            else:
-                wait_s = 30.0
-                node.demote()
-                _log.error("other nodes cannot reach this one: forward its port, or pass --announce-address")
-        except Unreachable as error:
-            _log.debug("no other node could check that this one can be reached", why=str(error))
-            await node.promote()
-        await asyncio.sleep(wait_s)
 
 
 def _refuse(channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:

@@ -10,15 +10,17 @@ a server's addresses nor make it believe that it cannot be reached.
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import RECORD, Address, Hex32, SignedAnnouncement
 from swarm.dht.sealing import SEAL_BYTES, Purpose
-from swarm.errors import InvalidMessage, SwarmError, Unreachable
+from swarm.errors import InvalidMessage, SwarmError, TooBusy, Unreachable
 from swarm.identity import peer_id_of
 from swarm.limits import limit
 from swarm.net.address import ViaAnchor, dialable
@@ -46,7 +48,10 @@ class DialBackLimits:
     per_s: float = limit(1 / 10, "1/s", "requests of one asker; more are refused")
     burst: float = limit(6.0, "requests", "of one asker at once")
     helpers_max: int = limit(3, "helpers", "asked, side by side")
-    last_helper_s: float = limit(2.0, "s", "that the other helpers may take longer than the first")
+    asked_max: int = limit(8, "helpers", "asked in all, since those that fail are replaced; then those found count")
+    last_helper_s: float = limit(
+        6.0, "s", "after the first answer the others are not waited for: longer than a dial, or a fast liar decides"
+    )
 
 
 class Offer(BaseModel):
@@ -68,18 +73,25 @@ class Offer(BaseModel):
 class Request(BaseModel):
     """What an asker wants to be tried, beside the ways in its record (base64; a node that serves nothing has none).
 
-    data_port, p2p_port: tried at the address from which it comes; 0 asks for nothing.
+    data_port, p2p_port: tried at the address from which it comes; 0 asks for nothing. p2p_host: a literal address at
+    which p2p_port is tried, too; "" names none.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
-    record: str = Field(default="", max_length=4 * RECORD.bytes_max)
+    record: str = Field(default="", max_length=4 * RECORD.bytes_max, pattern="^[A-Za-z0-9+/=]*$")
     data_port: int = Field(default=0, ge=0, le=65535)
     p2p_port: int = Field(default=0, ge=0, le=65535)
+    p2p_host: str = Field(default="", max_length=45)
+
+    @field_validator("p2p_host")
+    @classmethod
+    def _literal(cls, host: str) -> str:
+        return str(ip_address(host)) if host else host
 
 
 class Answer(BaseModel):
-    """A helper's findings. `refused`: why it did not try, else empty.
+    """A helper's findings. `refused`: why it did not try, else empty. busy: it may try later.
 
     answered, silent: of the record's addresses. through: the public keys of the record's anchors through which it was
     reached. outside: the data port answers at `seen`, the host from which the asker comes. p2p: its libp2p port does.
@@ -95,6 +107,7 @@ class Answer(BaseModel):
     seen: str = Field(default="", max_length=64)
     anchor: Offer | None = None
     refused: str = Field(default="", max_length=200)
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,61 +167,98 @@ async def ask_dial_back(
     *,
     data_port: int = 0,
     p2p_port: int = 0,
+    p2p_host: str = "",
     limits: DialBackLimits = DialBackLimits(),
 ) -> Findings:
-    """Let other nodes try to reach us. Raises Unreachable if no node helps.
+    """Let other nodes try to reach us. Raises TooBusy if those that could help have no time, Unreachable if none can.
 
-    signed: our own record; None for a node that serves nothing. A helper that is slow, or stopped, is not waited for
-    once another has answered.
+    signed: our own record; None for a node that serves nothing. p2p_host: as in Request. Helpers that fail are
+    replaced by others; one that is stopped is not waited for long once another has answered.
     """
-    helpers = node.neighbours()[: limits.helpers_max]
+    helpers = _Helpers(spread(node.neighbours(), await node.hosts())[: limits.asked_max], limits.helpers_max)
     record = b"" if signed is None else signed.data
-    request = Request(record=b64encode(record).decode(), data_port=data_port, p2p_port=p2p_port)
-    tasks = {asyncio.create_task(_ask_one(node, helper, request, signed, limits)) for helper in helpers}
-    found, reasons = list[DialledBack](), list[str]()
-    pending, last_at = set(tasks), None
+    request = Request(record=b64encode(record).decode(), data_port=data_port, p2p_port=p2p_port, p2p_host=p2p_host)
     loop = asyncio.get_running_loop()
+    last_at, alone = loop.time() + limits.answer_timeout_s, True
     try:
-        while pending and not _decided(found, len(helpers)):
-            timeout_s = None if last_at is None else max(0.0, last_at - loop.time())
-            done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+        while helpers.ask(lambda helper: _ask_one(node, helper, request, signed, limits)):
+            if not await helpers.answered(max(0.0, last_at - loop.time())) or helpers.decided:
                 break
-            found += _answers(done, reasons)
-            if found and last_at is None:
-                last_at = loop.time() + limits.last_helper_s
+            if helpers.found and alone:
+                last_at, alone = min(last_at, loop.time() + limits.last_helper_s), False
     finally:
-        for task in pending:
+        await helpers.close()
+    if helpers.found:
+        return Findings(tuple(helpers.found))
+    why = "; ".join(helpers.reasons)[:300] or ("no answer" if node.neighbours() else "none is known")
+    if helpers.busy:
+        raise TooBusy(f"the nodes that could dial us back have no time; ask again later ({why})")
+    raise Unreachable("a node that dials us back", (), limits.answer_timeout_s, why)
+
+
+def spread(helpers: Sequence[str], hosts: Mapping[str, str]) -> tuple[str, ...]:
+    """Put helpers of different networks first: many nodes of one operator share a /16, or a /32 of IPv6.
+
+    hosts: the literal address of a helper where it is known.
+    """
+    seen, first, rest = set[str](), list[str](), list[str]()
+    for helper in helpers:
+        network = _network(hosts[helper]) if helper in hosts else helper
+        (rest if network in seen else first).append(helper)
+        seen.add(network)
+    return (*first, *rest)
+
+
+def _network(host: str) -> str:
+    address = ip_address(host)
+    return str(ip_network((address, 16 if address.version == 4 else 32), strict=False))
+
+
+class _Helpers:
+    """The helpers of one question: who is asked, and what they found."""
+
+    def __init__(self, helpers: Sequence[str], at_once: int) -> None:
+        self.found: list[DialledBack] = []
+        self.reasons: list[str] = []
+        self.busy = False
+        self._waiting, self._at_once = deque(helpers), at_once
+        self._pending: set[asyncio.Task[DialledBack]] = set()
+
+    def ask(self, question: Callable[[str], Coroutine[None, None, DialledBack]]) -> bool:
+        """Ask as many as may answer. Returns whether an answer is still to come."""
+        while self._waiting and len(self._pending) + len(self.found) < self._at_once:
+            self._pending.add(asyncio.create_task(question(self._waiting.popleft())))
+        return bool(self._pending)
+
+    async def answered(self, timeout_s: float) -> bool:
+        """Wait for some answers. Returns False if none came in time."""
+        done, self._pending = await asyncio.wait(self._pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            error = task.exception()
+            if error is None:
+                self.found.append(task.result())
+            elif isinstance(error, (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError)):
+                self.busy = self.busy or isinstance(error, TooBusy)
+                self.reasons.append(str(error) or type(error).__name__)
+            else:
+                raise error
+        return bool(done)
+
+    @property
+    def decided(self) -> bool:
+        """Whether no further answer can change what most of them say."""
+        expected = min(self._at_once, len(self.found) + len(self._pending) + len(self._waiting))
+        needed = expected // 2 + 1
+        facts = [(bool(a.answered), bool(a.through), a.outside, a.p2p) for a in (each.answer for each in self.found)]
+        columns = list(zip(*facts, strict=True))
+        return bool(columns) and all(max(sum(column), len(column) - sum(column)) >= needed for column in columns)
+
+    async def close(self) -> None:
+        """End the questions that are still under way."""
+        for task in self._pending:
             task.cancel()
-        if pending:
-            await asyncio.wait(pending)
-    if not found:
-        why = "; ".join(reasons)[:300] or "none is known"
-        raise Unreachable("a node that dials us back", (), limits.answer_timeout_s, why)
-    return Findings(tuple(found))
-
-
-def _decided(found: Sequence[DialledBack], helpers: int) -> bool:
-    """Whether no further answer can change what most of them say."""
-    needed = helpers // 2 + 1
-    facts = [(bool(a.answered), bool(a.through), a.outside, a.p2p) for a in (each.answer for each in found)]
-    return all(max(sum(column), len(column) - sum(column)) >= needed for column in zip(*facts, strict=True)) and bool(
-        facts
-    )
-
-
-def _answers(done: "Iterable[asyncio.Task[DialledBack]]", reasons: list[str]) -> list[DialledBack]:
-    """Return the results of the tasks that have one; add the reasons of those that failed."""
-    found = []
-    for task in done:
-        error = task.exception()
-        if error is None:
-            found.append(task.result())
-        elif isinstance(error, (SwarmError, OSError, TimeoutError, asyncio.IncompleteReadError)):
-            reasons.append(str(error) or type(error).__name__)
-        else:
-            raise error
-    return found
+        if self._pending:
+            await asyncio.wait(self._pending)
 
 
 async def _ask_one(
@@ -222,7 +272,7 @@ async def _ask_one(
                 raise
             answer = await ask_former(node, helper, signed.data, limits)
     if answer.refused:
-        raise Unreachable(helper, (), 0.0, answer.refused)
+        raise TooBusy(f"{helper}: {answer.refused}") if answer.busy else Unreachable(helper, (), 0.0, answer.refused)
     addresses = set() if signed is None else set(signed.announcement.addresses)
     anchors = set() if signed is None else {anchor.public_key for anchor in signed.announcement.anchors}
     ours = {

@@ -1,15 +1,15 @@
 """The helping side of dial-back: this node tries whether an asker can be reached, and dials nobody else.
 
 It dials the ways in the asker's own record, with the keys in that record, and two ports at the host from which the
-asker comes; a private or loopback address only if the asker itself comes from such a network. So it is no port scanner
-for hire.
+asker comes; the libp2p port also at the record's hosts and at one that the asker names. All of them must prove the
+asker's identity. A private or loopback address is dialled only if the asker itself comes from such a network. So it is
+no port scanner for hire.
 """
 
 import asyncio
 import binascii
 import ipaddress
-import socket
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 
 import structlog
@@ -27,6 +27,7 @@ from swarm.dht.dialback import (
     write_message,
 )
 from swarm.dht.node import SwarmNode
+from swarm.dht.probe import peer_at
 from swarm.dht.rates import RateLimit
 from swarm.dht.records import Announcement
 from swarm.dht.sealing import SEAL_BYTES, Purpose
@@ -36,9 +37,8 @@ from swarm.net.address import Tcp, ViaAnchor, dialable, parse
 from swarm.net.channel import ignore
 from swarm.net.dialer import Dial
 from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.p2p import host_of
 from swarm.net.reach import literals
-
-_GREETING = b"\x13/multistream/1.0.0\n"  # with which either side of a libp2p connection begins
 
 _log = structlog.get_logger("swarm.dialback")
 
@@ -77,7 +77,7 @@ class Helper:
 
     async def handle_former(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The same, for an asker of version 0.2 or before, which sends its bare record."""
-        await self._serve(info, reader, writer, lambda record: Request(record=binascii.b2a_base64(record).decode()))
+        await self._serve(info, reader, writer, lambda record: Request(record=b64encode(record).decode()))
 
     async def _serve(
         self,
@@ -107,15 +107,15 @@ class Helper:
 
     async def _answer(self, asker: str, multiaddr: str, sealed: bytes, read: Callable[[bytes], Request]) -> Answer:
         if not self._rates.take(asker, asyncio.get_running_loop().time()):
-            return Answer(refused="too many requests; slow down")
+            return Answer(refused="too many requests; slow down", busy=True)
         if self._helping >= self._limits.helping_max:
-            return Answer(refused="this node helps enough others; ask another")
+            return Answer(refused="this node helps enough others; ask another", busy=True)
         self._helping += 1
         try:
             gate = self._node.gate
             request = read(gate.seal.open(sealed))
             record = gate.own_record(asker, b64decode(request.record)) if request.record else None
-            return await self._try_all(request, record, host_of(multiaddr))
+            return await self._try_all(asker, request, record, host_of(multiaddr))
         except RecordError as error:
             return Answer(refused=str(error)[:200])
         except (ValidationError, binascii.Error):
@@ -123,17 +123,17 @@ class Helper:
         finally:
             self._helping -= 1
 
-    async def _try_all(self, request: Request, record: Announcement | None, host: str) -> Answer:
+    async def _try_all(self, asker: str, request: Request, record: Announcement | None, host: str) -> Answer:
         near = host != "" and not ipaddress.ip_address(host).is_global
         addresses = tuple(dict.fromkeys(record.addresses)) if record is not None else ()
         vias = tuple(way for way in record.ways if isinstance(way, ViaAnchor)) if record is not None else ()
-        hosts = dict.fromkeys([host] if host else [])
+        hosts = dict.fromkeys(each for each in (host, request.p2p_host) if each)
         hosts |= dict.fromkeys(at.host for at in dialable(addresses))
         async with asyncio.TaskGroup() as group:
             direct = [group.create_task(self._reaches(record, address, near)) for address in addresses]
             through = [group.create_task(self._meets(record, via)) for via in vias]
             outside = group.create_task(self._has_data_port(record, host, request.data_port))
-            p2p = [group.create_task(self._has_p2p_port(each, request.p2p_port, near)) for each in hosts]
+            p2p = [group.create_task(self._has_p2p_port(asker, each, request.p2p_port, near)) for each in hosts]
         met = {via.peer for via, task in zip(vias, through, strict=True) if task.result()}
         keys = {key for key, _, _ in record.anchors if peer_id_of(bytes.fromhex(key)) in met} if record else set()
         return Answer(
@@ -179,30 +179,18 @@ class Helper:
             return False
         return True
 
-    async def _has_p2p_port(self, host: str, port: int, near: bool) -> bool:
-        """Whether a libp2p node listens there."""
+    async def _has_p2p_port(self, asker: str, host: str, port: int, near: bool) -> bool:
+        """Whether the asker's libp2p node listens there, and not that of another machine behind the same router."""
         if port < 1024:
             return False
-        loop, sock = asyncio.get_running_loop(), None
         try:
             async with asyncio.timeout(self._limits.port_timeout_s):
                 literal = await resolved(str(Tcp(host, port)))
                 if literal is None or (not near and not is_global(literal)):
                     return False
-                at = parse(literal)
-                sock = socket.socket(socket.AF_INET6 if ":" in at.host else socket.AF_INET, socket.SOCK_STREAM)
-                sock.setblocking(False)
-                await loop.sock_connect(sock, (at.host, at.port))
-                await loop.sock_sendall(sock, _GREETING)
-                answer = b""
-                while len(answer) < len(_GREETING) and (part := await loop.sock_recv(sock, len(_GREETING))):
-                    answer += part
-                return answer.startswith(_GREETING)
-        except (OSError, TimeoutError, ValueError):
+                return await peer_at(parse(literal)) == asker
+        except (SwarmError, OSError, TimeoutError, ValueError):
             return False
-        finally:
-            if sock is not None:
-                sock.close()
 
     async def _prove(self, record: Announcement, way: Tcp | ViaAnchor) -> None:
         """Open a channel as clients do, up to both sides' proven identities. Raises NetworkError."""
@@ -221,14 +209,3 @@ async def resolved(address: str) -> str | None:
 def is_global(literal: str) -> bool:
     """Whether "1.2.3.4:port" is an address of the internet."""
     return ipaddress.ip_address(literal.rpartition(":")[0].strip("[]")).is_global
-
-
-def host_of(multiaddr: str) -> str:
-    """Return the literal address from which a peer comes; "" for one that is relayed or has none."""
-    parts = multiaddr.split("/")
-    if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in {"ip4", "ip6"}:
-        return ""
-    try:
-        return str(ipaddress.ip_address(parts[2]))
-    except ValueError:
-        return ""

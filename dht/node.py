@@ -132,15 +132,17 @@ class SwarmNode:
 
     async def promote(self) -> None:
         """Others can call this node: answer them from now on, and let them learn it."""
-        before, self._config = self.serves, replace(self._config, proven=True)
-        if self.serves and not before and (member := self.member) is not None:
-            await member.protocol.promote()
-            await member.learn(1)
+        self._config = replace(self._config, proven=True)
+        if (member := self.member) is not None:
+            try:
+                await self._settle(member)
+            except Exception as error:  # noqa: BLE001 - hivemind raises many kinds; the next p2pd's member serves
+                _log.warning("this node does not answer calls yet", why=repr(error)[:200])
 
     def demote(self) -> None:
-        """Others cannot call this node any more: be a client."""
+        """Others cannot call this node any more: be a client, which they forget."""
         self._config = replace(self._config, proven=False)
-        if self.member is not None:
+        if self.member is not None and not self.serves:
             self.member.protocol.demote()
 
     @property
@@ -156,6 +158,13 @@ class SwarmNode:
         self._random.shuffle(peers)
         return tuple(peers)
 
+    async def hosts(self) -> dict[str, str]:
+        """Return the literal address of each connected peer, by its peer id; nothing while p2pd is away."""
+        try:
+            return await self.member.daemon.hosts() if self.member is not None else {}
+        except Unreachable:
+            return {}
+
     @property
     def p2pd_pid(self) -> int | None:
         """The process id of the present p2pd."""
@@ -169,6 +178,7 @@ class SwarmNode:
             for name, handler in self._streams.items():
                 await daemon.p2p.add_binary_stream_handler(name, handler)
             await member.join(must=self.restarts < 0)
+            await self._settle(member)
             self.addresses, self.peer_id = await daemon.addresses(), daemon.peer_id
             self.restarts += 1
             self._up.set()
@@ -191,6 +201,12 @@ class SwarmNode:
         searcher, config = Searcher(find, self._random), self._config
         poll_s = config.p2p.limits.poll_s
         return Member(daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, config.member_limits)
+
+    async def _settle(self, member: Member) -> None:
+        """Let a member serve if this node was promoted while its p2pd was new."""
+        if self.serves and member.protocol.client_mode:
+            await member.protocol.promote()
+            await member.learn(1)
 
     def _remember(self, entries: Sequence[Entry]) -> None:
         """Keep our own entries: as a node that stores them, and for the time after p2pd was replaced."""

@@ -78,7 +78,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             await self.add_p2p_handlers(self.p2p)
 
     def demote(self) -> None:
-        """Be a client again: others learn this node no more, and forget it when it does not answer."""
+        """Be a client again. Calls fail from now on, those over open connections too, so others forget this node."""
         self.client_mode = True
         self.node_info = dht_pb2.NodeInfo()
 
@@ -142,6 +142,8 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     async def _admitted(self, peer: PeerID, cost: float) -> AsyncIterator[None]:
         if not self._rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost):
             raise TooBusy("too many requests; slow down")
+        if self.client_mode:
+            raise TooBusy("this node answers no calls; forget it")
         if self._handling >= self.limits.handled_max:
             raise TooBusy("this node is busy; try another")
         self._handling += 1

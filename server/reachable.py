@@ -13,7 +13,7 @@ import structlog
 from swarm.dht.dialback import Findings, Offer, ask_dial_back
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import Announcement, Mooring, SignedAnnouncement
-from swarm.errors import Unreachable
+from swarm.errors import TooBusy, Unreachable
 from swarm.identity import public_key_of
 from swarm.limits import limit
 from swarm.net.address import Tcp, ViaAnchor, dialable
@@ -28,7 +28,9 @@ class ReachLimits:
     """How often a server looks how it is reached."""
 
     moored_s: float = limit(4.0, "s", "to the first mooring, once it is known that no address leads here")
-    again_s: float = limit(30.0, "s", "until a server that cannot be reached in any way looks again")
+    again_s: float = limit(30.0, "s", "until a server looks again that cannot be reached, or that no node could try")
+    busy_s: float = limit(2.0, "s", "until busy helpers are asked once more, by a server that starts")
+    busy_tries: int = limit(3, "times", "that they are asked; then the server waits as one that cannot be reached")
     look_s: float = limit(300.0, "s", "between looks at how a running server is reached")
     first_look_s: float = limit(1.0, "s", "after it is online, its ports are tried from outside")
 
@@ -89,11 +91,15 @@ class Reachability:
 
     async def find(self, signed: SignedAnnouncement) -> bool:
         """Find out how this server is reached, and become so. Returns whether it is. signed: its newest record."""
-        findings = await self._ask(signed)
+        try:
+            findings = await self._ask_patiently(signed)
+        except TooBusy as error:
+            _log.warning("not known yet whether this server can be reached", why=str(error))
+            return False
         if findings is None or findings.reached:
             self._show(self.addresses)
-            if findings is None:
-                await self._node.promote()  # nobody is there to say otherwise
+            if not self._node.neighbours():
+                await self._node.promote()  # no other node is there to say otherwise
             return True
         anchors = findings.anchors
         if not anchors:
@@ -109,9 +115,8 @@ class Reachability:
         """Look again and again how this server is reached, for ever. newest: its newest record."""
         await asyncio.sleep(self._limits.first_look_s)
         while True:
-            if (signed := newest()) is not None:
-                await self._look(signed)
-            await asyncio.sleep(self._limits.look_s)
+            known = (signed := newest()) is not None and await self._look(signed)
+            await asyncio.sleep(self._limits.look_s if known else self._limits.again_s)
 
     async def close(self) -> None:
         """Let go of the moorings."""
@@ -119,10 +124,14 @@ class Reachability:
             self._mooring.cancel()
             await asyncio.wait((self._mooring,))
 
-    async def _look(self, signed: SignedAnnouncement) -> None:
-        findings = await self._ask(signed, self._listening.data_port, self._listening.p2p_port)
+    async def _look(self, signed: SignedAnnouncement) -> bool:
+        """Adapt to what other nodes find. Returns whether any could try."""
+        try:
+            findings = await self._ask(signed, self._listening.data_port, self._listening.p2p_port)
+        except TooBusy:
+            return False
         if findings is None:
-            return
+            return False
         if findings.p2p:
             await self._node.promote()
         else:
@@ -139,9 +148,10 @@ class Reachability:
             elif findings.anchors:
                 await self._hide(findings.anchors)
                 self.on_change()
+        return True
 
     async def _ask(self, signed: SignedAnnouncement, data_port: int = 0, p2p_port: int = 0) -> Findings | None:
-        """Return what other nodes found; None where none can say."""
+        """Return what other nodes found; None where none can say. Raises TooBusy."""
         if not self._node.neighbours():
             _log.warning("no other node is there yet to check that this server can be reached from outside")
             return None
@@ -150,6 +160,15 @@ class Reachability:
         except Unreachable as error:
             _log.warning("no other node could check that this server can be reached", why=str(error))
             return None
+
+    async def _ask_patiently(self, signed: SignedAnnouncement) -> Findings | None:
+        """The same, again and again while all helpers are busy, as when a whole swarm starts. Raises TooBusy."""
+        for _ in range(self._limits.busy_tries - 1):
+            try:
+                return await self._ask(signed)
+            except TooBusy:
+                await asyncio.sleep(self._limits.busy_s)
+        return await self._ask(signed)
 
     def _show(self, addresses: tuple[str, ...]) -> None:
         """This server is reached at these addresses."""

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarm.errors import BadConfiguration
 from swarm.identity import public_key_of
+from swarm.permissions import is_open
 
 KEY_BYTES = 32
 
@@ -46,7 +47,7 @@ class NetworkKey:
             raise BadConfiguration(setting, f"there is no such file; {make_one}") from None
         except OSError as error:
             raise BadConfiguration(setting, error.strerror or str(error)) from None
-        if mode & 0o077:
+        if is_open(mode):
             raise BadConfiguration(setting, f"others can read it; run: chmod 600 {path}")
         try:
             secret = bytes.fromhex(text.decode().strip())

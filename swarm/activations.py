@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_NUMERIC_CLASS = re.compile(r"([a-z0-9][a-z0-9_.-]*)(?:\+([a-z0-9_.-]*))?(?:\+([a-z0-9_.-]+))?")
-
 
 @dataclass(frozen=True, slots=True)
 class Activations:
@@ -120,7 +118,7 @@ class NumericClass:
     @classmethod
     def parse(cls, text: str) -> "NumericClass":
         """Read what `str` prints and records carry: dtype[+weights[+wire]]. Raises ValueError."""
-        match = _NUMERIC_CLASS.fullmatch(text)
+        match = re.fullmatch(r"([a-z0-9][a-z0-9_.-]*)(?:\+([a-z0-9_.-]*))?(?:\+([a-z0-9_.-]+))?", text)
         if match is None:
             raise ValueError(f"{text!r} is not a numeric class")
         return cls(match[1], match[2] or "", match[3] or "")

@@ -24,15 +24,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 import click
-import uvloop
 from pydantic import BaseModel, ConfigDict
 
-from swarm.config import NETWORK_PATTERN, load_settings
+from swarm.config import NETWORK_PATTERN, Way, load_settings
 from swarm.errors import BadConfiguration, SwarmError, UsageError
 from swarm.events import configure_events, printable
+from swarm.loops import handle_signal, new_event_loop
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -99,9 +99,9 @@ def run_click(command: click.Command) -> NoReturn:
 
 
 def run_until_stopped(main: Callable[[Stop], Awaitable[None]], log_level: str) -> None:
-    """Run `main` on uvloop until it returns, fails or is stopped by a signal."""
+    """Run `main` in a loop of its own until it returns, fails or is stopped by a signal."""
     configure_logging(log_level)
-    with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_supervised(main))
 
 
@@ -119,7 +119,7 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
         stop.ask(task)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+        handle_signal(loop, number, on_signal)
     try:
         await task
     except asyncio.CancelledError:
@@ -197,7 +197,7 @@ def ready_writer(path: Path | None) -> Iterator[Callable[[Ready], None]]:
             return
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            partial.write_text(json.dumps(ready.model_dump(mode="json")) + "\n")
+            partial.write_text(json.dumps(ready.model_dump(mode="json")) + "\n", encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             partial.unlink(missing_ok=True)
@@ -318,6 +318,14 @@ access_options = option_group(  # of private swarms
         default=None,
         help="file with the ids of all peers that may take part, one in a line",
     ),
+)
+
+directory_option = click.option(
+    "--directory",
+    type=click.Choice(get_args(Way)),
+    default="auto",
+    show_default=True,
+    help="how to read the servers' records; light needs no p2pd; auto: p2pd where it is installed",
 )
 
 running_options = option_group(

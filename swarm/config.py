@@ -18,6 +18,7 @@ from swarm.errors import BadConfiguration
 
 NETWORK_PATTERN = r"^[a-z0-9-]{1,32}$"
 PROTOCOL_VERSION = 1  # the major version: peers of different majors do not talk
+Way = Literal["auto", "p2pd", "light"]  # into the directory: see swarm.dht.reading
 CACHE_DIR = Path(platformdirs.user_cache_dir("swarm"))
 DATA_DIR = Path(platformdirs.user_data_dir("swarm"))
 
@@ -60,6 +61,7 @@ class Settings(BaseSettings):
     allow_peers: Path | None = Field(None, description="list of the peers that may take part")
     identity: Path | None = Field(None, description="key file")
     cache_dir: Path | None = Field(None, description="where the hub's files are kept")
+    directory: Way = Field("auto", description="how a client reads the directory")
     p2pd_sha256: str | None = Field(None, description="a p2pd that replaces hivemind's", pattern="^[0-9a-f]{64}$")
     log_level: str | None = Field(None, pattern="^(debug|info|warning|error)$")
     gateway: GatewaySettings = Field(GatewaySettings(), description="in a file only")

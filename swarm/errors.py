@@ -21,7 +21,7 @@
     │   ├── ProtocolMismatch     two major versions of the protocol: names the side that must upgrade
     │   ├── P2PFailed            the libp2p daemon does not run
     │   ├── DirectoryTimeout     the DHT was not read in time; shown by the health page, not raised to callers
-    │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, not raised to callers
+    │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, raised for dial-backs
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
     ├── InvalidMessage           a peer's message that does not validate

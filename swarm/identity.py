@@ -3,7 +3,6 @@
 The file is libp2p's own form of a private key (a two-field protobuf), so that p2pd reads the very same file.
 """
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -16,6 +15,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarm.errors import BadConfiguration, IdentityInUse
+from swarm.permissions import is_open
 
 SIGNATURE_BYTES = 64
 _PRIVATE_PREFIX = b"\x08\x01\x12\x40"  # protobuf: key type Ed25519, 64 bytes: seed and public key
@@ -44,7 +44,7 @@ class Identity:
             if not path.exists():
                 cls.generate().save(path)
             data = path.read_bytes()
-            if path.stat().st_mode & 0o077:
+            if is_open(path.stat().st_mode):
                 raise BadConfiguration(f"identity {path}", f"others can read it; run: chmod 600 {path}")
         except OSError as error:
             raise BadConfiguration(f"identity {path}", error.strerror or str(error)) from None
@@ -78,6 +78,8 @@ class IdentityLock:
     """Holds an identity file for this process. Raises IdentityInUse when another process holds it."""
 
     def __init__(self, path: Path) -> None:
+        import fcntl  # noqa: PLC0415 - not on Windows; servers and bootstrap nodes alone hold a file
+
         self._path = path.with_name(path.name + ".lock")
         self._file = self._path.open("w")
         try:

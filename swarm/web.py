@@ -3,12 +3,20 @@
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
 
-CONNECTIONS_MAX = 1024  # more are answered with 503
-GRACE_S = 2  # for requests under way, when the server ends
+from swarm.limits import limit
+
+
+@dataclass(frozen=True, slots=True)
+class WebLimits:
+    """Bounds of a web server."""
+
+    connections_max: int = limit(1024, "connections", "at one time; more are answered with 503")
+    grace_s: int = limit(2, "s", "for requests under way when the server ends; then they are broken off")
 
 
 def _nothing() -> None:
@@ -18,8 +26,11 @@ def _nothing() -> None:
 class WebServer(uvicorn.Server):
     """uvicorn without its own signal handlers: the command has them. End it with `should_exit`."""
 
-    def __init__(self, app: ASGIApp, on_started: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self, app: ASGIApp, on_started: Callable[[], None] = _nothing, limits: WebLimits | None = None
+    ) -> None:
         """on_started: called when requests are taken."""
+        limits = limits or WebLimits()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -27,8 +38,8 @@ class WebServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                limit_concurrency=CONNECTIONS_MAX,
-                timeout_graceful_shutdown=GRACE_S,
+                limit_concurrency=limits.connections_max,
+                timeout_graceful_shutdown=limits.grace_s,
             )
         )
         self._on_started = on_started

@@ -2,8 +2,7 @@
 
 import gc
 
-import uvloop
-
+from swarm.loops import new_event_loop
 from tests.simulation.loop import VirtualLoop
 
 HORIZON_S = 24 * 3600.0
@@ -15,7 +14,7 @@ def pytest_asyncio_loop_factories(config, item):
     del config
     if item.get_closest_marker("virtual_clock") is not None:
         return {"virtual": lambda: VirtualLoop(HORIZON_S)}
-    return {"uvloop": uvloop.new_event_loop}
+    return {"uvloop": new_event_loop}
 
 
 def pytest_collection_modifyitems(items):

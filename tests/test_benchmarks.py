@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.monitor import needs_light
+from tests.support.lab import unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +37,12 @@ ROOT = Path(__file__).resolve().parent.parent
         ("gateway_faults", {"undisturbed", "disturbed"}),
         ("gateway_load", {"second turn", "new session"}),
         ("grammar", {"compile", "mask", "mask, processor time", "take", "forced tokens"}),
+        pytest.param("joining", {f"{way}, first route" for way in ("p2pd", "light")}, marks=needs_light),
+        pytest.param(
+            "dht_hidden",
+            {f"{what}, {mode}" for what in ("join", "look-up") for mode in ("clients until called", "servers at once")},
+            marks=pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+        ),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )

@@ -1,5 +1,6 @@
 """What is built is what is tracked: the three folders under their one import name, with the checkpoint and py.typed."""
 
+import configparser
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("client", "server", "dht")  # real folders here, links inside swarm/
@@ -85,3 +87,16 @@ def test_the_sdist_has_what_a_packager_needs(tracked: set[str], distributions: P
     wanted = {name for name in tracked if name.startswith(("tests/", "docs/", "examples/", "benchmarks/"))}
     wanted |= {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "setup.cfg"} | installed_names(tracked)
     assert wanted <= sdist_members(distributions)
+
+
+def test_windows_is_not_asked_for_hivemind_or_uvloop() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = [Requirement(line) for line in config["options"]["install_requires"].splitlines() if line.strip()]
+    unix = {"sys_platform": "linux", "platform_system": "Linux"}
+    windows = {"sys_platform": "win32", "platform_system": "Windows"}
+    asked = [
+        {line.name for line in lines if line.marker is None or line.marker.evaluate(system)}
+        for system in (unix, windows)
+    ]
+    assert asked[0] - asked[1] == {"hivemind", "uvloop"}

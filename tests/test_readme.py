@@ -108,7 +108,9 @@ def test_pip_installs_a_checkout():
 
 def test_make_demo_is_a_target_that_runs_the_demo():
     assert "`make demo`" in README.read_text()
-    planned = subprocess.run(["make", "--no-print-directory", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    planned = subprocess.run(
+        ["make", "--no-print-directory", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert planned.strip().endswith("swarm-demo")
 
 

@@ -1,8 +1,6 @@
 """`AutoDistributedModel.from_pretrained`: a `transformers` model whose blocks are all over the world."""
 
-import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,16 +14,13 @@ from swarm.client.hf.model import DistributedModel, distribute
 from swarm.client.hf.swarm import ClientOptions, Swarm
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Optimize
-from swarm.config import Settings, load_settings
-from swarm.dht.directory import Directory
-from swarm.dht.node import NodeConfig, open_node
+from swarm.config import Settings, Way, load_settings
+from swarm.dht.reading import chosen, open_directory
 from swarm.errors import BadConfiguration
 from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_ends, load_span
-from swarm.net.p2p import P2PConfig
-from swarm.net.reach import is_public
 
 
 class AutoDistributedModel:
@@ -50,6 +45,7 @@ class AutoDistributedModel:
         network_key: str | Path | None = None,
         allow_peers: str | Path | None = None,
         identity: str | Path | None = None,
+        directory: Way | None = None,
         local_blocks: int = 0,
         step_timeout_s: float = 120.0,
         wait_for_blocks_s: float = 0.0,
@@ -61,11 +57,13 @@ class AutoDistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
-        cache_dir, network, network_key, allow_peers or identity are left out they come from SWARM_* or swarm.toml.
+        cache_dir, network, network_key, allow_peers, identity or directory are left out they come from SWARM_* or
+        swarm.toml.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
         root: the checkpoint's, if it must be this one. network_key: key file of a private swarm. allow_peers: file with
         the ids of all peers that this client deals with. identity: key file; by default a fresh identity for this
-        model, which is on no server's list.
+        model, which is on no server's list. directory: how to read the servers' records. "light" needs no p2pd, and
+        the extra `light`; "auto" takes p2pd where it is installed.
         local_blocks: run so many of the first blocks here, so that no server sees their input. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md).
         step_timeout_s: the longest that one step may take, repairs included; a day at most. wait_for_blocks_s: how long
@@ -88,6 +86,7 @@ class AutoDistributedModel:
             network_key=_path(network_key),
             allow_peers=_path(allow_peers),
             identity=_path(identity),
+            directory=directory,
         )
         name = model if model is not None else settings.model
         if name is None:
@@ -95,6 +94,7 @@ class AutoDistributedModel:
         if not settings.initial_peers:
             why = "pass the address of a node to join through, or set SWARM_INITIAL_PEERS"
             raise BadConfiguration("initial_peers", why)
+        way = chosen(settings.directory)
         access = Access.load(settings.network_key, settings.allow_peers)
         options = ClientOptions(settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access)
         checkpoint = open_checkpoint(
@@ -104,7 +104,8 @@ class AutoDistributedModel:
         ends = load_ends(checkpoint, dtype=dtype, device=device)
         local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
-        swarm = Swarm(checkpoint, ends.dtype, partial(_joined, settings, access), me, options)
+        join = partial(open_directory, settings.network, settings.initial_peers, access, way)
+        swarm = Swarm(checkpoint, ends.dtype, join, me, options)
         return distribute(ends, swarm if local is None else LocalFirst(local, swarm))
 
 
@@ -129,13 +130,3 @@ def _check_blocks(checkpoint: Checkpoint, options: ClientOptions) -> None:
         checkpoint.check(blocks)
     if not 0 <= options.local_blocks < checkpoint.n_blocks:
         raise BadConfiguration("local_blocks", f"{options.local_blocks}; the model has {checkpoint.n_blocks} blocks")
-
-
-@asynccontextmanager
-async def _joined(settings: Settings, access: Access) -> AsyncIterator[Directory]:
-    """Join the DHT, to read the directory."""
-    peers = settings.initial_peers
-    config = NodeConfig(settings.network, P2PConfig(identity=None, listen=None), peers, access)
-    async with open_node(config, clock=time.time) as node:
-        public = access.network_key is None and await is_public(peers)
-        yield Directory(node, identity=None, network=settings.network, clock=time.time, public=public)

@@ -4,22 +4,23 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-import uvloop
-
 from swarm.errors import SessionClosed
+from swarm.loops import new_event_loop
 
 Result = TypeVar("Result")
 STOP_TIMEOUT_S = 5.0
+INTERRUPTED_WITHIN_S = 1.0  # on Windows: a thread that waits there notices Ctrl-C between two waits only
 
 
 class LoopThread:
     """An event loop that runs until `stop`."""
 
     def __init__(self) -> None:
-        self._loop = uvloop.new_event_loop()
+        self._loop = new_event_loop()
         self._takes_work = True
         # Held to hand the loop anything: it all comes before `stop`. Reentrant: finalizers call `start` anywhere.
         self._handing = threading.RLock()
@@ -47,7 +48,7 @@ class LoopThread:
             work.close()
             raise SessionClosed("this model has left the swarm", "load it again")
         try:
-            task = done.get()
+            task = _first(done)
         except BaseException:
             self._hand(cancel)
             raise
@@ -94,3 +95,9 @@ class LoopThread:
             self._loop.run_until_complete(asyncio.sleep(0))  # the last callbacks: a thread may wait for a task's end
         finally:
             self._loop.close()
+
+
+def _first(queue: "SimpleQueue[Result]") -> Result:
+    while True:
+        with suppress(Empty):
+            return queue.get(timeout=INTERRUPTED_WITHIN_S)

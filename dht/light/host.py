@@ -1,10 +1,12 @@
 """py-libp2p in a thread of its own: connects to peers and makes unary calls for an asyncio loop.
 
-py-libp2p runs on trio; a web server runs on asyncio. Requests cross over by `TrioToken.run_sync_soon`, answers by
-`call_soon_threadsafe`. A failure in py-libp2p ends this thread alone, and every waiting call then fails.
+py-libp2p runs on trio; clients and web servers run on asyncio. Requests cross over by `TrioToken.run_sync_soon`,
+answers by `call_soon_threadsafe`. A failure in py-libp2p ends this thread alone, and every waiting call then fails.
 """
 
 import asyncio
+import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +16,7 @@ from typing import Any, TypeVar
 import structlog
 import trio
 from libp2p import new_host
+from libp2p.abc import INetConn
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
@@ -39,6 +42,7 @@ _log = structlog.get_logger("swarm.light")
 @asynccontextmanager
 async def open_host() -> "AsyncIterator[LightHost]":
     """Run py-libp2p while the block runs. Raises Unreachable if it does not start."""
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
     host = LightHost()
     try:
         await host.start()
@@ -145,10 +149,26 @@ class LightHost:
         noise = NoiseTransport(keys, noise_privkey=create_new_x25519_key_pair().private_key)
         # By default it would offer secio and plaintext, too.
         self._host = new_host(key_pair=keys, sec_opt={NOISE_PROTOCOL_ID: noise})
-        async with self._host.run(listen_addrs=[]), trio.open_nursery() as nursery:
-            self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
-            self._loop.call_soon_threadsafe(_settle, self._up, None, None)
-            await trio.sleep_forever()
+        async with self._host.run(listen_addrs=[]):
+            try:
+                async with trio.open_nursery() as nursery:
+                    self._nursery, self._token = nursery, trio.lowlevel.current_trio_token()
+                    self._loop.call_soon_threadsafe(_settle, self._up, None, None)
+                    await trio.sleep_forever()
+            finally:
+                await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        """Close all connections at once: py-libp2p would leave their sockets open."""
+
+        async def close(connection: INetConn) -> None:
+            with contextlib.suppress(Exception):
+                await connection.close()
+
+        with trio.move_on_after(self._limits.close_timeout_s):
+            async with trio.open_nursery() as nursery:
+                for connection in self._host.get_network().get_connections():
+                    nursery.start_soon(close, connection)
 
     async def _connect(self, info: PeerInfo) -> None:
         self._host.get_peerstore().add_addrs(

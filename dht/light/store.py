@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
@@ -43,6 +43,9 @@ async def open_light(
         store = LightStore(host, network, initial_peers, clock, access)
         try:
             await store.join()
+            with suppress(TimeoutError):  # the first look-up goes on with it
+                async with asyncio.timeout(store.limits.explore_timeout_s):
+                    await store.explore()
             yield store
         finally:
             await store.close()
@@ -63,7 +66,7 @@ class LightStore:
         # Checked in shorter slices than elsewhere: a web server shares this loop.
         self.gate = RecordGate(network, clock, access, GateLimits(verify_slice=8))
         self._host, self._clock = host, clock
-        self._limits = limits
+        self.limits = limits
         self._initial = tuple(initial_peers)[: limits.initial_peers_max]
         self._nodes: dict[bytes, None] = {}  # that have answered, in the order of their last answer
         self._namers: dict[bytes, bytes] = {}  # peer -> the node that named it, and so knows its addresses
@@ -83,8 +86,14 @@ class LightStore:
         skews = [answer for answer in answers if isinstance(answer, float)]
         if not skews:
             reasons = sorted({str(answer.why) for answer in answers if isinstance(answer, Unreachable)})
-            raise Unreachable("the swarm", self._initial, self._limits.connect_timeout_s, "; ".join(reasons)[:300])
+            raise Unreachable("the swarm", self._initial, self.limits.connect_timeout_s, "; ".join(reasons)[:300])
         check_clock(skews)
+
+    async def explore(self) -> None:
+        """Measure how far nodes lie from each other, once: searches need that."""
+        if not self._explored:
+            await self._searcher.explore(self._nodes, self.limits.places)
+            self._explored = True
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Refuse: a reader announces nothing."""
@@ -96,15 +105,13 @@ class LightStore:
             await self.join()
         places = {key_id(key): key for key in keys}
         try:
-            async with asyncio.timeout(self._limits.get_timeout_s):
-                if not self._explored:
-                    await self._searcher.explore(self._nodes, self._limits.places)
-                    self._explored = True
+            async with asyncio.timeout(self.limits.get_timeout_s):
+                await self.explore()
                 found = await self._searcher.search(
                     places, self._nodes, on_entries=on_entries or (lambda entries: None)
                 )
         except TimeoutError:
-            after_s = self._limits.get_timeout_s
+            after_s = self.limits.get_timeout_s
             raise Unreachable("the swarm (looking up records)", self._initial, after_s) from None
         if keys and not any(result.nodes for result in found.values()):
             self._nodes = {}  # begin again with the initial peers
@@ -145,7 +152,7 @@ class LightStore:
     async def _greet(self, multiaddr: str) -> "float | Unreachable":
         """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""
         try:
-            peer = await self._host.connect(multiaddr, self._limits.connect_timeout_s)
+            peer = await self._host.connect(multiaddr, self.limits.connect_timeout_s)
             asked = self._clock()
             pong = await self._call(peer, "ping", PingRequest().SerializeToString(), PingResponse, 1, None)
         except Unreachable as error:
@@ -174,10 +181,10 @@ class LightStore:
 
     async def _turn(self, peer: bytes, cost: int) -> None:
         while not self._rates.take(peer.hex(), asyncio.get_running_loop().time(), cost):  # noqa: ASYNC110 - time alone refills it
-            await asyncio.sleep(self._limits.pace_s)
+            await asyncio.sleep(self.limits.pace_s)
 
     def _remember(self, into: "dict[bytes, Value]", peer: bytes, value: "Value") -> None:
         into.pop(peer, None)
         into[peer] = value
-        if len(into) > self._limits.nodes_max:
+        if len(into) > self.limits.nodes_max:
             del into[next(iter(into))]

@@ -17,8 +17,6 @@ from swarm.gateway.grant import Grant
 from swarm.gateway.keys import ANYONE, Tenant
 from swarm.gateway.recorder import ModelFigures, Recorder
 
-_NO_LIMITS = TenantLimits()
-
 
 @dataclass(slots=True, eq=False)
 class Account:
@@ -84,7 +82,7 @@ class _Metered:
     async def generate(self, generation: Generation) -> AsyncGenerator[Emitted, bool | None]:
         """Generate as the backend does."""
         account, last, count = self._account, time.monotonic(), 0
-        turn = self._meter.turns.held(account.tenant.name, _NO_LIMITS)
+        turn = self._meter.turns.held(account.tenant.name, TenantLimits())
         async with AsyncExitStack() as entered:
             async with account.grant.valid():
                 await entered.enter_async_context(turn)

@@ -34,10 +34,17 @@ from swarm.gateway.output import Output
 from swarm.gateway.parsing import parser_for
 from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
 from swarm.gateway.text import TokenTexts
+from swarm.limits import limit
 
 # no names of a request's template variables: these would change the rendering, or replace the template
 RENDERING = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-LONG_CHARACTERS = 4096  # a longer prompt is tokenized in a thread: it would hold up all streams
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """Bounds of the work that is done in the loop."""
+
+    inline_characters: int = limit(4096, "characters", "a longer prompt is tokenized in a thread, not among streams")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
     texts: TokenTexts
+    limits: AnswerLimits = field(default_factory=AnswerLimits, kw_only=True)
     grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +138,8 @@ class Model:
 
     async def _tokenized(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         tokenize = partial(self.tokenizer.encode, text, add_special_tokens=special)
-        ids: Sequence[int] = tokenize() if len(text) < LONG_CHARACTERS else await asyncio.to_thread(tokenize)
+        is_short = len(text) < self.limits.inline_characters
+        ids: Sequence[int] = tokenize() if is_short else await asyncio.to_thread(tokenize)
         return tuple(ids)
 
     def _room(self, asked: int | None, prompt: int) -> int:

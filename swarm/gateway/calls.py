@@ -9,17 +9,24 @@ import html
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import regex
 from regex import Pattern
 
 from swarm.gateway.parts import Called, new_id
 from swarm.gateway.values import typed
+from swarm.limits import limit
 
-DEPTH_MAX = 200  # a call that nests deeper is text: Python's own parsers recurse
 Schemas = Mapping[str, Mapping[str, Any]]
 """Parameters of all tools, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Bounds of a call that a model writes."""
+
+    depth_max: int = limit(200, "levels", "a call that nests deeper is text, because Python's own parsers recurse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +94,19 @@ def reader_of(form: Form, groups: Mapping[str, str | None], tools: Schemas) -> R
 
 # --- nested brackets -------------------------------------------------------------------------------------------------
 
-_BRACKETS = {
-    "json": regex.compile(r'[{}\[\]"]'),
-    "python": regex.compile(r"""[{}\[\]()"']"""),
-    "gemma": regex.compile(r'[{}\[\]]|<\|"\|>'),
-}
-_STRING_ENDS = {
-    '"': regex.compile(r'["\\]'),
-    "'": regex.compile(r"['\\]"),
-    '<|"|>': regex.compile(r'<\|"\|>'),
-}
-
 
 class _NestedReader:
+    _marks: ClassVar[Mapping[str, Pattern[str]]] = {  # outside strings, by dialect
+        "json": regex.compile(r'[{}\[\]"]'),
+        "python": regex.compile(r"""[{}\[\]()"']"""),
+        "gemma": regex.compile(r'[{}\[\]]|<\|"\|>'),
+    }
+    _ends: ClassVar[Mapping[str, Pattern[str]]] = {  # of strings, by their beginning
+        '"': regex.compile(r'["\\]'),
+        "'": regex.compile(r"['\\]"),
+        '<|"|>': regex.compile(r'<\|"\|>'),
+    }
+
     def __init__(self, form: Nested, groups: Mapping[str, str | None], tools: Schemas) -> None:
         self._form = form
         self._groups = groups
@@ -124,7 +131,7 @@ class _NestedReader:
 
     def _brackets_end(self, text: str) -> int | None:
         while self._at < len(text):
-            wanted = _STRING_ENDS[self._quote] if self._quote else _BRACKETS[self._form.dialect]
+            wanted = self._ends[self._quote] if self._quote else self._marks[self._form.dialect]
             found = wanted.search(text, self._at, partial=True)
             if found is None or found.partial:
                 self._at = len(text) if found is None else found.start()
@@ -135,7 +142,7 @@ class _NestedReader:
                     self._at -= 1
                     return None
                 self._at += 1
-            elif self._quote or mark in _STRING_ENDS:
+            elif self._quote or mark in self._ends:
                 self._quote = "" if self._quote else mark
             elif mark in "{[(":
                 self._depth += 1
@@ -208,7 +215,8 @@ class _Gemma:
     _word = regex.compile(r"[^,{}\[\]]*")
     _space = regex.compile(r"\s*")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, limits: CallLimits | None = None) -> None:
+        self._limits = limits or CallLimits()
         self._text = text
         self._at = 0
         self._depth = 0
@@ -242,7 +250,7 @@ class _Gemma:
 
     def _items(self, end: str, item: Any) -> list[Any]:  # noqa: ANN401 - either of two methods
         self._depth += 1
-        if self._depth > DEPTH_MAX:
+        if self._depth > self._limits.depth_max:
             raise ValueError("too deep")
         items: list[Any] = []
         while True:

@@ -10,6 +10,7 @@ from swarm.commands import (
     DTYPES,
     SIZE,
     Reading,
+    directory_option,
     importing,
     reading_options,
     ready_writer,
@@ -63,6 +64,7 @@ from swarm.version import __version__
     help="seconds, repairs included",
 )
 @click.option("--threads", type=click.IntRange(1), default=None, help="cores for the models' heads; torch's choice")
+@directory_option
 @running_options
 @click.pass_context
 def command(

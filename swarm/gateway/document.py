@@ -13,7 +13,6 @@ from swarm.gateway.api.dialect import Dialect
 from swarm.gateway.api.problems import Problem
 
 PATH = "/openapi.json"  # clients of Ollama ask below /api
-EXAMPLE = Problem(400, "invalid_request", "why")
 Json = dict[str, Any]
 
 
@@ -35,7 +34,8 @@ def documented(app: FastAPI, dialect_of: Callable[[str], Dialect]) -> None:
 def _complete(operation: Json, dialect: Dialect, document: Json) -> None:
     answers = operation["responses"]
     answers.pop("422", None)  # the gateway says 400
-    error = {"application/json": {"schema": shape(dialect.error_body(EXAMPLE))}}
+    example = Problem(400, "invalid_request", "why")
+    error = {"application/json": {"schema": shape(dialect.error_body(example))}}
     answers["4XX"] = {"description": "What is wrong with the request", "content": error}
     answers["5XX"] = {"description": "Why there is no answer", "content": error}
     if _may_stream(operation, document):

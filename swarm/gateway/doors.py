@@ -30,9 +30,8 @@ _log = structlog.get_logger("swarm.gateway")
 Answer = Callable[[str, Problem], Response]
 """Writes an error in the form of the dialect that a path belongs to."""
 
-# neither text nor models: no key is asked for
+# neither text nor models: no key is asked for, nor for the page's files
 OPEN_PATHS = frozenset({"/", "/health", "/healthz", "/readyz", "/favicon.ico"})
-OPEN_PREFIXES = ("/static/",)
 
 
 class Entrance:
@@ -175,7 +174,7 @@ class Doors:
         key = key_in(headers)
         tenant = None if key is None else options.keys.tenant(key)
         if tenant is None:
-            if path in OPEN_PATHS or path.startswith(OPEN_PREFIXES):
+            if path in OPEN_PATHS or path.startswith("/static/"):
                 return ANYONE
             why = "this key is not known" if key is not None else "a key is needed: Authorization: Bearer, or x-api-key"
             raise Rejected(Problem(401, "authentication", why, "invalid_api_key"))

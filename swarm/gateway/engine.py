@@ -49,6 +49,7 @@ class EngineLimits:
         60, "sessions", "of the gateway, as a server gives one peer; then the oldest idle one goes"
     )
     inline_tokens: int = limit(64, "tokens", "are embedded in the loop, in microseconds; more go to the compute thread")
+    echo_rows: int = limit(64, "positions", "whose logits are in memory at once: 33 MB at a vocabulary of 128k")
     crowded_s: float = limit(0.5, "s", "a session that opens for longer has the oldest idle one closed")
     conversations: ConversationLimits = field(default_factory=ConversationLimits)
 
@@ -120,8 +121,8 @@ class Engine:
 
     async def echo(self, hidden: Tensor, ids: Sequence[int], top: int) -> list[Token]:
         """Return prompt tokens with their probabilities; hidden: [1, tokens, hidden_size], right before them."""
-        ends = self._ends
-        tokens: list[Token] = await self.compute(Probe(lambda: echoed(ends, hidden[0], ids, top)))
+        ends, rows = self._ends, self.limits.echo_rows
+        tokens: list[Token] = await self.compute(Probe(lambda: echoed(ends, hidden[0], ids, top, rows)))
         return tokens
 
     async def compute(self, task: Task) -> Any:  # noqa: ANN401 - a task returns anything

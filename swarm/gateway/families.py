@@ -47,109 +47,47 @@ class Family:
     is_guess: bool = False
 
 
-_THINK = Thought(_re("<think>"), _re("</think>"), ("<think>",))
+def _think() -> Thought:
+    """Return the marks around reasoning that most families have."""
+    return Thought(_re("<think>"), _re("</think>"), ("<think>",))
 
-_HERMES = Nested(_re(r"<tool_call>\s*(?=[\[{])"), _re(r"[\s}]*</tool_call>"))
-_QWEN_XML = Tagged(
-    opening=_re(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]{1,256})>"),
-    key=_re(r"\s*<parameter=(?P<key>[^>\n]{1,256})>"),
-    value_end=_re(
-        r"\n?</parameter>(?=\s*(?:<parameter=|</function>))"
-        r"|\n(?=<parameter=[^>\n]{1,256}>\n)"
-        r"|\n(?=</function>\s*</tool_call>)"
-    ),
-    end=_re(r"\s*</function>\s*</tool_call>"),
-    newline=True,
-    cut_end=_re(r"\s*</function>"),
-)
-_GLM = Tagged(
-    opening=_re(r"<tool_call>\s*(?P<name>[^<>\s{\[]{1,256})(?=\s*<(?:arg_key|/tool_call)>)"),
-    key=_re(r"\s*<arg_key>(?P<key>[^<\n]{1,256})</arg_key>\s*<arg_value>"),
-    value_end=_re(r"</arg_value>(?=\s*<(?:arg_key|/tool_call)>)|(?=</tool_call>\s*<tool_call>)"),
-    end=_re(r"\s*</tool_call>"),
-    cut_value_end=_re(r"(?=</tool_call>)"),
-)
-_DSML = Tagged(
-    opening=_re(r'<｜DSML｜ ?invoke name="(?P<name>[^"\n]{1,256})"\s*(?P<empty>/)?>'),
-    key=_re(r'\s*<｜DSML｜ ?parameter name="(?P<key>[^"\n]{1,256})"(?: string="(?P<kind>true|false)")?>'),
-    value_end=_re(r"</｜DSML｜ ?parameter>(?=\s*</?｜DSML｜ ?(?:parameter|invoke))"),
-    end=_re(r"\s*</｜DSML｜ ?invoke>"),
-)
-_KIMI3 = Tagged(
-    opening=_re(
-        r'<\|open\|>call tool="(?P<name>[^"\n]{1,256})"[^<]{0,64}<\|sep\|>(?=<\|open\|>argument|<\|close\|>call)'
-    ),
-    key=_re(r'<\|open\|>argument key="(?P<key>[^"\n]{1,256})"(?: type="(?P<kind>\w+)")?<\|sep\|>'),
-    value_end=_re(r"<\|close\|>argument<\|sep\|>(?=<\|open\|>argument|<\|close\|>call)"),
-    end=_re(r"<\|close\|>call<\|sep\|>"),
-    escapes=True,
-)
-_KIMI3_JSON = Nested(
-    _re(
-        r'<\|open\|>call tool="(?P<name>[^"\n]{1,256})"[^<]{0,64}<\|sep\|>'
-        r"<\|open\|>json[^<]{0,64}<\|sep\|>\s*(?=\{)"
-    ),
-    _re(r"\s*<\|close\|>json<\|sep\|><\|close\|>call<\|sep\|>"),
-)
-_KIMI2 = Nested(
-    _re(r"<\|tool_call_begin\|>\s*(?P<id>[^<\s]{1,256})\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
-    _re(r"\s*<\|tool_call_end\|>"),
-)
-_DEEPSEEK = Nested(
-    _re(
-        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^<\n]{1,256})\n```json\s*(?=\{)"
-        r"|(?P<name>[^<\n]{1,256})<｜tool▁sep｜>\s*(?=\{))"
-    ),
-    _re(r"\s*(?:```\s*)?<｜tool▁call▁end｜>"),
-)
-_MISTRAL = Nested(
-    _re(
-        r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.\-]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\])?\s*(?=\{)"
-        r"|(?=\[\s*\{))"
-    ),
-    _re(""),
-    id_length=9,
-)
-_GEMMA = Nested(
-    _re(r"<\|tool_call>\s*call:(?P<name>[^{<\s]{1,256})\s*(?=\{)"), _re(r"\s*<tool_call\|>"), dialect="gemma"
-)
-_LLAMA = (
-    Nested(_re(r"<\|python_tag\|>\s*(?=\{)"), _re("")),
-    Nested(_re(r'\s*(?:;\s*)?(?=\{\s*"(?:name|type|parameters|arguments|function)")'), _re(""), bare=True),
-)
-_PYTHONIC = Nested(
-    _re(r"\s*(?:<\|python_start\|>)?\s*(?=\[\s*[A-Za-z_][\w.]{0,255}\()"),
-    _re(""),
-    dialect="python",
-    bare=True,
-)
-_HARMONY_TO = r" to=functions\.(?P<name>[\w.\-]{1,256})"
-_HARMONY_TYPE = r"(?: ?(?:<\|constrain\|>)?\w{1,32})?"
-_HARMONY = Nested(
-    _re(
-        rf"(?:<\|start\|>assistant)?(?:{_HARMONY_TO}<\|channel\|>\w{{1,32}}"
-        rf"|<\|channel\|>\w{{1,32}}{_HARMONY_TO}){_HARMONY_TYPE}<\|message\|>"
-    ),
-    _re(r"\s*<\|(?:call|end|return)\|>"),
-)
 
-FAMILIES = (
-    Family(
+def _hermes() -> Nested:
+    """Return the form of calls that most families without one of their own have."""
+    return Nested(_re(r"<tool_call>\s*(?=[\[{])"), _re(r"[\s}]*</tool_call>"))
+
+
+def _harmony() -> Family:
+    """Return the family of gpt-oss. A call's addressee stands before the channel or behind it."""
+    to, kind = r" to=functions\.(?P<name>[\w.\-]{1,256})", r"(?: ?(?:<\|constrain\|>)?\w{1,32})?"
+    return Family(
         name="harmony",
         shows=(("<|channel|>", "<|message|>"),),
         thought=Thought(_re(r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>"), _re(r"<\|end\|>")),
-        calls=(_HARMONY,),
+        calls=(
+            Nested(
+                _re(
+                    rf"(?:<\|start\|>assistant)?(?:{to}<\|channel\|>\w{{1,32}}"
+                    rf"|<\|channel\|>\w{{1,32}}{to}){kind}<\|message\|>"
+                ),
+                _re(r"\s*<\|(?:call|end|return)\|>"),
+            ),
+        ),
         drops=_re(
             r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)(?: to=(?!functions\.)[\w.]{1,64})?"
-            rf"{_HARMONY_TYPE}<\|message\|>"
+            rf"{kind}<\|message\|>"
             r"|<\|(?:end|call|return)\|>"
         ),
         cut=_re(
-            rf"(?:<\|start\|>(?:assistant)?)?(?:{_HARMONY_TO})?"
-            rf"(?:<\|channel\|>(?:analysis|commentary|final)?(?:{_HARMONY_TO})?)?(?: ?<\|constrain\|>)?(?:json)?"
+            rf"(?:<\|start\|>(?:assistant)?)?(?:{to})?"
+            rf"(?:<\|channel\|>(?:analysis|commentary|final)?(?:{to})?)?(?: ?<\|constrain\|>)?(?:json)?"
         ),
         trims=False,
-    ),
+    )
+
+
+FAMILIES = (
+    _harmony(),
     Family(
         name="kimi-k3",
         shows=(("<|open|>", "<|sep|>"),),
@@ -158,30 +96,68 @@ FAMILIES = (
             _re(r"<\|close\|>think<\|sep\|>|(?=<\|open\|>response<\|sep\|>)"),
             ("<|open|>think<|sep|>",),
         ),
-        calls=(_KIMI3, _KIMI3_JSON),
+        calls=(
+            Tagged(
+                opening=_re(
+                    r'<\|open\|>call tool="(?P<name>[^"\n]{1,256})"[^<]{0,64}<\|sep\|>'
+                    r"(?=<\|open\|>argument|<\|close\|>call)"
+                ),
+                key=_re(r'<\|open\|>argument key="(?P<key>[^"\n]{1,256})"(?: type="(?P<kind>\w+)")?<\|sep\|>'),
+                value_end=_re(r"<\|close\|>argument<\|sep\|>(?=<\|open\|>argument|<\|close\|>call)"),
+                end=_re(r"<\|close\|>call<\|sep\|>"),
+                escapes=True,
+            ),
+            Nested(
+                _re(
+                    r'<\|open\|>call tool="(?P<name>[^"\n]{1,256})"[^<]{0,64}<\|sep\|>'
+                    r"<\|open\|>json[^<]{0,64}<\|sep\|>\s*(?=\{)"
+                ),
+                _re(r"\s*<\|close\|>json<\|sep\|><\|close\|>call<\|sep\|>"),
+            ),
+        ),
         drops=_re(r"<\|open\|>(?:response|tools)<\|sep\|>|<\|close\|>(?:response|tools|message)<\|sep\|>"),
         trims=False,
     ),
     Family(
         name="kimi-k2",
         shows=(("<|tool_call_begin|>",), ("<|tool_calls_section_begin|>",)),
-        thought=_THINK,
-        calls=(_KIMI2,),
+        thought=_think(),
+        calls=(
+            Nested(
+                _re(r"<\|tool_call_begin\|>\s*(?P<id>[^<\s]{1,256})\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
+                _re(r"\s*<\|tool_call_end\|>"),
+            ),
+        ),
         drops=_re(r"<\|tool_calls_section_(?:begin|end)\|>"),
         trims=False,
     ),
     Family(
         name="deepseek-dsml",
         shows=(("｜DSML｜",),),
-        thought=_THINK,
-        calls=(_DSML,),
+        thought=_think(),
+        calls=(
+            Tagged(
+                opening=_re(r'<｜DSML｜ ?invoke name="(?P<name>[^"\n]{1,256})"\s*(?P<empty>/)?>'),
+                key=_re(r'\s*<｜DSML｜ ?parameter name="(?P<key>[^"\n]{1,256})"(?: string="(?P<kind>true|false)")?>'),
+                value_end=_re(r"</｜DSML｜ ?parameter>(?=\s*</?｜DSML｜ ?(?:parameter|invoke))"),
+                end=_re(r"\s*</｜DSML｜ ?invoke>"),
+            ),
+        ),
         drops=_re(r"</?｜DSML｜ ?(?:function_calls|tool_calls|calls)>"),
     ),
     Family(
         name="deepseek",
         shows=(("<｜tool▁calls▁begin｜>",), ("<｜tool▁call▁begin｜>",)),
-        thought=_THINK,
-        calls=(_DEEPSEEK,),
+        thought=_think(),
+        calls=(
+            Nested(
+                _re(
+                    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^<\n]{1,256})\n```json\s*(?=\{)"
+                    r"|(?P<name>[^<\n]{1,256})<｜tool▁sep｜>\s*(?=\{))"
+                ),
+                _re(r"\s*(?:```\s*)?<｜tool▁call▁end｜>"),
+            ),
+        ),
         drops=_re(r"<｜tool▁calls▁(?:begin|end)｜>"),
         trims=False,
     ),
@@ -189,7 +165,13 @@ FAMILIES = (
         name="gemma4",
         shows=(("<|tool_call>",),),
         thought=Thought(_re(r"<\|channel>thought\n"), _re(r"<channel\|>"), ("<|channel>thought",)),
-        calls=(_GEMMA,),
+        calls=(
+            Nested(
+                _re(r"<\|tool_call>\s*call:(?P<name>[^{<\s]{1,256})\s*(?=\{)"),
+                _re(r"\s*<tool_call\|>"),
+                dialect="gemma",
+            ),
+        ),
         cut=_re(r"<\|tool_call>\s*"),
         trims=False,
     ),
@@ -197,36 +179,82 @@ FAMILIES = (
         name="mistral",
         shows=(("[TOOL_CALLS]",), ("[THINK]",)),
         thought=Thought(_re(r"\[THINK\]|<think>"), _re(r"\[/THINK\]|</think>"), ("[THINK]", "<think>")),
-        calls=(_MISTRAL,),
+        calls=(
+            Nested(
+                _re(
+                    r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.\-]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\])?\s*(?=\{)"
+                    r"|(?=\[\s*\{))"
+                ),
+                _re(""),
+                id_length=9,
+            ),
+        ),
         cut=_re(r"\[TOOL_CALLS\]\s*"),
         trims=False,
     ),
-    Family(name="glm", shows=(("<arg_key>",),), thought=_THINK, calls=(_GLM,), cut=_re(r"<tool_call>\s*")),
+    Family(
+        name="glm",
+        shows=(("<arg_key>",),),
+        thought=_think(),
+        calls=(
+            Tagged(
+                opening=_re(r"<tool_call>\s*(?P<name>[^<>\s{\[]{1,256})(?=\s*<(?:arg_key|/tool_call)>)"),
+                key=_re(r"\s*<arg_key>(?P<key>[^<\n]{1,256})</arg_key>\s*<arg_value>"),
+                value_end=_re(r"</arg_value>(?=\s*<(?:arg_key|/tool_call)>)|(?=</tool_call>\s*<tool_call>)"),
+                end=_re(r"\s*</tool_call>"),
+                cut_value_end=_re(r"(?=</tool_call>)"),
+            ),
+        ),
+        cut=_re(r"<tool_call>\s*"),
+    ),
     Family(
         name="qwen-xml",
         shows=(("<function=", "<parameter="),),
-        thought=_THINK,
-        calls=(_QWEN_XML,),
+        thought=_think(),
+        calls=(
+            Tagged(
+                opening=_re(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]{1,256})>"),
+                key=_re(r"\s*<parameter=(?P<key>[^>\n]{1,256})>"),
+                value_end=_re(
+                    r"\n?</parameter>(?=\s*(?:<parameter=|</function>))"
+                    r"|\n(?=<parameter=[^>\n]{1,256}>\n)"
+                    r"|\n(?=</function>\s*</tool_call>)"
+                ),
+                end=_re(r"\s*</function>\s*</tool_call>"),
+                newline=True,
+                cut_end=_re(r"\s*</function>"),
+            ),
+        ),
         cut=_re(r"<tool_call>\s*"),
         call_ends_thought=True,
     ),
     Family(
         name="llama4",
         shows=(("<|header_start|>",), ("<|python_start|>",)),
-        calls=(_PYTHONIC,),
+        calls=(
+            Nested(
+                _re(r"\s*(?:<\|python_start\|>)?\s*(?=\[\s*[A-Za-z_][\w.]{0,255}\()"),
+                _re(""),
+                dialect="python",
+                bare=True,
+            ),
+        ),
         drops=_re(r"<\|python_end\|>"),
         trims=False,
     ),
     Family(
         name="llama3",
         shows=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')),
-        calls=_LLAMA,
+        calls=(
+            Nested(_re(r"<\|python_tag\|>\s*(?=\{)"), _re("")),
+            Nested(_re(r'\s*(?:;\s*)?(?=\{\s*"(?:name|type|parameters|arguments|function)")'), _re(""), bare=True),
+        ),
         cut=_re(r"<\|python_tag\|>\s*"),
         trims=False,
     ),
-    Family(name="hermes", shows=(("<tool_call>",),), thought=_THINK, calls=(_HERMES,), cut=_re(r"<tool_call>\s*")),
-    Family(name="thinking", shows=(("<think>",), ("</think>",)), thought=_THINK, calls=(_HERMES,), is_guess=True),
-    Family(name="plain", shows=((),), calls=(_HERMES,), cut=_re(r"<tool_call>\s*"), is_guess=True),
+    Family(name="hermes", shows=(("<tool_call>",),), thought=_think(), calls=(_hermes(),), cut=_re(r"<tool_call>\s*")),
+    Family(name="thinking", shows=(("<think>",), ("</think>",)), thought=_think(), calls=(_hermes(),), is_guess=True),
+    Family(name="plain", shows=((),), calls=(_hermes(),), cut=_re(r"<tool_call>\s*"), is_guess=True),
 )
 """The first whose marks a template shows is its family; the last one is shown by every template."""
 

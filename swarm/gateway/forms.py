@@ -14,27 +14,14 @@ from swarm.gateway.chat import Tool
 from swarm.gateway.values import types_of
 from swarm.gateway.writings import Writing
 
-CALLS_MAX = 16  # of one answer: a model that repeats a call ends there
-STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
-"""How JSON is written. With flexible blanks, small models fill their answers with blanks."""
-_OPENING = regex.compile(r"<[^<>\n]+>|\[[A-Z_]+\]")
-_QUOTE = '<|"|>'  # of Gemma's strings
-_ANY = {  # any value, in dialects that are not JSON
-    "gemma": """any: gstring | %json {"type": ["number", "boolean", "null"]}
-  | "[" (any ("," any)*)? "]" | "{" (pair ("," pair)*)? "}"
-pair: /[A-Za-z_]\\w*/ ":" any""",
-    "python": """any: %json {"type": ["string", "number"]} | "True" | "False" | "None"
-  | "[" (any (", " any)*)? "]" | "{" (pair (", " pair)*)? "}"
-pair: %json {"type": "string"} ": " any""",
-}
-
 
 class Forms:
     """Writes grammars for one model."""
 
-    def __init__(self, writing: Writing, specials: Mapping[str, int]) -> None:
-        """specials: ids of the tokens that text does not match, by their text."""
+    def __init__(self, writing: Writing, specials: Mapping[str, int], calls_max: int) -> None:
+        """specials: ids of the tokens that text does not match, by their text. calls_max: in one answer."""
         self._writing = writing
+        self._calls_max = calls_max
         self._specials = specials
         found = "|".join(regex.escape(mark) for mark in sorted(specials, key=len, reverse=True))
         self._special = regex.compile(f"({found})" if found else "(?!)")
@@ -52,7 +39,7 @@ class Forms:
         if tools:
             more = ""
             if parallel and writing.between is not None:
-                more = f"({self._text(writing.between)} call){{0,{CALLS_MAX - 1}}}"
+                more = f"({self._text(writing.between)} call){{0,{self._calls_max - 1}}}"
             choices.append(f"{self._begun(writing.begin, prompt)} call {more} {self._text(writing.end)}")
             rules = self._call_rules(tools)
         thought = self._thought(prompt)
@@ -65,7 +52,7 @@ class Forms:
     def text_or_calls(self, tools: Sequence[Tool]) -> str | None:
         """Return the grammar of text with calls of these tools in it; None where no mark of its own begins a call."""
         writing = self._writing
-        mark = _OPENING.match(writing.begin + writing.call)
+        mark = regex.match(r"<[^<>\n]+>|\[[A-Z_]+\]", writing.begin + writing.call)
         if mark is None or writing.between is None or writing.answer != ("", ""):
             return None
         opening = mark.group()
@@ -89,11 +76,27 @@ class Forms:
 
     def _ended(self, lines: Sequence[str]) -> str:
         """Return a whole grammar from its first rules."""
-        dialect = self._writing.arguments
-        rest = [_ANY[dialect]] if dialect in _ANY else []
-        if dialect == "gemma":
-            rest += [f"gstring: {self._text(_QUOTE)} gstring_end", *self._until("gstring_end", _QUOTE)]
-        return "\n".join([*lines, *rest, "TEXT: /(.|\\n)*/"]) + "\n"
+        return "\n".join([*lines, *self._any_value(), "TEXT: /(.|\\n)*/"]) + "\n"
+
+    def _any_value(self) -> list[str]:
+        """Return the rules of any value, in dialects that are not JSON."""
+        match self._writing.arguments:
+            case "gemma":
+                quote = self._writing.quote
+                return [
+                    'any: gstring | %json {"type": ["number", "boolean", "null"]}',
+                    '  | "[" (any ("," any)*)? "]" | "{" (pair ("," pair)*)? "}"',
+                    'pair: /[A-Za-z_]\\w*/ ":" any',
+                    f"gstring: {self._text(quote)} gstring_end",
+                    *self._until("gstring_end", quote),
+                ]
+            case "python":
+                return [
+                    'any: %json {"type": ["string", "number"]} | "True" | "False" | "None"',
+                    '  | "[" (any (", " any)*)? "]" | "{" (pair (", " pair)*)? "}"',
+                    'pair: %json {"type": "string"} ": " any',
+                ]
+        return []
 
     def _thought(self, prompt: str) -> str:
         """Return the rule of reasoning before the output: needed where the template has begun it."""
@@ -197,7 +200,7 @@ class Forms:
         is_gemma = self._writing.arguments == "gemma"
         match types.pop():
             case "string" if is_gemma:
-                quote, words = self._text(_QUOTE), _words(schema)
+                quote, words = self._text(self._writing.quote), _words(schema)
                 return [f"{rule}: {quote} ({words}) {quote}" if words else f"{rule}: gstring"]
             case "boolean" | "null" as kind if not is_gemma:
                 return [f"{rule}: " + ('"True" | "False"' if kind == "boolean" else '"None"')]
@@ -242,7 +245,9 @@ def _separated(rule: str, values: Sequence[tuple[str, bool]], comma: str) -> lis
 def _json(schema: object, shared: Mapping[str, Any] | None = None, *, lenient: bool = False) -> str:
     """Return Lark that matches JSON by a schema. lenient: words of it that cannot be enforced are left out."""
     whole = {**(shared or {}), **schema} if isinstance(schema, Mapping) else {}
-    return "%json " + json.dumps({**whole, "x-guidance": {**STYLE, "lenient": lenient}})
+    # with flexible blanks, small models fill their answers with blanks
+    style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+    return "%json " + json.dumps({**whole, "x-guidance": {**style, "lenient": lenient}})
 
 
 def _kind(types: set[str]) -> str:

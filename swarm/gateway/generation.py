@@ -15,6 +15,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+TEMPERATURE_MIN = 1e-4  # a lower one takes the likeliest token: logits that are divided by it would overflow
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:

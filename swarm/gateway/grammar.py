@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,10 @@ from swarm.errors import BadRequest
 from swarm.gateway.chat import Chat
 from swarm.gateway.families import family_of, template_of
 from swarm.gateway.forms import Forms
-from swarm.gateway.schemas import closed
+from swarm.gateway.schemas import SchemaLimits, closed
 from swarm.gateway.writings import writing_of
 from swarm.limits import limit
 
-COMPILERS = 2  # threads of a model: schemas that are slow to compile hold up other schemas, and nothing else
 _log = structlog.get_logger("swarm.gateway")
 
 
@@ -37,13 +36,15 @@ class GrammarLimits:
 
     given_bytes: int = limit(1 << 20, "bytes", "all schemas of a request together, as JSON")
     schema_bytes: int = limit(64 << 10, "bytes", "of them without titles, descriptions, defaults and examples")
-    members: int = limit(1000, "members", "properties or alternatives in one place: compiling takes their square")
     grammar_symbols: int = limit(100_000, "symbols", "of the compiled grammar")
     lexer_fuel: int = limit(500_000, "steps", "to compile the patterns: about 50,000 a millisecond")
     lexer_states: int = limit(50_000, "states", "of all patterns: about 2 kB each")
     step_fuel: int = limit(100_000, "steps", "of the lexer for one mask: about 14,000 a millisecond")
     step_items: int = limit(50_000, "items", "of the parser for one mask: about 20,000 a millisecond")
     compile_s: float = limit(0.9, "s", "a schema that takes longer is refused")
+    compilers: int = limit(2, "threads", "of one model: schemas that are slow to compile hold up other schemas alone")
+    calls_max: int = limit(16, "calls", "of one answer: a model that repeats a call ends there")
+    schemas: SchemaLimits = field(default_factory=SchemaLimits)
 
     def parser(self) -> LLParserLimits:
         """Return them as llguidance takes them."""
@@ -124,7 +125,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._stop_ids = stop_ids
-        self._compilers = ThreadPoolExecutor(COMPILERS, "grammar")
+        self._compilers = ThreadPoolExecutor(self.limits.compilers, "grammar")
         self._own: asyncio.Task[LLTokenizer] | None = None
 
     async def make(self, chat: Chat, prompt: str) -> Callable[[], Constraint] | None:
@@ -178,12 +179,12 @@ class Grammars:
         template = template_of(self._tokenizer)
         added = self._tokenizer.get_added_vocab()
         specials = {text: token for text, token in added.items() if own.is_special_token(token)}
-        forms = Forms(writing_of(family_of(template), template), specials)
+        forms = Forms(writing_of(family_of(template), template), specials, self.limits.calls_max)
         choice = chat.tool_choice
         named = [] if choice.mode == "none" else [tool for tool in chat.tools if choice.name in {None, tool.name}]
-        members = self.limits.members
-        tools = [replace(tool, parameters=closed(tool.parameters, members)) for tool in named]
-        schema = None if chat.schema is None else closed(chat.schema or {"type": "object"}, members)
+        bounds = self.limits.schemas
+        tools = [replace(tool, parameters=closed(tool.parameters, bounds)) for tool in named]
+        schema = None if chat.schema is None else closed(chat.schema or {"type": "object"}, bounds)
         if len(json.dumps([schema, [tool.parameters for tool in tools]])) > self.limits.schema_bytes:
             raise ValueError(f"it has more than {self.limits.schema_bytes} bytes, descriptions left out")
         parallel = choice.parallel and choice.name is None

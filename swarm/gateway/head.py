@@ -12,8 +12,6 @@ from swarm.gateway.generation import Token
 from swarm.gateway.sampler import Sampler, choose, reported
 from swarm.model.tokens import TokenEnds
 
-ECHO_ROWS = 64  # positions whose logits are in memory at once: 33 MB in float32 at a vocabulary of 128k
-
 
 class Next(NamedTuple):
     """A sampled token with those that a grammar forces behind it, and the embeddings that the route takes next.
@@ -96,10 +94,13 @@ class Head:
         return self._result
 
 
-def echoed(ends: TokenEnds, hidden: Tensor, ids: Sequence[int], top: int) -> list[Token]:
-    """Return tokens with their probabilities, from the last block's outputs [tokens, hidden_size] right before them."""
+def echoed(ends: TokenEnds, hidden: Tensor, ids: Sequence[int], top: int, rows: int) -> list[Token]:
+    """Return tokens with their probabilities, from the last block's outputs [tokens, hidden_size] right before them.
+
+    rows: positions whose logits are in memory at once.
+    """
     tokens: list[Token] = []
-    for start in range(0, len(ids), ECHO_ROWS):
-        part = ids[start : start + ECHO_ROWS]
+    for start in range(0, len(ids), rows):
+        part = ids[start : start + rows]
         tokens += reported(ends.logits(hidden[start : start + len(part)]), part, [top] * len(part))
     return tokens

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from swarm.gateway.account import account_of
-from swarm.gateway.recorder import CONTENT_TYPE, Recorder
+from swarm.gateway.recorder import Recorder
 from swarm.version import __version__
 
 
@@ -49,6 +50,6 @@ def router(recorder: Recorder, readiness: Callable[[], Awaitable[Readiness]], *,
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Return the figures for Prometheus."""
-        return Response(recorder.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(recorder.text(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return routes

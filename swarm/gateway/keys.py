@@ -30,10 +30,10 @@ from swarm.errors import BadConfiguration
 from swarm.gateway.admission import TenantLimits
 from swarm.gateway.grant import Grant
 from swarm.limits import limit
+from swarm.permissions import is_open
 
 _log = structlog.get_logger("swarm.gateway")
 
-PREFIX = "sk-swarm-"
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Limit = Annotated[int, Field(ge=1)]
@@ -171,7 +171,7 @@ def digest_of(key: str) -> str:
 
 def new_key() -> str:
     """Make a key."""
-    return PREFIX + secrets.token_urlsafe(32)
+    return "sk-swarm-" + secrets.token_urlsafe(32)
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def read(path: Path, limits: KeyLimits | None = None) -> KeyFile:
         raise BadConfiguration(setting, why) from None
     except OSError as error:
         raise BadConfiguration(setting, error.strerror or str(error)) from None
-    if mode & 0o027:  # the group may read: a credential of systemd shows its access list as the group's bits
+    if is_open(mode, 0o027):  # the group may read: a credential of systemd shows its access list as the group's bits
         raise BadConfiguration(setting, f"others can read it, or the group can write it; run: chmod 600 {path}")
     if len(data) > limits.bytes_max:
         raise BadConfiguration(setting, f"it has more than {limits.bytes_max} bytes")

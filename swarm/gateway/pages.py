@@ -15,7 +15,6 @@ from importlib import resources
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
-PAGE = "page.html"
 FILES = (
     "page.css",
     "theme.js",
@@ -31,7 +30,6 @@ FILES = (
     "vendor/purify.js",
     "icon.svg",
 )
-MEDIA_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -57,7 +55,7 @@ def load_assets() -> Assets:
     folder = resources.files("swarm.gateway") / "static"
     files = {name: (folder / name).read_bytes() for name in FILES}
     digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in files.values())).hexdigest()[:16]
-    page = (folder / PAGE).read_bytes().replace(b"{digest}", digest.encode())
+    page = (folder / "page.html").read_bytes().replace(b"{digest}", digest.encode())
     return Assets(page, files, digest, f'W/"{hashlib.sha256(page).hexdigest()[:24]}"')
 
 
@@ -79,6 +77,7 @@ def router() -> APIRouter:
         if content is None or digest != assets.digest:
             return PlainTextResponse("there is no such file\n", 404, HEADERS)
         headers = HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
-        return Response(content, headers=headers, media_type=MEDIA_TYPES[name.rpartition(".")[2]])
+        kinds = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+        return Response(content, headers=headers, media_type=kinds[name.rpartition(".")[2]])
 
     return routes

@@ -5,10 +5,6 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_FIRST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_NEXT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-
 
 class Recorder:
     """Counts requests and tokens."""
@@ -31,14 +27,14 @@ class Recorder:
             "swarm_gateway_ttft_seconds",
             "From the arrival of a sequence to its first token.",
             ("model",),
-            buckets=_FIRST_S,
+            buckets=(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
             registry=registry,
         )
         self._next = Histogram(
             "swarm_gateway_inter_token_seconds",
             "Between two tokens of a sequence.",
             ("model",),
-            buckets=_NEXT_S,
+            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
             registry=registry,
         )
 

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm.gateway.generation import Grammar, Likely, Sampling, Token
-
-TEMPERATURE_MIN = 1e-4  # a lower one takes the likeliest token as well, and its scores would be infinite
+from swarm.gateway.generation import TEMPERATURE_MIN, Grammar, Likely, Sampling, Token
 
 
 class Sampler:

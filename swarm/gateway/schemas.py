@@ -2,42 +2,48 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-DEPTH_MAX = 64  # levels of a schema: a deeper one is refused, because Python and llguidance recurse
-_MAPS = {"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"}
-_PARTS = {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "contains"}
-_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "$ref"}
-_EXPLAINING = {"title", "description", "default", "examples", "$comment"}
-_FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+from swarm.limits import limit
 
 
-def closed(schema: Mapping[str, Any], members_max: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class SchemaLimits:
+    """Bounds of one schema."""
+
+    members_max: int = limit(1000, "members", "properties or alternatives in one place: compiling takes their square")
+    depth_max: int = limit(64, "levels", "a deeper schema is refused, because Python and llguidance recurse")
+
+
+def closed(schema: Mapping[str, Any], limits: SchemaLimits | None = None) -> dict[str, Any]:
     """Return a schema whose objects have no other properties than it names, where it does not say that they may.
 
     Small models would go on with properties of their own until the length ends them. Formats that are not enforced are
-    left out. members_max: properties or alternatives in one place. Raises ValueError beyond it, or for a schema that is
-    nested too deep.
+    left out. Raises ValueError for a schema beyond the limits.
     """
-    return _closed(schema, members_max, 0, may_close="allOf" not in json.dumps(schema))
+    return _closed(schema, limits or SchemaLimits(), 0, may_close="allOf" not in json.dumps(schema))
 
 
-def _closed(schema: Mapping[str, Any], members_max: int, depth: int, *, may_close: bool) -> dict[str, Any]:
-    if depth > DEPTH_MAX:
-        raise ValueError(f"it is nested deeper than {DEPTH_MAX}")
+def _closed(schema: Mapping[str, Any], limits: SchemaLimits, depth: int, *, may_close: bool) -> dict[str, Any]:
+    if depth > limits.depth_max:
+        raise ValueError(f"it is nested deeper than {limits.depth_max}")
 
     def inside(value: Any) -> Any:  # noqa: ANN401 - JSON
         if isinstance(value, list):
-            return [inside(each) for each in _counted(value, members_max)]
-        return _closed(value, members_max, depth + 1, may_close=may_close) if isinstance(value, Mapping) else value
+            return [inside(each) for each in _counted(value, limits.members_max)]
+        return _closed(value, limits, depth + 1, may_close=may_close) if isinstance(value, Mapping) else value
 
     whole: dict[str, Any] = {}
     for word, value in schema.items():
-        if word in _MAPS and isinstance(value, Mapping):
-            whole[word] = {name: inside(each) for name, each in _counted(value, members_max).items()}
-        elif word in _PARTS:
+        if word in {"title", "description", "default", "examples", "$comment"}:
+            continue  # they only explain
+        is_map = word in {"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"}
+        if is_map and isinstance(value, Mapping):
+            whole[word] = {name: inside(each) for name, each in _counted(value, limits.members_max).items()}
+        elif word in {"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "contains"}:
             whole[word] = inside(value)
-        elif word not in _EXPLAINING and (word != "format" or value in _FORMATS):
+        elif word != "format" or _is_enforced(value):
             whole[word] = value
     if may_close and _can_close(whole):
         whole["additionalProperties"] = False
@@ -50,9 +56,15 @@ def _counted(value: Any, members_max: int) -> Any:  # noqa: ANN401 - JSON
     return value
 
 
+def _is_enforced(form: object) -> bool:
+    """Return whether llguidance enforces a string's format."""
+    return form in {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+
+
 def _can_close(schema: Mapping[str, Any]) -> bool:
     """Return whether an object with no other properties than a schema names is still possible."""
     properties = schema.get("properties")
-    if not isinstance(properties, Mapping) or _OPEN & schema.keys():
+    others = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "$ref"}
+    if not isinstance(properties, Mapping) or others & schema.keys():
         return False
     return set(schema.get("required", [])) <= properties.keys()

@@ -5,8 +5,8 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,8 @@ from swarm.access import Access
 from swarm.client.session.membership import joined
 from swarm.commands import Reading, Ready, Stop
 from swarm.compute.thread import ComputeThread
-from swarm.config import UpstreamSettings
-from swarm.dht.directory import Directory
-from swarm.dht.node import NodeConfig, open_node
+from swarm.config import UpstreamSettings, Way
+from swarm.dht.reading import chosen, open_directory
 from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits, make_app
@@ -34,8 +33,6 @@ from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
 from swarm.net import ports
-from swarm.net.p2p import P2PConfig
-from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
 
 _log = structlog.get_logger("swarm.gateway")
@@ -55,6 +52,7 @@ class GatewayArguments:
     allowed_downloads: tuple[str, ...] = ()
     upstreams: tuple[UpstreamSettings, ...] = ()
     threads: int | None = None
+    directory: Way = "auto"
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     engine: EngineLimits = field(default_factory=EngineLimits)
 
@@ -77,6 +75,7 @@ def arguments_of(
     dtype: str,
     step_timeout: float,
     threads: int | None,
+    directory: Way,
 ) -> GatewayArguments:
     """Return the command's options, which come by their names, as arguments."""
     return GatewayArguments(
@@ -92,6 +91,7 @@ def arguments_of(
         allowed_downloads=allow_download,
         upstreams=upstreams,
         threads=threads,
+        directory=directory,
         limits=GatewayLimits(
             admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
         ),
@@ -109,10 +109,12 @@ class GatewayReady(Ready):
 async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError or NetworkError."""
     doors, reading, path = doors_of(arguments), arguments.reading, arguments.reading.identity
+    way = chosen(arguments.directory)
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     with ports.listening(*arguments.listen) as listening, computing(arguments.threads) as compute:
         access = Access.load(reading.network_key, reading.allow_peers)
-        joining = joined(partial(_directory, reading, access), identity, network=reading.network, access=access)
+        join = partial(open_directory, reading.network, reading.initial_peers, access, way)
+        joining = joined(join, identity, network=reading.network, access=access)
         async with AsyncExitStack() as entered:
             upstreams = await entered.enter_async_context(polled(arguments.upstreams))
             member = await entered.enter_async_context(joining)
@@ -188,13 +190,3 @@ def computing(threads: int | None) -> Iterator[ComputeThread]:
         yield compute
     finally:
         compute.stop()
-
-
-@asynccontextmanager
-async def _directory(reading: Reading, access: Access) -> AsyncIterator[Directory]:
-    """Join the DHT, to read the directory."""
-    peers = reading.initial_peers
-    config = NodeConfig(reading.network, P2PConfig(identity=None, listen=None), peers, access)
-    async with open_node(config, clock=time.time) as node:
-        public = access.network_key is None and await is_public(peers)
-        yield Directory(node, identity=None, network=reading.network, clock=time.time, public=public)

@@ -15,7 +15,6 @@ from swarm.gateway.chat import Tool
 from swarm.gateway.parts import Called, Parsed, Thought, new_id
 
 _log = structlog.get_logger("swarm.gateway")
-_REASONING = {"reasoning_content", "thinking"}
 
 
 class ShippedParser:
@@ -59,7 +58,7 @@ class ShippedParser:
                 self._at = end
                 return []
             self._raw, self._at = self._raw[end:], 0
-            return [Thought(event["text"]) if field in _REASONING else event["text"]]
+            return [Thought(event["text"]) if field in {"reasoning_content", "thinking"} else event["text"]]
         if kind == "region_close" and is_call:
             value = event["value"]
             calls = [_called(each) for each in (value if isinstance(value, list) else [value])]

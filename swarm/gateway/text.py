@@ -9,9 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from swarm.gateway.chat import TokenText
 from swarm.gateway.generation import Token
 
-INCOMPLETE = "\ufffd"  # a decoder's mark for bytes that are no character
-CHARACTER_TOKENS_MAX = 4  # bytes of a character: more tokens without one are no beginning of any
-
 
 def _byte_level() -> dict[str, int]:
     """Return GPT-2's table: printable bytes stand for themselves, the others for characters from 256 on."""
@@ -36,7 +33,8 @@ class Detokenizer:
         """Return the text that this token completes; "" while a character is not complete."""
         self._ids.append(token)
         text = self._text(self._ids)
-        if text.endswith(INCOMPLETE) and len(self._ids) - self._sent < CHARACTER_TOKENS_MAX:
+        is_incomplete = text.endswith("\ufffd")  # a decoder's mark for bytes that are no character
+        if is_incomplete and len(self._ids) - self._sent < 4:  # a character has 4 bytes, so more tokens begin none
             return ""
         return self._send(text)
 

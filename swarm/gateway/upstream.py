@@ -31,8 +31,6 @@ from swarm.limits import limit
 _log = structlog.get_logger("swarm.gateway")
 
 RESPONSES = "/v1/responses"
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES})  # the dialects that are forwarded
-NO_WAY = frozenset({"no_route", "no_room", "swarm_unreachable"})  # problems of the swarm that an upstream does not have
 HEADER = "x-swarm-route"
 
 Place = Literal["swarm", "upstream"]
@@ -144,7 +142,7 @@ def configured(settings: Sequence[UpstreamSettings]) -> list[Upstream]:
             why = "prompts would leave this machine in clear; if that is meant, write: remote = true"
             raise BadConfiguration(setting, why)
         try:
-            key = None if each.key_file is None else each.key_file.read_text().strip()
+            key = None if each.key_file is None else each.key_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise BadConfiguration(f"{setting}, key_file {each.key_file}", str(error)) from None
         upstreams.append(Upstream(each, key))
@@ -220,7 +218,7 @@ class Forwarding:
 
     def _body(self, scope: Scope) -> Mapping[str, Any] | None:
         """Return a request's body if it may be forwarded: it names a model in a dialect that upstreams speak."""
-        if self._upstreams is None or scope["path"] not in PATHS:
+        if self._upstreams is None or scope["path"] not in {"/v1/chat/completions", "/v1/completions", RESPONSES}:
             return None
         body = json.loads(scope["state"]["body"] or b"null")  # it has been parsed before
         return body if isinstance(body, dict) and isinstance(body.get("model"), str) else None
@@ -228,12 +226,13 @@ class Forwarding:
     async def _by_swarm(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer through the swarm. Returns False, and has sent nothing, where it has no way."""
         gave_up = False
+        theirs = {"no_route", "no_room", "swarm_unreachable"}  # problems that an upstream does not have
 
         async def unless_no_way(message: Message) -> None:
             nonlocal gave_up
             if message["type"] == "http.response.start":
                 problem: Problem | None = scope["state"].get("problem")
-                gave_up = problem is not None and problem.code in NO_WAY
+                gave_up = problem is not None and problem.code in theirs
             if not gave_up:
                 await send(message)
 

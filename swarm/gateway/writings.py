@@ -17,8 +17,8 @@ class Writing:
 
     begin, end: around all of them. call, end_call: around the arguments of one; `{name}` stands for the tool's name,
     and `{index}` for a number. between: two calls; None where an answer has one only. arguments: how they are written;
-    with tags, each is between `key` and `end_value`, with `{key}` and `{kind}` in it. answer: around an answer that is
-    no call. thought: marks around reasoning. behind_thought: text between it and the answer.
+    with tags, each is between `key` and `end_value`, with `{key}` and `{kind}` in it. quote: around strings. answer:
+    around an answer that is no call. thought: marks around reasoning. behind_thought: text between it and the answer.
     """
 
     begin: str = ""
@@ -30,6 +30,7 @@ class Writing:
     key: str = ""
     end_value: str = ""
     kinds: Literal["", "flag", "type"] = ""
+    quote: str = '"'
     answer: tuple[str, str] = ("", "")
     thought: tuple[str, str] | None = None
     behind_thought: str = ""
@@ -95,6 +96,7 @@ _WRITINGS = {
         end_call="}<tool_call|>",
         between="",
         arguments="gemma",
+        quote='<|"|>',
         thought=("<|channel>thought\n", "<channel|>"),
     ),
     "mistral": Writing(call="[TOOL_CALLS]{name}[ARGS]", end_call="", between="", thought=_BRACKETS),

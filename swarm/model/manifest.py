@@ -160,7 +160,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that a reader sees either all of it or the one before."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

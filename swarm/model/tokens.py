@@ -21,8 +21,6 @@ from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.model.traits import Traits
 
-_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "embedding_norm")
-
 
 class TokenEnds:
     """Embeddings, final norm and head of one model. Any thread may call `embed`; heads run in one at a time."""
@@ -126,7 +124,7 @@ class TokenEnds:
         hidden = torch.randn(3, self.traits.hidden_size, generator=drawn)
         hidden = hidden if self._wide else hidden.to(self.dtype)
         expected, head = self._own_logits(hidden), self._model.get_output_embeddings()
-        for name in _NORMS:
+        for name in ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "embedding_norm"):
             norm = getattr(self._decoder, name, None)
             with suppress(RuntimeError):  # of shapes that do not fit: something else lies between the two
                 if isinstance(norm, nn.Module) and torch.equal(head(norm(hidden[:, None]))[:, -1].float(), expected):

@@ -9,23 +9,17 @@ from typing import Annotated
 
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm.monitor import pages
 from swarm.monitor.board import Board
-from swarm.monitor.metrics import CONTENT_TYPE
 from swarm.monitor.service import Monitor
 from swarm.monitor.state import Health, History, ModelDetail, State, Status, Window
 from swarm.version import __version__
 
-_HEADERS = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"access-control-allow-origin", b"*"),  # public figures, no cookies
-)
-_COLOURS: dict[Status | None, str] = {"healthy": "#2da44e", "degraded": "#bf8700", "broken": "#cf222e", None: "#6e7781"}
 RootPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="the digest of the model's manifest")]
 RootQuery = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="one model; all together without it")]
 
@@ -91,7 +85,7 @@ def _add_operations(app: FastAPI, monitor: Monitor) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """The state for Prometheus."""
-        return Response(monitor.board.published.metrics, headers={"Content-Type": CONTENT_TYPE})
+        return Response(monitor.board.published.metrics, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     @app.get("/healthz", response_model=Health, responses={503: {"model": Health}})
     async def healthz() -> Response:
@@ -144,12 +138,13 @@ async def events_of(board: Board, keep_alive_s: float = 15.0) -> AsyncIterator[b
 def badge_svg(status: Status | None) -> str:
     """Return an image that says "swarm" and a status; None: unknown."""
     text = escape(status or "unknown")
+    colour = {"healthy": "#2da44e", "degraded": "#bf8700", "broken": "#cf222e", None: "#6e7781"}[status]
     width = 48 + 7 * len(text) + 12
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" aria-label="swarm: {text}">'
         f"<title>swarm: {text}</title>"
         f'<rect width="{width}" height="20" rx="3" fill="#24292f"/>'
-        f'<rect x="48" width="{width - 48}" height="20" rx="3" fill="{_COLOURS[status]}"/>'
+        f'<rect x="48" width="{width - 48}" height="20" rx="3" fill="{colour}"/>'
         '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">'
         f'<text x="6" y="14">swarm</text><text x="54" y="14">{text}</text></g></svg>'
     )
@@ -171,10 +166,15 @@ class Headers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        ours = (
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+            (b"access-control-allow-origin", b"*"),  # public figures, no cookies
+        )
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+                message["headers"] = [*message.get("headers", ()), *ours]
             await send(message)
 
         await self._app(scope, receive, with_headers if scope["type"] == "http" else send)

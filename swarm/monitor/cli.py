@@ -18,9 +18,6 @@ from swarm.commands import (
 from swarm.config import DATA_DIR
 from swarm.version import __version__
 
-_URL = re.compile(r"https?://[^\s/?#@]{1,100}(/[^\s?#@]{0,100})?", re.ASCII)
-_MULTIADDR = re.compile(r"/[!-~]{1,300}/p2p/[1-9A-HJ-NP-Za-km-z]{40,60}", re.ASCII)
-
 
 class Multiaddr(click.ParamType[str]):
     """A libp2p address with a peer id."""
@@ -29,7 +26,7 @@ class Multiaddr(click.ParamType[str]):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check the form."""
-        if _MULTIADDR.fullmatch(str(value)) is None:
+        if re.fullmatch(r"/[!-~]{1,300}/p2p/[1-9A-HJ-NP-Za-km-z]{40,60}", str(value), re.ASCII) is None:
             self.fail(f"{value!r} should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...", param, ctx)
         return str(value)
 
@@ -41,7 +38,7 @@ class GatewayUrl(click.ParamType[str]):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check the form."""
-        if _URL.fullmatch(str(value)) is None:
+        if re.fullmatch(r"https?://[^\s/?#@]{1,100}(/[^\s?#@]{0,100})?", str(value), re.ASCII) is None:
             self.fail(f"{value!r} should look like https://gateway.example.org", param, ctx)
         return str(value)
 

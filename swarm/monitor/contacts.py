@@ -18,11 +18,10 @@ from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.limits import limit
 from swarm.monitor.assess import Contact
-from swarm.net.address import dialable
-from swarm.net.carriers.tcp import dial
 from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
+from swarm.net.traversal import Traversal
 
 Answer = Callable[[Announcement], Awaitable[float]]
 """`answer(record)`: shake hands with the server; returns the round trip in seconds. Raises SwarmError."""
@@ -39,7 +38,7 @@ class ContactLimits:
     pace_s: float = limit(
         0.005, "s", "between two dials: a handshake computes for 2 ms, and a web server shares the loop"
     )
-    addresses_max: int = limit(2, "addresses", "of one server, tried one after the other")
+    addresses_max: int = limit(2, "addresses", "and anchors of one server, tried one after the other")
     timeout_s: float = limit(5.0, "s", "for one address: connection, handshake and ping")
     again_s: float = limit(3.0, "s", "then a server that answered before and does not now is asked once more")
     patience: int = limit(3, "failures", "in a row; from then on the next try comes later and later")
@@ -130,14 +129,17 @@ def dialling(
 ) -> Answer:
     """Return the real thing: dial, prove, ping, close."""
     me = Endpoint(identity, ChannelKey(), network, access, public=public)
+    traversal: Traversal | None = None  # made in the loop
 
     async def answer(record: Announcement) -> float:
         remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
+        nonlocal traversal
+        traversal = traversal or Traversal(me)
         failure: SwarmError | TimeoutError = TimeoutError("it announces no address")
-        for address in dialable(record.addresses)[: limits.addresses_max]:
+        for way in record.ways[: limits.addresses_max]:
             try:
                 async with asyncio.timeout(limits.timeout_s):
-                    channel = await dial(address, remote, me, ignore)
+                    channel = await traversal.dial(way, remote, me, ignore)
                     try:
                         return await channel.ping()
                     finally:

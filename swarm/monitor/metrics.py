@@ -8,7 +8,6 @@ from prometheus_client.registry import Collector
 
 from swarm.monitor.state import ModelSummary, State
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MODEL = ("root", "model")
 
 

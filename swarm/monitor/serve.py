@@ -1,7 +1,6 @@
 """The life of `swarm-health`: database, monitor, probes and web server, in one loop."""
 
 import asyncio
-import logging
 import os
 import socket
 import time
@@ -52,7 +51,6 @@ class HealthReady(Ready):
 
 async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError."""
-    logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
     probes_max = ProbingLimits().probes_max
     if len(arguments.probes) > probes_max:
         raise BadConfiguration("--probe", f"at most {probes_max} models")

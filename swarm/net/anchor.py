@@ -238,9 +238,9 @@ class Anchor:
         full = len(self._pairs) >= limits.pairs_max or max(pairs[peer] for peer in peers) >= limits.pairs_per_peer_max
         if full or limits.bytes_per_s <= 0:
             self._load.refused += full
-            hold_s = 4.0  # a closed half would close the mapping that a punch needs
-            for half in (first, second):
-                asyncio.get_running_loop().call_later(hold_s, half.sock.close)
+            held = asyncio.create_task(_hold(first, second))
+            self._joining.add(held)
+            held.add_done_callback(self._joining.discard)
             return
         own = TokenBucket(limits.pair_bytes_per_s, limits.pair_burst)
         pair = Splice(self._meter, own, limits.silent_s, lambda: self._pairs.pop(pair, None) and None)
@@ -263,6 +263,15 @@ class Anchor:
         for token in meeting.tokens:
             self._halves.forget(token)
         for half in meeting.halves.values():
+            half.sock.close()
+
+
+async def _hold(*halves: Half) -> None:
+    """Keep halves open that are not joined: the router of each would close the mapping that a punch needs."""
+    try:
+        await asyncio.sleep(4.0)
+    finally:
+        for half in halves:
             half.sock.close()
 
 

@@ -60,7 +60,9 @@ class Caller:
             return await self._summon(remote, on_message)
         line = await self._lines.open(anchor)
         try:
-            return await self._through(line, anchor, remote, on_message)
+            channel = await self._through(line, anchor, remote, on_message)
+            _log.info("met a hidden peer", peer=remote.peer, way=channel.carrier.way, anchor=str(anchor.at))
+            return channel
         except (OSError, ValueError) as error:
             raise Unreachable(remote.peer, (str(anchor),), 0.0, str(error)) from None
         finally:

@@ -8,8 +8,8 @@ a whole message, header and tensors, so session, epoch, step and tensor metadata
 describe.
 """
 
+import mmap
 from collections.abc import Sequence
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -19,6 +19,8 @@ from swarm.protocol.tensors import TENSOR_BYTES_MAX
 
 TAG_BYTES = 16
 FRAME_BYTES_MAX = TENSOR_BYTES_MAX + 64 * 1024 + TAG_BYTES  # one message: header, tensors and tag
+# Anonymous memory, which Windows has without flags.
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 LEAD_BYTES = 12  # before a large frame's length in memory, so that its ciphertext lies at a multiple of 16
 
 
@@ -154,7 +156,7 @@ class Unread:
     def __init__(self) -> None:
         self.size = 0
         self._pieces: list[bytes | bytearray] = []
-        self._whole: mmap | None = None
+        self._whole: mmap.mmap | None = None
 
     def begin(self, n_bytes: int) -> None:
         """Say how long the frame is that comes now, while nothing is kept.
@@ -165,7 +167,7 @@ class Unread:
         if n_bytes >= 512 * 1024 and self.size == 0:
             behind = 256 * 1024  # the most that a carrier reads at once: the next frames' bytes
             try:
-                self._whole = mmap(-1, LEAD_BYTES + n_bytes + behind, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+                self._whole = mmap.mmap(-1, LEAD_BYTES + n_bytes + behind, **_PRIVATE)
             except OSError:  # so much cannot even be claimed here: in pieces, then
                 self._whole = None
 

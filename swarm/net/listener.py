@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import resource
 import socket
 from collections.abc import Callable, Collection
 
@@ -41,6 +40,8 @@ class Listener:
 
         flow: shared with the channels that this side dials. Raises AddressInUse and BadConfiguration.
         """
+        import resource  # noqa: PLC0415 - not on Windows, and no client listens
+
         self.flow = flow or FlowControl()
         self._me, self._limits = me, limits or ListenerLimits()
         self._socket = listening(host, port, self._limits.backlog)

@@ -7,38 +7,50 @@ moorings   where this process itself is hidden
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from swarm.activations import Activations
 from swarm.net.address import Address, ViaAnchor
 from swarm.net.anchor import Anchor, AnchorLimits, Check
-from swarm.net.calling import Caller
+from swarm.net.calling import Caller, CallLimits
 from swarm.net.carriers import tcp
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
 from swarm.net.gate import Toll
-from swarm.net.halves import Halves
+from swarm.net.halves import HalfLimits, Halves
 from swarm.net.limits import DialerLimits
 from swarm.net.lines import Lines
 from swarm.net.listener import Listener
-from swarm.net.mooring import Moorings
+from swarm.net.mooring import MooringLimits, Moorings
 from swarm.protocol.messages import AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class TraversalLimits:
+    """Of each part."""
+
+    calls: CallLimits = field(default_factory=CallLimits)
+    moorings: MooringLimits = field(default_factory=MooringLimits)
+    anchor: AnchorLimits = field(default_factory=AnchorLimits)
+    halves: HalfLimits = field(default_factory=HalfLimits)
+    dialer: DialerLimits = field(default_factory=DialerLimits)
 
 
 class Traversal:
     """The ways of a process that does not listen: it reaches hidden peers, and is itself dialled by nobody."""
 
-    def __init__(self, me: Endpoint, flow: FlowControl | None = None, limits: DialerLimits | None = None) -> None:
+    def __init__(self, me: Endpoint, flow: FlowControl | None = None, limits: TraversalLimits | None = None) -> None:
         """flow: shared with the process's other channels."""
         self.lines = Lines(me)
-        self.caller = Caller(me, self.lines, flow=flow)
-        self._flow, self._limits = flow or FlowControl(), limits or DialerLimits()
+        self._flow, self._limits = flow or FlowControl(), limits or TraversalLimits()
+        self.caller = Caller(me, self.lines, flow=self._flow, limits=self._limits.calls)
 
     async def dial(self, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage) -> Channel:
         """Reach a peer at an address of any kind: a `Dial` for a `Dialer`. Raises NetworkError."""
         if isinstance(address, ViaAnchor):
             return await self.caller.call(address, remote, on_message)
-        return await tcp.dial(address, remote, me, on_message, self._flow, self._limits)
+        return await tcp.dial(address, remote, me, on_message, self._flow, self._limits.dialer)
 
     async def close(self) -> None:
         """End the lines to anchors."""
@@ -54,15 +66,15 @@ class ListeningTraversal(Traversal):
         listener: Listener,
         check: Check,
         record: Callable[[], bytes],
-        anchor_limits: AnchorLimits = AnchorLimits(),  # noqa: B008 - frozen
+        limits: TraversalLimits | None = None,
     ) -> None:
         """check: of the records of peers that moor here. record: this peer's newest signed announcement."""
-        super().__init__(me, listener.flow)
+        super().__init__(me, listener.flow, limits)
         self.me, self.listener = me, listener
-        self.halves = Halves()
-        self.anchor = Anchor(self.halves, check, anchor_limits)
-        self.caller = Caller(me, self.lines, self.halves, self.anchor, listener.flow)
-        self.moorings = Moorings(me, self.lines, listener, record)
+        self.halves = Halves(self._limits.halves)
+        self.anchor = Anchor(self.halves, check, self._limits.anchor)
+        self.caller = Caller(me, self.lines, self.halves, self.anchor, listener.flow, self._limits.calls)
+        self.moorings = Moorings(me, self.lines, listener, record, self._limits.moorings)
         listener.on_half = self.halves.accept
 
     def before(self, on_message: OnMessage) -> OnMessage:

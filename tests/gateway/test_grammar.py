@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarm.errors import BadRequest
 from swarm.gateway.chat import Tool, ToolChoice
 from swarm.gateway.grammar import GrammarLimits
-from swarm.gateway.schemas import closed
+from swarm.gateway.schemas import SchemaLimits, closed
 from tests.gateway.random_model import EOS, LEANING, PADDING, PLAIN, chat_of, made, said, walk
 
 # --- schemas ---------------------------------------------------------------------------------------------------------
@@ -131,13 +131,11 @@ def test_json_has_one_space_and_no_keys_of_its_own():
 
 def test_objects_are_closed_where_that_leaves_them_possible():
     inner = {"type": "object", "properties": {"a": {"type": "string", "format": "no-such-format"}}}
-    assert closed(inner, 9) == {
+    assert closed(inner) == {
         "type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False,
     }  # fmt: skip
-    assert closed({"type": "array", "items": inner}, 9)["items"]["additionalProperties"] is False
-    assert closed({"properties": {"properties": {"type": "object"}}}, 9)["properties"]["properties"] == {
-        "type": "object"
-    }
+    assert closed({"type": "array", "items": inner})["items"]["additionalProperties"] is False
+    assert closed({"properties": {"properties": {"type": "object"}}})["properties"]["properties"] == {"type": "object"}
     for kept in (
         {"type": "object"},
         {"type": "object", "properties": {"a": {}}, "required": ["b"]},
@@ -145,7 +143,7 @@ def test_objects_are_closed_where_that_leaves_them_possible():
         {"allOf": [inner, {"type": "object", "properties": {"c": {}}}]},
         {"enum": [{"properties": {"format": "date"}}]},
     ):
-        assert "additionalProperties" not in json.dumps({**closed(kept, 9), "additionalProperties": None})[:-30]
+        assert "additionalProperties" not in json.dumps({**closed(kept), "additionalProperties": None})[:-30]
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -295,7 +293,8 @@ def test_compiling_is_bounded_in_time_and_work():
     with pytest.raises(BadRequest, match="too long"):
         made(chat_of(TREE), limits=GrammarLimits(compile_s=0.0))
     costly = {"type": "string", "pattern": "(a|b)*a(a|b){200}"}
-    for name in ("lexer_fuel", "grammar_symbols", "schema_bytes", "given_bytes", "members"):
-        limits = GrammarLimits(**{name: 1})
+    small = [{name: 1} for name in ("lexer_fuel", "grammar_symbols", "schema_bytes", "given_bytes")]
+    for each in [*small, {"schemas": SchemaLimits(members_max=1)}, {"schemas": SchemaLimits(depth_max=0)}]:
+        limits = GrammarLimits(**each)
         with pytest.raises(BadRequest):
             made(chat_of({"type": "object", "properties": {"a": costly, "b": costly}}), limits=limits)

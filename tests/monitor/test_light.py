@@ -23,14 +23,19 @@ pytestmark = needs_light
 
 async def read(*peers: str, **env: str) -> dict[str, Any]:
     """Run a light reader in a process of its own."""
-    line = [sys.executable, "-m", "tests.monitor.read_light", NETWORK, ROOT, "12", *peers]
+    return await printed("tests.monitor.read_light", NETWORK, ROOT, "12", *peers, **env)
+
+
+async def printed(module: str, *arguments: str, **env: str) -> dict[str, Any]:
+    """Run a module in a process of its own; return the JSON that it prints."""
+    line = [sys.executable, "-m", module, *arguments]
     child = await asyncio.create_subprocess_exec(
         *line, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **env}
     )
     async with asyncio.timeout(60):
         out, err = await child.communicate()
     assert child.returncode == 0, err.decode()
-    return json.loads(out)
+    return json.loads(out.splitlines()[-1])  # events come before
 
 
 def plant(into: SwarmNode, data: bytes, public_key: str, expires: float) -> None:
@@ -104,3 +109,11 @@ async def test_it_reads_a_private_swarm_with_the_key_and_nothing_without(tmp_pat
         with_key, without = await read(*member.addresses, SWARM_NETWORK_KEY=str(key)), await read(*member.addresses)
     assert with_key == {"models": ["org/model"], "servers": ["ours"], "heavy": []}
     assert without == {"models": [], "servers": [], "heavy": []}
+
+
+async def test_reader_goes_on_when_libp2p_has_crashed(tmp_path: Path):
+    me = Identity.generate()
+    async with node(tmp_path, "first") as first, node(tmp_path, "second", first.addresses) as second:
+        await Directory(second, identity=me, network=NETWORK, clock=time.time).announce(announcement(me))
+        found = await printed("tests.monitor.restart_light", NETWORK, ROOT, *first.addresses[:1])
+    assert found == {"found": [1, 1], "restarts": 1, "threads": [], "error": "Unreachable"}

@@ -27,7 +27,7 @@ from swarm.demo.local import Place, ProcessLimits
 from swarm.net.launch import bind
 
 PRELOADED = "tests.support.preloaded"
-CLONE_NEWNET = 0x40000000  # of sched.h
+CLONE_NEWNET, CLONE_NEWUSER = 0x40000000, 0x10000000  # of sched.h
 NAMESPACES = Path("/run/netns")  # of `ip netns`
 EMPTY: Mapping[str, str] = {}
 
@@ -134,7 +134,18 @@ def _run(
 
 
 def _enter(namespace: str) -> None:
-    """Be in another network from now on. Sockets that are open already stay where they were made."""
-    with (NAMESPACES / namespace).open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    """Be in another network from now on. Sockets that are open already stay where they were made.
+
+    namespace: a name of `ip netns`, or the path of a process's network, whose user namespace is entered, too.
+    """
+    network = NAMESPACES / namespace
+    owner = network.with_name("user")
+    if owner.exists() and not owner.samefile("/proc/self/ns/user"):
+        _set_namespace(owner, CLONE_NEWUSER)
+    _set_namespace(network, CLONE_NEWNET)
+
+
+def _set_namespace(path: Path, kind: int) -> None:
+    with path.open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), kind):
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {path}")

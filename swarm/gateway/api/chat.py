@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.api.requests import LOGPROBS_MAX, Given, SampledRequest
+from swarm.gateway.api.requests import REQUEST, Given, SampledRequest
 from swarm.gateway.chat import Chat, Message, Tool, ToolChoice
 
 
@@ -62,8 +62,8 @@ class ChatRequest(SampledRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=256)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=REQUEST.logprobs_max)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=REQUEST.tools_max)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -136,15 +136,13 @@ def _tool(function: Function) -> Tool:
     return Tool(function.name, function.description or "", parameters, bool(function.strict))
 
 
-_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
-
-
 def message_of(given: Mapping[str, Any]) -> Message:
     """Return a message as chat templates take it. Raises BadRequest."""
-    role = given.get("role")
-    if role not in _ROLES:
-        raise BadRequest("messages", f"a role is one of {', '.join(sorted(_ROLES))}, not {str(role)[:40]!r}")
-    message: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
+    role, renamed = given.get("role"), {"developer": "system", "function": "tool"}
+    roles = {"system", "user", "assistant", "tool", *renamed}
+    if role not in roles:
+        raise BadRequest("messages", f"a role is one of {', '.join(sorted(roles))}, not {str(role)[:40]!r}")
+    message: dict[str, Any] = {"role": renamed.get(role, role)}
     message["content"] = text_of(given.get("content"))
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(given.get(name), str):

@@ -11,14 +11,13 @@ from pydantic import Field
 from swarm.errors import BadRequest
 from swarm.gateway.answering import Model, merged
 from swarm.gateway.api.chat_events import head
-from swarm.gateway.api.requests import LOGPROBS_MAX, SampledRequest
+from swarm.gateway.api.requests import REQUEST, SampledRequest
 from swarm.gateway.api.sse import DONE, event
 from swarm.gateway.chat import Completion, Event, Finished, PromptDone, Text, TokenText
 
-PROMPTS_MAX = 128
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Prompts = Annotated[list[str], Field(min_length=1, max_length=PROMPTS_MAX)]
-PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=PROMPTS_MAX)]
+Prompts = Annotated[list[str], Field(min_length=1, max_length=REQUEST.prompts_max)]
+PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=REQUEST.prompts_max)]
 
 
 class CompletionRequest(SampledRequest):
@@ -27,7 +26,7 @@ class CompletionRequest(SampledRequest):
     prompt: str | Prompts | Ids | PromptIds = ""
     best_of: int | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=REQUEST.logprobs_max)] | None = None
     echo: bool | None = None
     suffix: str | None = None
 

@@ -12,18 +12,12 @@ from pydantic import Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
-from swarm.gateway.api.messages_events import PING, Writer, error_body
+from swarm.gateway.api.messages_events import Writer, error_body
 from swarm.gateway.api.problems import Problem
-from swarm.gateway.api.requests import Given
-from swarm.gateway.api.sse import collected, streamed
+from swarm.gateway.api.requests import REQUEST, Given
+from swarm.gateway.api.sse import collected, event, streamed
 from swarm.gateway.api.turns import Turns
 from swarm.gateway.chat import Chat, Sampling, Tool, ToolChoice
-
-TOOLS_MAX = 256
-STOPS_MAX = 64
-_IGNORED_LINE = re.compile(r"\Ax-anthropic-[a-z-]+:[^\n]*\n?")
-"""Claude Code begins its instructions with a line that is for its vendor's accounts. It has another number in every
-request, so with it no turn could continue a kept session."""
 
 
 class GivenTool(Given):
@@ -83,7 +77,7 @@ class CountRequest(Given):
     model: str
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[GivenTool], Field(max_length=TOOLS_MAX)] | None = None
+    tools: Annotated[list[GivenTool], Field(max_length=REQUEST.tools_max)] | None = None
     tool_choice: GivenChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -93,7 +87,9 @@ class CountRequest(Given):
         """Return the request in the words of all dialects. Raises BadRequest."""
         tools = tuple(tool.tool() for tool in self.tools or ())
         turns = Turns()
-        system = _IGNORED_LINE.sub("", _text("system", self.system or ""))
+        # Claude Code begins its instructions with a line that is for its vendor's accounts. It has another number in
+        # every request, so with it no turn could continue a kept session.
+        system = re.sub(r"\Ax-anthropic-[a-z-]+:[^\n]*\n?", "", _text("system", self.system or ""))
         if system:
             turns.system(system)
         for message in self.messages:
@@ -134,7 +130,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=STOPS_MAX)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=REQUEST.stop_sequences_max)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -230,7 +226,7 @@ def new_request_id() -> str:
 
 def router(served: Served) -> APIRouter:
     """Return the routes."""
-    routes = APIRouter()
+    routes, ping = APIRouter(), event({"type": "ping"}, "ping")
 
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
@@ -241,7 +237,7 @@ def router(served: Served) -> APIRouter:
         events, writer = model.chat(asked), Writer(asked, headers["request-id"])
         if not body.stream:
             return JSONResponse(writer.whole(await collected(events)), headers=headers)
-        return await streamed(writer.chunks(events), writer.failed, served.streams, keep_alive=PING, headers=headers)
+        return await streamed(writer.chunks(events), writer.failed, served.streams, keep_alive=ping, headers=headers)
 
     @routes.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountRequest, request: Request) -> Response:

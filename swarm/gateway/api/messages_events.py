@@ -10,8 +10,6 @@ from swarm.gateway.api.problems import Problem
 from swarm.gateway.api.sse import event
 from swarm.gateway.chat import Chat, Event, Finished, PromptDone, Reasoning, Text, ToolCall
 
-PING = event({"type": "ping"}, "ping")
-SIGNATURE = "unsigned"  # clients send thoughts back only if they have one
 Block = dict[str, Any]
 
 
@@ -97,8 +95,9 @@ class Writer:
             return
         self._is_open = False
         if self._content[-1]["type"] == "thinking":
-            self._content[-1]["signature"] = SIGNATURE
-            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+            signed = {"signature": "unsigned"}  # clients send thoughts back only if they have one
+            self._content[-1] |= signed
+            yield self._delta({"type": "signature_delta", **signed})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
     def _finished(self, each: Finished) -> Iterator[Mapping[str, Any]]:

@@ -21,8 +21,6 @@ from swarm.gateway.api.problems import Problem
 from swarm.gateway.api.sse import streamed
 from swarm.gateway.chat import Chat, Event, Finished, PromptDone, Reasoning, Text, TokenText, ToolCall
 
-VERSION = "0.12.11"  # the Ollama whose interface this is: clients ask for a least version
-NEVER = "9999-12-31T23:59:59Z"  # loaded models do not expire
 TAG = ":latest"
 Body = dict[str, Any]
 
@@ -86,7 +84,7 @@ def _add_models(routes: APIRouter, served: Served, models: "_Models") -> None:
     @routes.get("/api/version", response_model=None, responses=_of(Version))
     async def version() -> Body:
         """Tell which version of Ollama has this interface."""
-        return {"version": VERSION}
+        return {"version": "0.12.11"}  # the one whose interface this is: clients ask for a least version
 
     @routes.get("/api/tags", response_model=None, responses=_of(Tags))
     async def tags(request: Request) -> Body:
@@ -136,8 +134,9 @@ class _Models:
 
     def running(self, model: Model) -> Body:
         """Return a loaded model's entry."""
+        never = "9999-12-31T23:59:59Z"
         context = {"context_length": model.backend.positions_max}
-        return {**self.listed(model.name), "expires_at": NEVER, "size_vram": 0, **context}
+        return {**self.listed(model.name), "expires_at": never, "size_vram": 0, **context}
 
     def shown(self, name: str, model: Model) -> Body:
         """Return all about a model."""

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.api.requests import LOGPROBS_MAX, Given
+from swarm.gateway.api.requests import REQUEST, Given, Stops
 from swarm.gateway.chat import Chat, Completion, Message, Sampling, Tool
+from swarm.gateway.generation import TEMPERATURE_MIN
 
-SEED_MAX = 2**63 - 1
-TEMPERATURE_MIN = 1e-4  # a lower one takes the likeliest token: logits that are divided by it would overflow
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -26,8 +25,8 @@ class Options(Given):
     top_k: int | None = None
     top_p: Finite | None = None
     min_p: Finite | None = None
-    seed: Annotated[int, Field(le=SEED_MAX)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    seed: Annotated[int, Field(le=2**63 - 1)] | None = None
+    stop: Stops | None = None
     repeat_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     repeat_last_n: int | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -98,7 +97,7 @@ class _Request(Given):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=REQUEST.logprobs_max)] | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -147,7 +146,7 @@ class ChatRequest(_Request):
     """The body of `POST /api/chat`. Without messages it loads the model."""
 
     messages: list[dict[str, Any]] = Field(default_factory=list)
-    tools: Annotated[list[FunctionTool], Field(max_length=256)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=REQUEST.tools_max)] | None = None
 
     @property
     def only_loads(self) -> bool:

@@ -10,12 +10,10 @@ from fastapi.responses import JSONResponse, Response
 from swarm.gateway.account import account_of
 from swarm.gateway.api import chat, chat_events, completions, responses, responses_events
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
+from swarm.gateway.api.requests import REQUEST
 from swarm.gateway.api.sse import collected, streamed
 
 DIALECT = Dialect(("/v1/",), chat_events.error_body)
-
-
-ROUTES_S = 0.5  # a list of models waits no longer for their routes: then it says nothing of them
 
 
 def router(served: Served) -> APIRouter:
@@ -27,7 +25,7 @@ def router(served: Served) -> APIRouter:
         """List the models that requests can name."""
         routes: dict[str, str] = {}
         with suppress(TimeoutError):
-            async with asyncio.timeout(ROUTES_S):
+            async with asyncio.timeout(REQUEST.routes_s):
                 routes = await served.models.routes()
         return {"object": "list", "data": [_model(served, name, routes.get(name)) for name in served.names(request)]}
 

@@ -1,21 +1,32 @@
 """The fields that requests of several interfaces share, with their bounds: sampling, stop strings, streams."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.chat import Sampling
+from swarm.limits import limit
 
-CHOICES_MAX = 8
-LOGPROBS_MAX = 20
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds of the parts of one request."""
+
+    choices_max: int = limit(8, "choices", "a request for more is refused")
+    logprobs_max: int = limit(20, "tokens", "reported beside each token; a request for more is refused")
+    prompts_max: int = limit(128, "prompts", "of one completion; a request with more is refused")
+    tools_max: int = limit(256, "tools", "a request with more is refused")
+    stops_max: int = limit(16, "strings", "that end an output; a request with more is refused")
+    stop_sequences_max: int = limit(64, "strings", "that end an output, in Anthropic's dialect")
+    routes_s: float = limit(0.5, "s", "a list of models says nothing of routes that take longer to plan")
+
+
+REQUEST = RequestLimits()
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as OpenAI takes them
-SAMPLING = {
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    "seed",
-}
+Stops = str | Annotated[list[str], Field(max_length=REQUEST.stops_max)]
 
 
 class Given(BaseModel):
@@ -42,21 +53,23 @@ class AnswerRequest(Given):
 
     def sampling(self, logprobs: int | None) -> Sampling:
         """Return how tokens are chosen. logprobs: as `Sampling` has them. Raises BadRequest."""
-        return Sampling(logprobs=logprobs, **self.model_dump(include=SAMPLING, exclude_none=True))
+        penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+        named = {"temperature", "top_p", "top_k", "min_p", "seed", *penalties}
+        return Sampling(logprobs=logprobs, **self.model_dump(include=named, exclude_none=True))
 
 
 class SampledRequest(AnswerRequest):
     """The fields that chat completions and completions share."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=REQUEST.choices_max)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Seed | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Stops | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
 

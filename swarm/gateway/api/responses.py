@@ -11,7 +11,7 @@ from pydantic import Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.api.chat import text_of
-from swarm.gateway.api.requests import LOGPROBS_MAX, AnswerRequest, Given
+from swarm.gateway.api.requests import REQUEST, AnswerRequest, Given
 from swarm.gateway.api.responses_tools import INPUT, Tools, choice_of, spaced, tools_of
 from swarm.gateway.api.turns import Turns
 from swarm.gateway.chat import Chat, Message, ToolChoice
@@ -49,7 +49,7 @@ class ResponseRequest(AnswerRequest):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=REQUEST.logprobs_max)] | None = None
     text: TextConfig | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

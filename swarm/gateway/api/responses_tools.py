@@ -11,12 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from swarm.errors import BadRequest
-from swarm.gateway.api.requests import Given
+from swarm.gateway.api.requests import REQUEST, Given
 from swarm.gateway.chat import Tool, ToolChoice
 
-TOOLS_MAX = 256
-LEFT_OUT = {"web_search", "web_search_preview", "image_generation", "tool_search"}
-"""OpenAI's own programs, which a model calls or does not: Codex always offers them. They are not offered to ours."""
 INPUT = "input"  # the parameter of a tool that takes free text
 
 
@@ -65,10 +62,12 @@ def tools_of(given: Sequence[Mapping[str, Any]]) -> Tools:
                     name = spaced(space, str(inner.get("name")))
                     tools.append(_tool({**inner, "name": name}))
                     spaces[name] = (space, str(inner.get("name")))
-            case kind if kind not in LEFT_OUT:
+            case "web_search" | "web_search_preview" | "image_generation" | "tool_search":
+                pass  # OpenAI's own programs, which Codex always offers: a model calls them or does not
+            case kind:
                 raise BadRequest("tools", f"tools of the type {str(kind)[:40]!r} are not supported, only functions")
-    if len(tools) > TOOLS_MAX:
-        raise BadRequest("tools", f"there are at most {TOOLS_MAX}")
+    if len(tools) > REQUEST.tools_max:
+        raise BadRequest("tools", f"there are at most {REQUEST.tools_max}")
     return Tools(tuple(tools), frozenset(texts), spaces)
 
 

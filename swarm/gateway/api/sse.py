@@ -18,8 +18,6 @@ from swarm.gateway.api.problems import Problem, problem_of
 from swarm.gateway.chat import Event
 from swarm.limits import limit
 
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
 _log = structlog.get_logger("swarm.gateway")
 Body = Mapping[str, Any]
 
@@ -38,7 +36,6 @@ def event(data: Body, name: str | None = None) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": the route is being repaired, or the prompt is long\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -61,7 +58,8 @@ class EventStream(StreamingResponse):
         self._error_event = error_event
         self._limits = limits
         self._keep_alive = keep_alive
-        super().__init__(self._events(), media_type=media_type, headers={**HEADERS, **headers})
+        unbuffered = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(), media_type=media_type, headers={**unbuffered, **headers})
 
     async def stream_response(self, send: Send) -> None:
         """Send, and end the generation with the sending, also where that fails."""
@@ -93,7 +91,7 @@ async def streamed(
     error_event: Callable[[Problem], bytes],
     limits: StreamLimits,
     *,
-    keep_alive: bytes = KEEP_ALIVE,
+    keep_alive: bytes = b": the route is being repaired, or the prompt is long\n\n",
     media_type: str = "text/event-stream",
     headers: Mapping[str, str] | None = None,
 ) -> EventStream:

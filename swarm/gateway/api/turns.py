@@ -9,8 +9,6 @@ from typing import Any
 
 from swarm.gateway.chat import Message
 
-PARAGRAPH = "\n\n"
-
 
 class Turns:
     """A conversation, item by item."""
@@ -65,7 +63,7 @@ class Turns:
 
     def _add(self, role: str, field: str, text: str) -> None:
         turn = self._turn(role)
-        turn[field] = f"{turn[field]}{PARAGRAPH}{text}" if turn.get(field) else text
+        turn[field] = f"{turn[field]}\n\n{text}" if turn.get(field) else text
 
     def _turn(self, role: str) -> dict[str, Any]:
         if not self._messages or self._messages[-1]["role"] != role:

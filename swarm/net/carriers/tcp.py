@@ -34,7 +34,8 @@ class TcpCarrier(asyncio.Protocol):
         self._transport = connected = cast(asyncio.Transport, transport)  # uvloop's own are no subclass of it
         # The transport's own methods: a step is written, and asked after, several times.
         self.write, self.unsent_bytes = connected.write, connected.get_write_buffer_size
-        self.host = plain(transport.get_extra_info("peername")[0])
+        name = transport.get_extra_info("peername")  # None: the other side has gone already
+        self.host = plain(name[0]) if name else ""
         _keep_little_in_the_kernel(transport.get_extra_info("socket"))
         self.channel = self._make_channel(self)
 

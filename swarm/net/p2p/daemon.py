@@ -36,7 +36,7 @@ from swarm.config import load_settings
 from swarm.errors import AddressInUse, P2PFailed, Unreachable
 from swarm.net.launch import command
 from swarm.net.limits import DaemonLimits
-from swarm.net.p2p.multiaddr import split_multiaddr, where_to_listen
+from swarm.net.p2p.multiaddr import host_of, split_multiaddr, where_to_listen
 from swarm.net.ports import Port, kept_for_p2pd
 from swarm.net.program import check_program
 
@@ -87,6 +87,16 @@ class Daemon:
         response, _, writer = await self._ask(request, "p2pd", self._limits.probe_s)
         writer.close()
         return tuple(f"{Multiaddr(address)}/p2p/{self.peer_id}" for address in response.identify.addrs)
+
+    async def hosts(self) -> dict[str, str]:
+        """Return the literal address of each connected peer, by its peer id. Raises Unreachable."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+        response, _, writer = await self._ask(request, "p2pd", self._limits.probe_s)
+        writer.close()
+        connected = {
+            str(PeerID(peer.id).to_base58()): _host(address) for peer in response.peers for address in peer.addrs
+        }
+        return {peer: host for peer, host in connected.items() if host}
 
     async def connect(self, multiaddr: str, timeout_s: float) -> None:
         """Open a connection to a peer at one address. Raises Unreachable."""
@@ -224,6 +234,13 @@ async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[async
             _signal(process, signal.SIGKILL)  # if cancelled while waiting: nothing may stay behind
             reader.cancel()
             await asyncio.wait({reader})
+
+
+def _host(address: bytes) -> str:
+    try:
+        return host_of(str(Multiaddr(address)))
+    except Exception:  # noqa: BLE001 - the parser raises whatever it likes
+        return ""
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:

@@ -32,6 +32,17 @@ def port_of(multiaddr: str) -> int:
     return int(found[1]) if found is not None else 0
 
 
+def host_of(multiaddr: str) -> str:
+    """Return the literal address from which a peer comes; "" for one that is relayed or has none."""
+    parts = multiaddr.split("/")
+    if "p2p-circuit" in parts or len(parts) < 3 or parts[1] not in {"ip4", "ip6"}:
+        return ""
+    try:
+        return str(ipaddress.ip_address(parts[2]))
+    except ValueError:
+        return ""
+
+
 def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:
     """Split "/ip4/.../tcp/.../p2p/12D3..." into peer id and address. Raises BadConfiguration."""
     address, found, peer = text.rpartition("/p2p/")

@@ -1,25 +1,27 @@
 """The parsers of the DHT's calls and their answers, and of dial-backs."""
 
 import asyncio
+import contextlib
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
 from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from swarm.dht import dialback, protocol
+from swarm.dht import dialback, probe, protocol
 from swarm.dht.format import CALLS
 from swarm.dht.helper import Helper
 from swarm.dht.light.store import LightStore
 from swarm.dht.search import SearchLimits
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import pack_value
-from swarm.errors import ClockSkew, InvalidMessage, RecordError, TooBusy, Unreachable
+from swarm.errors import ClockSkew, HandshakeFailed, InvalidMessage, RecordError, TooBusy, Unreachable
 from swarm.net.endpoint import Endpoint
 from swarm.net.noise import ChannelKey
 from tests.dht.support import NETWORK
@@ -57,6 +59,7 @@ def _protocol(answering: _Answering | None = None) -> Any:
     gate = gate_of()
     storage = RecordStorage(gate.clock)
     storage.put(HELD)
+    node.client_mode = False
     node.equip(gate, storage, gate.clock)
     return node
 
@@ -160,13 +163,25 @@ def _reader(data: bytes) -> asyncio.StreamReader:
     return reader
 
 
-async def _dial_back_asked(data: bytes) -> None:
+INFO = SimpleNamespace(peer_id=STRANGER, addr="/ip4/127.0.0.1/tcp/1")
+
+
+def _helper() -> Helper:
+    """A helper that reaches nothing: no port answers in time."""
+
     async def dial(address: object, *_: object) -> Any:
         raise Unreachable(str(address), (), 0.0)
 
-    helper = Helper(SimpleNamespace(gate=gate_of()), Endpoint(BOB, ChannelKey(), NETWORK), dial)
-    info = SimpleNamespace(peer_id=STRANGER, addr="/ip4/127.0.0.1/tcp/1")
-    await helper.handle(info, _reader(data), _Writer())
+    node, me = SimpleNamespace(gate=gate_of()), Endpoint(BOB, ChannelKey(), NETWORK)
+    return Helper(node, me, dial, limits=dialback.DialBackLimits(port_timeout_s=0.0))
+
+
+async def _dial_back_asked(data: bytes) -> None:
+    await _helper().handle(INFO, _reader(data), _Writer())
+
+
+async def _dial_back_asked_formerly(data: bytes) -> None:
+    await _helper().handle_former(INFO, _reader(data), _Writer())
 
 
 async def _dial_back_answered(data: bytes) -> None:
@@ -189,7 +204,38 @@ def _opened_request(data: bytes) -> Opened:
 
 
 def _request(record: bytes) -> bytes:
-    return _prefixed(json.dumps({"record": b64encode(record).decode(), "data_port": 4000}).encode())
+    fields = {"record": b64encode(record).decode(), "data_port": 4000, "p2p_port": 4001, "p2p_host": "192.0.2.7"}
+    return _prefixed(json.dumps(fields).encode())
+
+
+def _opened_ports(data: bytes) -> Opened:
+    """The request of a node without a record."""
+    return json.loads(data[4:]), _prefixed
+
+
+def _opened_former(data: bytes) -> Opened:
+    fields, close = opened_record(data[4:])
+    return fields, lambda text: _prefixed(close(text))
+
+
+# Whose libp2p port is tried
+
+STATIC = b"s" * 32
+
+
+def _libp2p_identity(data: bytes) -> None:
+    assert probe.peer_in(data, STATIC) in {None, ALICE.peer_id}
+
+
+def _libp2p_noise(data: bytes) -> None:
+    with contextlib.suppress(HandshakeFailed):  # of any message, because each handshake has a key of its own
+        probe.FirstHalf("it").read(data)
+
+
+def _libp2p_payload() -> bytes:
+    """As an unsigned domain has it: Identity.sign would hash its own in."""
+    signature = Ed25519PrivateKey.from_private_bytes(b"a" * 32).sign(b"noise-libp2p-static-key:" + STATIC)
+    return b"\x0a\x24\x08\x01\x12\x20" + ALICE.public_key + b"\x12\x40" + signature
 
 
 def _all() -> tuple[Parser, ...]:
@@ -197,7 +243,10 @@ def _all() -> tuple[Parser, ...]:
     pong = dht_pb2.PingResponse(peer=_node_info(), dht_time=NOW, available=True).SerializeToString()
     find = dht_pb2.FindRequest(keys=[KEY], peer=_node_info()).SerializeToString()
     stored = dht_pb2.StoreResponse(store_ok=[True], peer=_node_info()).SerializeToString()
-    answer = _prefixed(dialback.Answer(answered=("192.0.2.7:4000",)).model_dump_json().encode())
+    offer = dialback.Offer(public_key="ab" * 32, channel_key="cd" * 32, addresses=("192.0.2.7:4000",))
+    found = dialback.Answer(answered=("192.0.2.7:4000",), through=("ab" * 32,), seen="192.0.2.7", anchor=offer)
+    answer = _prefixed(found.model_dump_json().encode())
+    ports = _prefixed(dialback.Request(p2p_port=4001, p2p_host="192.0.2.7").model_dump_json().encode())
     opened_answer = lambda data: (json.loads(data[4:]), _prefixed)  # noqa: E731
     unheard = (InvalidMessage, RecordError, asyncio.IncompleteReadError)
     return (
@@ -209,6 +258,10 @@ def _all() -> tuple[Parser, ...]:
         Parser("light-find-response", awaited(_light_find), (Unreachable,), (_find_response(),)),
         Parser("light-ping-response", awaited(_light_ping), (Unreachable, ClockSkew), (pong,)),
         Parser("dial-back-request", awaited(_dial_back_asked), (), (_request(RECORD),), _opened_request),
+        Parser("dial-back-ports", awaited(_dial_back_asked), (), (ports,), _opened_ports),
+        Parser("dial-back-former", awaited(_dial_back_asked_formerly), (), (_prefixed(RECORD),), _opened_former),
+        Parser("libp2p-identity", _libp2p_identity, (), (_libp2p_payload(),)),
+        Parser("libp2p-noise", _libp2p_noise, (), (bytes(range(202)),)),
         Parser("dial-back-answer", awaited(_dial_back_answered), unheard, (answer,), opened_answer),
     )
 

@@ -1,0 +1,311 @@
+"""Meetings over real sockets: an anchor brings a caller and a hidden peer together, in each way, within its limits."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from swarm.errors import NetworkError, Unreachable
+from swarm.net.address import Tcp, ViaAnchor
+from swarm.net.anchor import RelayLimits
+from swarm.net.channel import ignore
+from swarm.net.dialer import Dialer
+from swarm.net.halves import PREFACE_BYTES, WORD, HalfLimits
+from swarm.net.limits import ListenerLimits
+from swarm.net.listener import Listener
+from swarm.net.traversal import Traversal
+from swarm.protocol.meeting import Call, Called, Meet
+from swarm.protocol.messages import Close
+from tests.net.places import limits, places, refusing
+from tests.net.support import SESSION, endpoint, remote, until
+
+
+async def test_caller_and_hidden_peer_punch():
+    async with places() as made:
+        anchor = await made.place()
+        hidden, caller = await made.hidden(anchor), made.caller()
+        channel = await caller.call(anchor, hidden)
+        assert channel.carrier.way == "punched"
+        assert await channel.ping() > 0
+        channel.send(Close(session=SESSION))
+        await until(lambda: hidden.taken)
+        ((taken, message),) = hidden.taken
+        assert (taken.peer, taken.carrier.way, message) == (
+            caller.me.identity.peer_id,
+            "punched",
+            Close(session=SESSION),
+        )
+        await until(lambda: anchor.ways.anchor.load.pairs == 0)  # the relayed connection is not kept
+
+
+async def test_they_are_relayed_where_no_punch_succeeds():
+    async with places() as made:
+        anchor = await made.place()
+        hidden, caller = await made.hidden(anchor, bounds=limits(punch=False)), made.caller(limits(punch=False))
+        channel = await caller.call(anchor, hidden)
+        assert channel.carrier.way == "relayed"
+        before = anchor.ways.anchor.load.relayed_bytes
+        channel.send(Close(session=SESSION))
+        await until(lambda: hidden.taken)
+        assert anchor.ways.anchor.load.relayed_bytes > before
+        assert not any(isinstance(message, Close) for _, message in anchor.taken)
+        channel.close()
+        await until(lambda: anchor.ways.anchor.load.pairs == 0)
+
+
+async def test_hidden_peer_dials_a_caller_that_can_be_dialled():
+    async with places() as made:
+        anchor, caller = await made.place(), await made.place()
+        hidden = await made.hidden(anchor)
+        caller.ways.caller.port = caller.ways.listener.address.port
+        channel = await caller.ways.dial(anchor.via, remote(hidden.me), caller.me, ignore)
+        assert (channel.carrier.way, channel.peer) == ("reverse", hidden.me.identity.peer_id)
+        assert await channel.ping() > 0
+        assert anchor.ways.anchor.load.relayed_bytes == 0
+
+
+async def test_they_meet_where_dialling_back_fails():
+    async with places() as made:
+        anchor, caller = await made.place(), await made.place()
+        hidden = await made.hidden(anchor)
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            caller.ways.caller.port = silent.getsockname()[1]  # it is wrong about itself
+            channel = await caller.ways.dial(anchor.via, remote(hidden.me), caller.me, ignore)
+        assert channel.carrier.way == "punched"
+
+
+async def test_an_anchor_calls_its_own_hidden_peers():
+    async with places() as made:
+        anchor = await made.place()
+        hidden = await made.hidden(anchor)
+        with pytest.raises(Unreachable, match="nobody can dial"):
+            await anchor.ways.dial(anchor.via, remote(hidden.me), anchor.me, ignore)
+        own = anchor.ways.caller
+        own.host, own.port = "127.0.0.1", anchor.ways.listener.address.port
+        channel = await anchor.ways.dial(anchor.via, remote(hidden.me), anchor.me, ignore)
+        assert (channel.carrier.way, channel.peer) == ("reverse", hidden.me.identity.peer_id)
+        with pytest.raises(NetworkError, match="not moored"):
+            await anchor.ways.dial(anchor.via, remote(endpoint()), anchor.me, ignore)
+
+
+async def test_many_callers_meet_at_once():
+    async with places() as made:
+        anchor = await made.place(limits(call_burst=64))
+        hidden = [await made.hidden(anchor) for _ in range(3)]
+        callers = [made.caller() for _ in range(5)]
+        channels = await asyncio.gather(*(caller.call(anchor, each) for caller in callers for each in hidden))
+        assert {channel.carrier.way for channel in channels} <= {"punched", "relayed"}
+        await asyncio.gather(*(channel.ping() for channel in channels))
+
+
+async def test_a_peer_that_is_not_moored_is_named():
+    async with places() as made:
+        anchor, stranger = await made.place(), await made.place()
+        with pytest.raises(Unreachable, match="not moored here"):
+            await made.caller().call(anchor, stranger)
+
+
+async def test_an_anchor_that_is_gone_is_unreachable():
+    async with places() as made:
+        anchor = await made.place()
+        hidden = await made.hidden(anchor)
+        await anchor.ways.listener.close()
+        with pytest.raises(NetworkError):
+            await made.caller().call(anchor, hidden)
+
+
+async def test_a_mooring_needs_a_record():
+    async with places() as made:
+        anchor, hidden = await made.place(check=refusing), await made.place()
+        hidden.moor(anchor)
+        await asyncio.sleep(0.3)
+        assert (hidden.ways.moorings.anchors, anchor.ways.anchor.load.moored) == ((), 0)
+
+
+async def test_moorings_of_one_host_are_bounded():
+    async with places() as made:
+        anchor = await made.place(limits(moorings_per_host_max=2))
+        for _ in range(2):
+            await made.hidden(anchor)
+        third = await made.place()
+        third.moor(anchor)
+        await until(lambda: anchor.ways.anchor.load.refused)
+        assert (third.ways.moorings.anchors, anchor.ways.anchor.load.moored) == ((), 2)
+
+
+async def test_hidden_peer_finds_another_anchor_when_one_dies():
+    async with places() as made:
+        first, second = await made.place(), await made.place()
+        hidden, changes = await made.hidden(first), []
+        hidden.ways.moorings.on_change = lambda: changes.append(hidden.ways.moorings.anchors)
+        await first.ways.close()
+        await first.ways.listener.close()
+        hidden.ways.moorings.offer([second.via])
+        await until(lambda: hidden.ways.moorings.anchors == (second.via,))
+        assert changes[-1] == (second.via,)
+        channel = await made.caller().call(second, hidden)
+        assert await channel.ping() > 0
+
+
+async def test_an_anchor_that_stops_answering_is_left():
+    async with places() as made:
+        anchor = await made.place()
+        hidden = await made.hidden(anchor)
+        line = anchor.ways.anchor.moored[hidden.me.identity.peer_id]
+        line.receive = lambda data: None
+        await until(lambda: hidden.ways.moorings.anchors == ())
+
+
+async def test_moorings_spread_over_networks():
+    async with places() as made:
+        hidden = await made.place()
+        moorings = hidden.ways.moorings
+
+        def at(host):
+            me = endpoint()
+            return ViaAnchor(me.identity.peer_id, me.key.public, Tcp(host, 1))
+
+        near, far = at("1.2.3.4"), at("5.6.7.8")
+        moorings._held[at("1.2.9.9")] = None
+        moorings.offer([near, far])
+        assert moorings._next(1) == [far]
+        moorings._held.clear()
+
+
+async def test_calls_of_one_caller_are_bounded():
+    async with places() as made:
+        anchor = await made.place(limits(call_burst=2.0, call_per_s=0.1))
+        hidden, caller = await made.hidden(anchor), made.caller()
+        for _ in range(3):  # the bucket lends one
+            await caller.call(anchor, hidden)
+        with pytest.raises(Unreachable, match=r"too many calls; again in \d+\.\d s"):
+            await caller.call(anchor, hidden)
+        assert await (await made.caller().call(anchor, hidden)).ping() > 0
+
+
+async def test_waiting_meetings_are_bounded_and_end():
+    async with places() as made:
+        anchor = await made.place(limits(meetings_max=2, meeting_s=0.3))
+        hidden = await made.hidden(anchor)
+        hidden.ways.lines.on_called = lambda line, called: None  # it never comes
+        callers = [made.caller(limits(meet_s=1.0)) for _ in range(3)]
+        results = await asyncio.gather(*(caller.call(anchor, hidden) for caller in callers), return_exceptions=True)
+        assert all(isinstance(result, Unreachable) for result in results)
+        assert sum("too many meetings" in str(result) for result in results) == 1
+        await until(lambda: not anchor.ways.anchor._meetings)
+        assert not anchor.ways.halves._expected
+
+
+@pytest.mark.parametrize(
+    "relay", [RelayLimits(bytes_per_s=0.0), RelayLimits(pairs_max=0), RelayLimits(pairs_per_peer_max=0)]
+)
+async def test_an_anchor_that_relays_nothing_lets_them_punch(relay):
+    async with places() as made:
+        anchor = await made.place(limits(relay=relay))
+        hidden = await made.hidden(anchor)
+        channel = await made.caller().call(anchor, hidden)
+        assert channel.carrier.way == "punched"
+        assert anchor.ways.anchor.load.relayed_bytes == 0
+
+
+async def test_an_anchor_names_no_third_host_and_no_system_port():
+    """What a caller says decides the port alone: the host is the one that the anchor sees."""
+    async with places() as made:
+        anchor = await made.place()
+        hidden, called = await made.hidden(anchor), []
+        hidden.ways.lines.on_called = lambda line, message: called.append(message)
+        caller = made.caller()
+        line = await caller.ways.lines.open(anchor.via)
+        for port in (22, 4000):
+            call = Call(call=f"{port:032x}", callee=hidden.me.identity.peer_id, port=port, back="ab" * 32)
+            line.send(call)
+        await until(lambda: len(called) == 2)
+        assert [message.reach for message in called] == ["", "127.0.0.1:4000"]
+
+
+async def test_hidden_peer_dials_no_private_host_in_a_public_swarm():
+    async with places() as made:
+        hidden = await made.place(public=True)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            reach = f"127.0.0.1:{server.getsockname()[1]}"
+            called = Called(
+                call="0" * 32, token="0" * 64, caller=hidden.me.identity.peer_id, reach=reach, back="0" * 64
+            )
+            assert not await hidden.ways.moorings._dial_back(called)
+            with pytest.raises(BlockingIOError):
+                server.accept()
+
+
+async def test_a_stranger_answers_no_call():
+    """An anchor that was not asked sends what it likes."""
+    async with places() as made:
+        anchor = await made.place()
+        hidden, caller = await made.hidden(anchor), made.caller()
+        line = anchor.ways.anchor.moored[hidden.me.identity.peer_id]
+        line.send(Meet(token="0" * 64, peer="127.0.0.1:1", rtt_ms=1))
+        assert await (await caller.call(anchor, hidden)).ping() > 0
+
+
+async def test_a_half_with_an_unknown_token_is_closed():
+    async with places() as made:
+        anchor = await made.place()
+        reader, writer = await asyncio.open_connection("127.0.0.1", anchor.ways.listener.address.port)
+        writer.write(WORD + bytes(PREFACE_BYTES - len(WORD)))
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_halves_that_say_nothing_are_bounded():
+    async with places() as made:
+        place = await made.place()
+        place.ways.halves._limits = HalfLimits(preface_s=0.3, reading_max=2)
+        address = place.ways.listener.address
+        ends = [await asyncio.open_connection(address.host, address.port) for _ in range(3)]
+        for _, writer in ends:
+            writer.write(WORD)
+        await until(lambda: len(place.ways.halves._reading) == 2)
+        for reader, writer in ends:
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed_unless_it_speaks():
+    me = endpoint()
+    listener = Listener(me, "127.0.0.1", 0, limits=ListenerLimits(first_byte_s=0.2))
+    listener.on_half = lambda sock: sock.close()
+    await listener.start(ignore)
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+    assert await reader.read() == b""
+    writer.close()
+    assert not listener.admission.channels
+    dialer = Dialer(endpoint(), ignore)
+    channel = await dialer.connect(remote(me), [listener.address])
+    assert await channel.ping() > 0
+    await dialer.close()
+    await listener.close()
+
+
+async def test_a_dialer_without_ways_says_so():
+    me = endpoint()
+    dialer = Dialer(me, ignore)
+    with pytest.raises(Unreachable, match="behind a router"):
+        await dialer.connect(remote(endpoint()), [ViaAnchor(me.identity.peer_id, me.key.public, Tcp("127.0.0.1", 1))])
+
+
+async def test_a_dialer_tries_anchors_beside_a_silent_address():
+    async with places() as made:
+        anchor = await made.place()
+        hidden = await made.hidden(anchor)
+        me = endpoint()
+        ways = Traversal(me, limits=limits())
+        dialer = Dialer(me, ignore, ways.dial)
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts in the kernel, and says nothing
+            dead = Tcp("127.0.0.1", silent.getsockname()[1])
+            channel = await dialer.connect(remote(hidden.me), [dead, anchor.via])
+        assert channel.carrier.way == "punched"
+        await dialer.close()
+        await ways.close()

@@ -1,0 +1,100 @@
+"""The blind relay: what one side sends the other receives, at the rate that is allowed, until one of them ends."""
+
+import asyncio
+import socket
+
+import pytest
+
+from swarm.net.rate import TokenBucket
+from swarm.net.splice import Meter, Splice
+from tests.net.support import until
+
+PLENTY = 1e9
+
+
+class Pair:
+    """Two ends that a splice joins."""
+
+    def __init__(self, own=PLENTY, shared=PLENTY, silent_s=60.0):
+        self.meter, self.ended = Meter(shared, shared), []
+        self.splice = Splice(self.meter, TokenBucket(own, own), silent_s, lambda: self.ended.append(True))
+
+    async def __aenter__(self):
+        (left, first), (second, right) = socket.socketpair(), socket.socketpair()
+        for sock in (left, first, second, right):
+            sock.setblocking(False)
+        await self.splice.join(first, second)
+        self.left, self.right = [await asyncio.open_connection(sock=sock) for sock in (left, right)]
+        return self
+
+    async def __aexit__(self, *_):
+        self.splice.end()
+        for _, writer in (self.left, self.right):
+            writer.close()
+        await until(lambda: self.ended)
+
+
+async def test_bytes_pass_both_ways_in_order():
+    async with Pair() as pair:
+        (reads_left, left), (reads_right, right) = pair.left, pair.right
+        data = bytes(range(256)) * 4096
+        left.write(data)
+        right.write(data[::-1])
+        assert await reads_right.readexactly(len(data)) == data
+        assert await reads_left.readexactly(len(data)) == data[::-1]
+        assert pair.splice.relayed_bytes == pair.meter.relayed_bytes == 2 * len(data)
+
+
+async def test_the_last_bytes_arrive_before_the_end():
+    async with Pair() as pair:
+        (_, left), (reads_right, _) = pair.left, pair.right
+        left.write(b"last words")
+        left.close()
+        assert await reads_right.read() == b"last words"
+        assert pair.ended == [True]
+
+
+@pytest.mark.parametrize("rates", [{"own": 200_000.0}, {"shared": 200_000.0}])
+async def test_a_pair_is_read_no_faster_than_its_rate(rates):
+    async with Pair(**rates) as pair:
+        loop = asyncio.get_running_loop()
+        (_, left), (reads_right, _) = pair.left, pair.right
+        left.write(bytes(400_000))  # the first 200,000 are the burst
+        began = loop.time()
+        await reads_right.readexactly(400_000)
+        left.write(b"x")
+        await reads_right.readexactly(1)
+        assert loop.time() - began > 0.8
+
+
+async def test_a_side_that_does_not_read_stops_the_other():
+    async with Pair() as pair:
+        (_, left), _ = pair.left, pair.right
+        pair.right[0]._transport.pause_reading()
+        for _ in range(200):
+            left.write(bytes(65536))
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        assert pair.splice.relayed_bytes < 4 << 20
+        assert left.transport.get_write_buffer_size() > 4 << 20
+        left.transport.abort()
+
+
+async def test_a_silent_pair_ends():
+    async with Pair(silent_s=0.2) as pair:
+        reads_left, left = pair.left
+        left.write(b"x")
+        assert await reads_left.read() == b""
+        assert pair.ended == [True]
+
+
+async def test_a_half_whose_peer_has_gone_ends_the_other():
+    pair = Pair()
+    (left, first), (second, right) = socket.socketpair(), socket.socketpair()
+    right.close()
+    for sock in (left, first, second):
+        sock.setblocking(False)
+    await pair.splice.join(first, second)
+    assert await asyncio.get_running_loop().sock_recv(left, 1) == b""
+    assert pair.ended == [True]
+    left.close()
