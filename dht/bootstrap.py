@@ -25,6 +25,7 @@ from swarm.net.gate import Toll
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import host_of, multiaddr_of
+from swarm.net.ports import Port
 from swarm.net.reach import is_public
 from swarm.net.traversal import ListeningTraversal, TraversalLimits
 from swarm.protocol.messages import AnyMessage
@@ -39,7 +40,7 @@ class AnchorOptions:
     exactly: a port that is taken is an error; else a free one is taken instead.
     """
 
-    listen: tuple[str, int]
+    listen: tuple[str, Port]
     exactly: bool
     announce: tuple[str, ...] = ()
     limits: AnchorLimits = field(default_factory=AnchorLimits)
@@ -58,7 +59,8 @@ async def bootstrap(
 
     lan: find others on this host's networks, and be found, unless the swarm is public.
     """
-    ways_in = config.initial_peers or config.p2p.announce or (multiaddr_of(*(config.p2p.listen or ("127.0.0.1", 0))),)
+    host, _ = config.p2p.listen or ("127.0.0.1", 0)
+    ways_in = config.initial_peers or config.p2p.announce or (multiaddr_of(host, 0),)
     public = config.access.network_key is None and await is_public(ways_in)
     me = Endpoint(identity, ChannelKey(), config.network, config.access, public=public)
     listener = _listener(me, anchor)
@@ -80,6 +82,7 @@ async def bootstrap(
                 addresses=list(node.addresses),
                 network=me.network,
                 anchor=list(offer.addresses) if offer is not None else None,
+                identity=str(config.p2p.identity),
             )
             await stop.wait()
             _log.info("stopping")

@@ -5,13 +5,12 @@ from pathlib import Path
 import click
 
 from swarm.access import Access
+from swarm.choices import hold_identity, listen_option
 from swarm.commands import (
     HOST_PORT,
     SIZE,
     common_options,
-    default_identity,
     ending_at_once,
-    hold_identity,
     ready_writer,
     run_click,
     run_until_stopped,
@@ -21,7 +20,7 @@ from swarm.version import __version__
 
 @click.command("swarm-bootstrap")
 @click.version_option(__version__)
-@click.option("--listen", type=HOST_PORT, default="0.0.0.0:31337", show_default=True, help="port 0 picks a free one")
+@listen_option("--listen", "[::]:31337", "for the DHT (libp2p)")
 @click.option(
     "--announce-address",
     type=HOST_PORT,
@@ -45,7 +44,7 @@ from swarm.version import __version__
 )
 @common_options
 def command(
-    listen: tuple[str, int],
+    listen: tuple[str, int | range],
     announce_address: tuple[tuple[str, int], ...],
     anchor_listen: tuple[str, int] | None,
     no_anchor: bool,
@@ -60,8 +59,7 @@ def command(
     log_level: str,
 ) -> None:
     """Run a node of the swarm's DHT for others to join through."""
-    path = identity or default_identity("bootstrap")
-    with hold_identity(path) as held, ready_writer(ready_file) as ready:
+    with hold_identity(identity, "bootstrap") as (path, held), ready_writer(ready_file) as ready:
         access = Access.load(network_key, allow_peers, held.peer_id)
         with ending_at_once():
             # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
@@ -72,7 +70,7 @@ def command(
 
         announced = tuple(multiaddr_of(*address) for address in announce_address)
         config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access, proven=False)
-        at = anchor_listen or (listen[0], max(0, listen[1] - 1))
+        at = anchor_listen or (listen[0], _before(listen[1]))
         limits = AnchorLimits(relay=RelayLimits(bytes_per_s=float(relay_bandwidth)))
         anchor = (
             None
@@ -80,6 +78,13 @@ def command(
             else AnchorOptions(at, anchor_listen is not None, tuple(host for host, _ in announce_address), limits)
         )
         run_until_stopped(lambda stop: bootstrap(config, held, anchor, ready, stop, lan=lan), log_level)
+
+
+def _before(port: int | range) -> int | range:
+    """Return the port before a port, or before each of several; 0 is any one."""
+    if isinstance(port, range):
+        return range(port.start - 1, port.stop - 1, port.step)
+    return max(0, port - 1)
 
 
 def main() -> None:

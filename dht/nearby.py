@@ -47,7 +47,7 @@ class Nearby:
         """Tell and listen on these networks, as long as this host has them. Raises OSError."""
         hint = Hint(network=self._sought.tag, peer=self._node.peer_id, root=self.root[:16])
         async with AsyncExitStack() as stack:
-            announcement = await stack.enter_async_context(announced(hint, self._port(), where))
+            announcement = await stack.enter_async_context(announced(hint, self._node.port, where))
             watch = await stack.enter_async_context(watching(self._sought, where, self._limits))
             if not self.looked.is_set():
                 await self._look(watch)
@@ -80,11 +80,7 @@ class Nearby:
             listening = ip_address(host)
         except ValueError:
             return ()
-        return tuple(each for each in networks() if listening in {ip_address("0.0.0.0"), each.ip})  # noqa: S104
-
-    def _port(self) -> int:
-        assert self._config.p2p.listen is not None
-        return self._config.p2p.listen[1] or int(self._node.addresses[0].split("/")[4])
+        return tuple(each for each in networks() if listening.is_unspecified or listening == each.ip)
 
 
 @asynccontextmanager

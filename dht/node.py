@@ -84,6 +84,7 @@ class SwarmNode:
         self.restarts = -1  # of p2pd; 0 once the first one runs
         self.addresses: tuple[str, ...] = ()
         self.peer_id = ""
+        self.port = 0  # that p2pd listens on; 0 for a client
         self._config, self._clock, self._random = config, clock, random_source
         self.member: Member | None = None  # of the present p2pd
         self._up = asyncio.Event()
@@ -191,7 +192,7 @@ class SwarmNode:
                 await daemon.p2p.add_binary_stream_handler(name, handler)
             await member.join(must=self.restarts < 0)
             await self._settle(member)
-            self.addresses, self.peer_id = await daemon.addresses(), daemon.peer_id
+            self.addresses, self.peer_id, self.port = await daemon.addresses(), daemon.peer_id, daemon.port
             self.restarts += 1
             self._up.set()
             again = list(self._own.values())[: CALLS.stores_max] if self.restarts else []

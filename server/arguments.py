@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from swarm.access import EVERYBODY, Access
+from swarm.net.ports import Port
 from swarm.server.gateways import GatewayAllowance
 
 AUTO = "auto"
@@ -47,8 +48,8 @@ class SpanArguments:
 class NetworkArguments:
     """Which swarm, and on which addresses."""
 
-    listen: tuple[str, int]
-    p2p_listen: tuple[str, int]
+    listen: tuple[str, Port]
+    p2p_listen: tuple[str, Port]
     announce_address: tuple[str, ...]
     p2p_announce_address: tuple[tuple[str, int], ...]
     initial_peers: tuple[str, ...]

@@ -9,14 +9,13 @@ import click
 
 from swarm.access import Access
 from swarm.blocks import BLOCKS_MAX, Blocks
+from swarm.choices import hold_identity, listen_option
 from swarm.commands import (
     DTYPES,
     HOST_PORT,
     SIZE,
     common_options,
-    default_identity,
     ending_at_once,
-    hold_identity,
     ready_writer,
     run_click,
     run_until_stopped,
@@ -111,14 +110,8 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     metavar="SECONDS",
     help="how often a server that chose its blocks looks whether others need it more, and moves; 0: never",
 )
-@click.option(
-    "--listen",
-    type=HOST_PORT,
-    default="0.0.0.0:31330",
-    show_default=True,
-    help="for activations; port 0 picks a free one",
-)
-@click.option("--p2p-listen", type=HOST_PORT, default="0.0.0.0:31331", show_default=True, help="for the DHT (libp2p)")
+@listen_option("--listen", "[::]:31330", "for activations")
+@listen_option("--p2p-listen", "[::]:31331", "for the DHT (libp2p)")
 @click.option(
     "--announce-address",
     type=HostPortText(),
@@ -218,8 +211,7 @@ def command(
         Blocks.parse(arguments.span.blocks)
         if arguments.span.num_blocks is not None:
             raise click.UsageError("--blocks says which blocks, --num-blocks how many: pass one of them")
-    path = identity or default_identity("server")
-    with hold_identity(path) as held, ready_writer(ready_file) as ready:
+    with hold_identity(identity, "server") as (path, held), ready_writer(ready_file) as ready:
         access = Access.load(network_key, allow_peers, held.peer_id)
         arguments = replace(arguments, network=replace(arguments.network, access=access))
         with ending_at_once():

@@ -6,7 +6,7 @@ offer or know, and announces these. It goes on looking: a port may be forwarded 
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -18,6 +18,7 @@ from swarm.errors import TooBusy, Unreachable
 from swarm.identity import public_key_of
 from swarm.limits import limit
 from swarm.net.address import Tcp, ViaAnchor, dialable
+from swarm.net.addresses import Change, changes, dialled_at
 from swarm.net.endpoint import Endpoint
 from swarm.net.mapping import Mapped
 from swarm.net.traversal import ListeningTraversal
@@ -39,11 +40,16 @@ class ReachLimits:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where this process listens."""
+    """Where this process listens. named: by its operator, as "host:port"; none for the addresses that it has."""
 
-    addresses: tuple[str, ...]  # "host:port", announced unless others find that they lead nowhere
-    data_port: int
+    named: tuple[str, ...]
+    at: Tcp
     p2p_port: int
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses to announce, unless others find that they lead nowhere. This machine's own may change."""
+        return self.named or dialled_at(self.at)
 
 
 class Reachability:
@@ -57,14 +63,16 @@ class Reachability:
         listening: Listening,
         mapped: Mapped | None = None,
         limits: ReachLimits = ReachLimits(),
+        changed: Callable[[], AsyncIterator[Change]] = changes,
     ) -> None:
-        """mapped: the data port, as the home router forwards it."""
-        outside = tuple(str(mapping.external) for mapping in mapped.mappings) if mapped is not None else ()
-        self.addresses = (*outside, *listening.addresses)
+        """mapped: the data port, as the home router forwards it. changed: tells of new addresses of this machine."""
         self.on_change: Callable[[], None] = lambda: None
         self._node, self._me, self._traversal = node, me, traversal
-        self._listening, self._mapped, self._limits = listening, mapped, limits
+        self._listening, self._mapped, self._limits, self._changed = listening, mapped, limits, changed
+        self._own = listening.addresses
+        self.addresses = self._candidates()
         self._hidden = False
+        self._again = asyncio.Event()  # set to look again at once
         self._moored = asyncio.Event()
         self._mooring: asyncio.Task[None] | None = None
         traversal.moorings.on_change = self._moorings_changed
@@ -118,10 +126,17 @@ class Reachability:
 
     async def run(self, newest: Callable[[], SignedAnnouncement | None]) -> None:
         """Look again and again how this server is reached, for ever. newest: its newest record."""
-        await asyncio.sleep(self._limits.first_look_s)
-        while True:
-            known = (signed := newest()) is not None and await self._look(signed)
-            await self._pause(self._limits.look_s if known else self._limits.again_s)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            if self._mapped is not None:
+                group.create_task(self._watch_router(self._mapped))
+            await asyncio.sleep(self._limits.first_look_s)
+            while True:
+                self._again.clear()
+                known = (signed := newest()) is not None and await self._look(signed)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._limits.look_s if known else self._limits.again_s):
+                        await self._again.wait()
 
     async def close(self) -> None:
         """Let go of the moorings."""
@@ -129,17 +144,37 @@ class Reachability:
             self._mooring.cancel()
             await asyncio.wait((self._mooring,))
 
-    async def _pause(self, wait_s: float) -> None:
-        """Wait until it is time to look again, or the home router forwards another port."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await (asyncio.Event().wait() if self._mapped is None else self._mapped.changed(self._mapped.mappings))
+    async def _watch(self) -> None:
+        """Follow this machine from network to network, and from sleep to sleep."""
+        async for change in self._changed():
+            _log.info(
+                "this machine has moved or slept", addresses=list(change.addresses), slept_s=round(change.slept_s)
+            )
+            if self._mapped is not None:
+                self._mapped.renew_soon()
+            if self._hidden:
+                self._traversal.moorings.renew()
+            elif self._listening.addresses != self._own:
+                self._show(self._candidates())
+            self._own = self._listening.addresses
+            self.on_change()
+            self._again.set()
+
+    async def _watch_router(self, mapped: Mapped) -> None:
+        while True:
+            await mapped.changed(mapped.mappings)
+            self._again.set()
+
+    def _candidates(self) -> tuple[str, ...]:
+        """Where others may reach this server, before any has tried: at the home router's port, and here."""
+        mappings = self._mapped.mappings if self._mapped is not None else ()
+        return (*(str(mapping.external) for mapping in mappings), *self._listening.addresses)
 
     @property
     def _outer_port(self) -> int:
         """The data port, as it is outside."""
         mappings = self._mapped.mappings if self._mapped is not None else ()
-        return mappings[0].external.port if mappings else self._listening.data_port
+        return mappings[0].external.port if mappings else self._listening.at.port
 
     async def _look(self, signed: SignedAnnouncement) -> bool:
         """Adapt to the findings of other nodes. Returns whether any could try."""

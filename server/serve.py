@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -26,10 +25,8 @@ from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
-from swarm.net.address import Tcp
 from swarm.net.anchor import AnchorLimits, RelayLimits
 from swarm.net.endpoint import Endpoint
-from swarm.net.lan import networks
 from swarm.net.listener import Listener
 from swarm.net.mapping import Mapped, map_ports
 from swarm.net.noise import ChannelKey
@@ -64,7 +61,7 @@ async def serve(
     """Serve until asked to stop. Raises UsageError, CheckpointError or NetworkError while starting."""
     wanted = arguments.network
     announced = tuple(multiaddr_of(*address) for address in wanted.p2p_announce_address)
-    ways_in = wanted.initial_peers or announced or (multiaddr_of(*wanted.p2p_listen),)
+    ways_in = wanted.initial_peers or announced or (multiaddr_of(wanted.p2p_listen[0], 0),)
     public = wanted.access.network_key is None and await is_public(ways_in)
     me = Endpoint(identity, ChannelKey(), wanted.network, wanted.access, public=public)
     listener = Listener(me, *wanted.listen)
@@ -94,9 +91,8 @@ async def serve(
                     TraversalLimits(anchor=AnchorLimits(relay=relay)),
                 )
                 p2p_port = port_of(next(iter(node.addresses), ""))
-                listening = Listening(
-                    wanted.announce_address or (_reachable(listener.address),), listener.address.port, p2p_port
-                )
+                _log.info("listening", at=str(listener.address), p2p_port=p2p_port, identity=str(identity_path))
+                listening = Listening(wanted.announce_address, listener.address, p2p_port)
                 reach = Reachability(node, me, traversal, listening, mapped)
                 await serve_dial_back(node, me, traversal.dial, reach.offer)
                 host = _Host(arguments, traversal, reach, node, directory, opened, ready, stop)
@@ -298,16 +294,3 @@ async def _check_root(directory: Directory, checkpoint: Checkpoint, confirmed: s
     for entry in await directory.models(checkpoint.public_name):
         if entry.root != checkpoint.root and await directory.servers(entry.root, entry.n_blocks):
             raise RootMismatch(checkpoint.public_name, entry.root, checkpoint.root)
-
-
-def _reachable(address: Tcp) -> str:
-    """Return an address of this machine for others to dial: where every interface listens, the one towards outside."""
-    host = address.host
-    if host in {"0.0.0.0", "::"}:  # noqa: S104 - compared, not bound
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing: only asks the kernel for a route
-                host = probe.getsockname()[0]
-            except OSError:  # no way outside: a network without a router, or none
-                host = next((str(each.ip) for each in networks()), "127.0.0.1")
-    return str(Tcp(host, address.port))

@@ -29,10 +29,9 @@ from typing import Any, NoReturn, TypeVar, get_args
 import click
 from pydantic import BaseModel, ConfigDict
 
-from swarm.config import DATA_DIR, NETWORK_PATTERN, Way, load_settings
+from swarm.config import NETWORK_PATTERN, Way, load_settings
 from swarm.errors import BadConfiguration, SwarmError, UsageError
 from swarm.events import configure_events, printable
-from swarm.identity import Identity, IdentityLock
 from swarm.loops import handle_signal, new_event_loop
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -222,23 +221,6 @@ def remove_ready_file(path: Path | None) -> None:
         raise BadConfiguration(f"ready file {path}", error.strerror or str(error)) from None
 
 
-@contextmanager
-def hold_identity(path: Path) -> Iterator[Identity]:
-    """Load the identity, or make one, and keep other processes off it. Raises BadConfiguration, IdentityInUse."""
-    identity = Identity.load_or_create(path)
-    try:
-        lock = IdentityLock(path)
-    except OSError as error:
-        raise BadConfiguration(f"identity {path}", error.strerror or str(error)) from None
-    with lock:
-        yield identity
-
-
-def default_identity(command: str) -> Path:
-    """Return where a command keeps its key file by default."""
-    return DATA_DIR / f"{command}.identity"
-
-
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +338,12 @@ running_options = option_group(
 
 common_options = option_group(  # of long-running commands that serve the swarm
     peers_option("join"),
-    click.option("--identity", type=click.Path(path_type=Path), default=None, help="key file; made at first use"),
+    click.option(
+        "--identity",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="key file; made at first use; by default the first of this command's own that no other process holds",
+    ),
     click.option(
         "--network", type=NETWORK, default="public", show_default=True, help="swarms of different names do not mix"
     ),

@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
+from swarm.choices import listen_option
 from swarm.commands import (
     DTYPES,
-    HOST_PORT,
     SIZE,
     Reading,
     directory_option,
@@ -25,7 +25,7 @@ from swarm.version import __version__
 
 @click.group("swarm-gateway", invoke_without_command=True)
 @click.version_option(__version__)
-@click.option("--listen", type=HOST_PORT, default="127.0.0.1:8000", show_default=True, help="port 0 picks a free one")
+@listen_option("--listen", "127.0.0.1:8000", "of the interface", step=1)
 @click.option(
     "--model",
     multiple=True,

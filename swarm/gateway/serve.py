@@ -32,8 +32,8 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
+from swarm.net import ports
 from swarm.net.lan import ways_in
-from swarm.net.listener import bound
 from swarm.web import WebServer, url_of
 
 _log = structlog.get_logger("swarm.gateway")
@@ -43,7 +43,7 @@ _log = structlog.get_logger("swarm.gateway")
 class GatewayArguments:
     """The arguments of `swarm-gateway`. models: none for those that the swarm serves and this gateway may load."""
 
-    listen: tuple[str, int]
+    listen: tuple[str, ports.Port]
     models: tuple[str, ...]
     reading: Reading
     options: ModelOptions
@@ -62,7 +62,7 @@ def arguments_of(
     reading: Reading,
     upstreams: tuple[UpstreamSettings, ...],
     *,
-    listen: tuple[str, int],
+    listen: tuple[str, ports.Port],
     model: tuple[str, ...],
     allow_download: tuple[str, ...],
     keys: Path | None,
@@ -112,7 +112,7 @@ async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], No
     doors, reading, path = doors_of(arguments), arguments.reading, arguments.reading.identity
     way = chosen(arguments.directory)
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
-    with bound(*arguments.listen) as listening, computing(arguments.threads) as compute:
+    with ports.listening(*arguments.listen) as listening, computing(arguments.threads) as compute:
         access = Access.load(reading.network_key, reading.allow_peers)
         peers = await ways_in(reading.initial_peers, reading.network, access, lan=reading.lan)
         reading = replace(reading, initial_peers=peers)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
+from swarm.choices import listen_option
 from swarm.commands import (
-    HOST_PORT,
     Reading,
     importing,
     reading_options,
@@ -45,7 +45,7 @@ class GatewayUrl(click.ParamType[str]):
 
 @click.command("swarm-health")
 @click.version_option(__version__)
-@click.option("--listen", type=HOST_PORT, default="127.0.0.1:8080", show_default=True, help="port 0 picks a free one")
+@listen_option("--listen", "127.0.0.1:8080", "of the page", step=1)
 @reading_options("read the DHT")
 @click.option(
     "--database",
@@ -70,7 +70,7 @@ class GatewayUrl(click.ParamType[str]):
 @running_options
 def command(
     *,
-    listen: tuple[str, int],
+    listen: tuple[str, int | range],
     reading: Reading,
     database: Path,
     join_address: tuple[str, ...],

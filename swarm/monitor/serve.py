@@ -22,8 +22,8 @@ from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.monitor.state import API
+from swarm.net import ports
 from swarm.net.lan import ways_in
-from swarm.net.listener import bound
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
 
@@ -34,7 +34,7 @@ _log = structlog.get_logger("swarm.monitor")
 class HealthArguments:
     """The arguments of `swarm-health`."""
 
-    listen: tuple[str, int]
+    listen: tuple[str, ports.Port]
     reading: Reading
     database: Path
     join_addresses: tuple[str, ...]
@@ -64,7 +64,7 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     peers = await ways_in(reading.initial_peers, reading.network, access, lan=reading.lan)
     arguments = replace(arguments, reading=replace(reading, initial_peers=peers))
     reading = arguments.reading
-    with bound(*arguments.listen) as listening:
+    with ports.listening(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
         public = access.network_key is None and await is_public(reading.initial_peers)
         monitor = Monitor(

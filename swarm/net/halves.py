@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from swarm.limits import limit
 from swarm.net.address import Tcp
+from swarm.net.congestion import set_congestion_control
 from swarm.net.reach import literals, makes_sense
 
 WORD = b"half/"  # a channel begins with another letter
@@ -116,6 +117,7 @@ def reusable(family: int, port: int = 0) -> socket.socket:
         if hasattr(socket, "SO_REUSEPORT"):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_congestion_control(sock)
         sock.setblocking(False)
         sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", port))  # noqa: S104 - the kernel picks the way out
     except BaseException:

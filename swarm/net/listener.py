@@ -6,17 +6,18 @@ import socket
 from collections.abc import Callable, Collection
 
 from swarm.activations import Activations
-from swarm.errors import AddressInUse, BadConfiguration
 from swarm.net.address import Tcp
 from swarm.net.admission import Admission, source_of
 from swarm.net.carriers.tcp import TcpCarrier
 from swarm.net.channel import Channel, OnMessage
+from swarm.net.congestion import set_congestion_control
 from swarm.net.endpoint import Endpoint
 from swarm.net.flow import FlowControl
 from swarm.net.gate import PROGRESS, Toll
 from swarm.net.greeting import Proven
 from swarm.net.halves import WORD, plain
 from swarm.net.limits import ListenerLimits
+from swarm.net.ports import Port, listening
 from swarm.net.rate import TokenBucket
 from swarm.protocol.messages import AnyMessage
 
@@ -31,11 +32,11 @@ class Listener:
         self,
         me: Endpoint,
         host: str,
-        port: int,
+        port: Port,
         flow: FlowControl | None = None,
         limits: ListenerLimits | None = None,
     ) -> None:
-        """Take the address, so that nothing else can; port 0 picks one, and `address` says which.
+        """Take the address, so that nothing else can; `address` says which port it is. Until the start it is paused.
 
         flow: shared with the channels that this side dials. Raises AddressInUse and BadConfiguration.
         """
@@ -43,34 +44,29 @@ class Listener:
 
         self.flow = flow or FlowControl()
         self._me, self._limits = me, limits or ListenerLimits()
-        self._socket = bound(host, port)
+        self._socket = listening(host, port, self._limits.backlog)
+        set_congestion_control(self._socket)  # those that are accepted have it, too: also halves
+        self._socket.setblocking(False)
         channels_max = min(self._limits.channels_max, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self.admission: Admission[Channel] = Admission(self._limits, channels_max)  # has the accepted channels
         self._accepts = TokenBucket(self._limits.accepts_per_s, self._limits.accepts_burst)
         self._arriving: set[asyncio.Task[None]] = set()
-        self._listens = False
         self._sweeper: asyncio.Task[None] | None = None
         self._owner: tuple[OnMessage, InUse | None] | None = None  # while it accepts
         self.on_half: Callable[[socket.socket], None] | None = None  # takes connections that are no channel
         name = self._socket.getsockname()
         self.address = Tcp(name[0], name[1])
+        self._listens = True
+        self._accept_more()
 
     async def start(self, on_message: OnMessage, in_use: InUse | None = None) -> None:
-        """Accept from now on, or again after a pause. Raises AddressInUse if another process has just listened there.
+        """Let channels in from now on, or again after a pause.
 
         in_use: without it every channel may be silent for long.
         """
         self._owner = on_message, in_use
-        if self._listens:
-            return
-        try:
-            self._socket.listen(self._limits.backlog)
-        except OSError as error:
-            raise AddressInUse(str(self.address), error.strerror or str(error)) from None
-        self._socket.setblocking(False)
-        self._sweeper = asyncio.create_task(self._sweep())
-        self._listens = True
-        self._accept_more()
+        if self._sweeper is None:
+            self._sweeper = asyncio.create_task(self._sweep())
 
     def adopt(self, sock: socket.socket, way: str) -> None:
         """Take a connection that this side or an anchor has made, as if it had been accepted here."""
@@ -233,20 +229,3 @@ def _refuse(channel: Channel, message: AnyMessage, activations: Activations | No
     del message, activations
     channel.close()
     return PROGRESS
-
-
-def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address but does not listen yet."""
-    sock: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except socket.gaierror as error:
-        raise BadConfiguration(f"--listen {host}:{port}", error.strerror or str(error)) from None
-    except (OSError, OverflowError) as error:
-        if sock is not None:
-            sock.close()
-        raise AddressInUse(f"{host}:{port}", getattr(error, "strerror", None) or str(error)) from None
-    return sock

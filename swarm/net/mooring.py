@@ -64,6 +64,7 @@ class Moorings:
         self._known: dict[ViaAnchor, float] = {}  # when each may be tried
         self._held: dict[ViaAnchor, _Mooring] = {}
         self._look = asyncio.Event()
+        self._renewals = 0
         self._coming: set[asyncio.Task[None]] = set()
         lines.on_called = self._called
 
@@ -80,6 +81,14 @@ class Moorings:
             self._known.setdefault(anchor, 0.0)
             if len(self._known) > self._limits.known_max:
                 del self._known[next(iter(self._known))]
+        self._look.set()
+
+    def renew(self) -> None:
+        """Moor anew at once: this machine has another address, or its connections have died in its sleep."""
+        self._renewals += 1
+        self._known = {anchor: at if at == float("inf") else 0.0 for anchor, at in self._known.items()}
+        for mooring in tuple(self._held.values()):
+            mooring.line.cut_off("this machine has moved")
         self._look.set()
 
     async def run(self) -> None:
@@ -118,6 +127,7 @@ class Moorings:
     async def _keep(self, anchor: ViaAnchor) -> None:
         """Moor, and stay until the line ends."""
         loop, limits, line = asyncio.get_running_loop(), self._limits, None
+        renewals = self._renewals
         try:
             line = await self._lines.open(anchor)
             taken = self._lines.expect(line)
@@ -133,7 +143,7 @@ class Moorings:
         except (NetworkError, TimeoutError) as error:
             _log.info("not moored", anchor=str(anchor), why=str(error) or "it does not answer")
         finally:
-            self._known[anchor] = loop.time() + limits.again_s
+            self._known[anchor] = loop.time() + (limits.again_s if renewals == self._renewals else 0.0)
             if line is not None:
                 self._lines.forget(line)  # or the next mooring on this line would get a refusal that is over
             if self._held.pop(anchor, None) is not None and line is not None:

@@ -15,7 +15,8 @@ from swarm.net.dialer import Dialer
 from swarm.net.halves import PREFACE_BYTES, WORD, Half, HalfLimits
 from swarm.net.limits import ListenerLimits
 from swarm.net.listener import Listener
-from swarm.net.traversal import Traversal
+from swarm.net.mooring import MooringLimits
+from swarm.net.traversal import Traversal, TraversalLimits
 from swarm.protocol.meeting import Call, Called, Meet, Moor
 from swarm.protocol.messages import Close
 from tests.net.places import limits, places, refusing
@@ -173,6 +174,20 @@ async def test_an_anchor_that_stops_answering_is_left():
         line = anchor.ways.anchor.moored[hidden.me.identity.peer_id]
         line.receive = lambda data: None
         await until(lambda: hidden.ways.moorings.anchors == ())
+
+
+async def test_a_peer_that_has_moved_moors_anew_at_once():
+    async with places() as made:
+        anchor = await made.place()
+        hidden = await made.hidden(anchor, bounds=TraversalLimits(moorings=MooringLimits(again_s=60.0)))
+        old = anchor.ways.anchor.moored[hidden.me.identity.peer_id]
+        changes = []
+        hidden.ways.moorings.on_change = lambda: changes.append(len(hidden.ways.moorings.anchors))
+        hidden.ways.moorings.renew()
+        async with asyncio.timeout(2):
+            await until(lambda: changes[-1:] == [1])
+        assert anchor.ways.anchor.moored[hidden.me.identity.peer_id] is not old
+        assert changes == [0, 1]
 
 
 async def test_moorings_spread_over_networks():

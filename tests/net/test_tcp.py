@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 import time
 
 import pytest
@@ -10,10 +11,13 @@ from swarm.errors import AddressInUse, ChannelClosed, HandshakeFailed, Unreachab
 from swarm.net.address import Tcp
 from swarm.net.carriers.tcp import TcpCarrier, dial
 from swarm.net.channel import Channel, ignore
+from swarm.net.congestion import set_congestion_control
 from swarm.net.gate import PROGRESS
+from swarm.net.halves import reusable
 from swarm.net.limits import DialerLimits, HandshakeLimits, ListenerLimits
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
+from swarm.net.ports import EVERY, has_ipv6
 from swarm.protocol.messages import Close
 from tests.net.support import SESSION, endpoint, remote, step, until
 
@@ -109,6 +113,89 @@ async def test_a_peers_end_is_told_from_the_networks(site, error, unreachable):
     carrier.abort()
 
 
+def congestion_control(sock):
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+with_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux lets a socket choose")
+
+
+@on_linux
+async def test_both_ends_of_a_channel_choose_their_congestion_control(site):
+    dialled = await site.dialled()
+    await until(lambda: site.admission.channels)
+    (accepted,) = site.admission.channels
+    for end in (dialled, accepted):
+        assert congestion_control(end.carrier._transport.get_extra_info("socket")) in {"cubic", "reno"}
+    dialled.close()
+
+
+@on_linux
+def test_half_that_is_dialled_has_its_congestion_control_before():
+    """Afterwards would be too late: a connection that began with BBR stays paced."""
+    with reusable(socket.AF_INET) as sock:
+        assert congestion_control(sock) in {"cubic", "reno"}
+
+
+async def test_name_leads_to_the_address_that_answers(site, monkeypatch):
+    address = site.listener.address
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, address.port)) for host in ("127.0.0.2", address.host)]
+
+    loop = asyncio.get_running_loop()
+    real = loop.getaddrinfo
+
+    async def resolve(host, port, **options):
+        return found if host == "a-name" else await real(host, port, **options)
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolve)
+    (await dial(Tcp("a-name", address.port), remote(site.me), endpoint(), ignore)).close()
+    del found[1:]
+    with pytest.raises(Unreachable):
+        await dial(Tcp("a-name", address.port), remote(site.me), endpoint(), ignore)
+
+
+@with_ipv6
+async def test_listener_of_every_address_takes_channels_of_both_families():
+    me = endpoint()
+    listener = Listener(me, EVERY, 0)
+    await listener.start(ignore)
+    for host in ("127.0.0.1", "::1"):
+        channel = await dial(Tcp(host, listener.address.port), remote(me), endpoint(), ignore)
+        await until(lambda: listener.admission.channels)
+        assert [accepted.carrier.host for accepted in listener.admission.channels] == [host]
+        channel.close()
+        await until(lambda: not listener.admission.channels)
+    await listener.close()
+
+
+@on_linux
+async def test_half_has_the_congestion_control_of_its_listener(site):
+    halves = []
+    site.listener.on_half = halves.append
+    _, writer = await asyncio.open_connection(site.listener.address.host, site.listener.address.port)
+    writer.write(b"half/")
+    await until(lambda: halves)
+    writer.close()
+    with halves[0] as half:
+        assert congestion_control(half) in {"cubic", "reno"}
+
+
+@pytest.mark.parametrize("allowed", [["cubic", "reno"], ["reno"], []])
+def test_best_congestion_control_that_is_allowed_is_taken(allowed):
+    class Socket:
+        chosen = None
+
+        def setsockopt(self, level, option, name):
+            if name.decode() not in allowed:
+                raise PermissionError
+            self.chosen = name.decode()
+
+    sock = Socket()
+    set_congestion_control(sock)
+    assert sock.chosen == next(iter(allowed), None)
+
+
 # Admission: its decisions are tested in test_admission.py
 
 
@@ -126,6 +213,19 @@ async def test_a_port_in_use_is_named(site):
     address = site.listener.address
     with pytest.raises(AddressInUse, match=str(address.port)):
         Listener(endpoint(), address.host, address.port)
+
+
+async def test_listener_has_its_port_before_it_starts():
+    site = Site()
+    address = site.listener.address
+    with pytest.raises(AddressInUse, match=str(address.port)):
+        Listener(endpoint(), address.host, address.port)
+    with pytest.raises((HandshakeFailed, Unreachable)):  # at once, not at its time-out
+        async with asyncio.timeout(DialerLimits().timeout_s / 2):
+            await site.dialled()
+    await site.start()
+    (await site.dialled()).close()
+    await site.listener.close()
 
 
 async def test_a_paused_listener_keeps_its_address(site):

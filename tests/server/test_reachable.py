@@ -1,6 +1,7 @@
 """What a server concludes from its dial-backs. Other nodes' findings are scripted."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 
 from swarm.dht.dialback import Answer, DialledBack, Findings
 from swarm.errors import TooBusy, Unreachable
+from swarm.net.address import Tcp
+from swarm.net.addresses import Change, changes
 from swarm.server import reachable
 from swarm.server.reachable import Listening, Reachability, ReachLimits
 
@@ -47,12 +50,17 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> list[Answer | Exception]:
     return script
 
 
-def reachability(node: FakeNode) -> Reachability:
-    moorings = SimpleNamespace(anchors=(), on_change=None, offer=lambda anchors: None)
+def reachability(
+    node: FakeNode, named: tuple[str, ...] = ("1.2.3.4:31330",), changed: Callable[[], AsyncIterator[Change]] = changes
+) -> Reachability:
+    moorings = SimpleNamespace(anchors=(), on_change=None, offer=lambda anchors: None, renewals=0)
+    moorings.renew = lambda: setattr(moorings, "renewals", moorings.renewals + 1)
     traversal: Any = SimpleNamespace(moorings=moorings, caller=SimpleNamespace(host="", port=0))
     fake: Any = node
-    listening = Listening(("1.2.3.4:31330",), 31330, 31337)
-    return Reachability(fake, SIGNED, traversal, listening, limits=ReachLimits(busy_s=0.0, busy_tries=3))
+    listening = Listening(named, Tcp("0.0.0.0", 31330), 31337)
+    return Reachability(
+        fake, SIGNED, traversal, listening, limits=ReachLimits(busy_s=0.0, busy_tries=3), changed=changed
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,3 +111,62 @@ async def test_a_server_serves_the_dht_while_its_libp2p_port_is_reached(
     outcome.append(given)
     assert await reachability(node)._look(SIGNED) == known
     assert node.history == history
+
+
+@pytest.mark.parametrize("slept_s", [0.0, 60.0])
+async def test_a_server_announces_its_new_addresses_and_looks_again(
+    outcome: list[Answer | Exception], monkeypatch: pytest.MonkeyPatch, slept_s: float
+) -> None:
+    own, announced = ["192.0.2.7"], asyncio.Event()
+
+    async def changed() -> AsyncIterator[Change]:
+        own[0] = "192.0.2.8"
+        yield Change(("192.0.2.8",), slept_s)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(reachable, "dialled_at", lambda at: (f"{own[0]}:{at.port}",))
+    reach = reachability(FakeNode(["helper"]), (), changed)
+    assert reach.addresses == ("192.0.2.7:31330",)
+    reach.on_change = announced.set
+    outcome.append(REACHED)
+    running = asyncio.create_task(reach.run(lambda: SIGNED))
+    await asyncio.wait_for(announced.wait(), 2)
+    running.cancel()
+    assert reach.addresses == ("192.0.2.8:31330",)
+
+
+async def test_a_hidden_server_that_has_moved_moors_anew(outcome: list[Answer | Exception]) -> None:
+    async def changed() -> AsyncIterator[Change]:
+        yield Change(("192.0.2.8",), 60.0)
+        await asyncio.Event().wait()
+
+    reach = reachability(FakeNode(["helper"]), ("1.2.3.4:31330",), changed)
+    reach._hidden = True
+    announced = asyncio.Event()
+    reach.on_change = announced.set
+    running = asyncio.create_task(reach.run(lambda: SIGNED))
+    await asyncio.wait_for(announced.wait(), 2)
+    running.cancel()
+    assert reach._traversal.moorings.renewals == 1
+
+
+@pytest.mark.virtual_clock
+async def test_ports_are_tried_again_as_soon_as_the_machine_has_moved(outcome: list[Answer | Exception]) -> None:
+    moved, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def changed() -> AsyncIterator[Change]:
+        await moved.wait()
+        yield Change(("192.0.2.8",))
+        await asyncio.Event().wait()
+
+    outcome += [REACHED, NEITHER]
+    reach = reachability(FakeNode(["helper"]), changed=changed)
+    running = asyncio.create_task(reach.run(lambda: {"a": "record"}))  # type: ignore[arg-type, return-value]
+    await asyncio.sleep(10)
+    assert len(outcome) == 1
+    began = loop.time()
+    moved.set()
+    while outcome:
+        await asyncio.sleep(0.1)
+    running.cancel()
+    assert loop.time() - began < 1

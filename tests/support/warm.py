@@ -20,6 +20,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import BinaryIO
 
+import platformdirs
+
+from swarm import config
 from swarm.demo.local import Place, ProcessLimits
 from swarm.net.launch import bind
 
@@ -95,11 +98,15 @@ def start(folder: Path, module: str, *arguments: str, env: Mapping[str, str] = E
     log = folder / f"{module}-{secrets.token_hex(4)}.log"
     log.touch()
     (given_file := log.with_suffix(".given")).write_bytes(given)
-    own = {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
-    args = (module, arguments, own | dict(env), str(log), "", str(given_file))
+    args = (module, arguments, own_variables() | dict(env), str(log), "", str(given_file))
     process = _context.Process(target=_run, args=args)
     process.start()
     return Command(Warm(process), log)
+
+
+def own_variables() -> dict[str, str]:
+    """The variables of this process, without settings of the swarm."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
 
 
 def _run(
@@ -120,6 +127,7 @@ def _run(
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # looked up anew
+    config.DATA_DIR = Path(platformdirs.user_data_dir("swarm"))
     random.seed()
     sys.argv = [module, *arguments]
     importlib.import_module(module).main()

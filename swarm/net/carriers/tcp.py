@@ -9,6 +9,7 @@ from typing import cast
 from swarm.errors import Unreachable
 from swarm.net.address import Tcp
 from swarm.net.channel import Channel, OnMessage
+from swarm.net.congestion import set_congestion_control
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.flow import FlowControl
 from swarm.net.halves import plain
@@ -95,7 +96,7 @@ async def dial(
 
     async def connect(carrier: Callable[[], TcpCarrier]) -> None:
         host = await _sensible(address, me.public)
-        await asyncio.get_running_loop().create_connection(carrier, host, address.port)
+        await _carry(await _connected(host, address.port), carrier)
 
     return await _proven(connect, str(address), "direct", remote, me, on_message, flow, limits)
 
@@ -112,13 +113,18 @@ async def dial_on(
     """As `dial`, over a connection that is there already. It is closed where that fails."""
 
     async def connect(carrier: Callable[[], TcpCarrier]) -> None:
-        try:
-            await asyncio.get_running_loop().create_connection(carrier, sock=sock)
-        except BaseException:
-            sock.close()
-            raise
+        await _carry(sock, carrier)
 
     return await _proven(connect, f"a {way} connection", way, remote, me, on_message, flow, limits)
+
+
+async def _carry(sock: socket.socket, carrier: Callable[[], TcpCarrier]) -> None:
+    """Let a carrier have a connection, which is closed where that fails."""
+    try:
+        await asyncio.get_running_loop().create_connection(carrier, sock=sock)
+    except BaseException:
+        sock.close()
+        raise
 
 
 async def _proven(
@@ -156,6 +162,27 @@ async def _sensible(address: Tcp, public: bool) -> str:
     if not makes_sense(host, public):
         raise OSError(f"{host} makes no sense as an address of {'a public' if public else 'any'} swarm")
     return host
+
+
+async def _connected(host: str, port: int) -> socket.socket:
+    """Connect to the first of a host's addresses that answers. Raises OSError."""
+    loop, failure = asyncio.get_running_loop(), OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            set_congestion_control(sock)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure
 
 
 def _keep_little_in_the_kernel(sock: socket.socket) -> None:

@@ -11,13 +11,12 @@ import ipaddress
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ from swarm.config import load_settings
 from swarm.errors import AddressInUse, P2PFailed, Unreachable
 from swarm.net.launch import command
 from swarm.net.limits import DaemonLimits
-from swarm.net.p2p.multiaddr import host_of, multiaddr_of, split_multiaddr
+from swarm.net.p2p.multiaddr import host_of, split_multiaddr, where_to_listen
+from swarm.net.ports import Port, kept_for_p2pd
 from swarm.net.program import check_program
 
 _FOLDER = "swarm-p2p-"
@@ -47,10 +47,14 @@ _log = structlog.get_logger("swarm.p2p")
 
 @dataclass(frozen=True, slots=True)
 class P2PConfig:
-    """How p2pd runs. `identity`: libp2p key file, or None for a throw-away key. `listen`: host and port, or None."""
+    """How p2pd runs.
+
+    identity: libp2p key file, or None for a throw-away key. listen: host, and port or several to choose from; None for
+    a client.
+    """
 
     identity: Path | None
-    listen: tuple[str, int] | None
+    listen: tuple[str, Port] | None
     announce: tuple[str, ...] = ()  # multiaddrs that others see instead of the listening ones
     relay_service: bool = False
     program: Path | None = None  # None: hivemind's
@@ -60,9 +64,11 @@ class P2PConfig:
 class Daemon:
     """One running p2pd and hivemind's connection to it. Made by `running_daemon`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, p2p: P2P, output: deque[str], limits: DaemonLimits) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, p2p: P2P, output: deque[str], config: P2PConfig) -> None:
         self.p2p = p2p
-        self._limits = limits
+        self.listen = config.listen
+        self.port = config.listen[1] if config.listen is not None and isinstance(config.listen[1], int) else 0
+        self._limits = config.limits
         self._process = process
         self._output = output
 
@@ -171,19 +177,23 @@ class _PrivateP2P(P2P):  # type: ignore[misc]
 async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
     """Run p2pd. Raises AddressInUse, or P2PFailed when it is not the p2pd that we know or does not start."""
     use_hivemind_log_handler("nowhere")
-    if config.listen is not None:
-        _check_free(*config.listen)
     _remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))  # mode 0700: the sockets are for this user alone
+    starting = ExitStack()
     try:
+        if config.listen is not None:
+            host, port = config.listen
+            config = replace(config, listen=(host, starting.enter_context(kept_for_p2pd(host, port))))
         async with _process(config, folder) as (process, output):
             await _until_it_listens(process, config, output)
+            starting.close()
             p2p = await _attach(folder, config.limits.start_timeout_s)
             try:
-                yield Daemon(process, p2p, output, config.limits)
+                yield Daemon(process, p2p, output, config)
             finally:
                 await _detach(p2p)
     finally:
+        starting.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -301,20 +311,6 @@ def _remove_leftovers() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raise AddressInUse if another process listens there: p2pd sets SO_REUSEPORT and would silently share the port."""
-    if port == 0:
-        return
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its own closed connections do not count
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        raise AddressInUse(f"{host}:{port}", error.strerror or str(error)) from None
-
-
 def p2pd() -> Path:
     """Return the p2pd that came with hivemind."""
     return Path(str(importlib.resources.files("hivemind.hivemind_cli") / "p2pd"))
@@ -339,7 +335,9 @@ def _arguments(config: P2PConfig, folder: Path) -> list[str]:
     if config.listen is None:
         arguments |= {"noListenAddrs": 1, "dhtClient": 1}
     else:
-        arguments |= {"hostAddrs": multiaddr_of(*config.listen), "dhtServer": 1}
+        host, port = config.listen
+        assert isinstance(port, int)  # it has been chosen
+        arguments |= {"hostAddrs": ",".join(where_to_listen(host, port)), "dhtServer": 1}
     if config.announce:
         arguments["announceAddrs"] = ",".join(config.announce)
     return [f"-{name}={value}" for name, value in arguments.items()]

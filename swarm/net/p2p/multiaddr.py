@@ -8,6 +8,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.errors import BadConfiguration
+from swarm.net.ports import EVERY, has_ipv6
 
 
 def multiaddr_of(host: str, port: int) -> str:
@@ -16,6 +17,13 @@ def multiaddr_of(host: str, port: int) -> str:
         return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
     except ValueError:
         return f"/ip4/{socket.gethostbyname(host)}/tcp/{port}" if host == "localhost" else f"/dns/{host}/tcp/{port}"
+
+
+def where_to_listen(host: str, port: int) -> tuple[str, ...]:
+    """Return the multiaddrs that listen at a host and port: libp2p needs one for each family."""
+    if host == EVERY:
+        return (multiaddr_of("0.0.0.0", port), *([multiaddr_of(EVERY, port)] if has_ipv6() else []))  # noqa: S104
+    return (multiaddr_of(host, port),)
 
 
 def port_of(multiaddr: str) -> int:

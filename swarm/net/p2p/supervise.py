@@ -26,7 +26,7 @@ async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncC
         began = loop.time()
         try:
             async with running_daemon(config) as daemon:
-                config = await _on_the_same_port(config, daemon)
+                config = replace(config, listen=daemon.listen)  # others know us by this port now
                 why = await _used_until_it_fails(daemon, attach, attached)
         except Exception as error:
             if not attached.is_set():
@@ -65,14 +65,3 @@ async def _used_until_it_fails(
         for task in (using, failing):
             task.cancel()
         await asyncio.wait({using, failing})
-
-
-async def _on_the_same_port(config: P2PConfig, daemon: Daemon) -> P2PConfig:
-    """Port 0 was any port the first time; others know us by it now."""
-    if config.listen is None or config.listen[1] != 0:
-        return config
-    for address in await daemon.addresses():
-        parts = address.split("/")
-        if "tcp" in parts:
-            return replace(config, listen=(config.listen[0], int(parts[parts.index("tcp") + 1])))
-    return config

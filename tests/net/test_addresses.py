@@ -1,0 +1,161 @@
+"""The machine's own addresses, in a network of their own, and the notice of their changes, on clocks of the test's."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm.net import addresses
+from swarm.net.address import Tcp
+from swarm.net.addresses import AddressLimits, Change, Watch, changes, dialled_at
+
+REPOSITORY = Path(__file__).parents[2]
+OWN_NETWORK = ("unshare", "--net") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--net")
+HERE, THERE = ("192.168.1.5",), ("10.0.0.7", "2003:1::7")
+INSIDE = """
+import asyncio, json, subprocess, sys
+from swarm.net.addresses import AddressLimits, changes, own_addresses
+
+def ip(arguments):
+    subprocess.run(["ip", *arguments.split()], check=True)
+
+async def main(rounds):
+    watch = changes(limits=AddressLimits(every_s=0.02))
+    ip("link add net0 type veth peer name net1")
+    for name in ("lo", "net0", "net1"):
+        ip(f"link set {name} up")
+    seen = []
+    for commands, waits in rounds:
+        change = asyncio.ensure_future(anext(watch)) if waits else None
+        await asyncio.sleep(0)
+        for command in commands:
+            ip(command)
+        seen.append(list((await change).addresses if change else own_addresses()))
+    print(json.dumps(seen))
+
+asyncio.run(main(json.loads(sys.argv[1])))
+"""
+
+
+def own_network():
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return False
+    return subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False).returncode == 0
+
+
+in_own_network = pytest.mark.skipif(not own_network(), reason="no network namespace can be made here")
+
+
+def inside(*rounds, settings=()):
+    """Return the addresses after each round. rounds: commands of `ip`, and whether to wait for the notice of them."""
+    prepared = " && ".join([*(f"sysctl -qw net.ipv6.conf.default.{each}" for each in settings), 'exec "$0" "$@"'])
+    line = [*OWN_NETWORK, "sh", "-c", prepared, sys.executable, "-c", INSIDE, json.dumps(rounds)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True, cwd=REPOSITORY)
+    return [tuple(found) for found in json.loads(done.stdout)]
+
+
+@in_own_network
+def test_addresses_follow_the_ways_out():
+    assert inside(
+        ([], False),
+        (["addr add 192.168.1.5/24 dev net0", "route add default via 192.168.1.1"], False),
+        (["addr add 10.9.9.9/24 dev net0"], False),  # no way out begins there
+        (["addr add 2003:1::5/64 dev net0 nodad", "-6 route add default dev net0"], False),
+    ) == [(), ("192.168.1.5",), ("192.168.1.5",), ("2003:1::5", "192.168.1.5")]
+
+
+@in_own_network
+def test_network_without_a_way_out_has_its_own_addresses():
+    rounds = (["addr add 10.7.0.5/24 dev net0", "addr add fd07::5/64 dev net0 nodad"], False)
+    assert inside(rounds) == [("10.7.0.5", "fd07::5")]
+
+
+@in_own_network
+@pytest.mark.skipif(shutil.which("sysctl") is None, reason="sysctl is missing")
+def test_lasting_address_goes_before_a_temporary_one():
+    settings = ("use_tempaddr=2", "accept_dad=0")  # the kernel makes temporary addresses, and uses them at once
+    rounds = (["addr add 2003:1::5/64 dev net0 mngtmpaddr", "-6 route add default dev net0"], False)
+    assert inside(rounds, settings=settings) == [("2003:1::5",)]
+
+
+@in_own_network
+def test_changed_address_is_noticed_and_a_gap_is_not():
+    first, second = "addr add 192.168.1.5/24 dev net0", "addr add 10.0.0.7/8 dev net0"
+    assert inside(([first], True), (["addr flush dev net0", second], True)) == [("192.168.1.5",), ("10.0.0.7",)]
+
+
+@pytest.mark.parametrize(
+    ("listens", "dialled"),
+    [
+        ("::", ("10.0.0.7:5", "[2003:1::7]:5")),
+        ("0.0.0.0", ("10.0.0.7:5",)),
+        ("127.0.0.1", ("127.0.0.1:5",)),
+        ("::1", ("[::1]:5",)),
+    ],
+)
+def test_listener_is_dialled_at_the_families_it_takes(monkeypatch, listens, dialled):
+    monkeypatch.setattr(addresses, "own_addresses", lambda: THERE)
+    assert dialled_at(Tcp(listens, 5)) == dialled
+
+
+def test_without_a_network_a_listener_is_dialled_at_loopback(monkeypatch):
+    monkeypatch.setattr(addresses, "own_addresses", lambda: ())
+    assert dialled_at(Tcp("::", 5)) == ("127.0.0.1:5",)
+
+
+# Changes
+
+
+def watch():
+    return Watch(HERE, wall=1000.0, monotonic=50.0, slept_s=10.0)
+
+
+def test_same_addresses_are_no_change():
+    assert watch().look(HERE, 1003.0, 53.0) is None
+
+
+def test_other_addresses_are_one_change():
+    looking = watch()
+    assert looking.look(THERE, 1003.0, 53.0) == Change(THERE)
+    assert looking.look(THERE, 1006.0, 56.0) is None
+
+
+def test_network_that_comes_back_the_same_is_no_change():
+    looking = watch()
+    assert looking.look((), 1003.0, 53.0) is None
+    assert looking.look(HERE, 1006.0, 56.0) is None
+
+
+def test_sleep_is_a_change_once_there_is_a_network():
+    looking = watch()
+    assert looking.look((), 4603.0, 53.0) is None
+    assert looking.look(HERE, 4606.0, 56.0) == Change(HERE, slept_s=3600.0)
+    assert looking.look(HERE, 4609.0, 59.0) is None
+
+
+def test_slow_clock_is_no_sleep():
+    looking = watch()
+    for step in range(1, 100):
+        assert looking.look(HERE, 1000.0 + 3.2 * step, 50.0 + 3.0 * step) is None
+
+
+def test_busy_machine_is_no_sleep():
+    assert watch().look(HERE, 1060.0, 110.0) is None
+
+
+async def test_watcher_yields_changes_as_they_come():
+    found, naps = iter([HERE, HERE, THERE, THERE, HERE]), []
+
+    async def sleep(seconds):
+        naps.append(seconds)
+
+    watching = changes(lambda: next(found), wall=lambda: 0.0, monotonic=itertools.count(0, 0).__next__, sleep=sleep)
+    assert await anext(watching) == Change(THERE)
+    assert await anext(watching) == Change(HERE)
+    assert naps == [AddressLimits().every_s] * 4
+    await watching.aclose()
