@@ -80,6 +80,7 @@ class MemoryDaemon:
     """What a node needs of its p2pd."""
 
     p2p: MemoryP2P
+    port = 1
 
     @property
     def peer_id(self) -> str:

@@ -120,11 +120,14 @@ async def dial_on(
 
 async def _carry(sock: socket.socket, carrier: Callable[[], TcpCarrier]) -> None:
     """Let a carrier have a connection, which is closed where that fails."""
+    loop = asyncio.get_running_loop()
     try:
-        await asyncio.get_running_loop().create_connection(carrier, sock=sock)
+        transport, _ = await loop.create_connection(carrier, sock=sock)
     except BaseException:
         sock.close()
         raise
+    if transport.is_closing() and not isinstance(loop, asyncio.BaseEventLoop):
+        sock.detach()  # a bad key: uvloop has closed the descriptor, which may be another's when `sock` ends
 
 
 async def _proven(
