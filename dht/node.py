@@ -118,6 +118,11 @@ class SwarmNode:
                 found |= {key: tuple(e.data for e in searched[place].ordered()) for key, place in part.items()}
         return found
 
+    def renew(self, why: str) -> None:
+        """Begin anew on another p2pd: all connections of the present one have died."""
+        if self.member is not None:
+            self.member.daemon.give_up(why)
+
     async def handle_stream(self, name: str, handler: StreamHandler) -> None:
         """Serve a raw libp2p stream protocol, on every p2pd to come as well."""
         self._streams[name] = handler

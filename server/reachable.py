@@ -150,6 +150,7 @@ class Reachability:
             _log.info(
                 "this machine has moved or slept", addresses=list(change.addresses), slept_s=round(change.slept_s)
             )
+            self._node.renew("this machine has moved or slept")
             if self._mapped is not None:
                 self._mapped.renew_soon()
             if self._hidden:

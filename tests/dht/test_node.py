@@ -249,6 +249,18 @@ async def test_a_frozen_p2pd_is_noticed_and_replaced(tmp_path: Path) -> None:
         assert not is_running(frozen)
 
 
+async def test_a_node_begins_anew_on_another_p2pd_and_that_is_no_failure(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot", limits=DaemonLimits(restarts_max=1)) as boot:
+        for restarts in (1, 2, 3):
+            before = boot.p2pd_pid
+            boot.renew("the machine has moved")
+            async with asyncio.timeout(15):
+                while boot.restarts < restarts:
+                    await asyncio.sleep(0.05)
+            assert before is not None
+            assert not is_running(before)
+
+
 async def test_a_killed_processes_folder_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,9 @@ class FakeNode:
     def demote(self) -> None:
         self.history += "-"
 
+    def renew(self, why: str) -> None:
+        self.history += "!"
+
 
 @pytest.fixture
 def outcome(monkeypatch: pytest.MonkeyPatch) -> list[Answer | Exception]:
@@ -140,14 +143,15 @@ async def test_a_hidden_server_that_has_moved_moors_anew(outcome: list[Answer | 
         yield Change(("192.0.2.8",), 60.0)
         await asyncio.Event().wait()
 
-    reach = reachability(FakeNode(["helper"]), ("1.2.3.4:31330",), changed)
+    node = FakeNode(["helper"])
+    reach = reachability(node, ("1.2.3.4:31330",), changed)
     reach._hidden = True
     announced = asyncio.Event()
     reach.on_change = announced.set
     running = asyncio.create_task(reach.run(lambda: SIGNED))
     await asyncio.wait_for(announced.wait(), 2)
     running.cancel()
-    assert reach._traversal.moorings.renewals == 1
+    assert (reach._traversal.moorings.renewals, node.history) == (1, "!")
 
 
 @pytest.mark.virtual_clock

@@ -71,6 +71,7 @@ class Daemon:
         self._limits = config.limits
         self._process = process
         self._output = output
+        self.given_up = ""  # why, if it shall be replaced
 
     @property
     def pid(self) -> int:
@@ -141,6 +142,10 @@ class Daemon:
             raise
         return response, reader, writer
 
+    def give_up(self, why: str) -> None:
+        """Have this p2pd replaced: its connections lead nowhere, which it would find out much later."""
+        self.given_up = why
+
     async def failed(self) -> str:
         """Wait until p2pd cannot be used any more and return why."""
         loop = asyncio.get_running_loop()
@@ -157,6 +162,8 @@ class Daemon:
             await asyncio.sleep(self._limits.poll_s)
 
     def _broken(self) -> str | None:
+        if self.given_up:
+            return self.given_up
         if (code := self._process.returncode) is not None:
             return f"it ended with code {code}: {' | '.join(self._output)[-300:]}"
         control = self.p2p._client.control

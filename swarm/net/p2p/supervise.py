@@ -1,6 +1,7 @@
 """Replaces p2pd when it fails, and all that was built on it."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -28,6 +29,7 @@ async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncC
             async with running_daemon(config) as daemon:
                 config = replace(config, listen=daemon.listen)  # others know us by this port now
                 why = await _used_until_it_fails(daemon, attach, attached)
+                began = -math.inf if daemon.given_up else began  # that is no failure of its own
         except Exception as error:
             if not attached.is_set():
                 raise
@@ -38,7 +40,7 @@ async def supervise(config: P2PConfig, attach: Callable[[Daemon], AbstractAsyncC
         if failures > limits.restarts_max:
             raise P2PFailed(f"p2pd failed {failures} times in a row, last: {why}")
         delay_s = limits.backoff_s[min(failures, len(limits.backoff_s)) - 1]
-        _log.warning("p2pd failed and is replaced", why=why, failures=failures, delay_s=delay_s)
+        _log.warning("p2pd is replaced", why=why, failures=failures, delay_s=delay_s)
         await asyncio.sleep(delay_s)
 
 
