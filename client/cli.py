@@ -14,6 +14,7 @@ from swarm.commands import (
     configure_logging,
     directory_option,
     ending_at_once,
+    looking_option,
     peers_option,
     run_click,
 )
@@ -40,6 +41,7 @@ from swarm.version import __version__
 @peers_option("join")
 @click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix")
 @access_options
+@looking_option
 @click.option(
     "--identity", type=click.Path(path_type=Path), default=None, help="key file, for servers with a list of peers"
 )

@@ -12,6 +12,7 @@ from swarm.activations import Activations
 from swarm.commands import Ready, Stop
 from swarm.dht.dialback import Offer
 from swarm.dht.helper import serve_dial_back
+from swarm.dht.nearby import nearby
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.proof import prove
 from swarm.errors import AddressInUse, InvalidMessage
@@ -45,14 +46,23 @@ class AnchorOptions:
 
 
 async def bootstrap(
-    config: NodeConfig, identity: Identity, anchor: AnchorOptions | None, ready: Callable[[Ready], None], stop: Stop
+    config: NodeConfig,
+    identity: Identity,
+    anchor: AnchorOptions | None,
+    ready: Callable[[Ready], None],
+    stop: Stop,
+    *,
+    lan: bool = True,
 ) -> None:
-    """Serve until asked to stop. anchor: None to be none."""
+    """Serve until asked to stop. anchor: None to be none.
+
+    lan: find others on this host's networks, and be found, unless the swarm is public.
+    """
     ways_in = config.initial_peers or config.p2p.announce or (multiaddr_of(*(config.p2p.listen or ("127.0.0.1", 0))),)
     public = config.access.network_key is None and await is_public(ways_in)
     me = Endpoint(identity, ChannelKey(), config.network, config.access, public=public)
     listener = _listener(me, anchor)
-    async with open_node(config, clock=time.time) as node:
+    async with open_node(config, clock=time.time) as node, nearby(node, config, lan=lan and not public):
         limits = anchor.limits if anchor is not None else AnchorLimits()
         traversal = ListeningTraversal(me, listener, node.gate.own_record, lambda: b"", TraversalLimits(anchor=limits))
         if anchor is not None:

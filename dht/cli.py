@@ -55,6 +55,7 @@ def command(
     network: str,
     network_key: Path | None,
     allow_peers: Path | None,
+    lan: bool,
     ready_file: Path | None,
     log_level: str,
 ) -> None:
@@ -78,7 +79,7 @@ def command(
             if no_anchor
             else AnchorOptions(at, anchor_listen is not None, tuple(host for host, _ in announce_address), limits)
         )
-        run_until_stopped(lambda stop: bootstrap(config, held, anchor, ready, stop), log_level)
+        run_until_stopped(lambda stop: bootstrap(config, held, anchor, ready, stop, lan=lan), log_level)
 
 
 def main() -> None:

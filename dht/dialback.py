@@ -131,6 +131,12 @@ class Findings:
         return self._most(lambda answer: bool(answer.answered))
 
     @property
+    def answered(self) -> tuple[str, ...]:
+        """The addresses of the record that lead here."""
+        named = dict.fromkeys(address for each in self.found for address in each.answer.answered)
+        return tuple(address for address in named if self._most(lambda answer, at=address: at in answer.answered))  # type: ignore[misc]
+
+    @property
     def through(self) -> bool:
         """Whether some anchor of the record leads here."""
         return self._most(lambda answer: bool(answer.through))

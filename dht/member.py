@@ -41,7 +41,8 @@ class MemberLimits:
 class Member:
     """One node on one p2pd. ended: p2pd has ended, so that no failure of its calls counts.
 
-    poll_s: within so many seconds a dead p2pd is noticed.
+    poll_s: within so many seconds a dead p2pd is noticed. met: nodes to call on as on initial peers; unlike these,
+    none of them has to answer.
     """
 
     daemon: Daemon
@@ -52,6 +53,12 @@ class Member:
     poll_s: float
     limits: MemberLimits = field(default_factory=MemberLimits)
     ended: bool = False
+    met: tuple[str, ...] = ()
+
+    @property
+    def ways_in(self) -> tuple[str, ...]:
+        """The multiaddrs of the nodes to join through."""
+        return (self.initial_peers + self.met)[: self.limits.initial_peers_max]
 
     def known(self) -> list[bytes]:
         """Return the nodes of the routing table."""
@@ -135,7 +142,7 @@ class Member:
 
         must: raise Unreachable or ClockSkew; else a failure is only logged.
         """
-        known = self.initial_peers[: self.limits.initial_peers_max]
+        known = self.ways_in
         if not known:
             return
         tries = await self._call_on(known)
@@ -153,6 +160,14 @@ class Member:
                 raise
             _log.warning("the clock is wrong", why=str(skew))  # a running node goes on: its sessions do not need it
         await self.learn(self.limits.places_at_first)
+
+    async def meet(self, addresses: Sequence[str]) -> None:
+        """Call on more nodes, now and whenever they are lost, as on initial peers. They replace those met before."""
+        self.met = tuple(addresses)
+        if not self.known():
+            await self.join(must=False)
+        elif await self._rejoin():
+            await self.learn(self.limits.places_at_first)
 
     async def learn(self, places: int) -> None:
         """Search for ourselves, which fills the routing table on both sides, and at random places."""
@@ -177,14 +192,19 @@ class Member:
             except SwarmError as error:
                 _log.warning("cannot rejoin the swarm", why=str(error))
 
-    async def _rejoin(self) -> None:
-        """Call the initial peers that are no neighbours: one that was away would else know no node for good."""
+    async def _rejoin(self) -> bool:
+        """Call the initial peers that are no neighbours: one that was away would else know no node for good.
+
+        Returns whether one of them answers.
+        """
         peer_ids = self.protocol.routing_table.peer_id_to_uid
-        known = self.initial_peers[: self.limits.initial_peers_max]
         own = self.daemon.p2p.peer_id
-        lost = [address for address in known if (peer := split_multiaddr(address)[0]) not in peer_ids and peer != own]
-        if any(isinstance(answer, float) for answer in await self._call_on(lost)):
+        lost = [
+            address for address in self.ways_in if (peer := split_multiaddr(address)[0]) not in peer_ids and peer != own
+        ]
+        if back := any(isinstance(answer, float) for answer in await self._call_on(lost)):
             _log.info("an initial peer is back")
+        return back
 
     async def _call_on(self, addresses: Sequence[str]) -> "list[float | Unreachable]":
         return await asyncio.gather(*(self._join_at(address) for address in addresses))

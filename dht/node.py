@@ -52,6 +52,7 @@ class NodeConfig:
     """How a node joins. `p2p.listen` None makes it a client: it looks up and stores, and answers no calls.
 
     proven: others can call it. One that is not is a client until it is promoted; the first of a swarm needs no proof.
+    met: nodes to call on as on initial peers, none of which has to answer.
     """
 
     network: str
@@ -61,6 +62,7 @@ class NodeConfig:
     proven: bool = True
     limits: NodeLimits = NodeLimits()
     member_limits: MemberLimits = field(default_factory=MemberLimits)
+    met: tuple[str, ...] = ()
 
     @property
     def client(self) -> bool:
@@ -125,6 +127,16 @@ class SwarmNode:
         """Open a raw stream to a peer. Raises Unreachable."""
         member = await self._usable()
         return await member.daemon.open_stream(peer_id, name, CALLS.timeout_s)
+
+    async def meet(self, addresses: Sequence[str]) -> None:
+        """Call on more nodes, now and whenever they are lost; they replace those met before. Raises SwarmError.
+
+        None of them has to answer.
+        """
+        for address in addresses:
+            split_multiaddr(address)
+        self._config = replace(self._config, met=tuple(addresses))  # for a p2pd to come, too
+        await self._on_member(partial(Member.meet, addresses=addresses))
 
     async def up(self) -> None:
         """Wait until the node has joined, for the first time or on a new p2pd."""
@@ -200,7 +212,8 @@ class SwarmNode:
 
         searcher, config = Searcher(find, self._random), self._config
         poll_s = config.p2p.limits.poll_s
-        return Member(daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, config.member_limits)
+        limits = config.member_limits
+        return Member(daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, limits, met=config.met)
 
     async def _settle(self, member: Member) -> None:
         """Let a member serve if this node was promoted while its p2pd was new."""

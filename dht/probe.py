@@ -20,11 +20,8 @@ from swarm.identity import peer_id_of
 from swarm.net.address import Tcp
 from swarm.net.noise import ChannelKey
 
-_NOISE = b"Noise_XX_25519_ChaChaPoly_SHA256"
 _HELLO = b"\x13/multistream/1.0.0\n\x07/noise\n"  # from either side, if the listener speaks both
-_SECOND_BYTES_MAX = 1024  # of the second message, which has 202 from a node with an Ed25519 identity and no extensions
 _IDENTITY = re.compile(rb"\x0a\x24\x08\x01\x12\x20(.{32})\x12\x40(.{64})", re.DOTALL)  # as protobuf writes both fields
-_SIGNED = b"noise-libp2p-static-key:"
 
 
 async def peer_at(at: Tcp) -> str:
@@ -41,7 +38,7 @@ async def peer_at(at: Tcp) -> str:
         if hello != _HELLO:
             raise HandshakeFailed(str(at), "it is no libp2p node, or does not speak Noise")
         length = int.from_bytes(await _read(sock, 2), "big")
-        if length > _SECOND_BYTES_MAX:
+        if length > 1024:  # a node with an Ed25519 identity and no extensions writes 202
             raise HandshakeFailed(str(at), f"a message of {length} bytes")
         return first.read(await _read(sock, length))
 
@@ -52,7 +49,7 @@ class FirstHalf:
     def __init__(self, name: str) -> None:
         """name: of the listener, for errors."""
         self._name = name
-        self._noise = NoiseConnection.from_name(_NOISE)
+        self._noise = NoiseConnection.from_name(b"Noise_XX_25519_ChaChaPoly_SHA256")
         self._noise.set_as_initiator()
         self._noise.set_keypair_from_private_bytes(Keypair.STATIC, ChannelKey().private)
         self._noise.start_handshake()
@@ -76,7 +73,7 @@ def peer_in(payload: bytes, static: bytes) -> str | None:
     try:
         if found is None:
             return None
-        Ed25519PublicKey.from_public_bytes(found[1]).verify(found[2], _SIGNED + static)
+        Ed25519PublicKey.from_public_bytes(found[1]).verify(found[2], b"noise-libp2p-static-key:" + static)
     except (InvalidSignature, ValueError):
         return None
     return peer_id_of(found[1])

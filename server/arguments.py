@@ -53,6 +53,8 @@ class NetworkArguments:
     p2p_announce_address: tuple[tuple[str, int], ...]
     initial_peers: tuple[str, ...]
     network: str
+    lan: bool
+    map_port: bool
     relay_bandwidth: int  # bytes a second
     access: Access = EVERYBODY
 

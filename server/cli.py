@@ -132,6 +132,12 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     help="where others reach --p2p-listen, if not directly; may be repeated",
 )
 @click.option(
+    "--map-port/--no-map-port",
+    default=True,
+    show_default=True,
+    help="in a public swarm, ask the home router to forward --listen's port (PCP, NAT-PMP, UPnP)",
+)
+@click.option(
     "--relay-bandwidth",
     type=SIZE,
     default="4MB",
@@ -197,6 +203,7 @@ def command(
     \b
     Join a swarm:    swarm-serve org/name --initial-peers /ip4/1.2.3.4/tcp/31337/p2p/12D3KooW...
     Choose yourself: swarm-serve org/name --blocks 20:40 --initial-peers ...
+    On one network:  swarm-serve org/name on each machine: they find each other.
     Start your own:  run swarm-bootstrap, and pass the address that it prints.
 
     MODEL and every option can also come from SWARM_MODEL, SWARM_BLOCKS, ... or from swarm.toml.

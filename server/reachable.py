@@ -5,6 +5,7 @@ offer or know, and announces these. It goes on looking: a port may be forwarded 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from swarm.identity import public_key_of
 from swarm.limits import limit
 from swarm.net.address import Tcp, ViaAnchor, dialable
 from swarm.net.endpoint import Endpoint
+from swarm.net.mapping import Mapped
 from swarm.net.traversal import ListeningTraversal
 
 _log = structlog.get_logger("swarm.server")
@@ -53,12 +55,15 @@ class Reachability:
         me: Endpoint,
         traversal: ListeningTraversal,
         listening: Listening,
+        mapped: Mapped | None = None,
         limits: ReachLimits = ReachLimits(),
     ) -> None:
-        self.addresses = listening.addresses
+        """mapped: the data port, as the home router forwards it."""
+        outside = tuple(str(mapping.external) for mapping in mapped.mappings) if mapped is not None else ()
+        self.addresses = (*outside, *listening.addresses)
         self.on_change: Callable[[], None] = lambda: None
         self._node, self._me, self._traversal = node, me, traversal
-        self._listening, self._limits = listening, limits
+        self._listening, self._mapped, self._limits = listening, mapped, limits
         self._hidden = False
         self._moored = asyncio.Event()
         self._mooring: asyncio.Task[None] | None = None
@@ -97,7 +102,7 @@ class Reachability:
             _log.warning("not known yet whether this server can be reached", why=str(error))
             return False
         if findings is None or findings.reached:
-            self._show(self.addresses)
+            self._show(self.addresses if findings is None else findings.answered or self.addresses)
             if not self._node.neighbours():
                 await self._node.promote()  # no other node is there to say otherwise
             return True
@@ -116,7 +121,7 @@ class Reachability:
         await asyncio.sleep(self._limits.first_look_s)
         while True:
             known = (signed := newest()) is not None and await self._look(signed)
-            await asyncio.sleep(self._limits.look_s if known else self._limits.again_s)
+            await self._pause(self._limits.look_s if known else self._limits.again_s)
 
     async def close(self) -> None:
         """Let go of the moorings."""
@@ -124,10 +129,23 @@ class Reachability:
             self._mooring.cancel()
             await asyncio.wait((self._mooring,))
 
+    async def _pause(self, wait_s: float) -> None:
+        """Wait until it is time to look again, or the home router forwards another port."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await (asyncio.Event().wait() if self._mapped is None else self._mapped.changed(self._mapped.mappings))
+
+    @property
+    def _outer_port(self) -> int:
+        """The data port, as it is outside."""
+        mappings = self._mapped.mappings if self._mapped is not None else ()
+        return mappings[0].external.port if mappings else self._listening.data_port
+
     async def _look(self, signed: SignedAnnouncement) -> bool:
         """Adapt to the findings of other nodes. Returns whether any could try."""
+        port = self._outer_port
         try:
-            findings = await self._ask(signed, self._listening.data_port, self._listening.p2p_port)
+            findings = await self._ask(signed, port, self._listening.p2p_port)
         except TooBusy:
             return False
         if findings is None:
@@ -137,7 +155,7 @@ class Reachability:
         else:
             self._node.demote()
         self._traversal.moorings.offer(findings.anchors)
-        outside = str(Tcp(findings.outside, self._listening.data_port)) if findings.outside else ""
+        outside = str(Tcp(findings.outside, port)) if findings.outside else ""
         if self._hidden and outside:
             _log.info("reached from outside now", address=outside)
             await self._unhide((outside,))

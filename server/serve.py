@@ -5,7 +5,8 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from swarm.blocks import Blocks
 from swarm.commands import Ready, Stop
 from swarm.dht.directory import Directory
 from swarm.dht.helper import serve_dial_back
+from swarm.dht.nearby import nearby
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.sequence import SequenceInFile
 from swarm.errors import NetworkError, RootMismatch, SwarmError
@@ -27,7 +29,9 @@ from swarm.model.checkpoint import Checkpoint
 from swarm.net.address import Tcp
 from swarm.net.anchor import AnchorLimits, RelayLimits
 from swarm.net.endpoint import Endpoint
+from swarm.net.lan import networks
 from swarm.net.listener import Listener
+from swarm.net.mapping import Mapped, map_ports
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public
@@ -69,8 +73,13 @@ async def serve(
     with ungrouped():
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(in_thread(lambda: open_model(arguments)))
-            async with open_node(config, clock=time.time) as node:
+            async with (
+                open_node(config, clock=time.time) as node,
+                nearby(node, config, lan=wanted.lan and not public) as here,
+                _mapped(listener.address.port, wanted.map_port and public and not wanted.announce_address) as mapped,
+            ):
                 opened = await opening
+                here.root = opened.loader.checkpoint.root
                 sequence = SequenceInFile(identity_path.with_name(f"{identity_path.name}.sequence"))
                 directory = Directory(
                     node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
@@ -88,7 +97,7 @@ async def serve(
                 listening = Listening(
                     wanted.announce_address or (_reachable(listener.address),), listener.address.port, p2p_port
                 )
-                reach = Reachability(node, me, traversal, listening)
+                reach = Reachability(node, me, traversal, listening, mapped)
                 await serve_dial_back(node, me, traversal.dial, reach.offer)
                 host = _Host(arguments, traversal, reach, node, directory, opened, ready, stop)
                 try:
@@ -97,6 +106,20 @@ async def serve(
                     await reach.close()
                     await traversal.close()
                     await listener.close()
+
+
+@asynccontextmanager
+async def _mapped(port: int, wanted: bool) -> AsyncIterator[Mapped | None]:
+    """Let the home router forward a port, if that is wanted and it does."""
+    if not wanted:
+        yield None
+        return
+    async with map_ports((port,)) as mapped:
+        for mapping in mapped.mappings:
+            _log.info(
+                "the router forwards the port", internal=mapping.internal, at=str(mapping.external), by=mapping.by
+            )
+        yield mapped
 
 
 class _Host:
@@ -285,6 +308,6 @@ def _reachable(address: Tcp) -> str:
             try:
                 probe.connect(("192.0.2.1", 9))  # sends nothing: only asks the kernel for a route
                 host = probe.getsockname()[0]
-            except OSError:
-                host = "127.0.0.1"
+            except OSError:  # no way outside: a network without a router, or none
+                host = next((str(each.ip) for each in networks()), "127.0.0.1")
     return str(Tcp(host, address.port))

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
@@ -345,6 +345,9 @@ directory_option = click.option(
     show_default=True,
     help="how to read the servers' records; light needs no p2pd; auto: p2pd where it is installed",
 )
+_LAN = partial(click.option, "--lan/--no-lan", default=True, show_default=True)
+lan_option = _LAN(help="find others on this network, and be found there (mDNS), unless the swarm is public")
+looking_option = _LAN(help="without --initial-peers, look for a node on this network (mDNS)")
 
 running_options = option_group(
     click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),
@@ -358,19 +361,21 @@ common_options = option_group(  # of long-running commands that serve the swarm
         "--network", type=NETWORK, default="public", show_default=True, help="swarms of different names do not mix"
     ),
     access_options,
+    lan_option,
     running_options,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The swarm that a web command reads. identity: None for a fresh one."""
+    """The swarm that a web command reads. identity: None for a fresh one. lan: look on this network, without peers."""
 
     initial_peers: tuple[str, ...]
     network: str
     network_key: Path | None
     allow_peers: Path | None
     identity: Path | None
+    lan: bool = True
 
 
 def reading_options(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -379,6 +384,7 @@ def reading_options(purpose: str) -> Callable[[Callable[..., None]], Callable[..
         peers_option(purpose),
         click.option("--network", type=NETWORK, default="public", show_default=True, help="the swarm's name"),
         access_options,
+        looking_option,
         click.option(
             "--identity",
             type=click.Path(path_type=Path),

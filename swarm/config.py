@@ -59,6 +59,7 @@ class Settings(BaseSettings):
     network: str = Field("public", description="swarms of different names do not mix", pattern=NETWORK_PATTERN)
     network_key: Path | None = Field(None, description="key file of a private swarm")
     allow_peers: Path | None = Field(None, description="list of the peers that may take part")
+    lan: bool = Field(True, description="find others on this network, and be found there")
     identity: Path | None = Field(None, description="key file")
     cache_dir: Path | None = Field(None, description="where the hub's files are kept")
     directory: Way = Field("auto", description="how a client reads the directory")

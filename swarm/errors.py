@@ -20,6 +20,7 @@
     │   ├── HandshakeFailed      the other side did not prove its identity
     │   ├── ProtocolMismatch     two major versions of the protocol: names the side that must upgrade
     │   ├── P2PFailed            the libp2p daemon does not run
+    │   ├── MappingFailed        the home router forwards no port; kept as a reason, not raised to callers
     │   ├── DirectoryTimeout     the DHT was not read in time; shown by the health page, not raised to callers
     │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, raised for dial-backs
     │   ├── ChannelClosed        the connection ended
@@ -236,6 +237,15 @@ class P2PFailed(NetworkError):
     """The libp2p daemon does not start, or keeps failing."""
 
     says: ClassVar[str] = "libp2p does not work here: {why}"
+    why: str
+
+
+@dataclass(eq=False)
+class MappingFailed(NetworkError):
+    """The home router does not forward a port. by: the protocol in which it was asked."""
+
+    says: ClassVar[str] = "no port by {by}: {why}"
+    by: str
     why: str
 
 

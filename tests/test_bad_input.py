@@ -231,7 +231,7 @@ def test_a_malformed_peer_address_is_a_usage_error(model):
 def test_no_initial_peers_say_where_they_can_come_from(model, monkeypatch):
     monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
     with pytest.raises(BadConfiguration, match="SWARM_INITIAL_PEERS"):
-        AutoDistributedModel.from_pretrained(model)
+        AutoDistributedModel.from_pretrained(model, lan=False)
 
 
 def test_a_checkpoint_that_differs_from_the_swarms_is_refused_on_both_sides(tmp_path, model, swarm):

@@ -11,6 +11,7 @@ from swarm.access import Access
 from swarm.blocks import Blocks
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
+from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import ClientOptions, Swarm
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Optimize
@@ -21,6 +22,7 @@ from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_ends, load_span
+from swarm.net.lan import ways_in
 
 
 class AutoDistributedModel:
@@ -44,6 +46,7 @@ class AutoDistributedModel:
         network: str | None = None,
         network_key: str | Path | None = None,
         allow_peers: str | Path | None = None,
+        lan: bool | None = None,
         identity: str | Path | None = None,
         directory: Way | None = None,
         local_blocks: int = 0,
@@ -57,8 +60,8 @@ class AutoDistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
-        cache_dir, network, network_key, allow_peers, identity or directory are left out they come from SWARM_* or
-        swarm.toml.
+        cache_dir, network, network_key, allow_peers, lan, identity or directory are left out they come from SWARM_* or
+        swarm.toml. lan: without initial peers, look for servers of the swarm on this network, for two seconds at most.
         dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
         root: the checkpoint's, if it must be this one. network_key: key file of a private swarm. allow_peers: file with
         the ids of all peers that this client deals with. identity: key file; by default a fresh identity for this
@@ -85,17 +88,16 @@ class AutoDistributedModel:
             cache_dir=_path(cache_dir),
             network_key=_path(network_key),
             allow_peers=_path(allow_peers),
+            lan=lan,
             identity=_path(identity),
             directory=directory,
         )
         name = model if model is not None else settings.model
         if name is None:
             raise BadConfiguration("model", "say which, or set SWARM_MODEL")
-        if not settings.initial_peers:
-            why = "pass the address of a node to join through, or set SWARM_INITIAL_PEERS"
-            raise BadConfiguration("initial_peers", why)
         way = chosen(settings.directory)
         access = Access.load(settings.network_key, settings.allow_peers)
+        settings = settings.model_copy(update={"initial_peers": _ways_in(settings, access)})
         options = ClientOptions(settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access)
         checkpoint = open_checkpoint(
             name, revision=settings.revision, token=token, cache_dir=settings.cache_dir, root=root
@@ -118,6 +120,17 @@ def _settings(**given: object) -> Settings:
     if not structlog.is_configured():  # in a notebook; a command or an application has its own way
         configure_events(settings.log_level or "warning")
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+
+
+def _ways_in(settings: Settings, access: Access) -> tuple[str, ...]:
+    """Return the nodes to join through, before anything is loaded. Raises BadConfiguration."""
+    if settings.initial_peers:
+        return settings.initial_peers
+    loop = LoopThread()
+    try:
+        return loop.run(ways_in((), settings.network, access, lan=settings.lan))
+    finally:
+        loop.stop()
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -33,8 +33,6 @@ from swarm.dht.light.limits import HostLimits
 from swarm.dht.light.messages import CallRequest, Frame, varint
 from swarm.errors import BadConfiguration, Unreachable
 
-KAD = TProtocol("/ipfs/kad/1.0.0")
-
 Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.light")
 
@@ -194,7 +192,8 @@ class LightHost:
 
     async def _learn_addresses(self, peer: ID, via: ID) -> None:
         request = KadMessage(type=KadMessage.MessageType.FIND_NODE, key=peer.to_bytes(), clusterLevelRaw=10)
-        answer = KadMessage.FromString(await self._exchange(via, KAD, request.SerializeToString()))
+        kad = TProtocol("/ipfs/kad/1.0.0")
+        answer = KadMessage.FromString(await self._exchange(via, kad, request.SerializeToString()))
         for closer in answer.closerPeers:
             if closer.id == peer.to_bytes():
                 addresses = [Multiaddr(address) for address in list(closer.addrs)[: self._limits.addresses_max]]

@@ -88,7 +88,7 @@ def command(
     """
     if context.invoked_subcommand is not None:
         return
-    if not reading.initial_peers:
+    if not reading.initial_peers and not reading.lan:
         raise click.UsageError("say through which node to join: --initial-peers, or set SWARM_INITIAL_PEERS")
     with ready_writer(ready_file) as ready:
         with importing("gateway", "gateway"):

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
+from swarm.net.lan import ways_in
 from swarm.net.listener import bound
 from swarm.web import WebServer, url_of
 
@@ -113,6 +114,8 @@ async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], No
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     with bound(*arguments.listen) as listening, computing(arguments.threads) as compute:
         access = Access.load(reading.network_key, reading.allow_peers)
+        peers = await ways_in(reading.initial_peers, reading.network, access, lan=reading.lan)
+        reading = replace(reading, initial_peers=peers)
         join = partial(open_directory, reading.network, reading.initial_peers, access, way)
         joining = joined(join, identity, network=reading.network, access=access)
         async with AsyncExitStack() as entered:

@@ -81,7 +81,7 @@ def command(
     log_level: str,
 ) -> None:
     """Serve the health page of a swarm: which models it serves, how well, and which blocks need servers."""
-    if not reading.initial_peers:
+    if not reading.initial_peers and not reading.lan:
         raise click.UsageError("say through which node to read: --initial-peers, or set SWARM_INITIAL_PEERS")
     with ready_writer(ready_file) as ready:
         with importing("health", "page"):

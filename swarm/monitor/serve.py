@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -22,6 +22,7 @@ from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.monitor.state import API
+from swarm.net.lan import ways_in
 from swarm.net.listener import bound
 from swarm.net.reach import is_public
 from swarm.web import WebServer, url_of
@@ -60,6 +61,9 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     identity = Identity.generate() if path is None else Identity.load_or_create(path)
     own = None if path is None else identity.peer_id  # without a file it reads, and no listed peer answers it
     access = Access.load(reading.network_key, reading.allow_peers, own)
+    peers = await ways_in(reading.initial_peers, reading.network, access, lan=reading.lan)
+    arguments = replace(arguments, reading=replace(reading, initial_peers=peers))
+    reading = arguments.reading
     with bound(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
         public = access.network_key is None and await is_public(reading.initial_peers)

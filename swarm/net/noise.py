@@ -18,8 +18,6 @@ from noise.exceptions import NoiseHandshakeError, NoiseInvalidMessage, NoiseValu
 from swarm.config import PROTOCOL_VERSION
 from swarm.errors import HandshakeFailed
 
-NOISE_NAME = b"Noise_IK_25519_AESGCM_SHA256"
-PRIVATE_NOISE_NAME = b"Noise_IKpsk1_25519_AESGCM_SHA256"  # messages have the same sizes
 MESSAGE_1_BYTES = 96  # e 32, s 32 + 16, empty payload 16
 MESSAGE_2_BYTES = 48  # e 32, empty payload 16
 
@@ -58,7 +56,8 @@ class Handshake:
 
         psk: 32 bytes that both sides of a private swarm have. ephemeral: for published test vectors alone.
         """
-        self._noise = NoiseConnection.from_name(NOISE_NAME if psk is None else PRIVATE_NOISE_NAME)
+        pattern = b"IK" if psk is None else b"IKpsk1"  # messages have the same sizes
+        self._noise = NoiseConnection.from_name(b"Noise_%b_25519_AESGCM_SHA256" % pattern)
         if psk is not None:
             self._noise.set_psks(psk)
         self._noise.set_prologue(prologue)

@@ -114,7 +114,7 @@ def _run(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open
     assert PRELOADED in sys.modules, "nothing was imported before the fork: PYTHONPATH must name the repository"
     if namespace:
-        _enter(namespace)
+        enter(NAMESPACES / namespace)
     if not bind(os.getppid(), ProcessLimits().descriptors_max, ProcessLimits().data_bytes_max):
         return
     os.environ.clear()
@@ -125,7 +125,7 @@ def _run(
     importlib.import_module(module).main()
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str | Path) -> None:
     """Be in another network from now on. Sockets that are open already stay where they were made.
 
     namespace: a name of `ip netns`, or the path of a process's network, whose user namespace is entered, too.
