@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from swarm.dht.records import Announcement
 from swarm.monitor.state import API, AnchorFigures, AnchorState
 from swarm.net.address import ViaAnchor
-from swarm.net.reach import network_of
 from swarm.protocol.meeting import AnchorLoad
 
 
@@ -75,9 +74,11 @@ def states(anchors: Sequence[NamedAnchor], loads: Mapping[str, ToldLoad], since:
 
 
 def place_of(host: str) -> str:
-    """Say roughly where a host is: "203.0.0.0/16", "2001:db8::/32", or a name without its first part."""
+    """Say roughly where a host is: "203.0.*.*", "2001:db8:*" or "*.example.org"."""
     try:
-        ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return ".".join(("*", *host.split(".")[1:]))
-    return network_of(host)
+        return ".".join(("*", *host.split(".")[1:][-2:]))
+    if address.version == 4:
+        return ".".join((*host.split(".")[:2], "*", "*"))
+    return ":".join((*(part.lstrip("0") or "0" for part in address.exploded.split(":")[:2]), "*"))

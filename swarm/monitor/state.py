@@ -179,7 +179,7 @@ class AnchorState(ApiModel):
     """One anchor, which the records of servers behind routers name."""
 
     peer_id: Annotated[str, Field(max_length=64)]
-    network: Annotated[str, Field(max_length=128, description="of its address, which is not told")]
+    network: Annotated[str, Field(max_length=128, description="roughly, its address")]
     servers: Count = Field(description="that answer, and name it")
     load: AnchorFigures | None = Field(description="claims; None: it did not tell them lately")
 

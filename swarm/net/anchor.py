@@ -29,7 +29,19 @@ from swarm.net.rate import TokenBucket
 from swarm.net.rtt import rtt_s
 from swarm.net.splice import Meter, Splice
 from swarm.protocol.base import Message
-from swarm.protocol.meeting import LOAD, AnchorInquiry, AnchorLoad, Call, Called, Calling, Meet, Moor, Moored, Uncalled
+from swarm.protocol.meeting import (
+    LOAD,
+    SPEED_MAX,
+    AnchorInquiry,
+    AnchorLoad,
+    Call,
+    Called,
+    Calling,
+    Meet,
+    Moor,
+    Moored,
+    Uncalled,
+)
 from swarm.protocol.messages import AnyMessage
 
 Check = Callable[[str, bytes], object]
@@ -233,8 +245,8 @@ class Anchor:
             meetings_max=limits.meetings_max,
             pairs=load.pairs,
             pairs_max=limits.relay.pairs_max if limits.relay.bytes_per_s > 0 else 0,
-            relayed_bytes_per_s=round(relayed_bytes_per_s),
-            relayed_bytes_per_s_max=round(limits.relay.bytes_per_s),
+            relayed_bytes_per_s=min(SPEED_MAX, round(relayed_bytes_per_s)),
+            relayed_bytes_per_s_max=min(SPEED_MAX, round(limits.relay.bytes_per_s)),
             refused=load.refused,
         )
 

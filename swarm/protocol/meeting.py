@@ -17,7 +17,9 @@ from swarm.protocol.base import Message, Milliseconds, PeerId, Text
 CallName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="chosen by the caller, and new for each call")]
 Token = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="said by a half: a connection that belongs to it")]
 HostPort = Annotated[str, Field(max_length=64)]
-Figure = Annotated[int, Field(ge=0, lt=1 << 53)]  # every JSON reader represents these exactly
+Peers = Annotated[int, Field(ge=0, le=1 << 20)]  # how many, or how many pairs
+SPEED_MAX = 1 << 40  # bytes/s; a larger one is told so
+Speed = Annotated[int, Field(ge=0, le=SPEED_MAX)]
 
 LOAD = "load"  # in the place of a call's name, which has other letters
 
@@ -105,19 +107,19 @@ class AnchorInquiry(Message):
 
 
 class AnchorLoad(Message):
-    """The anchor's load: sums over all peers, a few seconds old.
+    """The anchor's load: sums over all peers, some seconds old.
 
     meetings: that wait for a half. pairs: relayed now. relayed_bytes_per_s: the mean since the question before.
     refused: since its start. The fields with max are its limits.
     """
 
     kind: Literal["anchor_load"] = "anchor_load"
-    moored: Figure
-    moored_max: Figure
-    meetings: Figure
-    meetings_max: Figure
-    pairs: Figure
-    pairs_max: Figure
-    relayed_bytes_per_s: Figure
-    relayed_bytes_per_s_max: Figure
-    refused: Figure
+    moored: Peers
+    moored_max: Peers
+    meetings: Peers
+    meetings_max: Peers
+    pairs: Peers
+    pairs_max: Peers
+    relayed_bytes_per_s: Speed
+    relayed_bytes_per_s_max: Speed
+    refused: Annotated[int, Field(ge=0, lt=1 << 53)]

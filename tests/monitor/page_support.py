@@ -20,7 +20,7 @@ from swarm.monitor.anchors import ToldLoad
 from swarm.monitor.app import Headers
 from swarm.monitor.assess import Assessment, Contact, Sighting, assess
 from swarm.monitor.state import GatewayState, History, ModelDetail, Point, ProbeStats, Quantiles, Reading, Way, Window
-from swarm.protocol.meeting import AnchorLoad
+from swarm.protocol.meeting import SPEED_MAX, AnchorLoad
 from tests.dht.support import announcement
 
 NOW = 1_790_000_000.0
@@ -46,22 +46,22 @@ def key(n: int) -> Identity:
 
 def anchor(n: int) -> Mooring:
     """Most are in one network, and one has a long name."""
-    host = "a-volunteers-machine.at-some-provider.with-a-long-name.example.org" if n % 4 == 2 else f"203.0.113.{n}"
+    host = "a-volunteers-machine.at-home.a-long-name-of-a-provider.org" if n % 4 == 2 else f"203.0.113.{n}"
     return Mooring(key(900 + n).public_key.hex(), "cd" * 32, f"{host}:31336")
 
 
 def load(n: int) -> AnchorLoad:
     """The second one relays nothing, and the third one boasts."""
-    much = (1 << 53) - 1 if n == 2 else 0
+    many, fast = (1 << 20, SPEED_MAX) if n == 2 else (0, 0)
     return AnchorLoad(
-        moored=much or 12 + n,
+        moored=many or 12 + n,
         moored_max=1024,
         meetings=1,
         meetings_max=512,
-        pairs=much or 3 * n,
+        pairs=many or 3 * n,
         pairs_max=128,
-        relayed_bytes_per_s=much or 120_000 * (1 + n),
-        relayed_bytes_per_s_max=much or (0 if n == 1 else 16 << 20),
+        relayed_bytes_per_s=fast or 120_000 * (1 + n),
+        relayed_bytes_per_s_max=fast or (0 if n == 1 else 16 << 20),
         refused=7,
     )
 

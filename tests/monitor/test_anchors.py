@@ -84,9 +84,10 @@ def test_anchors_that_only_silent_servers_name_are_shown_once_they_tell():
 @pytest.mark.parametrize(
     ("host", "shown"),
     [
-        ("203.0.113.5", "203.0.0.0/16"),
-        ("2001:db8:1:2::3", "2001:db8::/32"),
-        ("a.example.org", "*.example.org"),
+        ("203.0.113.5", "203.0.*.*"),
+        ("2001:db8:1:2::3", "2001:db8:*"),
+        ("::1", "0:0:*"),
+        ("a.b.example.org", "*.example.org"),
         ("example.org", "*.org"),
         ("localhost", "*"),
     ],
@@ -113,9 +114,9 @@ async def test_state_and_metrics_tell_ways_and_loads_and_no_address(tmp_path):
     assert dict(state.ways) == {"direct": 1, "reverse": 0, "punched": 1, "relayed": 1}
     figures = {a.peer_id: (a.network, a.servers, a.load and a.load.moored) for a in state.anchors}
     assert figures == {
-        key(900).peer_id: ("203.0.0.0/16", 3, 12),
-        key(901).peer_id: ("198.51.0.0/16", 3, 13),
-        key(903).peer_id: ("203.0.0.0/16", 3, None),
+        key(900).peer_id: ("203.0.*.*", 3, 12),
+        key(901).peer_id: ("198.51.*.*", 3, 13),
+        key(903).peer_id: ("203.0.*.*", 3, None),
     }
     assert not re.search(r"203\.0\.113|198\.51\.100|31336", body + metrics)
     for line in (

@@ -7,7 +7,7 @@ from swarm.net import greeting
 from swarm.net.anchor import RelayLimits
 from swarm.net.load import LoadLimits, Told, load_of
 from swarm.protocol.codec import encode
-from swarm.protocol.meeting import LOAD, AnchorInquiry, AnchorLoad, Uncalled
+from swarm.protocol.meeting import LOAD, SPEED_MAX, AnchorInquiry, AnchorLoad, Uncalled
 from swarm.protocol.messages import Close
 from tests.net.places import limits, places
 from tests.net.support import SESSION, until
@@ -75,6 +75,13 @@ async def test_an_anchor_that_relays_nothing_says_so():
         anchor = await made.place(limits(relay=RelayLimits(bytes_per_s=0.0)))
         load = await load_of(anchor.via, made.caller().ways.lines)
         assert (load.pairs_max, load.relayed_bytes_per_s_max) == (0, 0)
+
+
+async def test_an_anchor_tells_no_number_that_others_reject():
+    async with places() as made:
+        anchor = await made.place(limits(relay=RelayLimits(bytes_per_s=1e15)))
+        load = await load_of(anchor.via, made.caller().ways.lines)
+        assert load.relayed_bytes_per_s_max == SPEED_MAX
 
 
 async def test_an_anchor_of_a_former_version_is_not_asked(monkeypatch):
