@@ -16,6 +16,7 @@ from swarm.monitor.contacts import Contacts, Loads, SwarmDialler
 from swarm.monitor.state import API, State
 from swarm.net.anchor import RelayLimits
 from swarm.net.load import LoadLimits
+from swarm.net.traversal import Traversal, TraversalLimits
 from tests.dht.support import announcement
 from tests.monitor.page_support import NOW, anchor, key, load
 from tests.monitor.test_app import World, running
@@ -145,8 +146,9 @@ def record_of(place: Place, *anchors: Place) -> Announcement:
 
 
 @asynccontextmanager
-async def dialler() -> Any:
+async def dialler(bounds: TraversalLimits | None = None) -> Any:
     made = SwarmDialler(Identity.generate(), "public")
+    made._traversal = Traversal(made._me, limits=bounds)
     try:
         yield made
     finally:
@@ -155,13 +157,16 @@ async def dialler() -> Any:
 
 async def test_the_monitor_notes_the_way_to_each_server_and_the_load():
     fresh = LoadLimits(fresh_s=0.0)
-    async with places() as made, dialler() as real:
+    async with places() as made, dialler() as real, dialler(limits(punch=False)) as unlucky:
         anchor = await made.place(limits(relay=RelayLimits(bytes_per_s=1e6), load=fresh))
         servers = [await made.place(), await made.hidden(anchor), await made.hidden(anchor, bounds=limits(punch=False))]
         records = [record_of(servers[0]), *(record_of(server, anchor) for server in servers[1:])]
-        contacts, loads = Contacts(real, time.time), Loads(real, time.time)
-        await contacts.visit(records)
-        assert [contacts.known[record.public_key].way for record in records] == ["direct", "punched", "relayed"]
+        known, loads = {}, Loads(real, time.time)
+        for by, some in ((real, records[:2]), (unlucky, records[2:])):
+            contacts = Contacts(by, time.time)
+            await contacts.visit(some)
+            known |= contacts.known
+        assert [known[record.public_key].way for record in records] == ["direct", "punched", "relayed"]
         await loads.visit(records, keys(*records))
         told = loads.known[anchor.me.identity.peer_id].load
         assert (told.moored, told.relayed_bytes_per_s_max) == (2, 1_000_000)
