@@ -10,6 +10,7 @@ from itertools import pairwise
 from swarm.dht.records import Announcement
 from swarm.errors import runs_text
 from swarm.limits import limit
+from swarm.monitor.anchors import ToldLoad, named, states
 from swarm.monitor.state import (
     API,
     BlockState,
@@ -25,6 +26,8 @@ from swarm.monitor.state import (
     State,
     Status,
     VersionCount,
+    Way,
+    Ways,
 )
 from swarm.version import __version__
 
@@ -45,13 +48,15 @@ class AssessLimits:
 class Contact:
     """The monitor's own observations of one peer. answered_at: wall seconds; None: it never did.
 
-    failures: handshakes that failed since. first_seen: wall seconds, over restarts of the monitor too.
+    failures: handshakes that failed since. first_seen: wall seconds, over restarts of the monitor too. way: of the last
+    answer.
     """
 
     first_seen: float
     answered_at: float | None = None
     failures: int = 0
     rtt_ms: float | None = None
+    way: Way | None = None
 
     def online(self, now: float, limits: AssessLimits = AssessLimits()) -> bool:
         """Whether it answered a handshake lately."""
@@ -69,7 +74,7 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """All facts at one moment. contacts by public key (hex), known and probes by root."""
+    """All facts at one moment. contacts by public key (hex), known and probes by root, loads by an anchor's peer id."""
 
     network: str
     records: Sequence[Announcement]
@@ -80,6 +85,7 @@ class Sighting:
     other_protocols: tuple[int, ...] = ()
     join_addresses: tuple[str, ...] = ()
     gateways: tuple[GatewayState, ...] = ()
+    loads: Mapping[str, ToldLoad] = field(default_factory=dict)
     revision: int = 0
 
 
@@ -111,6 +117,8 @@ def assess(sighting: Sighting, now: float, limits: AssessLimits = AssessLimits()
     details.sort(key=lambda d: (-d.summary.servers_online, -d.summary.servers_announced, d.summary.root))
     details = details[: API.models_max]
     versions = Counter(record.version for record in _one_per_peer(servers))
+    online = {server.record.public_key for server in servers if server.online}
+    anchors = named((server.record for server in servers), online)
     state = State(
         revision=sighting.revision,
         generated_at=now,
@@ -124,6 +132,8 @@ def assess(sighting: Sighting, now: float, limits: AssessLimits = AssessLimits()
         other_protocols=sighting.other_protocols[:32],
         contributors=_contributors(servers),
         gateways=sighting.gateways,
+        ways=_ways(servers),
+        anchors=states(anchors, sighting.loads, now - limits.answer_lives_s),
     )
     return Assessment(state, {detail.summary.root: detail for detail in details})
 
@@ -132,6 +142,11 @@ def _server(record: Announcement, sighting: Sighting, now: float, limits: Assess
     contact = sighting.contacts.get(record.public_key) or Contact(first_seen=now)
     online = contact.online(now, limits)
     return _Server(record, contact, online, online and record.state == "online")
+
+
+def _ways(servers: Iterable[_Server]) -> Ways:
+    count = Counter(server.contact.way for server in servers if server.online)
+    return Ways(direct=count["direct"], reverse=count["reverse"], punched=count["punched"], relayed=count["relayed"])
 
 
 def _one_per_peer(servers: Iterable[_Server]) -> Iterable[Announcement]:
@@ -325,6 +340,7 @@ def _server_state(server: _Server, now: float) -> ServerState:
         online=server.online,
         answered_s=None if contact.answered_at is None else max(0.0, now - contact.answered_at),
         rtt_ms=contact.rtt_ms,
+        way=contact.way,
         decode_tps=record.decode_tps,
         prefill_tps=record.prefill_tps,
         free_tokens=record.free_tokens,

@@ -1,4 +1,4 @@
-"""Contacts: a handshake with every announced server, over the project's own channel, again and again.
+"""Contacts: a handshake with every announced server, and a question to every anchor that they name, again and again.
 
 A record only proves that its owner holds a key; a handshake proves that a server is there. The monitor dials the
 addresses in records, as every client does, and fewer of them: a few of each server, a few servers at one time. After
@@ -6,8 +6,9 @@ the first message of a handshake it sends nothing to a peer that does not answer
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import structlog
 
@@ -17,14 +18,16 @@ from swarm.dht.validator import Clock
 from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.limits import limit
+from swarm.monitor.anchors import NamedAnchor, ToldLoad, named
 from swarm.monitor.assess import Contact
+from swarm.monitor.state import Way
+from swarm.net.address import ViaAnchor
 from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint, Remote
+from swarm.net.load import load_of
 from swarm.net.noise import ChannelKey
 from swarm.net.traversal import Traversal
-
-Answer = Callable[[Announcement], Awaitable[float]]
-"""`answer(record)`: shake hands with the server; returns the round trip in seconds. Raises SwarmError."""
+from swarm.protocol.meeting import AnchorLoad
 
 _log = structlog.get_logger("swarm.monitor")
 
@@ -47,11 +50,31 @@ class ContactLimits:
     forget_s: float = limit(3600.0, "s", "without a record, then a peer is forgotten")
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A server's answer: the round trip in seconds, and the way to it."""
+
+    rtt_s: float
+    way: Way
+
+
+class Dialler(Protocol):
+    """Talks to peers for the monitor."""
+
+    async def greet(self, record: Announcement, /) -> Answer:
+        """Shake hands with a server. Raises SwarmError, TimeoutError."""
+        ...
+
+    async def load_of(self, anchor: ViaAnchor, /) -> AnchorLoad:
+        """Ask an anchor for its load. Raises SwarmError, TimeoutError."""
+        ...
+
+
 class Contacts:
     """The monitor's own observations of each peer. Lives in the loop."""
 
-    def __init__(self, answer: Answer, clock: Clock, limits: ContactLimits = ContactLimits()) -> None:
-        self._answer, self._clock, self._limits = answer, clock, limits
+    def __init__(self, dialler: Dialler, clock: Clock, limits: ContactLimits = ContactLimits()) -> None:
+        self._dialler, self._clock, self._limits = dialler, clock, limits
         self._first_seen: dict[str, float] = {}
         self._contacts: dict[str, Contact] = {}
         self._mentioned: dict[str, float] = {}
@@ -99,14 +122,18 @@ class Contacts:
         key = record.public_key
         async with turns:
             try:
-                rtt_s = await self._answer(record)
+                answer = await self._dialler.greet(record)
             except (SwarmError, TimeoutError) as error:
                 self._failed(key)
                 _log.debug("a server does not answer", peer=record.peer_id, why=str(error)[:200])
                 return False
         self._next.pop(key, None)
         self._contacts[key] = replace(
-            self._contacts[key], answered_at=self._clock(), failures=0, rtt_ms=round(rtt_s * 1000, 2)
+            self._contacts[key],
+            answered_at=self._clock(),
+            failures=0,
+            rtt_ms=round(answer.rtt_s * 1000, 2),
+            way=answer.way,
         )
         return True
 
@@ -119,33 +146,74 @@ class Contacts:
             self._next[key] = self._clock() + pause_s
 
 
-def dialling(
-    identity: Identity,
-    network: str,
-    access: Access = EVERYBODY,
-    *,
-    public: bool = False,
-    limits: ContactLimits = ContactLimits(),
-) -> Answer:
-    """Return the real thing: dial, prove, ping, close."""
-    me = Endpoint(identity, ChannelKey(), network, access, public=public)
-    traversal: Traversal | None = None  # made in the loop
+class Loads:
+    """What anchors told of their load. Lives in the loop."""
 
-    async def answer(record: Announcement) -> float:
-        remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
-        nonlocal traversal
-        traversal = traversal or Traversal(me)
-        failure: SwarmError | TimeoutError = TimeoutError("it announces no address")
-        for way in record.ways[: limits.addresses_max]:
+    def __init__(self, dialler: Dialler, clock: Clock, limits: ContactLimits = ContactLimits()) -> None:
+        self._dialler, self._clock, self._limits = dialler, clock, limits
+        self._loads: dict[str, ToldLoad] = {}
+
+    @property
+    def known(self) -> Mapping[str, ToldLoad]:
+        """The last answers, by peer id."""
+        return self._loads
+
+    async def visit(self, records: Sequence[Announcement], online: Collection[str]) -> None:
+        """Ask the anchors that these records name. online: public keys of servers that answer."""
+        anchors = named(records, online)
+        self._loads = {anchor.peer: self._loads[anchor.peer] for anchor in anchors if anchor.peer in self._loads}
+        async with asyncio.TaskGroup() as group:
+            for anchor in anchors:
+                group.create_task(self._ask(anchor))
+                await asyncio.sleep(self._limits.pace_s)
+
+    async def _ask(self, anchor: NamedAnchor) -> None:
+        for way in anchor.ways[: self._limits.addresses_max]:
             try:
-                async with asyncio.timeout(limits.timeout_s):
-                    channel = await traversal.dial(way, remote, me, ignore)
+                load = await self._dialler.load_of(way)
+            except (SwarmError, TimeoutError) as error:
+                _log.debug("an anchor does not tell its load", anchor=str(way), why=str(error)[:200])
+            else:
+                self._loads[anchor.peer] = ToldLoad(self._clock(), load)
+                return
+
+
+class SwarmDialler:
+    """The real one. A handshake is: dial, prove, ping, close. Channels to anchors stay open for the next round."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        network: str,
+        access: Access = EVERYBODY,
+        *,
+        public: bool = False,
+        limits: ContactLimits = ContactLimits(),
+    ) -> None:
+        self._me = Endpoint(identity, ChannelKey(), network, access, public=public)
+        self._traversal, self._limits = Traversal(self._me), limits
+
+    async def greet(self, record: Announcement) -> Answer:
+        """As `Dialler.greet`."""
+        remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
+        failure: SwarmError | TimeoutError = TimeoutError("it announces no address")
+        for way in record.ways[: self._limits.addresses_max]:
+            try:
+                async with asyncio.timeout(self._limits.timeout_s):
+                    channel = await self._traversal.dial(way, remote, self._me, ignore)
                     try:
-                        return await channel.ping()
+                        return Answer(await channel.ping(), cast(Way, channel.carrier.way))
                     finally:
                         channel.close()
             except (SwarmError, TimeoutError) as error:
                 failure = error
         raise failure
 
-    return answer
+    async def load_of(self, anchor: ViaAnchor) -> AnchorLoad:
+        """As `Dialler.load_of`."""
+        async with asyncio.timeout(self._limits.timeout_s):
+            return await load_of(anchor, self._traversal.lines)
+
+    async def close(self) -> None:
+        """End the channels to anchors."""
+        await self._traversal.close()

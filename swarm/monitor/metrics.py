@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swarm.monitor.state import ModelSummary, State
+from swarm.monitor.state import AnchorFigures, AnchorState, ModelSummary, State
 
 _MODEL = ("root", "model")
 
@@ -37,6 +37,11 @@ class _State(Collector):
         for count in state.versions:
             versions.add_metric([count.version], count.servers)
         yield versions
+        ways = GaugeMetricFamily("swarm_servers_by_way", "Servers that answer, by the way to them.", labels=["way"])
+        for way, servers in state.ways:
+            ways.add_metric([way], servers)
+        yield ways
+        yield from _anchors(state.anchors)
         yield _one(
             "swarm_other_protocols", "Other major protocol versions that servers announce.", len(state.other_protocols)
         )
@@ -46,6 +51,25 @@ class _State(Collector):
 
 def _one(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _anchors(anchors: Iterable[AnchorState]) -> Iterator[GaugeMetricFamily]:
+    """Sums over all anchors: any peer can be one, under any number of identities."""
+    loads = [anchor.load for anchor in anchors if anchor.load is not None]
+    yield _one("swarm_anchors", "Anchors that tell their load.", len(loads))
+    figures: dict[str, tuple[str, Callable[[AnchorFigures], int]]] = {
+        "swarm_anchors_moored": ("Servers moored at anchors.", lambda load: load.moored),
+        "swarm_anchors_moored_max": ("The limit of it.", lambda load: load.moored_max),
+        "swarm_anchors_meetings": ("Meetings that wait for a peer.", lambda load: load.meetings),
+        "swarm_anchors_meetings_max": ("The limit of it.", lambda load: load.meetings_max),
+        "swarm_anchors_relayed_pairs": ("Pairs of peers that anchors relay.", lambda load: load.pairs),
+        "swarm_anchors_relayed_pairs_max": ("The limit of it.", lambda load: load.pairs_max),
+        "swarm_anchors_relayed_bytes_per_second": ("Bytes that anchors relay.", lambda load: load.relayed_bytes_per_s),
+        "swarm_anchors_relayed_bytes_per_second_max": ("The limit of it.", lambda load: load.relayed_bytes_per_s_max),
+        "swarm_anchors_refused": ("Refused since the starts of the anchors.", lambda load: load.refused),
+    }
+    for name, (text, value_of) in figures.items():
+        yield _one(name, f"{text} Claims of the anchors.", sum(map(value_of, loads)))
 
 
 def _models(models: Iterable[ModelSummary]) -> Iterator[GaugeMetricFamily]:

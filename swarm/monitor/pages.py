@@ -192,5 +192,5 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(wording.FILTERS)
-    environment.globals.update(scripts=SCRIPTS, styles=STYLES, meanings=view.MEANINGS)
+    environment.globals.update(scripts=SCRIPTS, styles=STYLES, meanings=view.MEANINGS, reaches=view.REACHES)
     return environment

@@ -17,7 +17,7 @@ from swarm.errors import BadConfiguration
 from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.monitor.app import make_app
-from swarm.monitor.contacts import dialling
+from swarm.monitor.contacts import SwarmDialler
 from swarm.monitor.history import Database
 from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
@@ -67,6 +67,7 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
     with ports.listening(*arguments.listen) as listening:
         database = await asyncio.to_thread(Database, arguments.database)
         public = access.network_key is None and await is_public(reading.initial_peers)
+        dialler = SwarmDialler(identity, reading.network, access, public=public, limits=arguments.limits.contacts)
         monitor = Monitor(
             MonitorOptions(
                 network=reading.network,
@@ -76,7 +77,7 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
                 limits=arguments.limits,
             ),
             lambda: open_light(reading.network, reading.initial_peers, time.time, access),
-            dialling(identity, reading.network, access, public=public, limits=arguments.limits.contacts),
+            dialler,
             database,
             time.time,
         )
@@ -84,6 +85,7 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
             with ungrouped():
                 await _live(arguments, identity, monitor, database, listening, ready, stop)
         finally:
+            await dialler.close()
             await asyncio.to_thread(database.close)
 
 

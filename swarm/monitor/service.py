@@ -21,7 +21,7 @@ from swarm.errors import ClockSkew, DirectoryTimeout, SwarmError, Unreachable, U
 from swarm.limits import limit
 from swarm.monitor.assess import KnownModel, Sighting
 from swarm.monitor.board import Board, Published
-from swarm.monitor.contacts import Answer, ContactLimits, Contacts
+from swarm.monitor.contacts import ContactLimits, Contacts, Dialler, Loads
 from swarm.monitor.gateways import GatewayLimits, watch
 from swarm.monitor.history import Database, Sample
 from swarm.monitor.reading import Found, ReadingLimits, read
@@ -68,7 +68,7 @@ class Knowledge:
     probes: dict[str, tuple[ProbeStats, ...]] = field(default_factory=dict)
     gateways: tuple[GatewayState, ...] = ()
 
-    def sighting(self, options: MonitorOptions, contacts: Contacts) -> Sighting:
+    def sighting(self, options: MonitorOptions, contacts: Contacts, loads: Loads) -> Sighting:
         """Return a copy for the assessment."""
         return Sighting(
             network=options.network,
@@ -80,6 +80,7 @@ class Knowledge:
             other_protocols=self.found.other_protocols,
             join_addresses=options.join_addresses,
             gateways=self.gateways,
+            loads=dict(loads.known),
         )
 
     def served(self, summaries: tuple[ModelSummary, ...]) -> None:
@@ -95,15 +96,16 @@ class Monitor:
     """Lives in the loop; `run` is its life."""
 
     def __init__(
-        self, options: MonitorOptions, open_store: Open, answer: Answer, database: Database, clock: Clock
+        self, options: MonitorOptions, open_store: Open, dialler: Dialler, database: Database, clock: Clock
     ) -> None:
         self.probe_problem: Callable[[], str] = lambda: "off"
         self._options, self._open, self._clock, self._database = options, open_store, clock, database
-        self._contacts = Contacts(answer, clock, options.limits.contacts)
+        self._contacts = Contacts(dialler, clock, options.limits.contacts)
+        self._loads = Loads(dialler, clock, options.limits.contacts)
         self._knowledge = Knowledge()
         self._new_records, self._first = asyncio.Event(), asyncio.Event()
         self._histories: dict[tuple[str | None, Window], tuple[float, bytes]] = {}
-        first = Published.of(self._knowledge.sighting(options, self._contacts), clock(), "")
+        first = Published.of(self._knowledge.sighting(options, self._contacts, self._loads), clock(), "")
         self.board = Board(first, options.limits.event_clients_max)
 
     async def run(self) -> None:
@@ -232,7 +234,11 @@ class Monitor:
         while True:
             await self._new_records.wait()
             self._new_records.clear()
-            await self._contacts.visit(self._knowledge.found.records)
+            records, now = self._knowledge.found.records, self._clock()
+            online = [key for key, contact in self._contacts.known.items() if contact.online(now)]
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._loads.visit(records, online))  # first: calls leave few questions to an anchor
+                group.create_task(self._contacts.visit(records))
             await self._republish()
 
     async def _told(self, gateways: tuple[GatewayState, ...]) -> None:
@@ -240,5 +246,5 @@ class Monitor:
         await self._republish()
 
     async def _republish(self) -> None:
-        sighting = self._knowledge.sighting(self._options, self._contacts)
+        sighting = self._knowledge.sighting(self._options, self._contacts, self._loads)
         await self.board.publish(sighting, self._clock(), self._database.problem)

@@ -6,7 +6,7 @@
     GET /api/v1/events         server-sent events: `event: state`, `id:` the revision, `data:` a State in one line
 
 Every text in them that a stranger wrote (names, versions, devices) is printable and bounded, and is text: a page has to
-escape it. No addresses are in them, except the operator's own in `join_command`.
+escape it. No addresses are in them, except the operator's own in `join_command`; of anchors, their networks are.
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ class ApiLimits:
     contributors_max: int = limit(100, "names", "in one state; those with fewest blocks are left out")
     reasons_max: int = limit(8, "reasons", "of one model; the rest is left out")
     gateways_max: int = limit(8, "gateways", "that are asked; more are a wrong argument")
+    anchors_max: int = limit(32, "anchors", "asked and shown; those that fewest servers name are left out")
     points_max: int = limit(720, "points", "of one history: hours of 30 days, or 24 h in steps of two minutes")
     text_chars: int = limit(300, "characters", "of one text; the rest is cut off")
 
@@ -41,6 +42,9 @@ complete route exists."""
 BlockStatus = Literal["spare", "single", "leaving", "silent", "missing"]
 """spare: two or more servers answer. single: one does. leaving: only servers that drain. silent: announced, and no
 server answers. missing: no server announces it."""
+
+Way = Literal["direct", "reverse", "punched", "relayed"]
+"""How the monitor reached a server: at its address, or behind a router (docs/reach.md)."""
 
 Window = Literal["24h", "30d"]
 
@@ -148,6 +152,38 @@ class GatewayState(ApiModel):
     version: Annotated[str, Field(max_length=32)] | None = None
 
 
+class Ways(ApiModel):
+    """How many of the servers that are online the monitor reached by which way."""
+
+    direct: Count = Field(description="at an address of theirs")
+    reverse: Count = Field(description="behind a router; the server dialled the monitor")
+    punched: Count = Field(description="behind a router, without a relay")
+    relayed: Count = Field(description="behind a router, through an anchor's relay")
+
+
+class AnchorFigures(ApiModel):
+    """An anchor's load and its limits, as it says."""
+
+    moored: Count = Field(description="servers behind routers that keep a channel to it")
+    moored_max: Count
+    meetings: Count = Field(description="that wait for one of the two peers")
+    meetings_max: Count
+    pairs: Count = Field(description="of peers, relayed now")
+    pairs_max: Count = Field(description="0: it relays nothing")
+    relayed_bytes_per_s: Count
+    relayed_bytes_per_s_max: Count
+    refused: Count = Field(description="since its start, because of its limits")
+
+
+class AnchorState(ApiModel):
+    """One anchor, which the records of servers behind routers name."""
+
+    peer_id: Annotated[str, Field(max_length=64)]
+    network: Annotated[str, Field(max_length=128, description="roughly, its address")]
+    servers: Count = Field(description="that answer, and name it")
+    load: AnchorFigures | None = Field(description="claims; None: it did not tell them lately")
+
+
 class State(ApiModel):
     """The whole swarm in a few lines for each model, the busiest first."""
 
@@ -165,6 +201,8 @@ class State(ApiModel):
     )
     contributors: Annotated[tuple[Contributor, ...], Field(max_length=API.contributors_max)]
     gateways: Annotated[tuple[GatewayState, ...], Field(max_length=API.gateways_max)] = ()
+    ways: Ways = Field(description="their sum is servers_online")
+    anchors: Annotated[tuple[AnchorState, ...], Field(max_length=API.anchors_max)] = ()
 
 
 class BlockState(ApiModel):
@@ -198,6 +236,7 @@ class ServerState(ServerClaims):
     online: bool = Field(description="whether it answered a handshake lately")
     answered_s: Seconds | None = Field(description="how long ago it last answered; None: never")
     rtt_ms: Milliseconds | None = Field(description="round trip from the monitor")
+    way: Way | None = Field(description="how the monitor reached it last; None: never")
     age_s: Seconds = Field(description="for how long the monitor has known this peer")
 
 

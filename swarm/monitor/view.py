@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from swarm.monitor.assess import ranges
-from swarm.monitor.state import BlockState, BlockStatus, History, ModelDetail, Point, ServerState
+from swarm.monitor.state import BlockState, BlockStatus, History, ModelDetail, Point, ServerState, Way
 from swarm.monitor.wording import lasting
 
 MEANINGS: dict[BlockStatus, str] = {  # the worst first
@@ -17,6 +17,13 @@ MEANINGS: dict[BlockStatus, str] = {  # the worst first
     "leaving": "only servers that come or go",
     "single": "one server",
     "spare": "two or more servers",
+}
+
+REACHES: dict[Way, str] = {  # in the order in which they are tried
+    "direct": "at an address",
+    "reverse": "behind a router; it dialled back",
+    "punched": "behind a router, straight",
+    "relayed": "behind a router, through an anchor",
 }
 
 
@@ -125,6 +132,8 @@ def servers(
 
 def _row(server: ServerState) -> ServerRow:
     answered = "never answered" if server.answered_s is None else f"answered {lasting(server.answered_s)} ago"
+    if server.online and server.way not in (None, "direct"):
+        answered += f", {server.way}"
     details = {"online": answered, "joining": "not serving yet", "draining": "takes no new sessions"}
     if not server.online:
         return ServerRow(server, "silent", answered)

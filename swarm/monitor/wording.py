@@ -21,6 +21,14 @@ def figure(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else _short(value)
 
 
+def bandwidth(bytes_per_s: float) -> str:
+    """Say bytes per second: 0 -> "0 kB/s", 120000 -> "120 kB/s", 4194304 -> "4.2 MB/s"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if bytes_per_s >= 0.9995 * size:
+            return f"{figure(bytes_per_s / size)}{_NBSP}{unit}/s"
+    return f"{figure(bytes_per_s / 1e3)}{_NBSP}kB/s"
+
+
 def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}".removesuffix(".0")
 
@@ -75,5 +83,6 @@ def plural(count: int, noun: str) -> str:
 
 
 FILTERS = {
-    function.__name__: function for function in (rate, figure, share, span, took, lasting, moment, machine, plural)
+    function.__name__: function
+    for function in (rate, figure, bandwidth, share, span, took, lasting, moment, machine, plural)
 }

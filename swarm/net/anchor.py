@@ -24,11 +24,24 @@ from swarm.net.address import Tcp
 from swarm.net.channel import Channel
 from swarm.net.gate import IDLE, Toll
 from swarm.net.halves import TOKEN_BYTES, Half, Halves
+from swarm.net.load import Load, LoadLimits, Told
 from swarm.net.rate import TokenBucket
 from swarm.net.rtt import rtt_s
 from swarm.net.splice import Meter, Splice
 from swarm.protocol.base import Message
-from swarm.protocol.meeting import Call, Called, Calling, Meet, Moor, Moored, Uncalled
+from swarm.protocol.meeting import (
+    LOAD,
+    SPEED_MAX,
+    AnchorInquiry,
+    AnchorLoad,
+    Call,
+    Called,
+    Calling,
+    Meet,
+    Moor,
+    Moored,
+    Uncalled,
+)
 from swarm.protocol.messages import AnyMessage
 
 Check = Callable[[str, bytes], object]
@@ -64,17 +77,7 @@ class AnchorLimits:
     meetings_max: int = limit(512, "meetings", "that wait for a half; more are refused as busy")
     meeting_s: float = limit(8.0, "s", "both halves must be here by then")
     relay: RelayLimits = field(default_factory=RelayLimits)
-
-
-@dataclass(slots=True)
-class Load:
-    """The present and past work of an anchor."""
-
-    moored: int = 0
-    calls: int = 0
-    refused: int = 0
-    pairs: int = 0
-    relayed_bytes: int = 0
+    load: LoadLimits = field(default_factory=LoadLimits)
 
 
 @dataclass(slots=True)
@@ -102,22 +105,25 @@ class Anchor:
         self._meetings: dict[bytes, _Meeting] = {}  # by the caller's token
         self._pairs: dict[Splice, tuple[str, str]] = {}
         self._joining: set[asyncio.Task[None]] = set()
-        self._load = Load()
+        self._load, self._told = Load(), Told(asyncio.get_running_loop().time(), limits.load)
 
     @property
     def load(self) -> Load:
         """Its present and past work."""
         self._load.moored, self._load.pairs = len(self.moored), len(self._pairs)
+        self._load.meetings = len(self._meetings)
         self._load.relayed_bytes = self._meter.relayed_bytes
         return self._load
 
     def take(self, channel: Channel, message: AnyMessage) -> Toll:
-        """Take a Moor or a Call."""
+        """Take a Moor, a Call or an AnchorInquiry."""
         match message:
             case Moor():
                 self._moor(channel, bytes.fromhex(message.record))
             case Call():
                 self._call(channel, message)
+            case AnchorInquiry():
+                self._tell(channel)
         return IDLE
 
     def close(self) -> None:
@@ -186,23 +192,30 @@ class Anchor:
         return Called(call=call.call, token=token, caller=caller, reach=reach, back=call.back)
 
     def _refusal(self, caller: str, callee: str) -> Uncalled | None:
-        limits, now = self.limits, asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         if callee not in self.moored:
             return Uncalled(cause="away", why="the peer is not moored here")
-        ours = self._rate("call", caller, limits.call_per_s, limits.call_burst, now)
-        theirs = self._rate("called", callee, limits.called_per_s, limits.called_per_s, now)
-        if ours is None or theirs is None:
+        if len(self._meetings) >= self.limits.meetings_max:
+            return _busy("too many meetings", self.limits.meeting_s / 2)
+        return self._charge(now, self._rate("call", caller, now), self._rate("called", callee, now))
+
+    def _charge(self, now: float, *rates: TokenBucket | None) -> Uncalled | None:
+        """Take from these rates and from that of all, or say why not. None: of a caller too many."""
+        buckets = [rate for rate in (*rates, self._all) if rate is not None]
+        if len(buckets) <= len(rates):
             return _busy("too many callers", 1.0)
-        wait_s = max(ours.wait_s(now), theirs.wait_s(now), self._all.wait_s(now))
+        wait_s = max(bucket.wait_s(now) for bucket in buckets)
         if wait_s > 0:
             return _busy("too many calls", wait_s)
-        if len(self._meetings) >= limits.meetings_max:
-            return _busy("too many meetings", limits.meeting_s / 2)
-        for bucket in (ours, theirs, self._all):
+        for bucket in buckets:
             bucket.owe(now)
         return None
 
-    def _rate(self, kind: str, peer: str, per_s: float, burst: float, now: float) -> TokenBucket | None:
+    def _rate(self, kind: str, peer: str, now: float) -> TokenBucket | None:
+        limits = self.limits
+        per_s, burst = (
+            (limits.call_per_s, limits.call_burst) if kind == "call" else (limits.called_per_s, limits.called_per_s)
+        )
         if (kind, peer) not in self._rates:
             if len(self._rates) >= self.limits.callers_max:
                 self._rates = {key: bucket for key, bucket in self._rates.items() if not bucket.is_full(now)}
@@ -210,6 +223,32 @@ class Anchor:
                 return None
             self._rates[kind, peer] = TokenBucket(per_s, burst)
         return self._rates[kind, peer]
+
+    # Load
+
+    def _tell(self, asker: Channel) -> None:
+        """Tell a peer the load. An answer counts as a call of that peer."""
+        now = asyncio.get_running_loop().time()
+        refusal = self._charge(now, self._rate("call", asker.peer, now))
+        if refusal is not None:
+            self._load.refused += 1
+            _say(asker, refusal.model_copy(update={"call": LOAD}))
+            return
+        _say(asker, self._told.answer(now, self._look, self._meter.relayed_bytes))
+
+    def _look(self, relayed_bytes_per_s: float) -> AnchorLoad:
+        load, limits = self.load, self.limits
+        return AnchorLoad(
+            moored=load.moored,
+            moored_max=limits.moorings_max,
+            meetings=load.meetings,
+            meetings_max=limits.meetings_max,
+            pairs=load.pairs,
+            pairs_max=limits.relay.pairs_max if limits.relay.bytes_per_s > 0 else 0,
+            relayed_bytes_per_s=min(SPEED_MAX, round(relayed_bytes_per_s)),
+            relayed_bytes_per_s_max=min(SPEED_MAX, round(limits.relay.bytes_per_s)),
+            refused=load.refused,
+        )
 
     # Halves
 

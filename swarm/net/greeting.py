@@ -31,6 +31,7 @@ class Proven:
     process_key: bytes  # the public channel key: each process of a peer makes one
     software: str
     bundles: bool = False  # whether it takes several steps in one frame
+    loads: bool = False  # whether it knows the question for an anchor's load
 
 
 class Greeting:
@@ -112,7 +113,7 @@ class Greeting:
         identity = self.me.identity
         signature = identity.sign(HELLO_DOMAIN[self.remote is not None], self._secrets.handshake_hash)
         key = identity.public_key.hex()
-        hello = Hello(public_key=key, signature=signature.hex(), software=__version__, bundles=True)
+        hello = Hello(public_key=key, signature=signature.hex(), software=__version__, bundles=True, loads=True)
         self._outgoing += self.sealer.seal(encode(hello))
 
     def _meet(self, plaintext: bytearray | memoryview) -> Proven:
@@ -134,7 +135,7 @@ class Greeting:
             self._introduce()
         self._frames.trust(peer)
         self.done = True
-        return Proven(peer, self._process_key, hello.software, hello.bundles)
+        return Proven(peer, self._process_key, hello.software, hello.bundles, hello.loads)
 
     def _refuse_unlisted(self, peer: str) -> None:
         if not self.me.access.admits(peer):

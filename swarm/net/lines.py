@@ -10,10 +10,10 @@ from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.gate import IDLE, PROGRESS, Toll
-from swarm.protocol.meeting import Called, Calling, Meet, Moored, Uncalled
+from swarm.protocol.meeting import LOAD, AnchorLoad, Called, Calling, Meet, Moored, Uncalled
 from swarm.protocol.messages import AnyMessage
 
-Answer = Calling | Meet | Moored | Uncalled
+Answer = AnchorLoad | Calling | Meet | Moored | Uncalled
 
 
 class Lines:
@@ -45,7 +45,7 @@ class Lines:
         return self._at[line].at
 
     def expect(self, line: Channel, name: str = "") -> "asyncio.Future[Answer]":
-        """Return the next answer on a line about a call, about a token, or "": about the mooring.
+        """Return the next answer on a line about a call, about a token, LOAD, or "": about the mooring.
 
         Raises Unreachable if the anchor says no, ChannelClosed if the line ends.
         """
@@ -78,6 +78,8 @@ class Lines:
                 return self._answer(line, message.token, message)
             case Moored():
                 return self._answer(line, "", message)
+            case AnchorLoad():
+                return self._answer(line, LOAD, message)
             case Uncalled():
                 return self._answer(line, message.call, message)
         return IDLE

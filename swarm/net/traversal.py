@@ -81,7 +81,7 @@ class ListeningTraversal(Traversal):
         """Return an OnMessage that takes the messages to an anchor, and leaves all others to `on_message`."""
 
         def take(channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:
-            if message.kind in ("moor", "call"):
+            if message.kind in ("moor", "call", "anchor_inquiry"):
                 return self.anchor.take(channel, message)
             return on_message(channel, message, activations)
 

@@ -4,6 +4,8 @@ hidden peer -> anchor       Moor
 anchor -> hidden peer       Moored, Called, Meet
 caller -> anchor            Call
 anchor -> caller            Calling, Uncalled, Meet
+any peer -> anchor          AnchorInquiry
+anchor -> any peer          AnchorLoad, Uncalled
 """
 
 from typing import Annotated, Literal
@@ -15,6 +17,11 @@ from swarm.protocol.base import Message, Milliseconds, PeerId, Text
 CallName = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$", description="chosen by the caller, and new for each call")]
 Token = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="said by a half: a connection that belongs to it")]
 HostPort = Annotated[str, Field(max_length=64)]
+Peers = Annotated[int, Field(ge=0, le=1 << 20)]  # how many, or how many pairs
+SPEED_MAX = 1 << 40  # bytes/s; a larger one is told so
+Speed = Annotated[int, Field(ge=0, le=SPEED_MAX)]
+
+LOAD = "load"  # in the place of a call's name, which has other letters
 
 UncalledCause = Literal[
     "busy",  # too many meetings: come back after retry_after_ms
@@ -70,7 +77,7 @@ class Calling(Message):
 
 
 class Uncalled(Message):
-    """The anchor does not bring them together. call: empty where it refuses a mooring."""
+    """The anchor does not do that. call: empty where it refuses a mooring, LOAD where it does not tell its load."""
 
     kind: Literal["uncalled"] = "uncalled"
     call: Annotated[str, Field(max_length=32)] = ""
@@ -91,3 +98,28 @@ class Meet(Message):
     peer: HostPort
     local: HostPort = ""
     rtt_ms: int = Field(ge=0, le=60_000)
+
+
+class AnchorInquiry(Message):
+    """Asks an anchor for its load. It goes only to a peer whose Hello says that it knows this message."""
+
+    kind: Literal["anchor_inquiry"] = "anchor_inquiry"
+
+
+class AnchorLoad(Message):
+    """The anchor's load: sums over all peers, some seconds old.
+
+    meetings: that wait for a half. pairs: relayed now. relayed_bytes_per_s: the mean since the question before.
+    refused: since its start. The fields with max are its limits.
+    """
+
+    kind: Literal["anchor_load"] = "anchor_load"
+    moored: Peers
+    moored_max: Peers
+    meetings: Peers
+    meetings_max: Peers
+    pairs: Peers
+    pairs_max: Peers
+    relayed_bytes_per_s: Speed
+    relayed_bytes_per_s_max: Speed
+    refused: Annotated[int, Field(ge=0, lt=1 << 53)]

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from swarm.blocks import BLOCKS_MAX
 from swarm.protocol.base import Message, Milliseconds, PeerId, Text
-from swarm.protocol.meeting import Call, Called, Calling, Meet, Moor, Moored, Uncalled
+from swarm.protocol.meeting import AnchorInquiry, AnchorLoad, Call, Called, Calling, Meet, Moor, Moored, Uncalled
 from swarm.protocol.tensors import TensorMeta
 
 ROWS_MAX = 256  # of one session's batch: all of them go through the model at once
@@ -58,7 +58,7 @@ class Hello(Message):
 
     `signature` covers the side's role and the handshake's hash (channel binding, section 11.2 of the Noise
     specification), so that it is worth nothing on any other channel. bundles: whether this side takes Steps and
-    Outputs, which versions before 0.2 do not know.
+    Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry.
     """
 
     kind: Literal["hello"] = "hello"
@@ -66,6 +66,7 @@ class Hello(Message):
     signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
     software: Annotated[str, Field(max_length=64)]
     bundles: bool = False
+    loads: bool = False
 
 
 class Ping(Message):
@@ -368,6 +369,8 @@ AnyMessage = Annotated[
     | Called
     | Calling
     | Uncalled
-    | Meet,
+    | Meet
+    | AnchorInquiry
+    | AnchorLoad,
     Field(discriminator="kind"),
 ]

@@ -142,10 +142,11 @@ FIELDS = {
     "code": st.sampled_from(get_args(wire.RefusalCode)), "blame": st.sampled_from(get_args(wire.Blame)),
     "retry_after_ms": st.none() | st.integers(0, 24 * 3600 * 1000),
     "lifetime_s": st.integers(1, wire.LIFETIME_S_MAX), "tokens_max": st.none() | st.integers(0, 1 << 48),
-    "bundles": st.booleans(), "record": st.binary(max_size=2048).map(bytes.hex),
+    "bundles": st.booleans(), "loads": st.booleans(), "record": st.binary(max_size=2048).map(bytes.hex),
     "call": _hex.map(lambda text: text[:32]), "token": _hex, "back": _hex, "callee": _peers, "caller": _peers,
     "port": st.integers(0, 65535), "seen": _hosts, "reach": _hosts, "peer": _hosts, "local": _hosts,
     "rtt_ms": st.integers(0, 60_000), "cause": st.sampled_from(get_args(meeting.UncalledCause)),
+    **dict.fromkeys(meeting.AnchorLoad.model_fields, st.integers(0, 1 << 20)),
 }  # fmt: skip
 COLUMNS = {"sessions": "session", "epochs": "epoch", "steps": "step", "keeps": "keep", "budgets_ms": "budget_ms",
            "wants": "want"}  # fmt: skip

@@ -1,13 +1,16 @@
 """Writes example.json: what the API's models look like, for whoever builds upon them. Run as a script."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swarm.dht.records import Announcement
+from swarm.dht.records import Announcement, Mooring
 from swarm.identity import Identity
+from swarm.monitor.anchors import ToldLoad
 from swarm.monitor.assess import Assessment, Contact, Sighting, assess
 from swarm.monitor.state import History, Point, ProbeStats, Quantiles, Reading
+from swarm.protocol.meeting import AnchorLoad
 from tests.dht.support import announcement
 
 NOW = 1_790_000_000.0
@@ -16,6 +19,9 @@ EXAMPLE = Path(__file__).with_name("example.json")
 
 def peer(n: int) -> Identity:
     return Identity(bytes([n]) * 32)
+
+
+ANCHOR = Mooring(peer(8).public_key.hex(), "cd" * 32, "203.0.113.5:31336")
 
 
 def record(n: int, start: int, stop: int, **changes: Any) -> Announcement:
@@ -27,13 +33,14 @@ def example() -> Assessment:
     """Two models: one that works, with markup for a name, and one with gaps."""
     records = [
         record(1, 0, 6, public_name="<b>alice</b>", device="NVIDIA L4"),
-        record(2, 6, 12, public_name="bob", load=2.0),
+        record(2, 6, 12, public_name="bob", load=2.0, addresses=(), anchors=(ANCHOR,)),
         record(3, 4, 12, version="0.0.9", state="draining"),
         record(4, 0, 4, root="cd" * 32, model="org/other", n_blocks=8),
         record(5, 4, 6, root="cd" * 32, model="org/other", n_blocks=8),
     ]
-    answered = Contact(first_seen=NOW - 3600, answered_at=NOW - 12, rtt_ms=18.5)
+    answered = Contact(first_seen=NOW - 3600, answered_at=NOW - 12, rtt_ms=18.5, way="direct")
     contacts = {record.public_key: answered for record in records[:4]}
+    contacts[records[1].public_key] = replace(answered, way="punched")
     contacts[records[4].public_key] = Contact(first_seen=NOW - 60)
     probes = (
         ProbeStats(
@@ -44,6 +51,17 @@ def example() -> Assessment:
             inter_token_ms=Quantiles(p50=61.0, p95=120.25),
         ),
     )
+    load = AnchorLoad(
+        moored=3,
+        moored_max=1024,
+        meetings=1,
+        meetings_max=512,
+        pairs=2,
+        pairs_max=128,
+        relayed_bytes_per_s=120_000,
+        relayed_bytes_per_s_max=16_777_216,
+        refused=5,
+    )
     sighting = Sighting(
         network="public",
         records=records,
@@ -51,6 +69,7 @@ def example() -> Assessment:
         probes={"ab" * 32: probes},
         reading=Reading(at=NOW, took_s=0.8),
         join_addresses=("/dns4/join.example.org/tcp/31337/p2p/" + peer(9).peer_id,),
+        loads={peer(8).peer_id: ToldLoad(NOW - 9, load)},
         revision=7,
     )
     return assess(sighting, NOW)

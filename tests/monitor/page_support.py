@@ -13,12 +13,14 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.middleware.gzip import GZipMiddleware
 
-from swarm.dht.records import Announcement
+from swarm.dht.records import Announcement, Mooring
 from swarm.identity import Identity
 from swarm.monitor import pages
+from swarm.monitor.anchors import ToldLoad
 from swarm.monitor.app import Headers
 from swarm.monitor.assess import Assessment, Contact, Sighting, assess
-from swarm.monitor.state import GatewayState, History, ModelDetail, Point, ProbeStats, Quantiles, Reading, Window
+from swarm.monitor.state import GatewayState, History, ModelDetail, Point, ProbeStats, Quantiles, Reading, Way, Window
+from swarm.protocol.meeting import SPEED_MAX, AnchorLoad
 from tests.dht.support import announcement
 
 NOW = 1_790_000_000.0
@@ -34,11 +36,34 @@ GATEWAYS = (
         unrouted=(f"organisation/{'A-Long-Name-' * 9}", MARKUP),
     ),
 )
+WAYS: tuple[Way, ...] = ("direct", "direct", "punched", "direct", "relayed")
 DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA L4", "cpu", "Apple M3 Max", "NVIDIA A100-SXM4-80GB")
 
 
 def key(n: int) -> Identity:
     return Identity(n.to_bytes(32, "big"))
+
+
+def anchor(n: int) -> Mooring:
+    """Most are in one network, and one has a long name."""
+    host = "a-volunteers-machine.at-home.a-long-name-of-a-provider.org" if n % 4 == 2 else f"203.0.113.{n}"
+    return Mooring(key(900 + n).public_key.hex(), "cd" * 32, f"{host}:31336")
+
+
+def load(n: int) -> AnchorLoad:
+    """The second one relays nothing, and the third one boasts."""
+    many, fast = (1 << 20, SPEED_MAX) if n == 2 else (0, 0)
+    return AnchorLoad(
+        moored=many or 12 + n,
+        moored_max=1024,
+        meetings=1,
+        meetings_max=512,
+        pairs=many or 3 * n,
+        pairs_max=128,
+        relayed_bytes_per_s=fast or 120_000 * (1 + n),
+        relayed_bytes_per_s_max=fast or (0 if n == 1 else 16 << 20),
+        refused=7,
+    )
 
 
 def record(n: int, start: int, stop: int, **changes: Any) -> Announcement:
@@ -53,6 +78,7 @@ def record(n: int, start: int, stop: int, **changes: Any) -> Announcement:
         "version": "0.1.0" if n % 7 else "0.0.9",
         "numeric_class": "bfloat16",
         "network": "public",
+        "anchors": tuple(anchor(a) for a in {n % 3, n % 4}) if n % 3 else (),
     }
     return announcement(key(n), start, stop, **{"now": NOW - 5, **facts, **changes})
 
@@ -63,7 +89,9 @@ def assessment(records: list[Announcement], silent: frozenset[int] = frozenset()
     contacts = {
         r.public_key: Contact(first_seen=NOW - 3600 * (1 + i % 90))
         if r.public_key in dead
-        else Contact(first_seen=NOW - 3600 * (1 + i % 90), answered_at=NOW - i % 30, rtt_ms=10.0 + i % 50)
+        else Contact(
+            first_seen=NOW - 3600 * (1 + i % 90), answered_at=NOW - i % 30, rtt_ms=10.0 + i % 50, way=WAYS[i % 5]
+        )
         for i, r in enumerate(records)
     }
     sighting = Sighting(
@@ -72,6 +100,7 @@ def assessment(records: list[Announcement], silent: frozenset[int] = frozenset()
         contacts=contacts,
         reading=Reading(at=NOW, took_s=0.8),
         join_addresses=(JOIN,),
+        loads={key(900 + n).peer_id: ToldLoad(NOW - 9, load(n)) for n in range(40) if n % 4 != 3},
     )
     facts = {name: getattr(sighting, name) for name in Sighting.__dataclass_fields__}
     return assess(Sighting(**{**facts, **changes}), NOW)
@@ -107,6 +136,7 @@ def crowd(servers: int = 1000, models: int = 20) -> Assessment:
         m = 0 if n % 2 else n // 2 % (models - 1) + 1
         start = n * 7 % 76
         facts: dict[str, Any] = {"root": f"{m:02x}" * 32, "model": f"org/model-{m}-with-a-longer-name", "n_blocks": 80}
+        facts["anchors"] = (anchor(n % 40),)
         records.append(record(n, start, min(80, start + 4 + n % 9), **facts))
     return assessment(records, silent=frozenset(range(5, servers, 11)))
 

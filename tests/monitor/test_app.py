@@ -26,12 +26,14 @@ from swarm.errors import Unreachable
 from swarm.identity import Identity
 from swarm.monitor.app import events_of, make_app
 from swarm.monitor.assess import KnownModel
-from swarm.monitor.contacts import ContactLimits
+from swarm.monitor.contacts import Answer, ContactLimits
 from swarm.monitor.gateways import GatewayLimits
 from swarm.monitor.history import Database, ProbeResult
 from swarm.monitor.reading import ReadingLimits, choose
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
-from swarm.monitor.state import Health, History, ModelDetail, State
+from swarm.monitor.state import Health, History, ModelDetail, State, Way
+from swarm.net.address import ViaAnchor
+from swarm.protocol.meeting import AnchorLoad
 from tests.dht.support import NETWORK, ROOT, announcement
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -40,12 +42,17 @@ ABSENT = "ee" * 32
 
 
 class World:
-    """A monitor over a DHT in memory. `silent`: public keys of servers that do not answer."""
+    """A monitor over a DHT in memory. silent: public keys of servers that do not answer. ways: to those that do.
+
+    loads: that anchors tell, by peer id.
+    """
 
     def __init__(self, folder: Path, gateways: tuple[str, ...] = ()) -> None:
         self.memory = MemoryStore.make(NETWORK, time.time)
         self.reachable = True
         self.silent: set[str] = set()
+        self.ways: dict[str, Way] = {}
+        self.loads: dict[str, AnchorLoad] = {}
         self.database = Database(folder / "health.sqlite")
         contacts = ContactLimits(again_s=0.01)
         limits = MonitorLimits(
@@ -56,7 +63,7 @@ class World:
             gateways=GatewayLimits(every_s=0.05),
         )
         options = MonitorOptions(network=NETWORK, gateways=gateways, limits=limits)
-        self.monitor = Monitor(options, self.open, self.answer, self.database, time.time)
+        self.monitor = Monitor(options, self.open, self, self.database, time.time)
         self.app = make_app(self.monitor)
 
     @asynccontextmanager
@@ -74,10 +81,15 @@ class World:
             raise Unreachable("the swarm", ("/ip4/203.0.113.9/tcp/1/p2p/x",), 1.0)
         return await self.memory.get(keys, heard)
 
-    async def answer(self, record: Announcement) -> float:
+    async def greet(self, record: Announcement) -> Answer:
         if record.public_key in self.silent:
             raise Unreachable(record.peer_id, record.addresses, 1.0)
-        return 0.002
+        return Answer(0.002, self.ways.get(record.public_key, "direct"))
+
+    async def load_of(self, anchor: ViaAnchor) -> AnchorLoad:
+        if anchor.peer not in self.loads:
+            raise Unreachable(anchor.peer, (str(anchor),), 1.0)
+        return self.loads[anchor.peer]
 
     async def announce(self, start: int, stop: int, **changes: Any) -> Identity:
         me = Identity.generate()

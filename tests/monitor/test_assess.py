@@ -2,17 +2,18 @@
 
 import json
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swarm.dht.records import Announcement
 from swarm.monitor.assess import AssessLimits, Contact, KnownModel, Sighting, assess, ranges
-from swarm.monitor.state import ModelDetail, ProbeStats, State
+from swarm.monitor.state import ModelDetail, ProbeStats, State, Ways
 from tests.dht.support import ROOT
 from tests.monitor.make_example import EXAMPLE, NOW, example_json, record
 
-ANSWERS = Contact(first_seen=NOW - 100, answered_at=NOW - 10, rtt_ms=3.0)
+ANSWERS = Contact(first_seen=NOW - 100, answered_at=NOW - 10, rtt_ms=3.0, way="direct")
 
 
 def detail(records: list[Announcement], contact: Contact = ANSWERS, **more: Any) -> ModelDetail:
@@ -95,6 +96,19 @@ def test_who_does_not_answer_decides_neither_name_nor_size():
     sighting = Sighting(network="test", records=[*liars, honest], contacts={honest.public_key: ANSWERS})
     summary = assess(sighting, NOW).details[ROOT].summary
     assert (summary.name, summary.n_blocks, summary.status) == ("org/model", 12, "healthy")
+
+
+def test_servers_are_counted_by_the_way_to_them():
+    records = [record(n, 0, 12) for n in range(1, 7)]
+    ways = ("direct", "direct", "punched", "relayed", "reverse")
+    contacts = {r.public_key: replace(ANSWERS, way=way) for r, way in zip(records, ways, strict=False)}
+    contacts[records[5].public_key] = replace(ANSWERS, way="punched", failures=2)  # silent
+    assessment = assess(Sighting(network="test", records=records, contacts=contacts), NOW)
+    state = assessment.state
+    assert state.ways == Ways(direct=2, reverse=1, punched=1, relayed=1)
+    assert sum(count for _, count in state.ways) == state.servers_online == 5
+    by_peer = {server.peer_id: server.way for server in assessment.details[ROOT].servers}
+    assert [by_peer[r.peer_id] for r in records] == [*ways, "punched"]
 
 
 @pytest.mark.parametrize("name", ["$(touch x)", "a; rm -rf /", "--token", "org/a b", "../x", "`x`", "a/b/c", "öl"])

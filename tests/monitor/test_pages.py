@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi", reason="needs pip install 'swarm-inference[health]'")
 
 from swarm.monitor import pages, view, wording
-from swarm.monitor.state import BlockState
+from swarm.monitor.state import API, BlockState
 from tests.monitor.page_support import (
     JOIN,
     MARKUP,
@@ -25,6 +25,7 @@ from tests.monitor.page_support import (
     crowd,
     healthy,
     history,
+    key,
     one_model,
     record,
     serving,
@@ -68,6 +69,12 @@ class Reader(HTMLParser):
         return re.sub(r"\s+", " ", "".join(self.words))
 
 
+def plain(site: Site) -> str:
+    """Return the words of the page, and of each cell of a table, with single spaces between them."""
+    page = get(site.url)[2].replace("</td>", " </td>").replace("</th>", " </th>")
+    return re.sub(r"\s+", " ", Reader(page).text)
+
+
 def rows(page: str) -> int:
     return len(re.findall(r'<tr role="row" class="is-', page))
 
@@ -89,6 +96,42 @@ def test_says_that_it_works_and_how_fast() -> None:
     assert "It works: every block has a server that answers." in text
     assert "For one user 5.6 tok/s" in text
     assert "99.3 % fine of 288 in 24 h; first token 410 ms, then 61 ms each" in text
+
+
+def test_says_by_which_way_servers_are_reached(site: Site) -> None:
+    text = plain(site)
+    ways = site.now.state.ways
+    assert ways.punched
+    assert ways.relayed
+    for words in (f"Direct at an address {ways.direct}", f"Punched behind a router, straight {ways.punched}"):
+        assert words in text
+    assert f"Relayed behind a router, through an anchor {ways.relayed}" in text
+    assert "Reverse" not in text, "no server is reached so"
+    assert re.search(r"answered \d+\s+s ago, punched", text)
+
+
+def test_says_how_loaded_each_anchor_is(site: Site) -> None:
+    text = plain(site)
+    last = {n: key(900 + n).peer_id[-8:] for n in range(4)}
+    assert f"203.0.*.* …{last[0]} 12 0 pairs 120 kB/s of 16.8 MB/s" in text
+    assert f"203.0.*.* …{last[1]} 13 nothing" in text
+    assert f"*.a-long-name-of-a-provider.org …{last[2]} 1M 1M pairs 1,100 GB/s of 1,100 GB/s" in text
+    assert f"203.0.*.* …{last[3]} does not tell" in text
+
+
+def test_shows_the_first_anchors_and_the_others_on_request() -> None:
+    with serving(Site(crowd(600, 2))) as site:
+        page = get(site.url)[2]
+    assert len(site.now.state.anchors) == API.anchors_max == 32
+    assert page.count('<table class="plain anchors">') == 2
+    assert "<summary>26 more</summary>" in page
+
+
+def test_a_swarm_without_anchors_has_no_table_of_them() -> None:
+    with serving(Site(assessment([record(1, 0, 4, n_blocks=4, anchors=())]))) as site:
+        text = plain(site)
+    assert "Direct at an address 1" in text
+    assert "Anchor" not in text
 
 
 def test_gives_the_exact_commands_to_join_and_to_use(site: Site) -> None:
@@ -279,6 +322,11 @@ def test_an_empty_history_says_nothing() -> None:
         (wording.figure(41_000_000), "41M"),
         (wording.figure(None), wording.NOT_KNOWN),
         (wording.rate(None), wording.NOT_KNOWN),
+        (wording.bandwidth(0), "0 kB/s"),
+        (wording.bandwidth(120_400), "120 kB/s"),
+        (wording.bandwidth(999_600), "1 MB/s"),
+        (wording.bandwidth(16 << 20), "16.8 MB/s"),
+        (wording.bandwidth(2.5e9), "2.5 GB/s"),
         (wording.share(0.9999), "99.9 %"),
         (wording.share(1.0), "100 %"),
         (wording.took(410.0), "410 ms"),
