@@ -93,8 +93,6 @@ class Places:
     async def end(self) -> None:
         for each in self.made:
             await (each.end() if isinstance(each, Place) else each.close())
-        for _ in range(5):  # turns of the loop, in which transports close their sockets
-            await asyncio.sleep(0)
 
 
 @dataclass

@@ -119,15 +119,16 @@ async def dial_on(
 
 
 async def _carry(sock: socket.socket, carrier: Callable[[], TcpCarrier]) -> None:
-    """Let a carrier have a connection, which is closed where that fails."""
-    loop = asyncio.get_running_loop()
+    """Let a carrier have a connection, which is closed where that fails.
+
+    Not by `create_connection`: a carrier whose channel fails at once has uvloop close the descriptor then, and once
+    more when `sock` ends; it may be another connection's by that time.
+    """
     try:
-        transport, _ = await loop.create_connection(carrier, sock=sock)
+        await asyncio.get_running_loop().connect_accepted_socket(carrier, sock)
     except BaseException:
         sock.close()
         raise
-    if transport.is_closing() and not isinstance(loop, asyncio.BaseEventLoop):
-        sock.detach()  # a bad key: uvloop has closed the descriptor, which may be another's when `sock` ends
 
 
 async def _proven(
