@@ -210,6 +210,10 @@ class Unreachable(NetworkError):
         return f"{self.target} cannot be reached at {places} within {self.after_s:.0f} s: {self.why}"
 
 
+class AnchorBusy(Unreachable):
+    """An anchor that has too much to do now to lead to a peer, which may well be there."""
+
+
 @dataclass(eq=False)
 class HandshakeFailed(NetworkError):
     """The other side did not prove to be the peer that was asked for, or does not speak our handshake."""

@@ -15,7 +15,7 @@ import structlog
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import Announcement
 from swarm.dht.validator import Clock
-from swarm.errors import SwarmError
+from swarm.errors import AnchorBusy, SwarmError
 from swarm.identity import Identity
 from swarm.limits import limit
 from swarm.monitor.anchors import NamedAnchor, ToldLoad, named
@@ -100,7 +100,10 @@ class Contacts:
             self._contacts.setdefault(key, Contact(first_seen=self._first_seen.get(key, now)))
         turns = asyncio.Semaphore(self._limits.dials_max)
         async with asyncio.TaskGroup() as group:
-            for key in self._contacts.keys() & latest.keys():
+            # The longest unanswered come first: an anchor leads to a few of its servers at a time.
+            for key in sorted(
+                self._contacts.keys() & latest.keys(), key=lambda key: self._contacts[key].answered_at or 0
+            ):
                 if now < self._next.get(key, 0.0):
                     continue
                 group.create_task(self._visit(latest[key], turns))
@@ -123,6 +126,8 @@ class Contacts:
         async with turns:
             try:
                 answer = await self._dialler.greet(record)
+            except AnchorBusy:
+                return False  # that says nothing of the server
             except (SwarmError, TimeoutError) as error:
                 self._failed(key)
                 _log.debug("a server does not answer", peer=record.peer_id, why=str(error)[:200])
@@ -206,7 +211,7 @@ class SwarmDialler:
                     finally:
                         channel.close()
             except (SwarmError, TimeoutError) as error:
-                failure = error
+                failure = failure if isinstance(failure, AnchorBusy) else error
         raise failure
 
     async def load_of(self, anchor: ViaAnchor) -> AnchorLoad:

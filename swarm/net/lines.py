@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from swarm.activations import Activations
-from swarm.errors import ChannelClosed, Unreachable
+from swarm.errors import AnchorBusy, ChannelClosed, Unreachable
 from swarm.net.address import Tcp, ViaAnchor
 from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
@@ -91,7 +91,8 @@ class Lines:
         if isinstance(answer, Uncalled):
             retry_s = (answer.retry_after_ms or 0) / 1000
             why = answer.why + (f"; again in {retry_s:.1f} s" if retry_s else "")
-            future.set_exception(Unreachable(line.peer, (str(self._at[line].at),), 0.0, f"as an anchor: {why}"))
+            kind = AnchorBusy if answer.cause == "busy" else Unreachable
+            future.set_exception(kind(line.peer, (str(self._at[line].at),), 0.0, f"as an anchor: {why}"))
         else:
             future.set_result(answer)
         return PROGRESS

@@ -3,6 +3,7 @@
 import re
 import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 pytest.importorskip("fastapi", reason="needs pip install 'swarm-inference[health]'")
 
 from swarm.dht.records import Announcement, Mooring
+from swarm.errors import AnchorBusy, Unreachable
 from swarm.identity import Identity
 from swarm.monitor.anchors import ToldLoad, named, place_of, states
-from swarm.monitor.contacts import Contacts, Loads, SwarmDialler
+from swarm.monitor.contacts import Answer, ContactLimits, Contacts, Loads, SwarmDialler
 from swarm.monitor.state import API, State
 from swarm.net.anchor import RelayLimits
 from swarm.net.load import LoadLimits
@@ -171,3 +173,29 @@ async def test_the_monitor_notes_the_way_to_each_server_and_the_load():
         told = loads.known[anchor.me.identity.peer_id].load
         assert (told.moored, told.relayed_bytes_per_s_max) == (2, 1_000_000)
         assert told.relayed_bytes_per_s > 0, "the handshake with the third server"
+
+
+async def test_a_busy_anchor_says_nothing_of_a_server() -> None:
+    class Dialler:
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        async def greet(self, record: Any) -> Answer:
+            self.asked.append(record.public_key)
+            if len(self.asked) > 3:
+                raise AnchorBusy(record.peer_id, ("192.0.2.1:1",), 0.0, "as an anchor: too many calls")
+            if record.public_key == "c":
+                raise Unreachable(record.peer_id, (), 0.0)
+            return Answer(0.01, "relayed")
+
+        async def load_of(self, anchor: object) -> Any:
+            raise AssertionError(anchor)
+
+    clock, dialler = iter(range(1, 100)), Dialler()
+    contacts = Contacts(dialler, lambda: float(next(clock)), ContactLimits(dials_max=1))
+    some: Any = [SimpleNamespace(public_key=key, peer_id=key) for key in "abc"]
+    for _ in range(2):
+        await contacts.visit(some)
+    failures = {key: contact.failures for key, contact in contacts.known.items()}
+    assert failures == {"a": 0, "b": 0, "c": 1}
+    assert dialler.asked[3] == "c", "the one that has not answered comes first"
