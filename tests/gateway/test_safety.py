@@ -22,6 +22,7 @@ from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits
 from swarm.gateway.doors import DoorOptions, Failsafe, is_allowed, is_local
+from swarm.gateway.health import Readiness
 from swarm.gateway.keys import KeyLimits, Keys, digest_of
 from swarm.gateway.loading import ModelOptions
 from swarm.gateway.serve import GatewayArguments, doors_of
@@ -196,6 +197,25 @@ def test_health_needs_no_key_and_tells_reasons_with_one(keyed):
         assert httpx.get(url + path).json() == {"ok": True}
     assert httpx.get(url + "/readyz").json() == {"ready": True}
     assert "models" in httpx.get(url + "/readyz", headers={"x-api-key": "key-of-ada"}).json()
+
+
+def test_key_with_a_list_of_models_learns_of_no_other(keys):
+    async def readiness():
+        return Readiness(True, {NAME: "", "org/other": "no route"}, ("the file of keys is gone",))
+
+    def get(path, name):
+        return httpx.get(url + path, headers={"x-api-key": f"key-of-{name}"})
+
+    with served(doors=DoorOptions(keys=keys), readiness=readiness) as (url, _):
+        assert post(url, "key-of-ada").status_code == 200
+        assert [get("/metrics", name).status_code for name in ("ada", "bob")] == [200, 403]
+        assert NAME in get("/metrics", "ada").text
+        assert NAME not in get("/metrics", "bob").text
+        told = [get("/readyz", name).json() for name in ("ada", "bob")]
+    assert [(list(each["models"]), len(each["problems"])) for each in told] == [
+        ([NAME, "org/other"], 1),
+        (["org/other"], 0),
+    ]
 
 
 def arguments(host="127.0.0.1", **options):

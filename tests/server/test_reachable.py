@@ -52,7 +52,7 @@ def reachability(node: FakeNode) -> Reachability:
     traversal: Any = SimpleNamespace(moorings=moorings, caller=SimpleNamespace(host="", port=0))
     fake: Any = node
     listening = Listening(("1.2.3.4:31330",), 31330, 31337)
-    return Reachability(fake, SIGNED, traversal, listening, ReachLimits(busy_s=0.0, busy_tries=3))
+    return Reachability(fake, SIGNED, traversal, listening, limits=ReachLimits(busy_s=0.0, busy_tries=3))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ Nothing here touches the network: addresses are resolved only where they are num
 inputs enter behind them: `open_announcement(verified=True)`, records signed anew, frames sealed by the test.
 """
 
-from tests.fuzz.parsers import calls, channels, files, messages, records
+from tests.fuzz.parsers import calls, channels, files, messages, neighbours, records
 
-PARSERS = {parser.name: parser for part in (messages, channels, records, calls, files) for parser in part.PARSERS}
+PARSERS = {
+    parser.name: parser for part in (messages, channels, records, calls, neighbours, files) for parser in part.PARSERS
+}
