@@ -1,5 +1,6 @@
 """A part of `nat.py`: honest meetings at an anchor that fifty hostile peers attack, against the same without."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -17,36 +18,42 @@ from tests.support.lab import Lab
 
 P95_FACTOR_MAX, MEMORY_MIB_MAX = 2.0, 64.0
 ANCHOR_MS, HOME_MS, HOSTILE_MS = 5.0, 10.0, 5.0  # one way
-CALLS_PER_S = 2.0  # of honest callers, each of them a new one
+CALLERS = 24  # honest ones, on hosts of their own; each calls once in a while, with a new identity
+CALLS_PER_S = 1.5  # of all of them
 FAILED_MS = 60_000.0  # of a meeting that fails
 TRAP_PORT = 31330
 
 
 def hostile(quick: bool) -> Part:
-    """Let honest callers meet an honest hidden peer, with and without attackers in turn."""
+    """Let honest callers meet an honest hidden peer, with and without attackers in turn.
+
+    All honest peers are behind port-restricted routers, and new to the anchor.
+    """
     rounds, seconds = (1, 4.0) if quick else (4, 15.0)
     calm, attacked = Samples("meeting, no attack"), Samples("meeting, attacked")
     failed, did = Counter[str](), Counter[str]()
     with Lab() as lab, ExitStack() as ending:
         anchor = ending.enter_context(PeerProcess(lab.public_host(ANCHOR_MS)))
-        hidden, caller = (
-            ending.enter_context(PeerProcess(lab.site("port_restricted", HOME_MS).host())) for _ in range(2)
-        )
+        homes = [lab.site("port_restricted", HOME_MS).host() for _ in range(1 + (8 if quick else CALLERS))]
+        hidden, *calling = [ending.enter_context(PeerProcess(home)) for home in homes]
+        callers = itertools.cycle(calling)
         trap = lab.public_host(HOSTILE_MS)
         hosts = [lab.public_host(HOSTILE_MS) for _ in range(10 if quick else PEERS)]
         attackers = ending.enter_context(PeerProcess(hosts[0], Hostile))
-        ending.enter_context(_cores([anchor.pid, hidden.pid, caller.pid], [attackers.pid], lab.internet_pid))
+        ending.enter_context(
+            _cores([each.pid for each in (anchor, hidden, *calling)], [attackers.pid], lab.internet_pid)
+        )
         at = anchor.ask("anchor", host=anchor.host.address)
         (known,) = hidden.ask("moor", anchors=[at])
-        _stretch(caller, at, known, seconds / 2, Samples("warm"), Counter())
+        _stretch(callers, at, known, seconds / 2, Samples("warm"), Counter())
         paths = [str(host.namespace.path) for host in hosts]
         attackers.ask("prepare", paths=paths, anchor=at, victim=known, trap=f"{trap.address}:{TRAP_PORT}")
         before = anchor.resident_mib()
         anchor.forget_most()
         for _ in range(rounds):
-            _stretch(caller, at, known, seconds, calm, failed)
+            _stretch(callers, at, known, seconds, calm, failed)
             attackers.send("attack", seconds=seconds)
-            _stretch(caller, at, known, seconds, attacked, failed)
+            _stretch(callers, at, known, seconds, attacked, failed)
             for kind, counts in attackers.answer().items():
                 did.update({f"{kind}: {what}": count for what, count in counts.items()})
         grown = anchor.resident_mib("VmHWM") - before
@@ -64,11 +71,17 @@ def hostile(quick: bool) -> Part:
 
 
 def _stretch(
-    caller: PeerProcess, at: list[str], known: list[str], seconds: float, samples: Samples, failed: Counter[str]
+    callers: Iterator[PeerProcess],
+    at: list[str],
+    known: list[str],
+    seconds: float,
+    samples: Samples,
+    failed: Counter[str],
 ) -> None:
-    """Let a new caller call again and again."""
+    """Let one caller after the other call."""
     until = time.monotonic() + seconds
     while (began := time.monotonic()) < until:
+        caller = next(callers)
         caller.ask("callers", count=1)
         met = caller.ask("call", anchor=at, callee=known)
         samples.ms.append(1000 * met["s"] if met["way"] else FAILED_MS)

@@ -126,7 +126,7 @@ async def flood(me: Attacker, number: int) -> None:
     """Be relayed with a hostile hidden peer, and send bytes both ways; and on the line, larger messages than others."""
     del number
     await me.say(a_call(me.partner))
-    await me.say(Uncalled(cause="busy", why="x" * 500, call="0" * 32))
+    await me.say(Uncalled(cause="busy", why="x" * 300, call="0" * 32))
 
 
 async def read_slowly(me: Attacker, number: int) -> None:

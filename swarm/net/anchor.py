@@ -21,6 +21,7 @@ import structlog
 from swarm.errors import ChannelClosed, SwarmError
 from swarm.limits import limit
 from swarm.net.address import Tcp
+from swarm.net.admission import source_of
 from swarm.net.channel import Channel
 from swarm.net.gate import IDLE, Toll
 from swarm.net.halves import TOKEN_BYTES, Half, Halves
@@ -58,8 +59,11 @@ class AnchorLimits:
     moorings_per_host_max: int = limit(16, "moorings", "from one address; more are refused")
     call_per_s: float = limit(2.0, "calls/s", "of one caller; more are refused as busy")
     call_burst: float = limit(16.0, "calls", "of one caller at once")
-    called_per_s: float = limit(20.0, "calls/s", "to one hidden peer; more are refused as busy")
+    called_per_s: float = limit(4.0, "calls/s", "to one hidden peer, which ignores more; more are refused as busy")
+    called_burst: float = limit(32.0, "calls", "to one hidden peer at once")
     all_per_s: float = limit(100.0, "calls/s", "in all; more are refused as busy")
+    recent: float = limit(16.0, "calls", "of one source, after which half of the calls at once are kept for others")
+    forgotten_per_s: float = limit(0.05, "calls/s", "of these are forgotten")
     callers_max: int = limit(4096, "callers", "whose rate is remembered; a new one is refused while all have a debt")
     meetings_max: int = limit(512, "meetings", "that wait for a half; more are refused as busy")
     meeting_s: float = limit(8.0, "s", "both halves must be here by then")
@@ -98,7 +102,7 @@ class Anchor:
         self._halves, self._check = halves, check
         self._meter = Meter(max(1.0, limits.relay.bytes_per_s), limits.relay.burst)
         self._all = TokenBucket(limits.all_per_s, limits.all_per_s)
-        self._rates: dict[tuple[str, str], TokenBucket] = {}  # of ("call" or "called", peer)
+        self._rates: dict[tuple[str, str], TokenBucket] = {}  # of "call", "called" or "from", and a peer or a source
         self._meetings: dict[bytes, _Meeting] = {}  # by the caller's token
         self._pairs: dict[Splice, tuple[str, str]] = {}
         self._joining: set[asyncio.Task[None]] = set()
@@ -156,7 +160,7 @@ class Anchor:
     # Calls
 
     def _call(self, caller: Channel, call: Call) -> None:
-        refusal = self._refusal(caller.peer, call.callee)
+        refusal = self._refusal(caller, call.callee)
         if refusal is not None:
             self._load.refused += refusal.cause == "busy"
             _say(caller, refusal.model_copy(update={"call": call.call}))
@@ -185,20 +189,27 @@ class Anchor:
         reach = str(Tcp(host, call.port)) if host and call.port >= 1024 else ""
         return Called(call=call.call, token=token, caller=caller, reach=reach, back=call.back)
 
-    def _refusal(self, caller: str, callee: str) -> Uncalled | None:
+    def _refusal(self, caller: Channel, callee: str) -> Uncalled | None:
+        """Return why a call is refused, or count it.
+
+        The more calls a source has made recently, the more it leaves to others: a crowd that calls without pause keeps
+        no quiet caller away.
+        """
         limits, now = self.limits, asyncio.get_running_loop().time()
         if callee not in self.moored:
             return Uncalled(cause="away", why="the peer is not moored here")
-        ours = self._rate("call", caller, limits.call_per_s, limits.call_burst, now)
-        theirs = self._rate("called", callee, limits.called_per_s, limits.called_per_s, now)
-        if ours is None or theirs is None:
+        ours = self._rate("call", caller.peer, limits.call_per_s, limits.call_burst, now)
+        theirs = self._rate("called", callee, limits.called_per_s, limits.called_burst, now)
+        recent = self._rate("from", source_of(caller.carrier.host), limits.forgotten_per_s, limits.recent, now)
+        if ours is None or theirs is None or recent is None:
             return _busy("too many callers", 1.0)
-        wait_s = max(ours.wait_s(now), theirs.wait_s(now), self._all.wait_s(now))
+        kept = recent.used(now) / 2
+        wait_s = max(ours.wait_s(now), theirs.wait_s(now, kept), self._all.wait_s(now, kept))
         if wait_s > 0:
             return _busy("too many calls", wait_s)
         if len(self._meetings) >= limits.meetings_max:
             return _busy("too many meetings", limits.meeting_s / 2)
-        for bucket in (ours, theirs, self._all):
+        for bucket in (ours, theirs, recent, self._all):
             bucket.owe(now)
         return None
 
