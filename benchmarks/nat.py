@@ -24,9 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import ROOT, SEED, table, write_json
 from nat_hostile import hostile
+from nat_kills import kills
 from nat_pairs import pairs
 from nat_relay import moored, relay
 from nat_result import COLUMNS, Line, Part
+from nat_tokens import tokens
 
 from tests.support.lab import unavailable
 
@@ -35,6 +37,8 @@ PARTS: dict[str, Callable[[bool], Part]] = {
     "relay": relay,
     "moored": moored,
     "hostile": hostile,
+    "kills": kills,
+    "tokens": tokens,
 }
 
 

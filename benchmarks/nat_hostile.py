@@ -85,6 +85,7 @@ def _stretch(
         caller.ask("callers", count=1)
         met = caller.ask("call", anchor=at, callee=known)
         samples.ms.append(1000 * met["s"] if met["way"] else FAILED_MS)
+        failed[f"{samples.name}: {met['way']}"] += 1
         if not met["way"]:
             failed[f"{samples.name}: {met['why']}"] += 1
         time.sleep(max(0.0, began + 1 / CALLS_PER_S - time.monotonic()))

@@ -233,6 +233,8 @@ class Peer(Commands):
         me, ways = self._callers[caller]
         began = time.perf_counter()
         try:
+            ways.lines.release(await ways.lines.open(Known(*anchor).via))
+            line_s = time.perf_counter() - began
             channel = await ways.dial(Known(*anchor).via, Known(*callee).remote, me, self._heard)
             took_s = time.perf_counter() - began
             async with asyncio.timeout(5):
@@ -243,7 +245,7 @@ class Peer(Commands):
             self._channel = channel
         else:
             channel.close()
-        return {"way": channel.carrier.way, "s": took_s, "ping_s": ping_s}
+        return {"way": channel.carrier.way, "s": took_s, "line_s": line_s, "ping_s": ping_s}
 
     async def echo(self, frames: int) -> float:
         """Send frames on the channel that was kept, each once the one before has come back. Returns seconds."""

@@ -61,7 +61,7 @@ class AnchorLimits:
     call_burst: float = limit(16.0, "calls", "of one caller at once")
     called_per_s: float = limit(4.0, "calls/s", "to one hidden peer, which ignores more; more are refused as busy")
     called_burst: float = limit(32.0, "calls", "to one hidden peer at once")
-    all_per_s: float = limit(100.0, "calls/s", "in all; more are refused as busy")
+    all_per_s: float = limit(50.0, "calls/s", "in all; more are refused as busy")
     recent: float = limit(16.0, "calls", "of one source, after which half of the calls at once are kept for others")
     forgotten_per_s: float = limit(0.05, "calls/s", "of these are forgotten")
     callers_max: int = limit(4096, "callers", "whose rate is remembered; a new one is refused while all have a debt")

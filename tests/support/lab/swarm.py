@@ -74,6 +74,11 @@ class Generation:
         assert len(rounds) == self._rounds
         return rounds
 
+    @property
+    def joined_s(self) -> float:
+        """How long the client took to join, once it has."""
+        return float(self._lines()[0]["joined_s"])
+
     def go(self, number: int) -> None:
         """Let a paced client begin a round."""
         go_file(self._results, number).touch()
