@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -46,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
     parser.add_argument("--quick", action="store_true", help="few of everything, to see that it works")
+    parser.add_argument("--deaths", type=int, default=100, help="of relaying anchors")
     parser.add_argument("--check", action="store_true", help="exit 1 unless the project's promises are kept")
     parser.add_argument("--json", type=Path, help="where the raw samples go")
     options = parser.parse_args()
@@ -54,7 +56,8 @@ def main() -> None:
     if reason := unavailable():
         sys.exit(reason)
     os.environ["PYTHONPATH"] = str(ROOT)  # for the process that the swarm's commands are forked from
-    measured = {name: PARTS[name](options.quick) for name in options.parts or PARTS}
+    parts = PARTS | {"kills": partial(kills, deaths=options.deaths)}
+    measured = {name: parts[name](options.quick) for name in options.parts or parts}
     lines = [line for part in measured.values() for line in part.lines]
     table("peers behind routers", COLUMNS, [line.cells for line in lines])
     for line in lines:

@@ -31,7 +31,7 @@ def hostile(quick: bool) -> Part:
     """
     rounds, seconds = (1, 4.0) if quick else (4, 15.0)
     calm, attacked = Samples("meeting, no attack"), Samples("meeting, attacked")
-    failed, did = Counter[str](), Counter[str]()
+    failed, did, ways = Counter[str](), Counter[str](), Counter[str]()
     with Lab() as lab, ExitStack() as ending:
         anchor = ending.enter_context(PeerProcess(lab.public_host(ANCHOR_MS)))
         homes = [lab.site("port_restricted", HOME_MS).host() for _ in range(1 + (8 if quick else CALLERS))]
@@ -45,15 +45,15 @@ def hostile(quick: bool) -> Part:
         )
         at = anchor.ask("anchor", host=anchor.host.address)
         (known,) = hidden.ask("moor", anchors=[at])
-        _stretch(callers, at, known, seconds / 2, Samples("warm"), Counter())
+        _stretch(callers, at, known, seconds / 2, Samples("warm"), Counter(), Counter())
         paths = [str(host.namespace.path) for host in hosts]
         attackers.ask("prepare", paths=paths, anchor=at, victim=known, trap=f"{trap.address}:{TRAP_PORT}")
         before = anchor.resident_mib()
         anchor.forget_most()
         for _ in range(rounds):
-            _stretch(callers, at, known, seconds, calm, failed)
+            _stretch(callers, at, known, seconds, calm, failed, ways)
             attackers.send("attack", seconds=seconds)
-            _stretch(callers, at, known, seconds, attacked, failed)
+            _stretch(callers, at, known, seconds, attacked, failed, ways)
             for kind, counts in attackers.answer().items():
                 did.update({f"{kind}: {what}": count for what, count in counts.items()})
         grown = anchor.resident_mib("VmHWM") - before
@@ -66,7 +66,14 @@ def hostile(quick: bool) -> Part:
         Line("the same: anchor's memory more than before, at most", grown, "MiB", MEMORY_MIB_MAX),
         Line("the same: bytes that any peer sent to a third party", dialled, "", 0),
     ]
-    facts = {"did": dict(did), "failed": dict(failed), "load": load, "before_mib": before, "grown_mib": grown}
+    facts = {
+        "did": dict(did),
+        "failed": dict(failed),
+        "ways": dict(ways),
+        "load": load,
+        "before_mib": before,
+        "grown_mib": grown,
+    }
     return Part([calm, attacked], lines, facts)
 
 
@@ -77,6 +84,7 @@ def _stretch(
     seconds: float,
     samples: Samples,
     failed: Counter[str],
+    ways: Counter[str],
 ) -> None:
     """Let one caller after the other call."""
     until = time.monotonic() + seconds
@@ -85,7 +93,7 @@ def _stretch(
         caller.ask("callers", count=1)
         met = caller.ask("call", anchor=at, callee=known)
         samples.ms.append(1000 * met["s"] if met["way"] else FAILED_MS)
-        failed[f"{samples.name}: {met['way']}"] += 1
+        ways[f"{samples.name}: {met['way'] or 'failed'}"] += 1
         if not met["way"]:
             failed[f"{samples.name}: {met['why']}"] += 1
         time.sleep(max(0.0, began + 1 / CALLS_PER_S - time.monotonic()))

@@ -15,7 +15,8 @@ from tests.support.lab import KINDS, Lab
 ANCHOR_MS, CALLER_MS, CALLEE_MS = 10.0, 15.0, 20.0  # one way, to the middle: 70 ms there and back, relayed 110
 PUNCHED_SHARE_MIN = 0.99
 CONNECT_S_MAX, RELAYED_S_MAX = 0.5, 0.6  # medians, with the caller's own way to the anchor
-PLACES = 2  # of each kind and side: as many pairs meet at one time
+PLACES = 2  # of each kind and side
+AT_ONCE = 4  # pairs that meet at one time
 ROUTED = tuple(kind for kind, routers in KINDS.items() if routers)
 SYMMETRIC = tuple(kind for kind, routers in KINDS.items() if any(router.random for router in routers))
 CONES = tuple(kind for kind in ROUTED if kind not in SYMMETRIC)
@@ -64,7 +65,7 @@ def _meetings(wanted: Sequence[Pair], callers: Places, callees: Places, at: Know
         used: Counter[tuple[int, str]] = Counter()
         batch: list[tuple[Pair, PeerProcess, PeerProcess]] = []
         for pair in list(waiting):
-            if len(batch) == PLACES:
+            if len(batch) == AT_ONCE:
                 break
             if used[0, pair[0]] < PLACES and used[1, pair[1]] < PLACES:
                 batch.append((pair, callers[pair[0]][used[0, pair[0]]], callees[pair[1]][used[1, pair[1]]]))
