@@ -29,7 +29,7 @@ def hostile(quick: bool) -> Part:
 
     All honest peers are behind port-restricted routers, and new to the anchor.
     """
-    rounds, seconds = (1, 4.0) if quick else (4, 15.0)
+    rounds, seconds = (1, 4.0) if quick else (3, 15.0)
     calm, attacked = Samples("meeting, no attack"), Samples("meeting, attacked")
     failed, did, ways = Counter[str](), Counter[str](), Counter[str]()
     with Lab() as lab, ExitStack() as ending:

@@ -13,14 +13,14 @@ from nat_result import Line, Part
 from tests.support.lab import Lab
 
 FRAME_US_MAX, BULK_US_MAX, CALL_MS_MAX, MOORED_MIB_MAX = 60.0, 30.0, 2.0, 16.0
-CALLERS = 8  # an anchor takes two calls a second of each, and 16 at once
+CALLERS, CALLEES = 8, 4  # an anchor takes two calls a second of a caller, and four to a hidden peer
 OF_HOST_MAX = 16  # moorings that an anchor takes from one address
 SETTLE_S = 7.0  # of pings on all moorings, before the memory is read
 
 
 def relay(quick: bool) -> Part:
     """Measure what an anchor computes for a relayed frame, for 16 KiB of many, and for a call."""
-    rounds, echoes, bulk, calls = (1, 200, 256, 16) if quick else (5, 2000, 1024, 64)
+    rounds, echoes, bulk, calls = (1, 200, 256, 16) if quick else (5, 2000, 1024, 48)
     frames, bulks = Samples("anchor's CPU, a relayed frame"), Samples("anchor's CPU, 16 KiB of many")
     called = {way: Samples(f"anchor's CPU, a call, {way}") for way in ("punched", "relayed")}
     seen: Counter[str] = Counter()
@@ -90,13 +90,13 @@ def _frames(
 
 
 def _calls(anchor: PeerProcess, ends: Sequence[PeerProcess], at: list[str], calls: int, seen: Counter[str]) -> float:
-    """Let callers with lines to the anchor call a hidden peer in turn. Returns the anchor's ms for each call."""
+    """Let callers with lines to the anchor call hidden peers in turn. Returns the anchor's ms for each call."""
     caller, hidden = ends
-    (known,) = hidden.ask("moor", anchors=[at])
+    known = hidden.ask("moor", anchors=[at], count=CALLEES)
     caller.ask("callers", count=CALLERS, anchor=at)
     began = anchor.cpu_ms
     for number in range(calls):
-        met = caller.ask("call", anchor=at, callee=known, caller=number % CALLERS)
+        met = caller.ask("call", anchor=at, callee=known[number % CALLEES], caller=number % CALLERS)
         assert met["way"], met
         seen[met["way"]] += 1
     return (anchor.cpu_ms - began) / calls

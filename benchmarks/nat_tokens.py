@@ -30,7 +30,7 @@ CONES = ("four cones", "all double")
 
 def tokens(quick: bool) -> Part:
     """Generate behind each mix in turn, all of them being there at one time."""
-    rounds, count = (1, 12) if quick else (4, 32)
+    rounds, count = (1, 12) if quick else (3, 32)
     mixes = [name for name in MIXES if not quick or name in ("all public", "four cones", "all symmetric")]
     part, online, joined = Part(), list[float](), list[float]()
     with Lab() as lab, ExitStack() as ending:
