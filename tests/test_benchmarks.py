@@ -43,12 +43,23 @@ ROOT = Path(__file__).resolve().parent.parent
             {f"{what}, {mode}" for what in ("join", "look-up") for mode in ("clients until called", "servers at once")},
             marks=pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
         ),
+        pytest.param(
+            "nat pairs relay moored",
+            {"connect, no symmetric router", "anchor's CPU, a relayed frame", "anchor's CPU, a second of pings"},
+            marks=pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+        ),
+        pytest.param(
+            "nat tokens",
+            {"token, all public", "token, four cones", "token, all symmetric"},
+            marks=pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+        ),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )
 def test_a_benchmark_prints_a_table_and_writes_its_raw_samples(name, measured, tmp_path):
     path = tmp_path / "result.json"
-    line = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", str(path)]
+    name, *parts = name.split()
+    line = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *parts, "--quick", "--json", str(path)]
     run = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     assert json.loads(path.read_text())["benchmark"] == name

@@ -12,7 +12,6 @@ from swarm.errors import SessionClosed
 from swarm.loops import new_event_loop
 
 Result = TypeVar("Result")
-STOP_TIMEOUT_S = 5.0
 INTERRUPTED_WITHIN_S = 1.0  # on Windows: a thread that waits there notices Ctrl-C between two waits only
 
 
@@ -75,7 +74,7 @@ class LoopThread:
             if self._takes_work:
                 self._takes_work = False
                 self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(STOP_TIMEOUT_S)
+        self._thread.join(timeout=5.0)
 
     def _hand(self, callback: Callable[[], None]) -> bool:
         """Have the loop call this. Returns whether it takes work; else it will not."""

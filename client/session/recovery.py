@@ -34,7 +34,6 @@ from swarm.client.session.standing import Edge
 from swarm.errors import EdgeDown, HopFailed, NoRoute, Refused, SwarmError
 
 Fault: TypeAlias = HopFailed | Refused | EdgeDown
-_WAITS_COUNTED = 16  # the pause is the longest by then, and 2 ** waits stays a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +139,8 @@ class Case:
                 return replace(self, busy=None)
             case Wait(for_room=True):
                 return replace(self, without=frozenset(), no_route=None)
-            case Wait():
-                return replace(self, without=frozenset(), no_route=None, waits=min(self.waits + 1, _WAITS_COUNTED))
+            case Wait():  # the pause is the longest after 16, and 2 ** waits stays a number
+                return replace(self, without=frozenset(), no_route=None, waits=min(self.waits + 1, 16))
         return self
 
 

@@ -27,8 +27,6 @@ from swarm.errors import EdgeDown, Refused
 from swarm.protocol import messages as wire
 from swarm.protocol.outbox import Ticket
 
-_UNSOUND = "of the wrong shape or type, infinite or no numbers"
-
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -131,7 +129,7 @@ def wrong_relay(activations: Activations, ticket: Ticket | None) -> str | None:
     hidden = activations.hidden
     due = None if ticket is None else ticket.message.hidden.shape
     is_formed = hidden.dim() == 3 and is_sound(activations) and due in {None, tuple(hidden.shape)}
-    return None if is_formed else f"its activations are {_UNSOUND}"
+    return None if is_formed else "its activations are of the wrong shape or type, infinite or no numbers"
 
 
 def is_sound(activations: Activations) -> bool:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from swarm.errors import ChecksumMismatch, UnsupportedCheckpoint
 
 MANIFEST_NAME = "swarm-manifest.json"  # a checkpoint may carry its manifest; then files that it lacks need no hashing
-_DOMAIN = b"swarm manifest 1\n"
 
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -35,7 +34,7 @@ class Manifest(BaseModel):
     def root(self) -> str:
         """The manifest's digest, 64 hex digits."""
         lines = (f"{name}\x00{digest}\n".encode() for name, digest in sorted(self.files.items()))
-        return hashlib.sha256(_DOMAIN + b"".join(lines)).hexdigest()
+        return hashlib.sha256(b"swarm manifest 1\n" + b"".join(lines)).hexdigest()
 
     def verify(self, path: Path, name: str) -> None:
         """Hash a file and compare. Raises ChecksumMismatch."""

@@ -21,6 +21,7 @@ import structlog
 from swarm.errors import ChannelClosed, SwarmError
 from swarm.limits import limit
 from swarm.net.address import Tcp
+from swarm.net.admission import source_of
 from swarm.net.channel import Channel
 from swarm.net.gate import IDLE, Toll
 from swarm.net.halves import TOKEN_BYTES, Half, Halves
@@ -71,8 +72,11 @@ class AnchorLimits:
     moorings_per_host_max: int = limit(16, "moorings", "from one address; more are refused")
     call_per_s: float = limit(2.0, "calls/s", "of one caller; more are refused as busy")
     call_burst: float = limit(16.0, "calls", "of one caller at once")
-    called_per_s: float = limit(20.0, "calls/s", "to one hidden peer; more are refused as busy")
-    all_per_s: float = limit(100.0, "calls/s", "in all; more are refused as busy")
+    called_per_s: float = limit(4.0, "calls/s", "to one hidden peer, which ignores more; more are refused as busy")
+    called_burst: float = limit(32.0, "calls", "to one hidden peer at once")
+    all_per_s: float = limit(50.0, "calls/s", "in all; more are refused as busy")
+    recent: float = limit(16.0, "calls", "of one source, after which half of the calls at once are kept for others")
+    forgotten_per_s: float = limit(0.05, "calls/s", "of these are forgotten")
     callers_max: int = limit(4096, "callers", "whose rate is remembered; a new one is refused while all have a debt")
     meetings_max: int = limit(512, "meetings", "that wait for a half; more are refused as busy")
     meeting_s: float = limit(8.0, "s", "both halves must be here by then")
@@ -101,7 +105,7 @@ class Anchor:
         self._halves, self._check = halves, check
         self._meter = Meter(max(1.0, limits.relay.bytes_per_s), limits.relay.burst)
         self._all = TokenBucket(limits.all_per_s, limits.all_per_s)
-        self._rates: dict[tuple[str, str], TokenBucket] = {}  # of ("call" or "called", peer)
+        self._rates: dict[tuple[str, str], TokenBucket] = {}  # of "call", "called" or "from", and a peer or a source
         self._meetings: dict[bytes, _Meeting] = {}  # by the caller's token
         self._pairs: dict[Splice, tuple[str, str]] = {}
         self._joining: set[asyncio.Task[None]] = set()
@@ -162,7 +166,7 @@ class Anchor:
     # Calls
 
     def _call(self, caller: Channel, call: Call) -> None:
-        refusal = self._refusal(caller.peer, call.callee)
+        refusal = self._refusal(caller, call.callee)
         if refusal is not None:
             self._load.refused += refusal.cause == "busy"
             _say(caller, refusal.model_copy(update={"call": call.call}))
@@ -191,31 +195,35 @@ class Anchor:
         reach = str(Tcp(host, call.port)) if host and call.port >= 1024 else ""
         return Called(call=call.call, token=token, caller=caller, reach=reach, back=call.back)
 
-    def _refusal(self, caller: str, callee: str) -> Uncalled | None:
-        now = asyncio.get_running_loop().time()
+    def _refusal(self, caller: Channel, callee: str) -> Uncalled | None:
+        """Return why a call is refused, or count it."""
         if callee not in self.moored:
             return Uncalled(cause="away", why="the peer is not moored here")
         if len(self._meetings) >= self.limits.meetings_max:
             return _busy("too many meetings", self.limits.meeting_s / 2)
-        return self._charge(now, self._rate("call", caller, now), self._rate("called", callee, now))
+        return self._charge(caller, callee)
 
-    def _charge(self, now: float, *rates: TokenBucket | None) -> Uncalled | None:
-        """Take from these rates and from that of all, or say why not. None: of a caller too many."""
-        buckets = [rate for rate in (*rates, self._all) if rate is not None]
-        if len(buckets) <= len(rates):
+    def _charge(self, caller: Channel, callee: str = "") -> Uncalled | None:
+        """Count a call, or a question that concerns no other peer; or return why not.
+
+        The more calls a source has made recently, the more it leaves to others: a crowd that calls without pause keeps
+        no quiet caller away.
+        """
+        limits, now = self.limits, asyncio.get_running_loop().time()
+        ours = self._rate("call", caller.peer, limits.call_per_s, limits.call_burst, now)
+        recent = self._rate("from", source_of(caller.carrier.host), limits.forgotten_per_s, limits.recent, now)
+        theirs = self._rate("called", callee, limits.called_per_s, limits.called_burst, now) if callee else self._all
+        if ours is None or theirs is None or recent is None:
             return _busy("too many callers", 1.0)
-        wait_s = max(bucket.wait_s(now) for bucket in buckets)
+        kept = recent.used(now) / 2
+        wait_s = max(ours.wait_s(now), theirs.wait_s(now, kept), self._all.wait_s(now, kept))
         if wait_s > 0:
             return _busy("too many calls", wait_s)
-        for bucket in buckets:
+        for bucket in {ours, theirs, recent, self._all}:
             bucket.owe(now)
         return None
 
-    def _rate(self, kind: str, peer: str, now: float) -> TokenBucket | None:
-        limits = self.limits
-        per_s, burst = (
-            (limits.call_per_s, limits.call_burst) if kind == "call" else (limits.called_per_s, limits.called_per_s)
-        )
+    def _rate(self, kind: str, peer: str, per_s: float, burst: float, now: float) -> TokenBucket | None:
         if (kind, peer) not in self._rates:
             if len(self._rates) >= self.limits.callers_max:
                 self._rates = {key: bucket for key, bucket in self._rates.items() if not bucket.is_full(now)}
@@ -229,7 +237,7 @@ class Anchor:
     def _tell(self, asker: Channel) -> None:
         """Tell a peer the load. An answer counts as a call of that peer."""
         now = asyncio.get_running_loop().time()
-        refusal = self._charge(now, self._rate("call", asker.peer, now))
+        refusal = self._charge(asker)
         if refusal is not None:
             self._load.refused += 1
             _say(asker, refusal.model_copy(update={"call": LOAD}))

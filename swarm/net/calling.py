@@ -118,26 +118,44 @@ class Caller:
     ) -> Channel:
         """Punch, while the handshake on the relayed connection runs as well. Returns the better channel that works."""
         relayed = asyncio.create_task(self._become(half, "relayed", remote, on_message))
-        relayed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        punching = asyncio.create_task(self._punch(here, meet))
         chosen: Channel | None = None
+        sock: socket.socket | None = None
         try:
-            peers, locals_ = dialable((meet.peer,)), dialable((meet.local,))
-            if peers:
-                local = locals_[0] if locals_ else None
-                sock = await punch(here, peers[0], local, meet.rtt_ms, self._me.public, self._limits.punch)
-                if sock is not None:
-                    try:
-                        chosen = await self._become(sock, "punched", remote, on_message)
-                        return chosen
-                    except NetworkError as error:
-                        _log.debug("punched, and another peer is there", peer=remote.peer, why=str(error))
+            await self._wait_for(punching, relayed, meet.rtt_ms)
+            if punching.done() and (sock := punching.result()) is not None:
+                try:
+                    chosen = await self._become(sock, "punched", remote, on_message)
+                    return chosen
+                except NetworkError as error:
+                    _log.debug("punched, and another peer is there", peer=remote.peer, why=str(error))
+            punching.cancel()
             chosen = await relayed
             return chosen
         finally:
-            relayed.cancel()
-            await asyncio.wait((relayed,))
-            if not relayed.cancelled() and relayed.exception() is None and relayed.result() is not chosen:
-                relayed.result().close()
+            for task in (relayed, punching):
+                task.cancel()
+            for late in await asyncio.gather(relayed, punching, return_exceptions=True):
+                if late not in (chosen, sock) and isinstance(late, Channel | socket.socket):
+                    late.close()
+
+    async def _wait_for(
+        self, punching: "asyncio.Task[socket.socket | None]", relayed: "asyncio.Task[Channel]", rtt_ms: int
+    ) -> None:
+        """Wait until the punch is over, or it has had its time and the relayed channel is there."""
+        loop, limits = asyncio.get_running_loop(), self._limits.punch
+        began = loop.time()
+        await asyncio.wait((punching, relayed), return_when=asyncio.FIRST_COMPLETED)
+        if not punching.done():
+            took_s = loop.time() - began
+            patience_s = max(limits.patience_s(rtt_ms), limits.times * took_s)
+            await asyncio.wait((punching,), timeout=patience_s - took_s if relayed.exception() is None else None)
+
+    async def _punch(self, here: Here, meet: Meet) -> socket.socket | None:
+        peers, locals_ = dialable((meet.peer,)), dialable((meet.local,))
+        if not peers:
+            return None
+        return await punch(here, peers[0], locals_[0] if locals_ else None, self._me.public, self._limits.punch)
 
     async def _become(self, sock: socket.socket, way: str, remote: Remote, on_message: OnMessage) -> Channel:
         return await dial_on(sock, way, remote, self._me, on_message, self._flow, self._dialer_limits)

@@ -71,8 +71,8 @@ class ListenerLimits:
     """Of connections that others open."""
 
     handshakes: HandshakeLimits = field(default_factory=HandshakeLimits)
-    accepts_per_s: float = limit(75.0, "connections/s", "taken from the kernel; the others wait there")
-    accepts_burst: float = limit(16.0, "connections", "taken at once")
+    accepts_per_s: float = limit(200.0, "connections/s", "taken from the kernel, two for a meeting; others wait there")
+    accepts_burst: float = limit(64.0, "connections", "taken at once")
     backlog: int = limit(128, "connections", "that wait in the kernel: a little more than a second's")
     first_byte_s: float = limit(3.0, "s", "a connection that has said nothing by then is closed")
     no_descriptors_s: float = limit(1.0, "s", "until accepting is tried again where no descriptor was free")

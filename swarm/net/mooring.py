@@ -34,8 +34,10 @@ class MooringLimits:
     again_s: float = limit(5.0, "s", "before an anchor that could not be used is tried again")
     come_s: float = limit(8.0, "s", "for one call; then it is over")
     reverse_s: float = limit(1.5, "s", "to dial a caller that says that it can be dialled")
-    per_s: float = limit(4.0, "calls/s", "of one anchor that are answered; others are ignored")
-    burst: float = limit(32.0, "calls", "of one anchor at once")
+    per_s: float = limit(
+        5.0, "calls/s", "of one anchor that are answered, a few more than it sends; others are ignored"
+    )
+    burst: float = limit(40.0, "calls", "of one anchor at once")
     coming_max: int = limit(64, "calls", "that are answered at one time; others are ignored")
     punch: PunchLimits = field(default_factory=PunchLimits)
 
@@ -203,6 +205,6 @@ class Moorings:
         peers, locals_ = dialable((meet.peer,)), dialable((meet.local,))
         if peers:
             local = locals_[0] if locals_ else None
-            sock = await punch(here, peers[0], local, meet.rtt_ms, self._me.public, self._limits.punch)
+            sock = await punch(here, peers[0], local, self._me.public, self._limits.punch)
             if sock is not None:
                 self._listener.adopt(sock, "punched")

@@ -18,14 +18,23 @@ from swarm.net.reach import makes_sense
 
 @dataclass(frozen=True, slots=True)
 class PunchLimits:
-    """How long a punch is tried. The patience is `base_s` + `rtts` round trips of both halves together."""
+    """How long a punch is tried.
+
+    The caller's patience is `base_s` + `rtts` round trips of both halves together. On busy machines all takes longer:
+    so it is also `times` as long as the handshake on the relayed connection takes, which runs beside the punch.
+    """
 
     base_s: float = limit(0.1, "s", "of patience beside the round trips")
     rtts: float = limit(1.5, "round trips", "of patience")
-    least_s: float = limit(0.3, "s", "of patience at least")
-    most_s: float = limit(2.5, "s", "of patience at most; the relayed connection is used then")
+    least_s: float = limit(0.2, "s", "of patience at least")
+    times: float = limit(2.0, "handshakes", "of patience at least")
+    most_s: float = limit(2.5, "s", "a punch ends after this; the relayed connection is used then")
     gap_s: float = limit(0.06, "s", "before the next try where the other's router answered that nothing listens")
     tries_max: int = limit(4, "connections", "to one address, so that no anchor can make this side flood another")
+
+    def patience_s(self, rtt_ms: int) -> float:
+        """Return the seconds after which a relayed connection that works is used."""
+        return min(self.most_s, max(self.least_s, self.base_s + self.rtts * rtt_ms / 1000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +53,9 @@ class Here:
 
 
 async def punch(
-    here: Here, peer: Tcp, local: Tcp | None, rtt_ms: int, public: bool, limits: PunchLimits = PunchLimits()
+    here: Here, peer: Tcp, local: Tcp | None, public: bool, limits: PunchLimits = PunchLimits()
 ) -> socket.socket | None:
-    """Connect from the half's port while the other side connects to us. Returns None where that does not work.
+    """Connect from the half's port while the other side connects to us. Returns None where that does not work in time.
 
     local: the other one's address in its own network, where both halves come from one: two peers behind one router
     meet there, if it is of this side's network.
@@ -54,7 +63,6 @@ async def punch(
     to = local if local is not None and _neighbours(here.host, local.host) else peer
     if to.port < 1024 or (to is peer and not makes_sense(peer.host, public)):
         return None
-    patience_s = min(limits.most_s, max(limits.least_s, limits.base_s + limits.rtts * rtt_ms / 1000))
     try:
         door = reusable(here.family, here.port)  # the one who is a moment later comes in here
     except OSError:
@@ -67,7 +75,7 @@ async def punch(
             loop.create_task(_come_in(door, to.host)),
             loop.create_task(_go_out(here, to, limits)),
         }
-        async with asyncio.timeout(patience_s):
+        async with asyncio.timeout(limits.most_s):
             waiting = tasks
             while waiting and found is None:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -37,10 +37,15 @@ class TokenBucket:
         self._level -= amount
         return self.wait_s(now)
 
-    def wait_s(self, now: float) -> float:
-        """Return the seconds until the debt is paid."""
+    def wait_s(self, now: float, kept: float = 0.0) -> float:
+        """Return the seconds until the debt is paid, and this share of the burst is there."""
         self._fill(now)
-        return max(0.0, -self._level / self._per_s)
+        return max(0.0, (kept * self._burst - self._level) / self._per_s)
+
+    def used(self, now: float) -> float:
+        """Return the share of the burst that was taken and has not come back: at most 1."""
+        self._fill(now)
+        return min(1.0, 1.0 - self._level / self._burst)
 
     def give(self, amount: float) -> None:
         """Give back tokens that were taken."""

@@ -44,7 +44,7 @@ class Splice:
             self.end()
             raise
         for side in self._sides:
-            side.resume_if_free()
+            side.begin()
         self._look()
 
     def end(self) -> None:
@@ -86,19 +86,31 @@ class _Side(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_full = False  # the other side cannot send
         self._owes = True  # its bytes came too fast, or the other side is not there yet
+        self._early = b""  # uvloop begins to read after `connection_made`, even if that has paused it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = connected = cast(asyncio.Transport, transport)
         connected.set_write_buffer_limits(high=128 * 1024)
         connected.pause_reading()
 
+    def begin(self) -> None:
+        """Read, now that both sides are there."""
+        early, self._early = self._early, b""
+        self.resume_if_free()
+        if early:
+            self.data_received(early)
+
     def data_received(self, data: bytes) -> None:
-        assert self.other._transport is not None
+        if self._transport is None:  # the pair is over
+            return
+        if self.other._transport is None:
+            self._early += data
+            self._transport.pause_reading()
+            return
         self.other._transport.write(data)
         wait_s = self._splice.passes(len(data))
         if wait_s > 0:
             self._owes = True
-            assert self._transport is not None
             self._transport.pause_reading()
             asyncio.get_running_loop().call_later(wait_s, self.resume_if_free)
 

@@ -9,7 +9,7 @@ import pytest
 from swarm.net.address import Tcp
 from swarm.net.punch import Here, PunchLimits, _neighbours, punch
 
-PATIENT = PunchLimits(least_s=5.0, most_s=5.0)
+PATIENT = PunchLimits(most_s=5.0)
 
 
 @asynccontextmanager
@@ -38,7 +38,7 @@ def at(here):
 async def test_two_that_punch_at_once_meet():
     async with ends() as (one, other):
         socks = await asyncio.gather(
-            punch(one, at(other), None, 0, False, PATIENT), punch(other, at(one), None, 0, False, PATIENT)
+            punch(one, at(other), None, False, PATIENT), punch(other, at(one), None, False, PATIENT)
         )
         left, right = socks
         loop = asyncio.get_running_loop()
@@ -50,9 +50,9 @@ async def test_two_that_punch_at_once_meet():
 
 async def test_a_late_one_comes_in():
     async with ends() as (one, other):
-        early = asyncio.create_task(punch(one, at(other), None, 0, False, PATIENT))
+        early = asyncio.create_task(punch(one, at(other), None, False, PATIENT))
         await asyncio.sleep(0.5)  # its own tries are over
-        late = await punch(other, at(one), None, 0, False, PATIENT)
+        late = await punch(other, at(one), None, False, PATIENT)
         first = await early
         assert None not in (late, first)
         late.close()
@@ -62,7 +62,7 @@ async def test_a_late_one_comes_in():
 async def test_patience_ends():
     async with ends(1) as (one,):
         began = asyncio.get_running_loop().time()
-        assert await punch(one, Tcp("127.0.0.1", one.port - 1), None, 0, False, PunchLimits(least_s=0.2)) is None
+        assert await punch(one, Tcp("127.0.0.1", one.port - 1), None, False, PunchLimits(most_s=0.2)) is None
         assert asyncio.get_running_loop().time() - began < 2
 
 
@@ -80,7 +80,7 @@ async def test_nonsense_is_dialled_by_no_punch(public, peer, local, monkeypatch)
     monkeypatch.setattr("swarm.net.punch._neighbours", lambda here, there: True)
     async with ends(1) as (one,):
         async with asyncio.timeout(1):
-            assert await punch(one, peer, local, 0, public, PATIENT) is None
+            assert await punch(one, peer, local, public, PATIENT) is None
 
 
 async def test_a_neighbour_is_met_at_its_own_address(monkeypatch):
@@ -88,7 +88,7 @@ async def test_a_neighbour_is_met_at_its_own_address(monkeypatch):
     async with ends() as (one, other):
         nowhere = Tcp("127.0.0.1", 1024)
         socks = await asyncio.gather(
-            punch(one, nowhere, at(other), 0, True, PATIENT), punch(other, nowhere, at(one), 0, True, PATIENT)
+            punch(one, nowhere, at(other), True, PATIENT), punch(other, nowhere, at(one), True, PATIENT)
         )
         assert None not in socks
         for sock in socks:
@@ -97,7 +97,7 @@ async def test_a_neighbour_is_met_at_its_own_address(monkeypatch):
 
 async def test_only_the_expected_host_comes_in():
     async with ends(1) as (one,):
-        waiting = asyncio.create_task(punch(one, Tcp("127.0.0.9", 4000), None, 0, False, PunchLimits(least_s=1.0)))
+        waiting = asyncio.create_task(punch(one, Tcp("127.0.0.9", 4000), None, False, PunchLimits(most_s=1.0)))
         await asyncio.sleep(0.1)
         reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
         assert await reader.read() == b""

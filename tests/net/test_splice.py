@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from swarm.loops import new_event_loop
 from swarm.net.rate import TokenBucket
 from swarm.net.splice import Meter, Splice
 from tests.net.support import until
@@ -43,6 +44,28 @@ async def test_bytes_pass_both_ways_in_order():
         assert await reads_right.readexactly(len(data)) == data
         assert await reads_left.readexactly(len(data)) == data[::-1]
         assert pair.splice.relayed_bytes == pair.meter.relayed_bytes == 2 * len(data)
+
+
+@pytest.mark.parametrize("loop_factory", [new_event_loop, asyncio.SelectorEventLoop])
+def test_bytes_that_come_before_both_are_joined_pass(loop_factory):
+    async def early():
+        pair = Pair()
+        (left, first), (second, right) = socket.socketpair(), socket.socketpair()
+        for sock in (left, first, second, right):
+            sock.setblocking(False)
+        left.sendall(b"to the right")
+        right.sendall(b"to the left")
+        await pair.splice.join(first, second)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(5):
+            assert await loop.sock_recv(right, 100) == b"to the right"
+            assert await loop.sock_recv(left, 100) == b"to the left"
+        pair.splice.end()
+        for sock in (left, right):
+            sock.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(early())
 
 
 async def test_the_last_bytes_arrive_before_the_end():

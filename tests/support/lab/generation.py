@@ -19,7 +19,7 @@ from swarm import AutoDistributedModel
 
 
 class GenerationRequest(BaseModel):
-    """What is generated. options: more arguments of `from_pretrained`."""
+    """What is generated. options: more arguments of `from_pretrained`. paced: each round waits for its file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -29,6 +29,7 @@ class GenerationRequest(BaseModel):
     prompt: str
     tokens: int
     rounds: int = 1
+    paced: bool = False
     options: dict[str, str | int | float] = {}
 
 
@@ -54,6 +55,11 @@ def say(file: IO[str], **facts: Any) -> None:
     file.flush()
 
 
+def go_file(results: Path, number: int) -> Path:
+    """Return the file for which a paced round waits."""
+    return results.with_suffix(f".go-{number}")
+
+
 def main() -> None:
     """Generate as the request says."""
     torch.set_num_threads(1)
@@ -70,7 +76,9 @@ def main() -> None:
         )
         say(file, joined_s=time.monotonic() - began)
         with model:
-            for _ in range(request.rounds):
+            for number in range(request.rounds):
+                while request.paced and not go_file(Path(sys.argv[2]), number).exists():
+                    time.sleep(0.01)
                 writer = _Writer(file)
                 out = model.generate(ids, max_new_tokens=request.tokens, do_sample=False, streamer=writer)
                 hops = [{"peer": hop.peer_id, "blocks": str(hop.blocks)} for hop in model.route]

@@ -73,6 +73,15 @@ class Lab:
         sent: int = self.ask({})["sent"].get(sender.cable, {}).get(receiver.cable, 0)
         return sent
 
+    def sent_to(self, receiver: "Site") -> int:
+        """The same of all sites together, what only arrived at a router included."""
+        return sum(to.get(receiver.cable, 0) for to in self.ask({})["sent"].values())
+
+    @property
+    def internet_pid(self) -> int:
+        """The process that carries all packets."""
+        return self._internet.pid
+
     def namespace(self) -> Namespace:
         """Make an empty network that ends with the lab."""
         return self._namespaces.make()

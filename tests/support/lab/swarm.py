@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm.demo.local import LocalProcess
 from tests.support import warm
-from tests.support.lab.generation import GenerationRequest
+from tests.support.lab.generation import GenerationRequest, go_file
 from tests.support.lab.lab import Host
 from tests.support.swarms import DEMO_CHECKPOINT, environment, eventually
 
@@ -70,11 +70,21 @@ class Generation:
         """Wait for its end. Fails if it has failed."""
         code = self.process.process.wait(within_s)
         assert code == 0, self.process.last_lines()
-        rounds = list(self._finished())
+        rounds = list(self.finished())
         assert len(rounds) == self._rounds
         return rounds
 
-    def _finished(self) -> Iterator[Round]:
+    @property
+    def joined_s(self) -> float:
+        """How long the client took to join, once it has."""
+        return float(self._lines()[0]["joined_s"])
+
+    def go(self, number: int) -> None:
+        """Let a paced client begin a round."""
+        go_file(self._results, number).touch()
+
+    def finished(self) -> Iterator[Round]:
+        """Yield the rounds that are over."""
         at_s: list[float] = []
         for line in self._lines():
             if "token" in line:
@@ -136,8 +146,13 @@ class LabSwarm:
         started = [self.server(host, blocks, *options) for blocks, host in spans.items()]
         return [server.wait_ready() for server in started]
 
-    def generate(self, host: Host, tokens: int = 32, rounds: int = 1, **options: str | int | float) -> Generation:
-        """Start a client that generates greedily. options: of `AutoDistributedModel.from_pretrained`."""
+    def generate(
+        self, host: Host, tokens: int = 32, rounds: int = 1, *, paced: bool = False, **options: str | int | float
+    ) -> Generation:
+        """Start a client that generates greedily. options: of `AutoDistributedModel.from_pretrained`.
+
+        paced: each round waits until `Generation.go` lets it begin.
+        """
         request = GenerationRequest(
             checkpoint=str(self.checkpoint),
             initial_peers=tuple(self.initial_peers),
@@ -145,6 +160,7 @@ class LabSwarm:
             prompt=PROMPT,
             tokens=tokens,
             rounds=rounds,
+            paced=paced,
             options=options,
         )
         name = self._name("client")
