@@ -5,9 +5,9 @@ offer or know, and announces these. It goes on looking: a port may be forwarded 
 """
 
 import asyncio
-import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -24,6 +24,9 @@ from swarm.net.traversal import ListeningTraversal
 
 _log = structlog.get_logger("swarm.server")
 
+Ask = Callable[..., Awaitable[Findings]]
+"""`await ask(node, signed, data_port=..., p2p_port=...)`, as `ask_dial_back`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReachLimits:
@@ -34,6 +37,7 @@ class ReachLimits:
     busy_s: float = limit(2.0, "s", "until busy helpers are asked once more, by a server that starts")
     busy_tries: int = limit(3, "times", "that they are asked; then the server waits as one that cannot be reached")
     look_s: float = limit(300.0, "s", "between looks at how a running server is reached")
+    lost_s: float = limit(5.0, "s", "between looks of a hidden server that lost an anchor, or has none")
     first_look_s: float = limit(1.0, "s", "after it is online, its ports are tried from outside")
 
 
@@ -57,15 +61,18 @@ class Reachability:
         listening: Listening,
         mapped: Mapped | None = None,
         limits: ReachLimits = ReachLimits(),
+        ask: Ask | None = None,
     ) -> None:
-        """mapped: the data port, as the home router forwards it."""
+        """mapped: the data port, as the home router forwards it. ask: `ask_dial_back` unless given."""
         outside = tuple(str(mapping.external) for mapping in mapped.mappings) if mapped is not None else ()
         self.addresses = (*outside, *listening.addresses)
         self.on_change: Callable[[], None] = lambda: None
         self._node, self._me, self._traversal = node, me, traversal
         self._listening, self._mapped, self._limits = listening, mapped, limits
+        self._ask_helpers = ask or ask_dial_back
         self._hidden = False
-        self._moored = asyncio.Event()
+        self._moored, self._lost = asyncio.Event(), asyncio.Event()
+        self._moorings_before = 0
         self._mooring: asyncio.Task[None] | None = None
         traversal.moorings.on_change = self._moorings_changed
 
@@ -119,9 +126,13 @@ class Reachability:
     async def run(self, newest: Callable[[], SignedAnnouncement | None]) -> None:
         """Look again and again how this server is reached, for ever. newest: its newest record."""
         await asyncio.sleep(self._limits.first_look_s)
+        limits = self._limits
         while True:
+            self._lost.clear()
             known = (signed := newest()) is not None and await self._look(signed)
-            await self._pause(self._limits.look_s if known else self._limits.again_s)
+            await asyncio.sleep(limits.lost_s)
+            if not (self._hidden and not self._traversal.moorings.anchors):
+                await self._pause((limits.look_s if known else limits.again_s) - limits.lost_s)
 
     async def close(self) -> None:
         """Let go of the moorings."""
@@ -130,10 +141,15 @@ class Reachability:
             await asyncio.wait((self._mooring,))
 
     async def _pause(self, wait_s: float) -> None:
-        """Wait until it is time to look again, or the home router forwards another port."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await (asyncio.Event().wait() if self._mapped is None else self._mapped.changed(self._mapped.mappings))
+        """Wait until it is time to look again, an anchor is lost, or the home router forwards another port."""
+        waits: list[asyncio.Task[Any]] = [asyncio.create_task(self._lost.wait())]
+        if self._mapped is not None:
+            waits.append(asyncio.create_task(self._mapped.changed(self._mapped.mappings)))
+        try:
+            await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
 
     @property
     def _outer_port(self) -> int:
@@ -176,7 +192,7 @@ class Reachability:
             _log.warning("no other node is there yet to check that this server can be reached from outside")
             return None
         try:
-            return await ask_dial_back(self._node, signed, data_port=data_port, p2p_port=p2p_port)
+            return await self._ask_helpers(self._node, signed, data_port=data_port, p2p_port=p2p_port)
         except Unreachable as error:
             _log.warning("no other node could check that this server can be reached", why=str(error))
             return None
@@ -220,8 +236,11 @@ class Reachability:
         self.on_change()
 
     def _moorings_changed(self) -> None:
-        if self._traversal.moorings.anchors:
+        before, self._moorings_before = self._moorings_before, len(self._traversal.moorings.anchors)
+        if self._moorings_before:
             self._moored.set()
         else:
             self._moored.clear()
+        if self._moorings_before < before:
+            self._lost.set()
         self.on_change()

@@ -1,13 +1,15 @@
 """What a server concludes from its dial-backs. Other nodes' findings are scripted."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swarm.dht.dialback import Answer, DialledBack, Findings
+from swarm.dht.dialback import Answer, DialledBack, Findings, Offer
 from swarm.errors import TooBusy, Unreachable
+from swarm.net.address import ViaAnchor
 from swarm.server import reachable
 from swarm.server.reachable import Listening, Reachability, ReachLimits
 
@@ -52,7 +54,7 @@ def reachability(node: FakeNode) -> Reachability:
     traversal: Any = SimpleNamespace(moorings=moorings, caller=SimpleNamespace(host="", port=0))
     fake: Any = node
     listening = Listening(("1.2.3.4:31330",), 31330, 31337)
-    return Reachability(fake, SIGNED, traversal, listening, ReachLimits(busy_s=0.0, busy_tries=3))
+    return Reachability(fake, SIGNED, traversal, listening, limits=ReachLimits(busy_s=0.0, busy_tries=3))
 
 
 @pytest.mark.parametrize(
@@ -103,3 +105,49 @@ async def test_a_server_serves_the_dht_while_its_libp2p_port_is_reached(
     outcome.append(given)
     assert await reachability(node)._look(SIGNED) == known
     assert node.history == history
+
+
+class FakeMoorings:
+    """Is moored wherever the test says."""
+
+    def __init__(self) -> None:
+        self.anchors: tuple[Any, ...] = ()
+        self.on_change: Callable[[], None] = lambda: None
+        self.offered = 0
+
+    def offer(self, anchors: Sequence[ViaAnchor]) -> None:
+        self.offered += len(anchors)
+        if self.offered == len(anchors):
+            self.become(*anchors)
+
+    def become(self, *anchors: Any) -> None:
+        self.anchors = anchors
+        self.on_change()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.virtual_clock
+async def test_a_hidden_server_without_anchors_asks_until_it_has_some() -> None:
+    loop, asked, moorings = asyncio.get_running_loop(), list[float](), FakeMoorings()
+    offer = Offer(public_key="ab" * 32, channel_key="cd" * 32, addresses=("1.2.3.4:1", "5.6.7.8:1"))
+
+    async def ask(*_: object, **__: object) -> Findings:
+        asked.append(loop.time() - began)
+        return Findings((DialledBack("helper", Answer(anchor=offer)),))
+
+    fake: Any = FakeNode(["helper"])
+    traversal: Any = SimpleNamespace(moorings=moorings, caller=SimpleNamespace(host="", port=0))
+    reach = Reachability(fake, SIGNED, traversal, Listening((), 31330, 31337), ask=ask)
+    began, record = loop.time(), object()
+    assert await reach.find(SIGNED)
+    running = asyncio.create_task(reach.run(lambda: record))  # type: ignore[arg-type, return-value]
+    both = moorings.anchors
+    for at_s, anchors in ((100, both[:1]), (200, ()), (212, both), (700, ())):
+        await asyncio.sleep(began + at_s - loop.time())
+        moorings.become(*anchors)
+    await asyncio.sleep(1.0)
+    running.cancel()
+    await reach.close()
+    assert asked == pytest.approx([0, 1, 100, 200, 205, 210, 510, 700])
