@@ -6,7 +6,7 @@ offer or know, and announces these. It goes on looking: a port may be forwarded 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -25,6 +25,9 @@ from swarm.net.traversal import ListeningTraversal
 
 _log = structlog.get_logger("swarm.server")
 
+Ask = Callable[..., Awaitable[Findings]]
+"""`await ask(node, signed, data_port=..., p2p_port=...)`, as `ask_dial_back`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReachLimits:
@@ -35,6 +38,7 @@ class ReachLimits:
     busy_s: float = limit(2.0, "s", "until busy helpers are asked once more, by a server that starts")
     busy_tries: int = limit(3, "times", "that they are asked; then the server waits as one that cannot be reached")
     look_s: float = limit(300.0, "s", "between looks at how a running server is reached")
+    lost_s: float = limit(5.0, "s", "between looks of a hidden server that lost an anchor, or has none")
     first_look_s: float = limit(1.0, "s", "after it is online, its ports are tried from outside")
 
 
@@ -64,16 +68,22 @@ class Reachability:
         mapped: Mapped | None = None,
         limits: ReachLimits = ReachLimits(),
         changed: Callable[[], AsyncIterator[Change]] = changes,
+        ask: Ask | None = None,
     ) -> None:
-        """mapped: the data port, as the home router forwards it. changed: tells of new addresses of this machine."""
+        """mapped: the data port, as the home router forwards it. changed: tells of new addresses of this machine.
+
+        ask: `ask_dial_back` unless given.
+        """
         self.on_change: Callable[[], None] = lambda: None
         self._node, self._me, self._traversal = node, me, traversal
         self._listening, self._mapped, self._limits, self._changed = listening, mapped, limits, changed
+        self._ask_helpers = ask or ask_dial_back
         self._own = listening.addresses
         self.addresses = self._candidates()
         self._hidden = False
-        self._again = asyncio.Event()  # set to look again at once
+        self._again = asyncio.Event()  # set to look again soon
         self._moored = asyncio.Event()
+        self._moorings_before = 0
         self._mooring: asyncio.Task[None] | None = None
         traversal.moorings.on_change = self._moorings_changed
 
@@ -126,16 +136,20 @@ class Reachability:
 
     async def run(self, newest: Callable[[], SignedAnnouncement | None]) -> None:
         """Look again and again how this server is reached, for ever. newest: its newest record."""
+        limits = self._limits
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch())
             if self._mapped is not None:
                 group.create_task(self._watch_router(self._mapped))
-            await asyncio.sleep(self._limits.first_look_s)
+            await asyncio.sleep(limits.first_look_s)
             while True:
                 self._again.clear()
                 known = (signed := newest()) is not None and await self._look(signed)
+                await asyncio.sleep(limits.lost_s)
+                if self._hidden and not self._traversal.moorings.anchors:
+                    continue
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._limits.look_s if known else self._limits.again_s):
+                    async with asyncio.timeout((limits.look_s if known else limits.again_s) - limits.lost_s):
                         await self._again.wait()
 
     async def close(self) -> None:
@@ -212,7 +226,7 @@ class Reachability:
             _log.warning("no other node is there yet to check that this server can be reached from outside")
             return None
         try:
-            return await ask_dial_back(self._node, signed, data_port=data_port, p2p_port=p2p_port)
+            return await self._ask_helpers(self._node, signed, data_port=data_port, p2p_port=p2p_port)
         except Unreachable as error:
             _log.warning("no other node could check that this server can be reached", why=str(error))
             return None
@@ -256,8 +270,11 @@ class Reachability:
         self.on_change()
 
     def _moorings_changed(self) -> None:
-        if self._traversal.moorings.anchors:
+        before, self._moorings_before = self._moorings_before, len(self._traversal.moorings.anchors)
+        if self._moorings_before:
             self._moored.set()
         else:
             self._moored.clear()
+        if self._moorings_before < before:
+            self._again.set()
         self.on_change()

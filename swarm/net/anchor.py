@@ -282,9 +282,8 @@ class Anchor:
 
     def _join(self, sides: tuple[Channel, Channel], first: Half, second: Half) -> None:
         """Relay between them, within the limits; else they can still punch, with halves that wait."""
-        peers = sides[0].peer, sides[1].peer
-        pairs, limits = Counter(peer for both in self._pairs.values() for peer in both), self.limits.relay
-        full = len(self._pairs) >= limits.pairs_max or max(pairs[peer] for peer in peers) >= limits.pairs_per_peer_max
+        peers, limits = (sides[0].peer, sides[1].peer), self.limits.relay
+        full = self._is_full(peers)
         if full or limits.bytes_per_s <= 0:
             self._load.refused += full
             held = asyncio.create_task(_hold(first, second))
@@ -297,6 +296,11 @@ class Anchor:
         task = asyncio.create_task(self._begin(pair, first, second))
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
+
+    def _is_full(self, peers: tuple[str, str]) -> bool:
+        """Whether it relays as much as it may, of all or of one of two peers."""
+        pairs, limits = Counter(peer for both in self._pairs.values() for peer in both), self.limits.relay
+        return len(self._pairs) >= limits.pairs_max or max(pairs[peer] for peer in peers) >= limits.pairs_per_peer_max
 
     async def _begin(self, pair: Splice, first: Half, second: Half) -> None:
         try:

@@ -7,7 +7,7 @@ from swarm.activations import Activations
 from swarm.errors import AnchorBusy, ChannelClosed, Unreachable
 from swarm.net.address import Tcp, ViaAnchor
 from swarm.net.channel import Channel
-from swarm.net.dialer import Dialer
+from swarm.net.dialer import Dial, Dialer
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.protocol.meeting import LOAD, AnchorLoad, Called, Calling, Meet, Moored, Uncalled
@@ -19,9 +19,10 @@ Answer = AnchorLoad | Calling | Meet | Moored | Uncalled
 class Lines:
     """One line to each anchor that this process uses, for its calls and its mooring. Lives in the event loop."""
 
-    def __init__(self, me: Endpoint) -> None:
+    def __init__(self, me: Endpoint, dial: Dial | None = None) -> None:
+        """dial: by TCP unless given."""
         self.on_called: Callable[[Channel, Called], None] | None = None
-        self._dialer = Dialer(me, self._hear)
+        self._dialer = Dialer(me, self._hear, dial)
         self._at: dict[Channel, ViaAnchor] = {}
         self._expected: dict[tuple[Channel, str], asyncio.Future[Answer]] = {}  # by the line, and a call or a token
 
@@ -49,13 +50,13 @@ class Lines:
 
         Raises Unreachable if the anchor says no, ChannelClosed if the line ends.
         """
-        if (line, name) not in self._expected:
-            future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future = self._expected.get((line, name))
+        if future is None:
+            future = self._expected[line, name] = asyncio.get_running_loop().create_future()
             future.add_done_callback(lambda done: done.cancelled() or done.exception())  # may go unobserved
-            self._expected[line, name] = future
             if line.closed:
-                self._lost(line)
-        return self._expected[line, name]
+                self._lost(line)  # which forgets it
+        return future
 
     def forget(self, line: Channel, name: str = "") -> None:
         """Wait for that answer no more."""

@@ -116,12 +116,14 @@ class Moorings:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _next(self, count: int) -> list[ViaAnchor]:
-        """Return anchors to try now: of other networks than the present ones, as far as there are."""
+        """Return anchors to try now, each once: of other networks than the present ones, as far as there are."""
         now = asyncio.get_running_loop().time()
         free = [anchor for anchor, at in self._known.items() if at <= now]
         used = {network_of(anchor.at.host) for anchor in self._held}
         free.sort(key=lambda anchor: network_of(anchor.at.host) in used)
-        chosen = free[: max(0, count)]
+        taken = {anchor.peer for anchor, at in self._known.items() if at == float("inf")}
+        others = {anchor.peer: anchor for anchor in reversed(free) if anchor.peer not in taken}  # the first of each
+        chosen = [anchor for anchor in free if others.get(anchor.peer) is anchor][: max(0, count)]
         for anchor in chosen:
             self._known[anchor] = float("inf")
         return chosen

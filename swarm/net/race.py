@@ -17,14 +17,16 @@ async def race(
     ways: each with the seconds after which it begins beside the one before; it begins at once when one has failed.
     discard: takes the result of one that was a moment too late.
     """
-    running: set[asyncio.Task[Result]] = set()
+    running: list[asyncio.Task[Result]] = []  # in the order in which they began
     waiting = list(ways)
     try:
         while True:
             if waiting:
-                running.add(asyncio.create_task(_run(waiting.pop(0)[1])))
+                running.append(asyncio.create_task(_run(waiting.pop(0)[1])))
             timeout_s = waiting[0][0] if waiting else None
-            done, running = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done = [task for task in running if task.done()]
+            running = [task for task in running if not task.done()]
             works = [task.result() for task in done if task.exception() is None]
             for result in works[1:]:
                 discard(result)

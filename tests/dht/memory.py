@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class MemoryNetwork:
     peers: dict[PeerID, "MemoryP2P"] = field(default_factory=dict)
     silent: set[PeerID] = field(default_factory=set)
     calls: int = 0
+    served: Counter[PeerID] = field(default_factory=Counter)  # calls that each peer took
 
     def join(self, identity: Identity) -> "MemoryP2P":
         p2p = MemoryP2P(self, PeerID.from_base58(identity.peer_id))
@@ -39,11 +41,12 @@ class MemoryNetwork:
         *peers: str,
         identity: Identity | None = None,
         client: bool = False,
+        proven: bool = True,
         clock: Clock = time.time,
         seed: int = 0,
     ) -> AsyncIterator[SwarmNode]:
         p2p = self.join(identity or Identity.generate())
-        config = NodeConfig(NETWORK, P2PConfig(None, None if client else LOOPBACK), peers)
+        config = NodeConfig(NETWORK, P2PConfig(None, None if client else LOOPBACK), peers, proven=proven)
         node = SwarmNode(config, clock, random.Random(seed))
         async with node.attach(cast(Daemon, MemoryDaemon(p2p))):
             yield node
@@ -68,6 +71,7 @@ class MemoryP2P:
             await asyncio.sleep(3600)
         if peer not in self.network.peers or name not in self.network.peers[peer].handlers:
             raise ConnectionError("no such peer")
+        self.network.served[peer] += 1
         handler, request_type = self.network.peers[peer].handlers[name]
         answer = await handler(
             request_type.FromString(request.SerializeToString()), P2PContext(name, peer, self.peer_id)

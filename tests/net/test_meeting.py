@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import socket
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from swarm.errors import NetworkError, Unreachable
+from swarm.errors import ChannelClosed, NetworkError, Unreachable
 from swarm.identity import Identity
 from swarm.net.address import Tcp, ViaAnchor
 from swarm.net.anchor import RelayLimits, _Meeting
@@ -379,6 +380,26 @@ async def test_a_peer_offers_itself_no_mooring_and_remembers_few_anchors():
         assert moorings._known == {}
         moorings.offer(ViaAnchor(str(i), b"", Tcp("1.2.3.4", 2000 + i)) for i in range(100))
         assert len(moorings._known) == 32
+
+
+async def test_one_anchor_at_two_addresses_is_one_mooring():
+    async with places() as made:
+        anchor = await made.place()
+        hidden = await made.hidden(anchor)
+        hidden.ways.moorings.offer([replace(anchor.via, at=Tcp("localhost", anchor.via.at.port))])
+        await asyncio.sleep(0.3)  # longer than a mooring takes
+        assert hidden.ways.moorings.anchors == (anchor.via,)
+
+
+async def test_an_answer_on_an_ended_line_never_comes():
+    async with places() as made:
+        anchor, other = await made.place(), Traversal(endpoint(), limits=limits())
+        made.made.append(other)
+        line = await other.lines.open(anchor.via)
+        line.close()
+        await line.ended
+        with pytest.raises(ChannelClosed):
+            await other.lines.expect(line, "0" * 32)
 
 
 async def test_a_newer_mooring_of_a_peer_replaces_the_older():

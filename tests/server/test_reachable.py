@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swarm.dht.dialback import Answer, DialledBack, Findings
+from swarm.dht.dialback import Answer, DialledBack, Findings, Offer
 from swarm.errors import TooBusy, Unreachable
-from swarm.net.address import Tcp
+from swarm.net.address import Tcp, ViaAnchor
 from swarm.net.addresses import Change, changes
 from swarm.server import reachable
 from swarm.server.reachable import Listening, Reachability, ReachLimits
@@ -174,3 +174,54 @@ async def test_ports_are_tried_again_as_soon_as_the_machine_has_moved(outcome: l
         await asyncio.sleep(0.1)
     running.cancel()
     assert loop.time() - began < 1
+
+
+class FakeMoorings:
+    """Is moored wherever the test says."""
+
+    def __init__(self) -> None:
+        self.anchors: tuple[Any, ...] = ()
+        self.on_change: Callable[[], None] = lambda: None
+        self.offered = 0
+
+    def offer(self, anchors: Sequence[ViaAnchor]) -> None:
+        self.offered += len(anchors)
+        if self.offered == len(anchors):
+            self.become(*anchors)
+
+    def become(self, *anchors: Any) -> None:
+        self.anchors = anchors
+        self.on_change()
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.virtual_clock
+async def test_a_hidden_server_without_anchors_asks_until_it_has_some() -> None:
+    loop, asked, moorings = asyncio.get_running_loop(), list[float](), FakeMoorings()
+    offer = Offer(public_key="ab" * 32, channel_key="cd" * 32, addresses=("1.2.3.4:1", "5.6.7.8:1"))
+
+    async def ask(*_: object, **__: object) -> Findings:
+        asked.append(loop.time() - began)
+        return Findings((DialledBack("helper", Answer(anchor=offer)),))
+
+    async def never() -> AsyncIterator[Change]:
+        await asyncio.Event().wait()
+        yield Change(())
+
+    fake: Any = FakeNode(["helper"])
+    traversal: Any = SimpleNamespace(moorings=moorings, caller=SimpleNamespace(host="", port=0))
+    listening = Listening(("1.2.3.4:31330",), Tcp("0.0.0.0", 31330), 31337)
+    reach = Reachability(fake, SIGNED, traversal, listening, changed=never, ask=ask)
+    began, record = loop.time(), object()
+    assert await reach.find(SIGNED)
+    running = asyncio.create_task(reach.run(lambda: record))  # type: ignore[arg-type, return-value]
+    both = moorings.anchors
+    for at_s, anchors in ((100, both[:1]), (200, ()), (212, both), (700, ())):
+        await asyncio.sleep(began + at_s - loop.time())
+        moorings.become(*anchors)
+    await asyncio.sleep(1.0)
+    running.cancel()
+    await reach.close()
+    assert asked == pytest.approx([0, 1, 100, 200, 205, 210, 510, 700])

@@ -16,30 +16,32 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from tests.simulation.run import Outcome, settle, simulate
+from tests.simulation.run import Outcome, anchored_weather_of, settle, simulate, weather_of
 
 TREE = Path(__file__).parents[2]
 SOURCES = ("swarm", "client", "server", "dht", "tests/simulation")
 RESULTS = TREE / "build" / "simulation"
 
-Job = tuple[int, float]
+Job = tuple[int, float, bool]
+"""A seed, departures a minute, and whether there are anchors."""
 
 
 @click.command()
 @click.option("--seeds", required=True, help="one seed, or a range: 0:10000")
 @click.option("--departures", default="6,60", show_default=True, help="a minute, among a hundred servers")
+@click.option("--anchors", is_flag=True, help="some servers are hidden, and the anchors that lead to them die")
 @click.option("--jobs", default=1, show_default=True, help="processes")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="where results are kept")
 @click.option("--trace", is_flag=True, help="run one seed and print all that happens")
 @click.option("--messages", is_flag=True, help="with --trace, every message too")
-def main(seeds: str, departures: str, jobs: int, results: Path, trace: bool, messages: bool) -> None:
+def main(seeds: str, departures: str, anchors: bool, jobs: int, results: Path, trace: bool, messages: bool) -> None:
     """Simulate swarms in which servers come and go, and compare every token with the model run locally."""
     rates = [float(rate) for rate in departures.split(",")]
     if trace:
-        _print_trace(int(seeds), rates[0], messages)
+        _print_trace((int(seeds), rates[0], anchors), messages)
         return
     first, _, last = seeds.partition(":")
-    wanted = [(seed, rate) for seed in range(int(first), int(last or int(first) + 1)) for rate in rates]
+    wanted = [(seed, rate, anchors) for seed in range(int(first), int(last or int(first) + 1)) for rate in rates]
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{code_version()}.jsonl"
     done = _read(path)
@@ -59,9 +61,14 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-def _print_trace(seed: int, rate: float, messages: bool) -> None:
+def _simulate(job: Job, lines: list[str] | None = None) -> Outcome:
+    seed, rate, anchors = job
+    return simulate(seed, rate, (anchored_weather_of if anchors else weather_of)(seed, rate), lines)
+
+
+def _print_trace(job: Job, messages: bool) -> None:
     lines: list[str] = []
-    outcome = simulate(seed, rate, lines=lines)
+    outcome = _simulate(job, lines)
     for line in lines:
         if messages or line.split(" ", 2)[1] != "message":
             click.echo(line)
@@ -76,7 +83,7 @@ def _read(path: Path) -> dict[Job, Outcome]:
             outcome = Outcome(**json.loads(line))
         except (ValueError, TypeError):
             continue
-        found[outcome.seed, outcome.departures_per_min] = outcome
+        found[outcome.seed, outcome.departures_per_min, outcome.anchored] = outcome
     return found
 
 
@@ -94,11 +101,11 @@ def _run(jobs: Sequence[Job], path: Path, processes: int) -> None:
 def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
     if processes == 1:
         settle()
-        yield from (simulate(*job) for job in jobs)
+        yield from (_simulate(job) for job in jobs)
         return
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=settle) as pool:
         try:
-            yield from (done.result() for done in as_completed([pool.submit(simulate, *job) for job in jobs]))
+            yield from (done.result() for done in as_completed([pool.submit(_simulate, job) for job in jobs]))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -122,6 +129,9 @@ def _report(outcomes: Sequence[Outcome]) -> int:
     row("crashes during the runs", lambda group: sum(o.crashes for o in group))
     row("stalls during the runs", lambda group: sum(o.stalls for o in group))
     row("partitions during the runs", lambda group: sum(o.partitions for o in group))
+    row("anchors that died during the runs", lambda group: sum(o.anchor_deaths for o in group))
+    row("channels relayed", lambda group: sum(o.relayed for o in group))
+    row("channels punched", lambda group: sum(o.punched for o in group))
     row("servers refused for their clock", lambda group: sum(o.skewed for o in group))
     row("repairs", lambda group: sum(o.repairs for o in group))
     row("virtual seconds a run", lambda group: _mean(o.virtual_s for o in group))
@@ -143,7 +153,9 @@ def _mean(values: Iterable[float]) -> float:
 
 def replay(outcome: Outcome) -> str:
     """Return the command that runs this seed again and shows what happens."""
-    return f"python -m tests.simulation --seeds {outcome.seed} --departures {outcome.departures_per_min:g} --trace"
+    anchors = " --anchors" if outcome.anchored else ""
+    rate = f"{outcome.departures_per_min:g}"
+    return f"python -m tests.simulation --seeds {outcome.seed} --departures {rate}{anchors} --trace"
 
 
 if __name__ == "__main__":

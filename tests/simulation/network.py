@@ -64,6 +64,7 @@ class Process:
     state: str = "running"  # or "stopped", "killed", "vanished"
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
     channels: dict["VirtualChannel", None] = field(default_factory=dict)
+    ends: "type[VirtualChannel] | None" = None  # the kind of the channels that it is dialled by, where that is another
 
     @property
     def dead(self) -> bool:
@@ -189,8 +190,9 @@ class Network:
         if target.dead:
             raise HandshakeFailed(remote.peer, "the connection ended")
         assert target.on_message is not None
-        ours = VirtualChannel(self, source, target, remote.peer, on_message)
-        theirs = VirtualChannel(self, target, source, me.identity.peer_id, target.on_message)
+        kind = target.ends or VirtualChannel
+        ours = kind(self, source, target, remote.peer, on_message)
+        theirs = kind(self, target, source, me.identity.peer_id, target.on_message)
         ours.other, theirs.other = theirs, ours
         return ours
 
@@ -261,7 +263,8 @@ class Network:
 class VirtualChannel:
     """One end of a connection."""
 
-    carrier = SimpleNamespace(way="direct")
+    carrier = SimpleNamespace(way="direct", host="")
+    noted = True  # with its bytes, in the trace
 
     def __init__(self, network: Network, process: Process, remote: Process, peer: str, on_message: OnMessage) -> None:
         self.process = process
@@ -332,7 +335,7 @@ class VirtualChannel:
         """A message has arrived."""
         if self.closed:
             return
-        self._network.trace.note("message", self._name, data=data)
+        self._network.trace.note("message", self._name, data=data if self.noted else b"")
         self.heard_at = self._network.loop.time()
         try:
             message, activations = decode(memoryview(bytearray(data)))

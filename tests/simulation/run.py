@@ -5,7 +5,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -57,6 +57,10 @@ class Outcome:
     leaves: int = 0
     partitions: int = 0
     skewed: int = 0  # servers that were refused because of their clocks
+    anchored: bool = False  # some servers are hidden, and anchors die
+    anchor_deaths: int = 0
+    relayed: int = 0  # channels
+    punched: int = 0
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     events: int = 0
@@ -99,11 +103,26 @@ def weather_of(seed: int, departures_per_min: float) -> Weather:
     )
 
 
+def anchored_weather_of(seed: int, departures_per_min: float) -> Weather:
+    """The same, with hidden servers, and two to four anchors that die."""
+    rng = Random(f"anchored weather {seed}")
+    anchors = rng.choice((2, 3, 4))
+    return replace(
+        weather_of(seed, departures_per_min),
+        servers=60,
+        anchors=anchors,
+        anchor_deaths_per_min=anchors * rng.choice((0.5, 2.0)),
+        hidden=rng.choice((0.3, 0.6, 0.8)),
+        cones=rng.choice((0.0, 0.5)),
+    )
+
+
 def simulate(
     seed: int, departures_per_min: float, weather: Weather | None = None, lines: list[str] | None = None
 ) -> Outcome:
     """Run one seed. lines: gets a readable trace."""
-    outcome = Outcome(seed, departures_per_min)
+    weather = weather or weather_of(seed, departures_per_min)
+    outcome = Outcome(seed, departures_per_min, anchored=weather.anchors > 0)
     began = time.process_time()
     loop = VirtualLoop(HORIZON_S)
     trace = Trace(loop, lines)
@@ -112,7 +131,6 @@ def simulate(
     readable = trace if lines is not None else None
     with events_into(readable), torch.inference_mode():
         try:
-            weather = weather or weather_of(seed, departures_per_min)
             loop.run_until_complete(_run(loop, seed, weather, trace, outcome))
         except (NothingLeft, Overdue) as hang:
             outcome.hung, outcome.error = True, str(hang)
@@ -132,6 +150,9 @@ async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, out
     lives = [
         loop.create_task(life) for life in (world.churn(), world.cut_links(client.process), world.watch_coverage())
     ]
+    harbour = world.harbour
+    if harbour is not None:
+        lives += [loop.create_task(harbour.churn()), loop.create_task(harbour.watch())]
     users = [User(f"user {seed}", TOKENS, client, outcome)]
     if seed % 3 == 0:
         users.append(User(f"other user {seed}", TOKENS // 4, client, outcome))
@@ -147,6 +168,8 @@ async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, out
     outcome.covered = not counts.uncovered
     outcome.crashes, outcome.stalls, outcome.leaves = counts.crashes, counts.stalls, counts.leaves
     outcome.partitions, outcome.skewed = counts.partitions, counts.skewed
+    if harbour is not None:
+        outcome.anchor_deaths, outcome.relayed, outcome.punched = harbour.deaths, harbour.relayed, harbour.punched
     await client.sessions.close()
 
 

@@ -22,7 +22,7 @@ from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import ClockSkew, RecordError
 from swarm.identity import Identity
-from swarm.net.dialer import Dialer
+from swarm.net.dialer import Dial, Dialer
 from swarm.server.announcer import Announcer, State
 from swarm.server.gates import Gates
 from swarm.server.handler import Handler
@@ -30,6 +30,8 @@ from swarm.server.holdings import Memory
 from swarm.server.hosting import Hosting
 from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.pool import Pool
+from tests.simulation.anchors import Ways
+from tests.simulation.harbour import Berth, Harbour
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan
 from tests.simulation.network import Network, Process, Trace
@@ -60,6 +62,10 @@ class Weather:
     refusals: float = 0.0  # of servers that refuse sessions now and then
     tight_pools: float = 0.0  # of servers that have little room
     lost_announcements: float = 0.0
+    anchors: int = 0  # that servers and the client meet through; without any, all are public
+    anchor_deaths_per_min: float = 0.0  # of all of them together; they return
+    hidden: float = 0.0  # of servers, with anchors
+    cones: float = 0.0  # of routers that keep ports: two such peers punch
 
 
 class VirtualExecutor:
@@ -130,6 +136,8 @@ class Store:
                 kept.append(int(world.storage.put(entry)))
                 if entry.place is entry.facts.span:
                     world.seen_until[self._process.name] = entry.facts.expires
+                    if world.harbour is not None:
+                        world.harbour.note_record(self._process, entry)
             except RecordError as error:
                 world.trace.note("record refused", self._process.name, error)
                 kept.append(0)
@@ -157,6 +165,7 @@ class Host:
         key = SimpleNamespace(public=rng.randbytes(32))
         me: Any = SimpleNamespace(identity=identity, key=key, network=NETWORK)
         self.process = Process(name, me, f"{name}:1")
+        self.berth = world.harbour.berth(name, self.process) if world.harbour is not None else None
         self.span = HashSpan(blocks)
         self.pool = Pool(rng.randrange(100, 300) if self.tight else 100_000)
         self.memory = Memory.of(self.pool, limits=world.memory_limits)
@@ -167,7 +176,7 @@ class Host:
             Hosting(ROOT, NETWORK, self.span),  # type: ignore[arg-type]
             self.executor,
             self.memory,
-            lambda take: Dialer(me, take, partial(world.network.dial, self.process)),
+            lambda take: Dialer(me, take, world.dial_from(self.process, self.berth)),
             self.wall_clock,
             limits=world.limits,
             gates=world.gates,
@@ -176,6 +185,8 @@ class Host:
         store = Store(world, self.process, world.gate(self.wall_clock))
         self.directory = Directory(store, identity=identity, network=NETWORK, clock=self.wall_clock)
         self.announcer = Announcer(self.directory, self.announcement)
+        if self.berth is not None:
+            self.berth.follow(self.announcer)
 
     def wall_clock(self) -> float:
         """What this server's clock says."""
@@ -184,7 +195,7 @@ class Host:
     def announcement(self, state: State) -> Announcement:
         """As `Server.announcement`."""
         now = self.wall_clock()
-        return Announcement(
+        bare = Announcement(
             protocol=PROTOCOL_VERSION,
             version="1",
             network=NETWORK,
@@ -204,6 +215,7 @@ class Host:
             issued=now,
             expires=now + 1,
         )
+        return bare if self.berth is None else self.berth.reach.applied(bare)
 
     def start(self, after_s: float) -> None:
         """Join, announce, serve. Raises ClockSkew."""
@@ -213,6 +225,10 @@ class Host:
 
     async def _live(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
+        if self.berth is not None:
+            await self.berth.find(self.announcer)
+            looks = self.berth.reach.run(lambda: self.directory.latest)
+            self._tasks.append(self.world.loop.create_task(looks))
         self.announcer.state = "online"
         self.steady_since = self.world.loop.time()
         if self.refuses:
@@ -246,6 +262,8 @@ class Host:
         """Whether the client can count on it: it serves, has room, can be reached and is known to the directory."""
         world = self.world
         if world.seen_until.get(self.name, 0.0) <= world.wall_clock() + world.client_skew_s:
+            return False
+        if self.berth is not None and not self.berth.is_reached(now):
             return False
         steady = self.steady_since is not None and now - self.steady_since >= HOLDER_AFTER_S
         return steady and self.serves and not self.tight and not world.network.is_cut(self.name, "client")
@@ -285,11 +303,14 @@ class World:
         self.network = Network(loop, seed, trace)
         self.network.disorder, self.network.slow_links = weather.disorder, weather.slow_links
         self.storage = RecordStorage(self.wall_clock)
+        self.harbour = Harbour(self, seed, NETWORK) if weather.anchors else None
         self.hosts: list[Host] = []
         self.seen_until: dict[str, float] = {}  # when the record that the DHT has of a process ends
         self.client_skew_s = 0.0
         self._gates: list[RecordGate] = []
         self._names = 0
+        if self.harbour is not None:
+            self.harbour.populate()
 
     def wall_clock(self) -> float:
         """The true time, seconds since 1970."""
@@ -303,6 +324,12 @@ class World:
         else:
             self._gates.append(gate)
         return gate
+
+    def dial_from(self, process: Process, berth: Berth | None = None) -> Dial:
+        """Return the way in which a process dials."""
+        if berth is not None:
+            return berth.ways.dial
+        return partial(self.network.dial, process) if self.harbour is None else Ways(self.harbour, process).dial
 
     async def alive(self, process: Process) -> None:
         """Return while the process runs; later if it is stopped, never if it is dead."""
@@ -429,7 +456,7 @@ class Client:
         self.process = Process("client", me, "client:1")
         world.network.processes[self.process.address] = self.process
         self.skew_s = world.client_skew_s = rng.uniform(-world.weather.skew_s, world.weather.skew_s)
-        dial = partial(world.network.dial, self.process)
+        dial = world.dial_from(self.process)
         self.sessions = Sessions(lambda: rng.randbytes(16).hex(), lambda heard: Dialer(me, heard, dial), limits)
 
         def clock() -> float:
