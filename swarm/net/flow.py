@@ -1,6 +1,7 @@
 """Flow control that all channels of one side share: read budgets, and the bound on bytes held for slow peers."""
 
 import asyncio
+from collections.abc import Hashable
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -10,7 +11,7 @@ from swarm.net.limits import ChannelLimits
 from swarm.net.rate import FairQueue, TokenBucket
 
 
-class Debtor(Protocol):
+class Debtor(Hashable, Protocol):
     """A payer that queues: a read gate, or one side of a relayed pair."""
 
     def paid(self, shared: Any) -> None:  # noqa: ANN401 - the budget, as the payer knows it
