@@ -58,7 +58,7 @@ def hostile(quick: bool) -> Part:
                 did.update({f"{kind}: {what}": count for what, count in counts.items()})
         grown = anchor.resident_mib("VmHWM") - before
         dialled = lab.sent_to(trap.site)
-        load = anchor.ask("load")
+        load, dropped = anchor.ask("load"), lab.ask({})["dropped"]
     factor = late(attacked.ms) / late(calm.ms)
     lines = [
         Line(f"{PEERS} hostile peers: honest meetings' p95, times that without", factor, "", P95_FACTOR_MAX),
@@ -73,6 +73,7 @@ def hostile(quick: bool) -> Part:
         "load": load,
         "before_mib": before,
         "grown_mib": grown,
+        "packets_dropped_by_the_lab": dropped,
     }
     return Part([calm, attacked], lines, facts)
 

@@ -20,7 +20,7 @@ SETTLE_S = 7.0  # of pings on all moorings, before the memory is read
 
 def relay(quick: bool) -> Part:
     """Measure what an anchor computes for a relayed frame, for 16 KiB of many, and for a call."""
-    rounds, echoes, bulk, calls = (1, 200, 256, 16) if quick else (5, 2000, 1024, 48)
+    rounds, echoes, bulk, calls = (1, 200, 256, 16) if quick else (8, 400, 960, 48)  # below 16 MiB no byte waits
     frames, bulks = Samples("anchor's CPU, a relayed frame"), Samples("anchor's CPU, 16 KiB of many")
     called = {way: Samples(f"anchor's CPU, a call, {way}") for way in ("punched", "relayed")}
     seen: Counter[str] = Counter()

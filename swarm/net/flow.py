@@ -1,16 +1,25 @@
 """Flow control that all channels of one side share: read budgets, and the bound on bytes held for slow peers."""
 
 import asyncio
+from collections.abc import Hashable
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from swarm.net.buffers import Buffers
-from swarm.net.gate import Allowance, ReadGate
+from swarm.net.gate import Allowance
 from swarm.net.limits import ChannelLimits
 from swarm.net.rate import FairQueue, TokenBucket
 
 
-class SharedBudget(FairQueue[ReadGate]):
-    """A fair queue of read gates, with the timer that serves it. Lives in the event loop."""
+class Debtor(Hashable, Protocol):
+    """A payer that queues: a read gate, or one side of a relayed pair."""
+
+    def paid(self, shared: Any) -> None:  # noqa: ANN401 - the budget, as the payer knows it
+        """Take note that its debt is paid."""
+
+
+class SharedBudget(FairQueue[Debtor]):
+    """A fair queue with the timer that serves it. Lives in the event loop."""
 
     __slots__ = ("_timer",)
 
@@ -18,8 +27,8 @@ class SharedBudget(FairQueue[ReadGate]):
         super().__init__(per_s, burst)
         self._timer: asyncio.TimerHandle | None = None
 
-    def pay(self, payer: ReadGate, amount: float, now: float) -> bool:
-        """Pay at once, or queue the debt, and tell the gate when it is paid. Returns whether it is paid."""
+    def pay(self, payer: Debtor, amount: float, now: float) -> bool:
+        """Pay at once, or queue the debt, and tell the payer when it is paid. Returns whether it is paid."""
         if super().pay(payer, amount, now):
             return True
         if self._timer is None:

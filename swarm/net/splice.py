@@ -6,15 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
+from swarm.net.flow import SharedBudget
 from swarm.net.rate import TokenBucket
 
 
 class Meter:
-    """The rate that all pairs of one relay share, and the bytes that it has relayed. Lives in the event loop."""
+    """The rate that all pairs of a relay share, in turn, and the bytes that it has relayed. Lives in the event loop."""
 
     def __init__(self, bytes_per_s: float, burst: float) -> None:
         self.relayed_bytes = 0
-        self.shared = TokenBucket(bytes_per_s, burst)
+        self.shared = SharedBudget(bytes_per_s, burst)
 
 
 class Splice:
@@ -55,15 +56,19 @@ class Splice:
         if self._watch is not None:
             self._watch.cancel()
         for side in self._sides:
+            self._meter.shared.leave(side)
             side.close()
         self._ended()
 
-    def passes(self, n_bytes: int) -> float:
-        """Count bytes that pass. Returns the seconds for which their side is not read."""
+    def passes(self, side: "_Side", n_bytes: int) -> tuple[float, bool]:
+        """Count bytes that pass. Returns the seconds until the pair's rate allows more, and whether that of all does.
+
+        If it does not, `side.paid` is called once it does.
+        """
         now = self._heard_at = self._loop.time()
         self.relayed_bytes += n_bytes
         self._meter.relayed_bytes += n_bytes
-        return max(self._own.owe(now, n_bytes), self._meter.shared.owe(now, n_bytes))
+        return self._own.owe(now, n_bytes), self._meter.shared.pay(side, n_bytes, now)
 
     def _look(self) -> None:
         left_s = self._heard_at + self._silent_s - self._loop.time()
@@ -84,8 +89,7 @@ class _Side(asyncio.Protocol):
         self.other: _Side
         self._splice = splice
         self._transport: asyncio.Transport | None = None
-        self._is_full = False  # the other side cannot send
-        self._owes = True  # its bytes came too fast, or the other side is not there yet
+        self._waits = {"for the other side"}  # it is read while there is no reason to wait
         self._early = b""  # uvloop begins to read after `connection_made`, even if that has paused it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -96,9 +100,10 @@ class _Side(asyncio.Protocol):
     def begin(self) -> None:
         """Read, now that both sides are there."""
         early, self._early = self._early, b""
-        self.resume_if_free()
+        self._waits.discard("for the other side")
         if early:
             self.data_received(early)
+        self._go_on()
 
     def data_received(self, data: bytes) -> None:
         if self._transport is None:  # the pair is over
@@ -108,26 +113,33 @@ class _Side(asyncio.Protocol):
             self._transport.pause_reading()
             return
         self.other._transport.write(data)
-        wait_s = self._splice.passes(len(data))
+        wait_s, is_paid = self._splice.passes(self, len(data))
         if wait_s > 0:
-            self._owes = True
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_later(wait_s, self.resume_if_free)
+            self._wait("for the pair's rate")
+            asyncio.get_running_loop().call_later(wait_s, self._go_on, "for the pair's rate")
+        if not is_paid:
+            self._wait("for all pairs' rate")
+
+    def paid(self, shared: object) -> None:
+        """Its bytes are within the rate of all pairs now."""
+        del shared
+        self._go_on("for all pairs' rate")
 
     def pause_writing(self) -> None:
-        self.other._is_full = True
-        if self.other._transport is not None:
-            self.other._transport.pause_reading()
+        self.other._wait("for the reader")
 
     def resume_writing(self) -> None:
-        self.other._is_full = False
-        if not self.other._owes:
-            self.other.resume_if_free()
+        self.other._go_on("for the reader")
 
-    def resume_if_free(self) -> None:
-        """Read again, unless the other side is full."""
-        self._owes = False
-        if not self._is_full and self._transport is not None and not self._transport.is_closing():
+    def _wait(self, reason: str) -> None:
+        self._waits.add(reason)
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def _go_on(self, reason: str = "") -> None:
+        """Read again, unless there is another reason to wait."""
+        self._waits.discard(reason)
+        if not self._waits and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def eof_received(self) -> bool:

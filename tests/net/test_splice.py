@@ -1,6 +1,7 @@
 """The blind relay: what one side sends the other receives, at the rate that is allowed, until one of them ends."""
 
 import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -16,8 +17,8 @@ PLENTY = 1e9
 class Pair:
     """Two ends that a splice joins."""
 
-    def __init__(self, own=PLENTY, shared=PLENTY, silent_s=60.0):
-        self.meter, self.ended = Meter(shared, shared), []
+    def __init__(self, own=PLENTY, shared=PLENTY, silent_s=60.0, meter=None):
+        self.meter, self.ended = meter or Meter(shared, shared), []
         self.splice = Splice(self.meter, TokenBucket(own, own), silent_s, lambda: self.ended.append(True))
 
     async def __aenter__(self):
@@ -82,12 +83,27 @@ async def test_a_pair_is_read_no_faster_than_its_rate(rates):
     async with Pair(**rates) as pair:
         loop = asyncio.get_running_loop()
         (_, left), (reads_right, _) = pair.left, pair.right
-        left.write(bytes(400_000))  # the first 200,000 are the burst
+        left.write(bytes(600_000))  # the first 200,000 are the burst
         began = loop.time()
-        await reads_right.readexactly(400_000)
+        await reads_right.readexactly(600_000)
         left.write(b"x")
         await reads_right.readexactly(1)
         assert loop.time() - began > 0.8
+
+
+async def test_pairs_that_have_ended_leave_no_debt_to_others():
+    meter, loop = Meter(200_000.0, 200_000.0), asyncio.get_running_loop()
+    async with Pair(meter=meter) as honest:
+        async with contextlib.AsyncExitStack() as ending:
+            for _ in range(8):
+                pair = await ending.enter_async_context(Pair(meter=meter))
+                pair.left[1].write(bytes(1_000_000))
+            await until(lambda: meter.relayed_bytes > 1_000_000)
+        began = loop.time()
+        for _ in range(3):
+            honest.left[1].write(b"x")
+            assert await honest.right[0].readexactly(1) == b"x"
+        assert loop.time() - began < 3
 
 
 async def test_a_side_that_does_not_read_stops_the_other():
