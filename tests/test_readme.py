@@ -135,6 +135,7 @@ def test_the_export_line_names_a_multiaddr():
     assert ADDRESS.search(command(START, "export"))
 
 
+@pytest.mark.long
 def test_swarm_generate_continues_the_prompt(running):
     run = subprocess.run(
         running.line(command(START, "swarm-generate")),
@@ -163,10 +164,12 @@ def test_the_python_snippet_prints_what_the_readme_shows(running, tmp_path):
     assert HOP.findall(printed) == HOP.findall(shown) == ["0:6", "6:12"]
 
 
+@pytest.mark.long
 def test_a_server_of_the_readme_chooses_its_blocks(running):
     running.start(command(README, "swarm-serve") + " --identity third.key")  # the other servers have the default one
 
 
+@pytest.mark.long
 def test_curl_of_the_readme_gets_an_answer_of_the_gateway(running):
     url = running.start(command(README, "swarm-gateway"))
     line = command(README, "curl").replace("http://127.0.0.1:8000", url).replace("MODEL", CHECKPOINT.name)

@@ -77,7 +77,7 @@ async def look_up(made: Crowd, seed: int) -> set[str]:
 
 
 @pytest.mark.virtual_clock
-@pytest.mark.slow("two hundred nodes, whose every record is verified by five")
+@pytest.mark.long
 async def test_five_public_nodes_carry_two_hundred_hidden_servers() -> None:
     source, overhead = random.Random(28), StorageLimits().entry_overhead_bytes
     async with AsyncExitStack() as stack:

@@ -194,7 +194,7 @@ def test_server_that_comes_later_joins_the_first(make: Callable[[int], Lan]) -> 
     assert "found 1 peer on this network: 10.78.0.1:31337" in events(second)
 
 
-@slow
+@pytest.mark.long
 def test_server_at_a_new_address_is_found_there(make: Callable[[int], Lan]) -> None:
     lan = make(2)
     lan.start(0, "swarm.dht.cli").wait_ready()

@@ -45,7 +45,7 @@ def test_bare_process_generates_what_the_whole_model_does(demo: World, tmp_path:
     assert generated(demo, tmp_path, *BARE, "swarm.client.cli") == expected(demo)
 
 
-@pytest.mark.slow("it imports torch and transformers in another process")
+@pytest.mark.long
 def test_client_reads_the_directory_alone_where_p2pd_is_missing(demo: World, tmp_path: Path):
     without_program = tmp_path / "site" / "hivemind"
     without_program.mkdir(parents=True)

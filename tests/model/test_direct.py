@@ -17,7 +17,9 @@ from swarm.model.probe import learn_direct_path
 from swarm.model.span import Span, SpanLimits
 from tests.families import SPLIT, make
 from tests.model.rings import GROWS, save_model
+from tests.support.often import rest_is_long
 
+OFTEN = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom")  # of the families, in `make test`
 FamilyDir = Callable[[str], Path]
 Schedule = list[int]
 
@@ -77,7 +79,7 @@ def assert_same_bits(span: Span, schedule: Schedule, batch: int, seed: int) -> N
 
 
 # Llama 4's masks start anew with every chunk of positions, 8 here and 8192 in its checkpoints.
-@pytest.mark.parametrize("name", [name for name in SPLIT if name != "llama4_text"])
+@pytest.mark.parametrize("name", rest_is_long([name for name in SPLIT if name != "llama4_text"], OFTEN))
 def test_every_family_goes_the_short_way_before_in_and_beyond_its_windows(
     span_of: Callable[[str], Span], name: str
 ) -> None:

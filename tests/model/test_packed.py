@@ -52,7 +52,7 @@ def span_of(family_dir: FamilyDir) -> Callable[[str], Span]:
     return get
 
 
-@pytest.mark.slow("every family's span is loaded")
+@pytest.mark.long
 def test_the_families_that_run_together_are_known(span_of: Callable[[str], Span]) -> None:
     assert {name for name in SPLIT if not span_of(name).packs} == ONE_BY_ONE
 

@@ -86,7 +86,7 @@ def test_probes_agree_with_a_clients_own_clock_within_a_tenth(swarm):
         assert statistics.median(theirs[name]) == pytest.approx(statistics.median(values), rel=0.1), name
 
 
-@pytest.mark.slow("the page and its probe are processes that import on their own")
+@pytest.mark.long
 def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
     with page(tmp_path, swarm, "--probe", str(DEMO_CHECKPOINT), "--probe-every", "1") as running:
         url = running.ready["url"]
