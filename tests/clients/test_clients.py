@@ -121,10 +121,9 @@ def test_loglikelihoods_are_those_of_the_local_model(demo, tmp_path):
         assert row == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("profile", "requests", "runs"), [("concurrent,streams=4", 20, 1), ("sweep,sweep_size=3", 8, 3)]
-)
-def test_guidellm_counts_all_tokens_and_no_error(demo, tmp_path, profile, requests, runs):
+# Not `sweep`: guidellm 0.8.1 loses count there of requests that end at one moment, as those of one batch do.
+@pytest.mark.parametrize(("profile", "requests"), [("concurrent,streams=4", 20), ("constant,rate=2", 8)])
+def test_guidellm_counts_all_tokens_and_no_error(demo, tmp_path, profile, requests):
     _, url, name = demo
     report = tmp_path / "report.json"
     asked = (
@@ -135,13 +134,10 @@ def test_guidellm_counts_all_tokens_and_no_error(demo, tmp_path, profile, reques
     )
     done = run(tmp_path, "guidellm", "-m", "guidellm", "run", "--disable-console", *asked)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    benchmarks = json.loads(report.read_text())["benchmarks"]
-    assert len(benchmarks) == runs
-    for each in benchmarks:
-        totals = each["metrics"]["request_totals"]
-        # guidellm counted 7 of 8 requests in one run of a sweep once, none of them as an error.
-        assert requests - (runs > 1) <= totals["successful"] == totals["total"] <= requests
-        assert {row["output_tokens"] for row in each["requests"]["successful"]} == {TOKENS}
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    totals = {"successful": requests, "errored": 0, "incomplete": 0, "total": requests}
+    assert benchmark["metrics"]["request_totals"] == totals
+    assert [row["output_tokens"] for row in benchmark["requests"]["successful"]] == [TOKENS] * requests
 
 
 @pytest.mark.parametrize("interface", ["chat", "completions"])
