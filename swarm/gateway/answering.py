@@ -83,8 +83,7 @@ class Model:
             if start is None:
                 raise BadRequest("prompt", "it is empty, and the model has no token that begins a text")
             ids = (start,)
-        if any(not 0 <= token < self.backend.vocabulary for token in ids):
-            raise BadRequest("prompt", f"token ids are from 0 to {self.backend.vocabulary - 1}")
+        self._check(ids)
         async with aclosing(self._choices(completion, ids, lambda: None)) as events:
             async for event in events:
                 yield event
@@ -101,10 +100,17 @@ class Model:
         return frozenset(token for token in control if token is not None)
 
     def text_of(self, prompt: str | tuple[int, ...]) -> str:
-        """Return a prompt as text."""
-        return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(list(prompt)))
+        """Return a prompt as text. Raises BadRequest for ids that the model has not."""
+        if isinstance(prompt, str):
+            return prompt
+        self._check(prompt)
+        return str(self.tokenizer.decode(list(prompt)))
 
     # Prompts
+
+    def _check(self, ids: tuple[int, ...]) -> None:
+        if any(not 0 <= token < self.backend.vocabulary for token in ids):
+            raise BadRequest("prompt", f"token ids are from 0 to {self.backend.vocabulary - 1}")
 
     async def _rendered(self, chat: Chat) -> str:
         """Put a conversation into the model's template."""

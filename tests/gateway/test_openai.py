@@ -149,6 +149,14 @@ def test_bad_request_names_its_field(says_ok, body, status, param):
     assert error["message"]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", [[5, -1], [5, 999_999], [[5], [1763338]], [2**80]])
+def test_ids_that_the_model_has_not_are_refused(says_ok, prompt, echo):
+    response = post(says_ok[0], "/v1/completions", {"prompt": prompt, "echo": echo})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("prompt")
+
+
 def test_prompt_beyond_the_context_is_told_in_the_words_of_agents(says_ok):
     messages = [{"role": "user", "content": "word " * 9000}]
     response = post(says_ok[0], "/v1/chat/completions", {"messages": messages})
