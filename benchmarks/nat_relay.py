@@ -14,6 +14,7 @@ from tests.support.lab import Lab
 
 FRAME_US_MAX, BULK_US_MAX, CALL_MS_MAX, MOORED_MIB_MAX = 60.0, 30.0, 2.0, 16.0
 CALLERS, CALLEES = 8, 4  # an anchor takes two calls a second of a caller, and four to a hidden peer
+CALLS_PER_S = 40.0  # an anchor takes 50 in all
 OF_HOST_MAX = 16  # moorings that an anchor takes from one address
 SETTLE_S = 7.0  # of pings on all moorings, before the memory is read
 
@@ -96,6 +97,7 @@ def _calls(anchor: PeerProcess, ends: Sequence[PeerProcess], at: list[str], call
     caller.ask("callers", count=CALLERS, anchor=at)
     began = anchor.cpu_ms
     for number in range(calls):
+        time.sleep(1 / CALLS_PER_S)
         met = caller.ask("call", anchor=at, callee=known[number % CALLEES], caller=number % CALLERS)
         assert met["way"], met
         seen[met["way"]] += 1
