@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Generic, Protocol, TypeVar
 
-from swarm.net.limits import HandshakeLimits, ListenerLimits
-from swarm.net.rate import TokenBucket
+from swarm.net.limits import ListenerLimits
 
 
 class Present(Protocol):
@@ -37,7 +36,6 @@ class Admission(Generic[Accepted]):
 
     def __init__(self, limits: ListenerLimits, channels_max: int) -> None:
         """channels_max: `limits` has the most, and a process that may have few descriptors has less."""
-        self.turns = Turns(limits.handshakes)
         self.channels: dict[Accepted, str] = {}  # with the source of each
         self.unproven: dict[Accepted, None] = {}  # the oldest first
         self.proven: defaultdict[str, dict[Accepted, bytes]] = defaultdict(dict)  # of each peer, with their processes
@@ -117,32 +115,6 @@ def gives_way(channels: Mapping[Accepted, str], in_use: Collection[str], channel
     most = max(counts.values(), default=0)
     silent = (channel for channel, source in idle.items() if counts[source] == most)
     return min(silent, key=lambda channel: channel.heard_at, default=None)
-
-
-class Turns:
-    """When connections may begin to shake hands: a token bucket for each source, and one for all."""
-
-    def __init__(self, limits: HandshakeLimits) -> None:
-        self._limits = limits
-        self._all = TokenBucket(limits.all_per_s, limits.all_burst)
-        self._sources: dict[str, TokenBucket] = {}
-
-    def wait_s(self, source: str, now: float) -> float | None:
-        """Return the seconds until a connection's turn; None if that is too long, and then no turn is used up."""
-        bucket = self._of(source, now)
-        if bucket is None or max(bucket.wait_s(now), self._all.wait_s(now)) > self._limits.turn_wait_s:
-            return None
-        return max(bucket.owe(now), self._all.owe(now))
-
-    def _of(self, source: str, now: float) -> TokenBucket | None:
-        limits = self._limits
-        if source not in self._sources:
-            if len(self._sources) >= limits.sources_max:
-                self._sources = {name: bucket for name, bucket in self._sources.items() if not bucket.is_full(now)}
-            if len(self._sources) >= limits.sources_max:
-                return None
-            self._sources[source] = TokenBucket(limits.per_s, limits.burst)
-        return self._sources[source]
 
 
 def source_of(host: str) -> str:

@@ -19,6 +19,7 @@ from swarm.net.halves import WORD, plain
 from swarm.net.limits import ListenerLimits
 from swarm.net.ports import Port, listening
 from swarm.net.rate import TokenBucket
+from swarm.net.turns import TurnQueue
 from swarm.protocol.messages import AnyMessage
 
 InUse = Callable[[], Collection[str]]
@@ -49,6 +50,7 @@ class Listener:
         self._socket.setblocking(False)
         channels_max = min(self._limits.channels_max, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self.admission: Admission[Channel] = Admission(self._limits, channels_max)  # has the accepted channels
+        self._turns = TurnQueue(self._limits.handshakes)
         self._accepts = TokenBucket(self._limits.accepts_per_s, self._limits.accepts_burst)
         self._arriving: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
@@ -56,7 +58,6 @@ class Listener:
         self.on_half: Callable[[socket.socket], None] | None = None  # takes connections that are no channel
         name = self._socket.getsockname()
         self.address = Tcp(name[0], name[1])
-        self._listens = True
         self._accept_more()
 
     async def start(self, on_message: OnMessage, in_use: InUse | None = None) -> None:
@@ -81,17 +82,20 @@ class Listener:
     async def close(self) -> None:
         """Stop listening and end every accepted channel."""
         if self._listens:
-            self._listens = False
             asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
         tasks = [*self._arriving, *([self._sweeper] if self._sweeper is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._socket.close()
         for channel in list(self.admission.channels):
             channel.close()
 
     # Connections
+
+    @property
+    def _listens(self) -> bool:
+        return self._socket.fileno() != -1
 
     def _accept_more(self) -> None:
         if self._listens:
@@ -133,15 +137,16 @@ class Listener:
         loop, taken = asyncio.get_running_loop(), False
         try:
             sock.setblocking(False)
-            if way == "direct" and self.on_half is not None and await self._brings_half(sock):
-                taken = True
-                self.on_half(sock)
-                return
+            on_half = self.on_half if way == "direct" else None
+            if on_half is not None or way != "direct":  # one that an anchor led to takes no turn until it speaks
+                brings_half = await self._brings_half(sock)
+                if on_half is not None and brings_half:
+                    taken = True
+                    on_half(sock)
+                    return
             host = plain(sock.getpeername()[0])
-            turn_s = self.admission.turns.wait_s(source_of(host), loop.time())
-            if turn_s is None or not self._make_room():
+            if not await self._turns.wait(source_of(host)) or not self._make_room():
                 return
-            await asyncio.sleep(turn_s)
             taken = True
             await loop.connect_accepted_socket(
                 lambda: TcpCarrier(lambda carrier: self._channel(carrier, host), way), sock

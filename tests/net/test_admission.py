@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from swarm.net.admission import Admission, Entry, Turns, gives_way, source_of
+from swarm.net.admission import Admission, Entry, gives_way, source_of
 from swarm.net.limits import HandshakeLimits, ListenerLimits
 
 LIMITS, HANDSHAKES = ListenerLimits(), HandshakeLimits()
@@ -21,32 +21,6 @@ class Present:
 
 def admission(channels_max=100, unproven_max=256, **limits):
     return Admission(ListenerLimits(HandshakeLimits(unproven_max=unproven_max), **limits), channels_max)
-
-
-# Turns
-
-
-def test_a_source_that_connects_too_often_waits_then_is_refused():
-    turns = Turns(HANDSHAKES)
-    waits = [turns.wait_s("10.0.0.1", 0.0) for _ in range(100)]
-    at_once, queued = waits[: int(HANDSHAKES.all_burst)], waits[: int(HANDSHAKES.burst)]
-    assert at_once == [0.0] * len(at_once)
-    assert None not in queued
-    assert max(queued) < HANDSHAKES.turn_wait_s
-    late = waits[int(HANDSHAKES.burst) :]
-    assert 0 < late[0] <= HANDSHAKES.turn_wait_s
-    assert late[-1] is None
-    assert turns.wait_s("10.0.0.2", 0.0) < 1.0  # others do not wait for it
-    assert turns.wait_s("10.0.0.1", MINUTE) == 0.0
-
-
-def test_a_new_source_is_refused_while_all_are_in_debt():
-    turns = Turns(HandshakeLimits(sources_max=2, all_burst=100.0))
-    for source in ("a", "b"):
-        turns.wait_s(source, 0.0)
-    assert turns.wait_s("c", 0.0) is None
-    assert turns.wait_s("a", 0.0) == 0.0
-    assert turns.wait_s("c", MINUTE) == 0.0
 
 
 def test_all_addresses_of_one_ipv6_network_are_one_source():

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.errors import AddressInUse, ChannelClosed, HandshakeFailed, Unreachable
 from swarm.net.address import Tcp
-from swarm.net.carriers.tcp import TcpCarrier, dial
+from swarm.net.carriers.tcp import TcpCarrier, dial, dial_on
 from swarm.net.channel import Channel, ignore
 from swarm.net.congestion import set_congestion_control
 from swarm.net.gate import PROGRESS
@@ -254,6 +254,21 @@ async def test_of_too_many_mute_connections_the_oldest_ends():
             await mute[1][0].read()
     for _, writer in mute:
         writer.close()
+    channel.close()
+    await site.listener.close()
+
+
+async def test_a_mute_connection_by_an_anchor_takes_no_turn():
+    site = await Site(handshakes={"all_burst": 1.0, "all_per_s": 0.01}).start()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = [socket.create_connection(server.getsockname()) for _ in range(4)]
+        for _ in near:
+            site.listener.adopt(server.accept()[0], "relayed")
+    near[-1].setblocking(False)
+    channel = await dial_on(near[-1], "relayed", remote(site.me), endpoint(), ignore)
+    assert await channel.ping() > 0
+    for sock in near[:-1]:
+        sock.close()
     channel.close()
     await site.listener.close()
 
