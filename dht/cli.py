@@ -65,8 +65,9 @@ def command(
             # hivemind takes two seconds to import: neither --help nor a wrong argument should wait for it
             from swarm.dht.bootstrap import AnchorOptions, bootstrap  # noqa: PLC0415
             from swarm.dht.node import NodeConfig  # noqa: PLC0415
-            from swarm.net.anchor import AnchorLimits, RelayLimits  # noqa: PLC0415
+            from swarm.net.anchor import AnchorLimits  # noqa: PLC0415
             from swarm.net.p2p import P2PConfig, multiaddr_of  # noqa: PLC0415
+            from swarm.net.relay import RelayLimits  # noqa: PLC0415
 
         announced = tuple(multiaddr_of(*address) for address in announce_address)
         config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access, proven=False)

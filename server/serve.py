@@ -25,13 +25,14 @@ from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
-from swarm.net.anchor import AnchorLimits, RelayLimits
+from swarm.net.anchor import AnchorLimits
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
 from swarm.net.mapping import Mapped, map_ports
 from swarm.net.noise import ChannelKey
 from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public
+from swarm.net.relay import RelayLimits
 from swarm.net.traversal import ListeningTraversal, TraversalLimits
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments

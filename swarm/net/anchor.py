@@ -11,7 +11,6 @@ cost has a bound, per peer and for all.
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +26,7 @@ from swarm.net.gate import IDLE, Toll
 from swarm.net.halves import TOKEN_BYTES, Half, Halves
 from swarm.net.load import Load, LoadLimits, Told
 from swarm.net.rate import TokenBucket
+from swarm.net.relay import Relayed, RelayLimits, room_for
 from swarm.net.rtt import rtt_s
 from swarm.net.splice import Meter, Splice
 from swarm.protocol.base import Message
@@ -49,19 +49,6 @@ Check = Callable[[str, bytes], object]
 """`check(peer, record)`: raise SwarmError unless this is a living record of the peer, in this network."""
 
 _log = structlog.get_logger("swarm.anchor")
-
-
-@dataclass(frozen=True, slots=True)
-class RelayLimits:
-    """How much an anchor relays for others."""
-
-    pairs_max: int = limit(128, "pairs", "relayed at one time; more are refused as busy")
-    pairs_per_peer_max: int = limit(16, "pairs", "of one caller, and of one hidden peer; more are refused as busy")
-    pair_bytes_per_s: float = limit(4.0 * 2**20, "bytes/s", "of one pair; faster ones wait")
-    pair_burst: float = limit(16.0 * 2**20, "bytes", "of one pair at once")
-    bytes_per_s: float = limit(16.0 * 2**20, "bytes/s", "relayed in all; 0 relays nothing")
-    burst: float = limit(32.0 * 2**20, "bytes", "relayed at once in all")
-    silent_s: float = limit(120.0, "s", "a relayed pair that sends nothing for longer ends")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +94,7 @@ class Anchor:
         self._all = TokenBucket(limits.all_per_s, limits.all_per_s)
         self._rates: dict[tuple[str, str], TokenBucket] = {}  # of "call", "called" or "from", and a peer or a source
         self._meetings: dict[bytes, _Meeting] = {}  # by the caller's token
-        self._pairs: dict[Splice, tuple[str, str]] = {}
+        self._pairs: dict[Splice, Relayed] = {}  # the oldest first
         self._joining: set[asyncio.Task[None]] = set()
         self._load, self._told = Load(), Told(asyncio.get_running_loop().time(), limits.load)
 
@@ -282,25 +269,22 @@ class Anchor:
 
     def _join(self, sides: tuple[Channel, Channel], first: Half, second: Half) -> None:
         """Relay between them, within the limits; else they can still punch, with halves that wait."""
-        peers, limits = (sides[0].peer, sides[1].peer), self.limits.relay
-        full = self._is_full(peers)
-        if full or limits.bytes_per_s <= 0:
-            self._load.refused += full
+        limits, new = self.limits.relay, Relayed(sides[0].peer, sides[1].peer, source_of(first.outer.host))
+        room = room_for(new, self._pairs, limits)
+        if not room.is_there or limits.bytes_per_s <= 0:
+            self._load.refused += not room.is_there
             held = asyncio.create_task(_hold(first, second))
             self._joining.add(held)
             held.add_done_callback(self._joining.discard)
             return
+        if room.ends is not None:
+            room.ends.end()
         own = TokenBucket(limits.pair_bytes_per_s, limits.pair_burst)
         pair = Splice(self._meter, own, limits.silent_s, lambda: self._pairs.pop(pair, None) and None)
-        self._pairs[pair] = peers
+        self._pairs[pair] = new
         task = asyncio.create_task(self._begin(pair, first, second))
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
-
-    def _is_full(self, peers: tuple[str, str]) -> bool:
-        """Whether it relays as much as it may, of all or of one of two peers."""
-        pairs, limits = Counter(peer for both in self._pairs.values() for peer in both), self.limits.relay
-        return len(self._pairs) >= limits.pairs_max or max(pairs[peer] for peer in peers) >= limits.pairs_per_peer_max
 
     async def _begin(self, pair: Splice, first: Half, second: Half) -> None:
         try:

@@ -16,8 +16,8 @@ from swarm.identity import Identity
 from swarm.monitor.anchors import ToldLoad, named, place_of, states
 from swarm.monitor.contacts import Answer, ContactLimits, Contacts, Loads, SwarmDialler
 from swarm.monitor.state import API, State
-from swarm.net.anchor import RelayLimits
 from swarm.net.load import LoadLimits
+from swarm.net.relay import RelayLimits
 from swarm.net.traversal import Traversal, TraversalLimits
 from tests.dht.support import announcement
 from tests.monitor.page_support import NOW, anchor, key, load

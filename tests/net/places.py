@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from swarm.errors import HandshakeFailed
 from swarm.net.address import ViaAnchor
-from swarm.net.anchor import AnchorLimits, RelayLimits
+from swarm.net.anchor import AnchorLimits
 from swarm.net.calling import CallLimits
 from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
 from swarm.net.mooring import MooringLimits
 from swarm.net.punch import PunchLimits
+from swarm.net.relay import RelayLimits
 from swarm.net.traversal import ListeningTraversal, Traversal, TraversalLimits
 from tests.net.support import endpoint, remote, until
 

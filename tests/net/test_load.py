@@ -4,8 +4,8 @@ import pytest
 
 from swarm.errors import Unreachable
 from swarm.net import greeting
-from swarm.net.anchor import RelayLimits
 from swarm.net.load import LoadLimits, Told, load_of
+from swarm.net.relay import RelayLimits
 from swarm.protocol.codec import encode
 from swarm.protocol.meeting import LOAD, SPEED_MAX, AnchorInquiry, AnchorLoad, Uncalled
 from swarm.protocol.messages import Close

@@ -12,7 +12,7 @@ import pytest
 from swarm.errors import ChannelClosed, NetworkError, Unreachable
 from swarm.identity import Identity
 from swarm.net.address import Tcp, ViaAnchor
-from swarm.net.anchor import RelayLimits, _Meeting
+from swarm.net.anchor import _Meeting
 from swarm.net.channel import ignore
 from swarm.net.dialer import Dialer
 from swarm.net.halves import PREFACE_BYTES, WORD, Half, HalfLimits
@@ -20,6 +20,7 @@ from swarm.net.limits import ListenerLimits
 from swarm.net.listener import Listener
 from swarm.net.mooring import MooringLimits
 from swarm.net.punch import punch
+from swarm.net.relay import Relayed, RelayLimits
 from swarm.net.traversal import Traversal, TraversalLimits
 from swarm.protocol.meeting import Call, Called, Meet, Moor
 from swarm.protocol.messages import Close
@@ -290,6 +291,26 @@ async def test_an_anchor_that_relays_nothing_lets_them_punch(relay):
         channel = await made.caller().call(anchor, hidden)
         assert channel.carrier.way == "punched"
         assert anchor.ways.anchor.load.relayed_bytes == 0
+
+
+class Other:
+    """A pair that an anchor relays."""
+
+    ended = False
+
+    def end(self):
+        self.ended = True
+
+
+async def test_a_crowds_pair_ends_for_another_source():
+    async with places() as made:
+        anchor = await made.place(limits(relay=RelayLimits(pairs_max=2)))
+        hidden = await made.hidden(anchor, bounds=limits(punch=False))
+        crowd = [Other(), Other()]
+        anchor.ways.anchor._pairs.update({pair: Relayed(str(i), str(-i), "11.0.0.1") for i, pair in enumerate(crowd)})
+        assert (await made.caller(limits(punch=False)).call(anchor, hidden)).carrier.way == "relayed"
+        assert [pair.ended for pair in crowd] == [False, True]
+        anchor.ways.anchor._pairs = {}
 
 
 async def test_an_anchor_names_no_third_host_and_no_system_port():
