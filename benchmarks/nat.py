@@ -28,7 +28,7 @@ from nat_hostile import hostile
 from nat_kills import kills
 from nat_pairs import pairs
 from nat_relay import moored, relay
-from nat_result import COLUMNS, Line, Part
+from nat_result import COLUMNS, Line, Part, part_of
 from nat_tokens import tokens
 
 from tests.support.lab import unavailable
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
     parser.add_argument("--quick", action="store_true", help="few of everything, to see that it works")
     parser.add_argument("--deaths", type=int, default=100, help="of relaying anchors")
+    parser.add_argument("--add", type=Path, help="the JSON of deaths before, to which those of this run are added")
     parser.add_argument("--check", action="store_true", help="exit 1 unless the project's promises are kept")
     parser.add_argument("--json", type=Path, help="where the raw samples go")
     options = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
     if reason := unavailable():
         sys.exit(reason)
     os.environ["PYTHONPATH"] = str(ROOT)  # for the process that the swarm's commands are forked from
-    parts = PARTS | {"kills": partial(kills, deaths=options.deaths)}
+    parts = PARTS | {"kills": partial(kills, deaths=options.deaths, before=part_of(options.add, "kills"))}
     measured = {name: parts[name](options.quick) for name in options.parts or parts}
     lines = [line for part in measured.values() for line in part.lines]
     table("peers behind routers", COLUMNS, [line.cells for line in lines])

@@ -21,36 +21,49 @@ from tests.support.swarms import DEMO_SPANS, eventually
 HOME_MS, ANCHOR_MS = 5.0, 2.0  # one way
 ANCHORS = 5  # a server is moored at three of them
 TOKENS = 32  # of a round, in which an anchor dies at most once
-KILLED_S_MAX, STOPPED_S_MAX, DIRECT_S_MAX = 1.5, 6.0, 0.5
+BOUNDS_S = {"killed, all edges relayed": 1.5, "stopped, all edges relayed": 6.0, "killed, all edges punched": 0.5}
 STARTED_S = 60.0
 ROUNDS_MAX = 100_000  # the client ends when it is told
 LOOK_S = 0.3  # over which an anchor's traffic is counted
 RECOVER_S = 3.0  # before the next one dies, so that the servers are moored at three again
 
 
-def kills(quick: bool, deaths: int = 100) -> Part:
-    """Kill and stop the anchor that relays, again and again; and one that relays nothing, a fifth as often."""
+def kills(quick: bool, deaths: int = 100, before: Part | None = None) -> Part:
+    """Kill and stop the anchor that relays, again and again; and one that relays nothing, a fifth as often.
+
+    before: the result of runs whose deaths count, too.
+    """
     few, many = (1, 3) if quick else (max(1, deaths // 5), deaths)
     plans = [
         ("killed, all edges relayed", "symmetric", signal.SIGKILL, many),
         ("stopped, all edges relayed", "symmetric", signal.SIGSTOP, few),
         ("killed, all edges punched", "port_restricted", signal.SIGKILL, few),
     ]
-    part = Part()
-    bounds = dict(zip((name for name, *_ in plans), (KILLED_S_MAX, STOPPED_S_MAX, DIRECT_S_MAX), strict=True))
+    part = before or Part()
+    ms = {sample.name: sample.ms for sample in part.samples}
+    wrong = {name: int(str(part.facts.get(name, 0))) for name, *_ in plans}  # generations
     for name, kind, how, count in plans:
-        gaps, calm, wrong = _deaths(kind, how, count)
-        part.samples += [Samples(f"longest gap, {name}", gaps), Samples(f"longest gap, undisturbed, {kind}", calm)]
-        bound = bounds[name]
-        of_all = middle(gaps) if how is signal.SIGKILL else max(gaps)
-        what = "median" if how is signal.SIGKILL else "longest"
-        part.lines += [
-            Line(f"anchor {name}, {len(gaps)} times: wrong generations", wrong, "", 0),
-            Line(f"the same: {what} gap", of_all / 1000, "s", bound),
-            Line("the same: p95 gap", late(gaps) / 1000, "s"),
-            Line("the same: median of the longest gap of undisturbed rounds", middle(calm) / 1000, "s"),
-        ]
-    return part
+        gaps, calm, failed = _deaths(kind, how, count)
+        wrong[name] += failed
+        for what, more in ((_gap(name), gaps), (_gap(f"{name}: undisturbed rounds"), calm)):
+            ms.setdefault(what, []).extend(more)
+    lines = [line for name, *_ in plans for line in _lines(name, wrong[name], ms)]
+    return Part([Samples(name, each) for name, each in ms.items()], lines, dict(wrong))
+
+
+def _gap(name: str) -> str:
+    return f"longest gap, {name}"
+
+
+def _lines(name: str, wrong: int, ms: dict[str, list[float]]) -> list[Line]:
+    gaps, calm = ms[_gap(name)], ms[_gap(f"{name}: undisturbed rounds")]
+    of_all, what = (max(gaps), "longest") if name.startswith("stopped") else (middle(gaps), "median")
+    return [
+        Line(f"anchor {name}, {len(gaps)} times: wrong generations", wrong, "", 0),
+        Line(f"the same: {what} gap", of_all / 1000, "s", BOUNDS_S[name]),
+        Line("the same: p95 gap", late(gaps) / 1000, "s"),
+        Line("the same: median of the longest gap of undisturbed rounds", middle(calm) / 1000, "s"),
+    ]
 
 
 def _deaths(kind: str, how: signal.Signals, count: int) -> tuple[list[float], list[float], int]:

@@ -1,8 +1,10 @@
 """What a part of `nat.py` has measured, and what the project promises of it."""
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common import Samples
 
@@ -41,6 +43,14 @@ class Part:
     samples: list[Samples] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
+
+
+def part_of(path: Path | None, name: str) -> Part | None:
+    """Return the samples and facts of a part that was measured before; None if there is no such file."""
+    if path is None or not path.exists():
+        return None
+    run = json.loads(path.read_text())
+    return Part([Samples(**sample) for sample in run["samples"]], [], run["facts"][name])
 
 
 def middle(values: Sequence[float]) -> float:

@@ -50,6 +50,8 @@ class Generation:
     def __init__(self, process: LocalProcess, results: Path, rounds: int) -> None:
         self.process = process
         self._results, self._rounds = results, rounds
+        self._known: list[dict[str, Any]] = []  # lines
+        self._known_bytes = 0
 
     def tokens(self) -> int:
         """How many tokens it has so far, of all rounds."""
@@ -95,10 +97,14 @@ class Generation:
                 at_s = []
 
     def _lines(self) -> list[dict[str, Any]]:
-        if not self._results.exists():
-            return []
-        whole = self._results.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in whole.splitlines()]
+        """Return all whole lines; each is read once, since a long run is looked at very often."""
+        if self._results.exists():
+            with self._results.open("rb") as file:
+                file.seek(self._known_bytes)
+                whole = file.read().rpartition(b"\n")
+            self._known += [json.loads(line) for line in whole[0].splitlines()]
+            self._known_bytes += len(whole[0]) + len(whole[1])
+        return self._known
 
 
 class LabSwarm:
