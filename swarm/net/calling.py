@@ -19,7 +19,7 @@ from swarm.net.flow import FlowControl
 from swarm.net.halves import TOKEN_BYTES, Half, Halves, open_half
 from swarm.net.limits import DialerLimits
 from swarm.net.lines import Lines
-from swarm.net.punch import Here, PunchLimits, punch
+from swarm.net.punch import Failures, Here, PunchLimits, punch
 from swarm.protocol.meeting import Call, Calling, Meet
 
 Result = TypeVar("Result")
@@ -53,6 +53,7 @@ class Caller:
         self.host = ""  # the same, for peers that are moored at this process itself
         self._me, self._lines, self._halves, self._anchor = me, lines, halves, anchor
         self._flow, self._limits, self._dialer_limits = flow or FlowControl(), limits, DialerLimits()
+        self._failures = Failures(limits.punch)
 
     async def call(self, anchor: ViaAnchor, remote: Remote, on_message: OnMessage) -> Channel:
         """Return a proven channel to a hidden peer: reverse, punched or relayed. Raises NetworkError."""
@@ -117,20 +118,24 @@ class Caller:
         self, half: socket.socket, here: Here, meet: Meet, remote: Remote, on_message: OnMessage
     ) -> Channel:
         """Punch, while the handshake on the relayed connection runs as well. Returns the better channel that works."""
+        hopeless = self._failures.has(remote.peer, asyncio.get_running_loop().time())
         relayed = asyncio.create_task(self._become(half, "relayed", remote, on_message))
         punching = asyncio.create_task(self._punch(here, meet))
         chosen: Channel | None = None
         sock: socket.socket | None = None
         try:
-            await self._wait_for(punching, relayed, meet.rtt_ms)
+            await self._wait_for(punching, relayed, meet.rtt_ms, hopeless=hopeless)
             if punching.done() and (sock := punching.result()) is not None:
                 try:
                     chosen = await self._become(sock, "punched", remote, on_message)
+                    self._failures.forget(remote.peer)
                     return chosen
                 except NetworkError as error:
                     _log.debug("punched, and another peer is there", peer=remote.peer, why=str(error))
             punching.cancel()
             chosen = await relayed
+            if not hopeless:
+                self._failures.add(remote.peer, asyncio.get_running_loop().time())
             return chosen
         finally:
             for task in (relayed, punching):
@@ -140,16 +145,25 @@ class Caller:
                     late.close()
 
     async def _wait_for(
-        self, punching: "asyncio.Task[socket.socket | None]", relayed: "asyncio.Task[Channel]", rtt_ms: int
+        self,
+        punching: "asyncio.Task[socket.socket | None]",
+        relayed: "asyncio.Task[Channel]",
+        rtt_ms: int,
+        *,
+        hopeless: bool,
     ) -> None:
-        """Wait until the punch is over, or it has had its time and the relayed channel is there."""
+        """Wait until the punch is over, or it has had its time and the relayed channel is there.
+
+        hopeless: the punch has no time of its own.
+        """
         loop, limits = asyncio.get_running_loop(), self._limits.punch
         began = loop.time()
         await asyncio.wait((punching, relayed), return_when=asyncio.FIRST_COMPLETED)
-        if not punching.done():
-            took_s = loop.time() - began
-            patience_s = max(limits.patience_s(rtt_ms), limits.times * took_s)
-            await asyncio.wait((punching,), timeout=patience_s - took_s if relayed.exception() is None else None)
+        if punching.done():
+            return
+        took_s, fails = loop.time() - began, relayed.exception() is not None
+        patience_s = 0.0 if hopeless else max(limits.patience_s(rtt_ms), limits.times * took_s)
+        await asyncio.wait((punching,), timeout=None if fails else max(0.0, patience_s - took_s))
 
     async def _punch(self, here: Here, meet: Meet) -> socket.socket | None:
         peers, locals_ = dialable((meet.peer,)), dialable((meet.local,))

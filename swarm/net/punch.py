@@ -31,10 +31,38 @@ class PunchLimits:
     most_s: float = limit(2.5, "s", "a punch ends after this; the relayed connection is used then")
     gap_s: float = limit(0.06, "s", "before the next try where the other's router answered that nothing listens")
     tries_max: int = limit(4, "connections", "to one address, so that no anchor can make this side flood another")
+    failed_s: float = limit(600.0, "s", "after a punch that failed, no punch with the same peer is waited for")
+    failed_max: int = limit(1024, "peers", "with which a punch failed that are remembered; the oldest is forgotten")
 
     def patience_s(self, rtt_ms: int) -> float:
         """Return the seconds after which a relayed connection that works is used."""
         return min(self.most_s, max(self.least_s, self.base_s + self.rtts * rtt_ms / 1000))
+
+
+class Failures:
+    """The peers with which a punch failed lately. Times are passed in.
+
+    Their routers have not changed since: a relayed connection that takes the place of another waits for no punch.
+    """
+
+    def __init__(self, limits: PunchLimits) -> None:
+        self._limits = limits
+        self._at: dict[str, float] = {}  # the oldest first
+
+    def add(self, peer: str, now: float) -> None:
+        """Take note that a punch with a peer has failed."""
+        self.forget(peer)
+        self._at[peer] = now
+        if len(self._at) > self._limits.failed_max:
+            del self._at[next(iter(self._at))]
+
+    def forget(self, peer: str) -> None:
+        """Take note that one has succeeded."""
+        self._at.pop(peer, None)
+
+    def has(self, peer: str, now: float) -> bool:
+        """Whether a punch with this peer failed lately."""
+        return now - self._at.get(peer, float("-inf")) < self._limits.failed_s
 
 
 @dataclass(frozen=True, slots=True)

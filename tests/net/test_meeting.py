@@ -13,13 +13,14 @@ from swarm.errors import ChannelClosed, NetworkError, Unreachable
 from swarm.identity import Identity
 from swarm.net.address import Tcp, ViaAnchor
 from swarm.net.anchor import _Meeting
+from swarm.net.calling import CallLimits
 from swarm.net.channel import ignore
 from swarm.net.dialer import Dialer
 from swarm.net.halves import PREFACE_BYTES, WORD, Half, HalfLimits
 from swarm.net.limits import ListenerLimits
 from swarm.net.listener import Listener
 from swarm.net.mooring import MooringLimits
-from swarm.net.punch import punch
+from swarm.net.punch import PunchLimits, punch
 from swarm.net.relay import Relayed, RelayLimits
 from swarm.net.traversal import Traversal, TraversalLimits
 from swarm.protocol.meeting import Call, Called, Meet, Moor
@@ -266,6 +267,20 @@ async def test_a_punch_may_take_as_long_as_the_relay_does(monkeypatch):
 
         caller.ways.caller._become = slowly
         assert (await caller.call(anchor, hidden)).carrier.way == "punched"
+
+
+async def test_no_punch_is_waited_for_after_one_that_failed():
+    stubborn = TraversalLimits(calls=CallLimits(punch=PunchLimits(least_s=2.0, most_s=60.0, tries_max=1000)))
+    async with places() as made:
+        anchor = await made.place()
+        hidden, caller, took_s = await made.hidden(anchor, bounds=limits(punch=False)), made.caller(stubborn), []
+        for _ in range(2):
+            began = asyncio.get_running_loop().time()
+            channel = await caller.call(anchor, hidden)
+            took_s.append(asyncio.get_running_loop().time() - began)
+            assert channel.carrier.way == "relayed"
+            channel.close()
+        assert took_s[1] < 2.0 <= took_s[0]
 
 
 async def test_waiting_meetings_are_bounded_and_end():

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from swarm.net.address import Tcp
-from swarm.net.punch import Here, PunchLimits, _neighbours, punch
+from swarm.net.punch import Failures, Here, PunchLimits, _neighbours, punch
 
 PATIENT = PunchLimits(most_s=5.0)
 
@@ -122,3 +122,19 @@ async def test_only_the_expected_host_comes_in():
 )
 def test_neighbours_are_of_one_private_network(here, there, near):
     assert _neighbours(here, there) is near
+
+
+def test_failures_are_remembered_for_a_while_until_a_punch_succeeds():
+    failures = Failures(PunchLimits(failed_s=10.0))
+    for peer in ("one", "other"):
+        failures.add(peer, 0.0)
+    failures.forget("other")
+    assert [failures.has(peer, 9.0) for peer in ("one", "other", "a stranger")] == [True, False, False]
+    assert not failures.has("one", 10.0)
+
+
+def test_of_too_many_failures_the_oldest_is_forgotten():
+    failures = Failures(PunchLimits(failed_max=2))
+    for peer in ("one", "two", "one", "three"):
+        failures.add(peer, 0.0)
+    assert [failures.has(peer, 0.0) for peer in ("one", "two", "three")] == [True, False, True]
