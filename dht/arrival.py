@@ -5,9 +5,9 @@ Neither hivemind nor libp2p.
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from swarm.dht.records import check_clock
 from swarm.errors import ClockSkew, Unreachable
@@ -26,11 +26,36 @@ class ArrivalLimits:
     )
 
 
-async def arrived(calls: Iterable[asyncio.Task[Greeting]], limits: ArrivalLimits) -> list[Greeting]:
-    """Wait for calls on initial peers, and return what has come when no more is waited for.
+class Arrival:
+    """Waits for calls on initial peers. Those that are late go on: a library's own call may not bear a cancellation."""
 
-    Calls that are late go on: their owner ends them.
-    """
+    def __init__(self, limits: ArrivalLimits = ArrivalLimits()) -> None:
+        self._limits = limits
+        self._calls: set[asyncio.Task[Greeting]] = set()
+
+    async def greetings(self, calls: Iterable[Coroutine[Any, Any, Greeting]]) -> list[Greeting]:
+        """Make calls side by side, and return what has come when no more is waited for."""
+        tasks = [asyncio.create_task(call) for call in calls]
+        for task in tasks:
+            self._calls.add(task)
+            task.add_done_callback(self._ended)
+        return await in_time(tasks, self._limits)
+
+    async def close(self) -> None:
+        """End the calls that are still under way."""
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+
+    def _ended(self, call: asyncio.Task[Greeting]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # looked at: after a late call nobody waits for it
+
+
+async def in_time(calls: Iterable[asyncio.Task[Greeting]], limits: ArrivalLimits) -> list[Greeting]:
+    """Wait for calls, and return what has come when no more is waited for."""
     clock, under_way = asyncio.get_running_loop().time, set(calls)
     began, until = clock(), math.inf
     greetings: list[Greeting] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 from hivemind.p2p import PeerID
 
-from swarm.dht.arrival import ArrivalLimits, Greeting, arrived
+from swarm.dht.arrival import Arrival, Greeting
 from swarm.dht.format import CALLS
 from swarm.dht.protocol import SwarmProtocol
 from swarm.dht.records import check_clock
@@ -36,7 +36,6 @@ class MemberLimits:
     places_at_first: int = limit(3, "places", "random ones at which a new node measures the distance of others")
     places_later: int = limit(1, "places", "the same, in every later round")
     initial_peers_max: int = limit(32, "peers", "the rest of the list is ignored")
-    arrival: ArrivalLimits = field(default_factory=ArrivalLimits)
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class Member:
     limits: MemberLimits = field(default_factory=MemberLimits)
     ended: bool = False
     met: tuple[str, ...] = ()
-    _calls: set[asyncio.Task[Greeting]] = field(default_factory=set)  # on initial peers, late ones too
+    _arrival: Arrival = field(default_factory=Arrival)
 
     @property
     def ways_in(self) -> tuple[str, ...]:
@@ -71,10 +70,7 @@ class Member:
         """End the calls that are still under way."""
         self.ended = True
         await self.searcher.close()
-        for call in self._calls:
-            call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
+        await self._arrival.close()
 
     # --- storing and searching ---------------------------------------------------------------------------------------
 
@@ -216,17 +212,7 @@ class Member:
         return back
 
     async def _call_on(self, addresses: Sequence[str]) -> list[Greeting]:
-        """Call on initial peers. Calls that are late end by themselves: hivemind's own must not be cancelled."""
-        calls = [asyncio.create_task(self._join_at(address)) for address in addresses]
-        for call in calls:
-            self._calls.add(call)
-            call.add_done_callback(self._ended)
-        return await arrived(calls, self.limits.arrival)
-
-    def _ended(self, call: asyncio.Task[Greeting]) -> None:
-        self._calls.discard(call)
-        if not call.cancelled():
-            call.exception()  # looked at: a late one's is nobody's
+        return await self._arrival.greetings(self._join_at(address) for address in addresses)
 
     async def _join_at(self, address: str) -> Greeting:
         """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""

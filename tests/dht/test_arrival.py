@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from swarm.dht.arrival import ArrivalLimits, Greeting, arrived, patience_s
+from swarm.dht.arrival import Arrival, ArrivalLimits, Greeting, in_time, patience_s
 from swarm.errors import Unreachable
 from swarm.identity import Identity
 from tests.dht.memory import MemoryNetwork
@@ -44,9 +44,26 @@ async def test_a_late_peer_is_left_and_its_call_goes_on(
 ) -> None:
     calls = [asyncio.create_task(asyncio.sleep(after_s, answer)) for after_s, answer in answers.items()]
     began = asyncio.get_running_loop().time()
-    assert await arrived(calls, LIMITS) == came
+    assert await in_time(calls, LIMITS) == came
     assert asyncio.get_running_loop().time() - began == pytest.approx(waited_s)
     assert await asyncio.gather(*calls) == list(answers.values())
+
+
+@pytest.mark.virtual_clock
+async def test_calls_that_are_late_end_with_their_owner() -> None:
+    ended = asyncio.Event()
+
+    async def late() -> Greeting:
+        try:
+            return await asyncio.sleep(3600, 0.0)
+        finally:
+            ended.set()
+
+    arrival = Arrival(LIMITS)
+    assert await arrival.greetings([late(), asyncio.sleep(1.0, 2.0)]) == [2.0]
+    assert not ended.is_set()
+    await arrival.close()
+    assert ended.is_set()
 
 
 @pytest.mark.virtual_clock
