@@ -4,7 +4,8 @@
 
 Every node is a process with a p2pd in a network namespace of its own. The hidden ones are behind routers that let no
 connection in (port-restricted, symmetric, refusing, double). In turns with nodes that are all servers of the DHT from
-the start, as those of version 0.1 are. Each join is a new client. Needs Linux and nftables.
+the start, as those of version 0.1 are. Each join is a new client. Its computing and its waiting for a core are sums
+over the threads of both processes: they tell a busy machine from a slow join. Needs Linux and nftables.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from tests.support.lab.nodes import LabDht
 KINDS = ("port_restricted", "symmetric", "reject", "double")
 SETTLE_S = 20.0  # from the last node's start: every node has looked around once more
 MODES = {"clients until called": False, "servers at once": True}
+MEASURED = ("join", "look-up", "join: computing", "join: waiting for a core")
 JOIN_MS_MAX, LOOKUP_MS_MAX = 1200.0, 150.0  # medians that --check allows
 
 
@@ -34,7 +36,7 @@ def main() -> None:
     if reason := unavailable():
         sys.exit(reason)
     os.environ["PYTHONPATH"] = str(ROOT)  # for the process that nodes are forked from
-    samples = {f"{what}, {mode}": Samples(f"{what}, {mode}") for mode in MODES for what in ("join", "look-up")}
+    samples = {f"{what}, {mode}": Samples(f"{what}, {mode}") for mode in MODES for what in MEASURED}
     facts = {"public": options.public, "hidden": options.hidden, "delay_ms": options.delay_ms}
     known, missing = dict.fromkeys(MODES, 0), 0
     with Lab() as lab, tempfile.TemporaryDirectory() as folder:
@@ -65,6 +67,8 @@ def _measure(dht: LabDht, client: Host, options: argparse.Namespace, samples: di
     for _ in range(options.joins):
         measured = dht.look_up(client, options.lookups)
         samples[f"join, {mode}"].ms.append(1000 * measured.join_s)
+        samples[f"join: computing, {mode}"].ms.append(1000 * measured.computed_s)
+        samples[f"join: waiting for a core, {mode}"].ms.append(1000 * measured.waited_s)
         samples[f"look-up, {mode}"].ms += [1000 * took for took in measured.lookup_s]
         missing += sum(len(dht.nodes) - found for found in measured.found)
     return missing

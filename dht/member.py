@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 from hivemind.p2p import PeerID
 
+from swarm.dht.arrival import Arrival, Greeting
 from swarm.dht.format import CALLS
 from swarm.dht.protocol import SwarmProtocol
 from swarm.dht.records import check_clock
@@ -54,6 +55,7 @@ class Member:
     limits: MemberLimits = field(default_factory=MemberLimits)
     ended: bool = False
     met: tuple[str, ...] = ()
+    _arrival: Arrival = field(default_factory=Arrival)
 
     @property
     def ways_in(self) -> tuple[str, ...]:
@@ -68,6 +70,7 @@ class Member:
         """End the calls that are still under way."""
         self.ended = True
         await self.searcher.close()
+        await self._arrival.close()
 
     # --- storing and searching ---------------------------------------------------------------------------------------
 
@@ -140,6 +143,8 @@ class Member:
     async def join(self, must: bool) -> None:
         """Connect to the initial peers, check the clock, learn the neighbourhood.
 
+        A peer that is late becomes a neighbour when it answers.
+
         must: raise Unreachable or ClockSkew; else a failure is only logged.
         """
         known = self.ways_in
@@ -206,10 +211,10 @@ class Member:
             _log.info("an initial peer is back")
         return back
 
-    async def _call_on(self, addresses: Sequence[str]) -> "list[float | Unreachable]":
-        return await asyncio.gather(*(self._join_at(address) for address in addresses))
+    async def _call_on(self, addresses: Sequence[str]) -> list[Greeting]:
+        return await self._arrival.greetings(self._join_at(address) for address in addresses)
 
-    async def _join_at(self, address: str) -> float | Unreachable:
+    async def _join_at(self, address: str) -> Greeting:
         """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""
         peer, _ = split_multiaddr(address)
         pings_s = 2 * CALLS.timeout_s

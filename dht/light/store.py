@@ -16,6 +16,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from swarm.access import EVERYBODY, Access
+from swarm.dht.arrival import Arrival, Greeting
 from swarm.dht.format import CALLS, believe, peers_named
 from swarm.dht.light.limits import ReaderLimits
 from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
@@ -74,6 +75,7 @@ class LightStore:
         self._rates = RateLimit(CALLS.per_s * limits.pace, CALLS.burst * limits.pace)
         self._verifying = asyncio.Lock()
         self._explored = False
+        self._arrival = Arrival()
 
     @property
     def alive(self) -> bool:
@@ -82,7 +84,7 @@ class LightStore:
 
     async def join(self) -> None:
         """Connect to the initial peers and compare clocks. Raises Unreachable, ClockSkew, BadConfiguration."""
-        answers = await asyncio.gather(*map(self._greet, self._initial))
+        answers = await self._arrival.greetings(map(self._greet, self._initial))
         skews = [answer for answer in answers if isinstance(answer, float)]
         if not skews:
             reasons = sorted({str(answer.why) for answer in answers if isinstance(answer, Unreachable)})
@@ -121,6 +123,7 @@ class LightStore:
     async def close(self) -> None:
         """End the calls that are still under way."""
         await self._searcher.close()
+        await self._arrival.close()
 
     # --- the search --------------------------------------------------------------------------------------------------
 
@@ -149,7 +152,7 @@ class LightStore:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    async def _greet(self, multiaddr: str) -> "float | Unreachable":
+    async def _greet(self, multiaddr: str) -> Greeting:
         """Return our clock's skew (seconds) against one initial peer, or why it cannot be reached."""
         try:
             peer = await self._host.connect(multiaddr, self.limits.connect_timeout_s)

@@ -6,6 +6,7 @@
 
 import argparse
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -69,11 +70,17 @@ class NodeState(BaseModel):
 
 
 class Lookups(BaseModel):
-    """What a client measured. found: servers, by each look-up."""
+    """What a client measured. found: servers, by each look-up.
+
+    computed_s, waited_s: what it and its p2pd computed until it had joined, and how long they waited for a core
+    meanwhile, all threads together.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     join_s: float
+    computed_s: float
+    waited_s: float
     lookup_s: tuple[float, ...]
     found: tuple[int, ...]
 
@@ -146,9 +153,11 @@ async def _tell(node: SwarmNode, path: Path, announced: asyncio.Event, records: 
 
 
 async def _look_up(request: NodeRequest, path: Path) -> None:
-    began = time.perf_counter()
+    before, began = _scheduled(os.getpid()), time.perf_counter()
     async with open_node(_config(request), clock=time.time) as node:
         join_s = time.perf_counter() - began
+        parts = zip(before, _scheduled(os.getpid()), _scheduled(node.p2pd_pid), strict=True)
+        computed_s, waited_s = (own - earlier + p2pd for earlier, own, p2pd in parts)
         directory = Directory(node, identity=None, network=request.network, clock=time.time)
         took, found = list[float](), list[int]()
         for _ in range(request.lookups):
@@ -156,7 +165,17 @@ async def _look_up(request: NodeRequest, path: Path) -> None:
             found.append(len(await directory.servers(ROOT, N_BLOCKS)))
             took.append(time.perf_counter() - began)
             await asyncio.sleep(0.2)
-    path.write_text(Lookups(join_s=join_s, lookup_s=tuple(took), found=tuple(found)).model_dump_json())
+    measured = Lookups(
+        join_s=join_s, computed_s=computed_s, waited_s=waited_s, lookup_s=tuple(took), found=tuple(found)
+    )
+    path.write_text(measured.model_dump_json())
+
+
+def _scheduled(pid: int | None) -> tuple[float, float]:
+    """Return the seconds that a process has computed, and those that it has waited for a core."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    nanoseconds = [task.joinpath("schedstat").read_text().split() for task in tasks]
+    return sum(int(ran) for ran, _, _ in nanoseconds) / 1e9, sum(int(waited) for _, waited, _ in nanoseconds) / 1e9
 
 
 def _announcement(owner: Identity, network: str, span: int) -> Announcement:
