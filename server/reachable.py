@@ -247,6 +247,8 @@ class Reachability:
 
     async def _ask(self, signed: SignedAnnouncement, data_port: int = 0, p2p_port: int = 0) -> Findings | None:
         """Return the findings of other nodes; None where none can say. Raises TooBusy."""
+        if not await self._node.back():
+            raise TooBusy("p2pd is being replaced")
         if not self._node.neighbours():
             _log.warning("no other node is there yet to check that this server can be reached from outside")
             return None

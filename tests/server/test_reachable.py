@@ -41,6 +41,9 @@ class FakeNode:
         self.history = ""
         self._neighbours = tuple(neighbours)
 
+    async def back(self) -> bool:
+        return True
+
     def neighbours(self) -> tuple[str, ...]:
         return self._neighbours
 

@@ -266,6 +266,10 @@ async def _stays() -> AsyncIterator[Change]:
 class _Node:
     """A node of the DHT that always knows others."""
 
+    async def back(self) -> bool:
+        """As `SwarmNode.back`."""
+        return True
+
     def neighbours(self) -> tuple[str, ...]:
         """As `SwarmNode.neighbours`."""
         return ("another",)
