@@ -157,15 +157,17 @@ class SwarmNode:
         self._config = replace(self._config, met=tuple(addresses))  # for a p2pd to come, too
         await self._on_member(partial(Member.meet, addresses=addresses))
 
-    async def up(self) -> None:
-        """Wait until the node has joined, for the first time or on a new p2pd."""
+    async def up(self) -> Member:
+        """Wait until the node has joined, for the first time or on a new p2pd. Returns the present member."""
         await self._up.wait()
+        assert self.member is not None
+        return self.member
 
     async def back(self) -> bool:
         """Wait for a p2pd that is being replaced. Returns whether it came back in time."""
         try:
             async with asyncio.timeout(self._config.limits.up_timeout_s):
-                await self._up.wait()
+                await self.up()
         except TimeoutError:
             return False
         return True
@@ -266,7 +268,7 @@ class SwarmNode:
         Raises Unreachable for that if p2pd lives.
         """
         while True:
-            member = await self._usable()
+            member = await self.up()
             try:
                 return await work(member)
             except Exception as error:
@@ -277,12 +279,6 @@ class SwarmNode:
                 if not member.ended:
                     raise Unreachable("the swarm", self._config.initial_peers, 0.0, repr(error)[:200]) from None
                 _log.debug("once more on the next p2pd", error=repr(error)[:200])
-
-    async def _usable(self) -> Member:
-        """Return the present member, after its replacement if need be."""
-        await self._up.wait()
-        assert self.member is not None
-        return self.member
 
     @asynccontextmanager
     async def _deadline(self, doing: str, timeout_s: float) -> AsyncIterator[None]:
