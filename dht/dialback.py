@@ -182,6 +182,8 @@ async def ask_dial_back(
     signed: our own record; None for a node that serves nothing. p2p_host: as in Request. Helpers that fail are
     replaced by others; one that is stopped is not waited for long once another has answered.
     """
+    if not await node.back():
+        raise TooBusy("p2pd is being replaced; ask again later")
     helpers = _Helpers(spread(node.neighbours(), await node.hosts())[: limits.asked_max], limits.helpers_max)
     record = b"" if signed is None else signed.data
     request = Request(record=b64encode(record).decode(), data_port=data_port, p2p_port=p2p_port, p2p_host=p2p_host)

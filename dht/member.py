@@ -40,7 +40,7 @@ class MemberLimits:
 
 @dataclass(slots=True)
 class Member:
-    """One node on one p2pd. ended: p2pd has ended, so that no failure of its calls counts.
+    """One node on one p2pd. ended: p2pd has ended, or is about to be replaced, so that no failure of its calls counts.
 
     poll_s: within so many seconds a dead p2pd is noticed. met: nodes to call on as on initial peers; unlike these,
     none of them has to answer.
@@ -56,6 +56,11 @@ class Member:
     ended: bool = False
     met: tuple[str, ...] = ()
     _arrival: Arrival = field(default_factory=Arrival)
+
+    @property
+    def lost(self) -> bool:
+        """Whether p2pd has ended, even if its supervisor has not noticed it yet."""
+        return self.ended or self.daemon.is_broken
 
     @property
     def ways_in(self) -> tuple[str, ...]:
@@ -94,6 +99,7 @@ class Member:
         async with asyncio.TaskGroup() as group:
             for peer, wanted in wanted_at.items():
                 group.create_task(store_at(peer, wanted))
+        await self._check_p2pd(not wanted_at or any(counts))
         return counts
 
     async def search(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
@@ -132,11 +138,15 @@ class Member:
     async def _searched(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
         known = self.known()
         found = await self.searcher.search(keys, known, on_entries=on_entries or (lambda entries: None))
-        if known and not any(result.nodes for result in found.values()):
-            await asyncio.sleep(2 * self.poll_s)
-            if self.ended:
-                raise ConnectionError("p2pd ended during a search")
+        await self._check_p2pd(not known or any(result.nodes for result in found.values()))
         return found
+
+    async def _check_p2pd(self, answered: bool) -> None:
+        """Raise ConnectionError if p2pd ended meanwhile. answered: a node answers; else it is given time to show."""
+        if not answered and not self.ended:
+            await asyncio.sleep(2 * self.poll_s)
+        if self.ended:
+            raise ConnectionError("p2pd ended meanwhile")
 
     # --- joining and staying -----------------------------------------------------------------------------------------
 
@@ -183,7 +193,8 @@ class Member:
     async def maintain(self, again: Sequence[Entry]) -> None:
         """Keep the routing table alive until cancelled. again: entries that are stored once more at first."""
         if again:
-            await self.put(again)
+            with contextlib.suppress(ConnectionError):  # then the next p2pd's member stores them
+                await self.put(again)
         while True:
             await asyncio.sleep(self.limits.maintain_s)
             while self.protocol.unanswered:

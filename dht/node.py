@@ -44,6 +44,7 @@ class NodeLimits:
 
     get_timeout_s: float = limit(20.0, "s", "a look-up that takes longer raises Unreachable")
     put_timeout_s: float = limit(20.0, "s", "storing that takes longer raises Unreachable")
+    up_timeout_s: float = limit(20.0, "s", "streams and questions wait so long for a p2pd that is being replaced")
     own_max: int = limit(256, "entries", "of our own that are stored again when p2pd was replaced; more are not")
 
 
@@ -119,20 +120,32 @@ class SwarmNode:
         return found
 
     def renew(self, why: str) -> None:
-        """Begin anew on another p2pd: all connections of the present one have died."""
+        """Begin anew on another p2pd: all connections of the present one have died. Calls wait for it."""
         if self.member is not None:
+            self._up.clear()
+            self.member.ended = True
             self.member.daemon.give_up(why)
 
     async def handle_stream(self, name: str, handler: StreamHandler) -> None:
         """Serve a raw libp2p stream protocol, on every p2pd to come as well."""
         self._streams[name] = handler
-        if self.member is not None:
-            await self.member.daemon.p2p.add_binary_stream_handler(name, handler)
+        if (member := self.member) is None or member.ended:
+            return
+        try:
+            await member.daemon.p2p.add_binary_stream_handler(name, handler)
+        except Exception:
+            if not member.lost:
+                raise
+            _log.debug("the next p2pd serves the stream", name=name)
 
     async def open_stream(self, peer_id: str, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a raw stream to a peer. Raises Unreachable."""
-        member = await self._usable()
-        return await member.daemon.open_stream(peer_id, name, CALLS.timeout_s)
+        """Open a raw stream to a peer. Raises Unreachable, also when p2pd does not come back in time."""
+
+        async def opened(member: Member) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            return await member.daemon.open_stream(peer_id, name, CALLS.timeout_s)
+
+        async with self._deadline("opening a stream", self._config.limits.up_timeout_s + CALLS.timeout_s):
+            return await self._on_member(opened)
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Call on more nodes, now and whenever they are lost; they replace those met before. Raises SwarmError.
@@ -144,9 +157,20 @@ class SwarmNode:
         self._config = replace(self._config, met=tuple(addresses))  # for a p2pd to come, too
         await self._on_member(partial(Member.meet, addresses=addresses))
 
-    async def up(self) -> None:
-        """Wait until the node has joined, for the first time or on a new p2pd."""
+    async def up(self) -> Member:
+        """Wait until the node has joined, for the first time or on a new p2pd. Returns the present member."""
         await self._up.wait()
+        assert self.member is not None
+        return self.member
+
+    async def back(self) -> bool:
+        """Wait for a p2pd that is being replaced. Returns whether it came back in time."""
+        try:
+            async with asyncio.timeout(self._config.limits.up_timeout_s):
+                await self.up()
+        except TimeoutError:
+            return False
+        return True
 
     async def promote(self) -> None:
         """Others can call this node: answer them from now on, and let them learn it."""
@@ -193,13 +217,14 @@ class SwarmNode:
         """Build the node on a p2pd. Raises Unreachable or ClockSkew if it cannot join while it is new."""
         self.member = member = await self._build(daemon)
         try:
-            for name, handler in self._streams.items():
+            for name, handler in tuple(self._streams.items()):
                 await daemon.p2p.add_binary_stream_handler(name, handler)
             await member.join(must=self.restarts < 0)
             await self._settle(member)
             self.addresses, self.peer_id, self.port = await daemon.addresses(), daemon.peer_id, daemon.port
             self.restarts += 1
-            self._up.set()
+            if not member.ended:
+                self._up.set()
             again = list(self._own.values())[: CALLS.stores_max] if self.restarts else []
             async with _background(member.maintain(again)):
                 yield
@@ -243,22 +268,17 @@ class SwarmNode:
         Raises Unreachable for that if p2pd lives.
         """
         while True:
-            member = await self._usable()
+            member = await self.up()
             try:
                 return await work(member)
-            except SwarmError:
-                raise
-            except Exception as error:  # noqa: BLE001 - hivemind raises many kinds
-                await asyncio.sleep(2 * self._config.p2p.limits.poll_s)  # by then a dead p2pd has been noticed
+            except Exception as error:
+                if isinstance(error, SwarmError) and not member.lost:
+                    raise
+                if not member.ended:
+                    await asyncio.sleep(2 * self._config.p2p.limits.poll_s)  # by then a dead p2pd has been noticed
                 if not member.ended:
                     raise Unreachable("the swarm", self._config.initial_peers, 0.0, repr(error)[:200]) from None
                 _log.debug("once more on the next p2pd", error=repr(error)[:200])
-
-    async def _usable(self) -> Member:
-        """Return the present member, after its replacement if need be."""
-        await self._up.wait()
-        assert self.member is not None
-        return self.member
 
     @asynccontextmanager
     async def _deadline(self, doing: str, timeout_s: float) -> AsyncIterator[None]:

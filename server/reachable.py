@@ -18,7 +18,7 @@ from swarm.errors import TooBusy, Unreachable
 from swarm.identity import public_key_of
 from swarm.limits import limit
 from swarm.net.address import Tcp, ViaAnchor, dialable
-from swarm.net.addresses import Change, changes, dialled_at
+from swarm.net.addresses import Change, dialled_at
 from swarm.net.endpoint import Endpoint
 from swarm.net.mapping import Mapped
 from swarm.net.traversal import ListeningTraversal
@@ -65,18 +65,18 @@ class Reachability:
         me: Endpoint,
         traversal: ListeningTraversal,
         listening: Listening,
+        changes: AsyncIterator[Change],
         mapped: Mapped | None = None,
         limits: ReachLimits = ReachLimits(),
-        changed: Callable[[], AsyncIterator[Change]] = changes,
         ask: Ask | None = None,
     ) -> None:
-        """mapped: the data port, as the home router forwards it. changed: tells of new addresses of this machine.
+        """mapped: the data port, as the home router forwards it. changes: of this machine's addresses, for `watch`.
 
         ask: `ask_dial_back` unless given.
         """
         self.on_change: Callable[[], None] = lambda: None
         self._node, self._me, self._traversal = node, me, traversal
-        self._listening, self._mapped, self._limits, self._changed = listening, mapped, limits, changed
+        self._listening, self._mapped, self._limits, self._changes = listening, mapped, limits, changes
         self._ask_helpers = ask or ask_dial_back
         self._own = listening.addresses
         self.addresses = self._candidates()
@@ -112,12 +112,21 @@ class Reachability:
         key = self._me.identity.public_key.hex()
         return Offer(public_key=key, channel_key=self._me.key.public.hex(), addresses=self.addresses)
 
-    async def find(self, signed: SignedAnnouncement) -> bool:
-        """Find out how this server is reached, and become so. Returns whether it is. signed: its newest record."""
+    async def find(self, announce: Callable[[], Awaitable[SignedAnnouncement]]) -> bool:
+        """Find out how this server is reached, and become so. Returns whether it is.
+
+        announce: announces this server as it is reached now. Findings about where it was before it moved do not count.
+        """
+        self._again.clear()
+        if self._hidden and not self._traversal.moorings.anchors:  # no way led here: try all anew
+            self._show(self._candidates(), found=False)
+        signed = await announce()
         try:
             findings = await self._ask_patiently(signed)
         except TooBusy as error:
             _log.warning("not known yet whether this server can be reached", why=str(error))
+            return False
+        if self._again.is_set():
             return False
         if findings is None or findings.reached:
             self._show(self.addresses if findings is None else findings.answered or self.addresses)
@@ -134,23 +143,36 @@ class Reachability:
             return False
         return await self._hide(anchors)
 
+    async def news(self) -> None:
+        """Wait until a server that cannot be reached is to look again: it has moved, or some time has passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.again_s):  # the operator may have forwarded the port by then
+                await self._again.wait()
+
     async def run(self, newest: Callable[[], SignedAnnouncement | None]) -> None:
         """Look again and again how this server is reached, for ever. newest: its newest record."""
         limits = self._limits
+        await asyncio.sleep(limits.first_look_s)
+        while True:
+            self._again.clear()
+            known = (signed := newest()) is not None and await self._look(signed)
+            await asyncio.sleep(limits.lost_s)
+            if self._hidden and not self._traversal.moorings.anchors:
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout((limits.look_s if known else limits.again_s) - limits.lost_s):
+                    await self._again.wait()
+
+    async def watch(self) -> None:
+        """Follow this machine from network to network and from sleep to sleep, and its router, for ever.
+
+        It also does so while the server loads, and while others find out how it is reached.
+        """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch())
             if self._mapped is not None:
                 group.create_task(self._watch_router(self._mapped))
-            await asyncio.sleep(limits.first_look_s)
-            while True:
-                self._again.clear()
-                known = (signed := newest()) is not None and await self._look(signed)
-                await asyncio.sleep(limits.lost_s)
-                if self._hidden and not self._traversal.moorings.anchors:
-                    continue
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout((limits.look_s if known else limits.again_s) - limits.lost_s):
-                        await self._again.wait()
+            async for change in self._changes:
+                self._moved(change)
 
     async def close(self) -> None:
         """Let go of the moorings."""
@@ -158,22 +180,25 @@ class Reachability:
             self._mooring.cancel()
             await asyncio.wait((self._mooring,))
 
-    async def _watch(self) -> None:
-        """Follow this machine from network to network, and from sleep to sleep."""
-        async for change in self._changed():
-            _log.info(
-                "this machine has moved or slept", addresses=list(change.addresses), slept_s=round(change.slept_s)
-            )
+    def _moved(self, change: Change) -> None:
+        """Adapt to a change. Connections that begin at an address which this machine still has are kept."""
+        _log.info(
+            "this machine has moved or slept",
+            addresses=list(change.addresses),
+            gone=list(change.gone),
+            slept_s=round(change.slept_s),
+        )
+        if change.breaks_connections:
             self._node.renew("this machine has moved or slept")
-            if self._mapped is not None:
-                self._mapped.renew_soon()
             if self._hidden:
                 self._traversal.moorings.renew()
-            elif self._listening.addresses != self._own:
-                self._show(self._candidates())
-            self._own = self._listening.addresses
-            self.on_change()
-            self._again.set()
+        if self._mapped is not None:
+            self._mapped.renew_soon()
+        if not self._hidden and self._listening.addresses != self._own:
+            self._show(self._candidates(), found=bool(self._traversal.caller.port))
+        self._own = self._listening.addresses
+        self.on_change()
+        self._again.set()
 
     async def _watch_router(self, mapped: Mapped) -> None:
         while True:
@@ -198,7 +223,7 @@ class Reachability:
             findings = await self._ask(signed, port, self._listening.p2p_port)
         except TooBusy:
             return False
-        if findings is None:
+        if findings is None or self._again.is_set():  # they are about where this server was before it moved
             return False
         if findings.p2p:
             await self._node.promote()
@@ -222,6 +247,8 @@ class Reachability:
 
     async def _ask(self, signed: SignedAnnouncement, data_port: int = 0, p2p_port: int = 0) -> Findings | None:
         """Return the findings of other nodes; None where none can say. Raises TooBusy."""
+        if not await self._node.back():
+            raise TooBusy("p2pd is being replaced")
         if not self._node.neighbours():
             _log.warning("no other node is there yet to check that this server can be reached from outside")
             return None
@@ -240,11 +267,11 @@ class Reachability:
                 await asyncio.sleep(self._limits.busy_s)
         return await self._ask(signed)
 
-    def _show(self, addresses: tuple[str, ...]) -> None:
-        """This server is reached at these addresses."""
+    def _show(self, addresses: tuple[str, ...], found: bool = True) -> None:
+        """This server is reached at these addresses. found: it takes connections there; else this is to be found."""
         self._hidden, self.addresses = False, addresses
         at = next(iter(dialable(addresses)), None)
-        if at is not None:
+        if at is not None and found:
             self._traversal.caller.host, self._traversal.caller.port = at.host, at.port
 
     async def _hide(self, anchors: tuple[ViaAnchor, ...]) -> bool:

@@ -25,6 +25,7 @@ from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
+from swarm.net.addresses import changes
 from swarm.net.anchor import AnchorLimits
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
@@ -60,7 +61,7 @@ async def serve(
     arguments: ServeArguments, identity: Identity, identity_path: Path, ready: Callable[[Ready], None], stop: Stop
 ) -> None:
     """Serve until asked to stop. Raises UsageError, CheckpointError or NetworkError while starting."""
-    wanted = arguments.network
+    wanted, moves = arguments.network, changes()
     announced = tuple(multiaddr_of(*address) for address in wanted.p2p_announce_address)
     ways_in = wanted.initial_peers or announced or (multiaddr_of(wanted.p2p_listen[0], 0),)
     public = wanted.access.network_key is None and await is_public(ways_in)
@@ -76,13 +77,10 @@ async def serve(
                 nearby(node, config, lan=wanted.lan and not public) as here,
                 _mapped(listener.address.port, wanted.map_port and public and not wanted.announce_address) as mapped,
             ):
-                opened = await opening
-                here.root = opened.loader.checkpoint.root
                 sequence = SequenceInFile(identity_path.with_name(f"{identity_path.name}.sequence"))
                 directory = Directory(
                     node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
                 )
-                await _check_root(directory, opened.loader.checkpoint, arguments.checkpoint.root)
                 relay = RelayLimits(bytes_per_s=float(wanted.relay_bandwidth))
                 traversal = ListeningTraversal(
                     me,
@@ -94,12 +92,17 @@ async def serve(
                 p2p_port = port_of(next(iter(node.addresses), ""))
                 _log.info("listening", at=str(listener.address), p2p_port=p2p_port, identity=str(identity_path))
                 listening = Listening(wanted.announce_address, listener.address, p2p_port)
-                reach = Reachability(node, me, traversal, listening, mapped)
-                await serve_dial_back(node, me, traversal.dial, reach.offer)
-                host = _Host(arguments, traversal, reach, node, directory, opened, ready, stop)
+                reach = Reachability(node, me, traversal, listening, moves, mapped)
+                watching = group.create_task(reach.watch())
                 try:
+                    opened = await opening
+                    here.root = opened.loader.checkpoint.root
+                    await _check_root(directory, opened.loader.checkpoint, arguments.checkpoint.root)
+                    await serve_dial_back(node, me, traversal.dial, reach.offer)
+                    host = _Host(arguments, traversal, reach, node, directory, opened, ready, stop)
                     await host.run(opened.loaded)
                 finally:
+                    watching.cancel()
                     await reach.close()
                     await traversal.close()
                     await listener.close()
@@ -254,8 +257,8 @@ async def _announce(
     checkpoint: Checkpoint,
     ready: Callable[[Ready], None],
 ) -> None:
-    while not await reach.find(await announcer.announce()):  # noqa: ASYNC110 - nothing wakes it
-        await asyncio.sleep(30.0)  # the operator may have forwarded the port by then, or an anchor may be there
+    while not await reach.find(announcer.announce):
+        await reach.news()
     announcer.state = "online"
     await announcer.announce()
     span = server.span

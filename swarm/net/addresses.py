@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -29,16 +29,25 @@ class AddressLimits:
     """Of this machine's addresses, and of the notice of their changes."""
 
     addresses_max: int = limit(4, "addresses", "of one machine; diallers try no more")
-    every_s: float = limit(3.0, "s", "between looks; each costs two questions to the kernel")
+    every_s: float = limit(3.0, "s", "between looks; each costs a few questions to the kernel")
     slept_s: float = limit(10.0, "s", "by which the wall clock is ahead of the monotonic one after a sleep")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What has changed. addresses: of this machine now, at least one. slept_s: how long it was asleep, 0 if awake."""
+    """What has changed. addresses: of this machine now, at least one. slept_s: how long it was asleep, 0 if awake.
+
+    gone: addresses that it used, and has no more.
+    """
 
     addresses: tuple[str, ...]
     slept_s: float = 0.0
+    gone: tuple[str, ...] = ()
+
+    @property
+    def breaks_connections(self) -> bool:
+        """Whether connections have died: theirs is an address that is gone, or the peers have given them up."""
+        return bool(self.gone) or self.slept_s > 0
 
 
 # Addresses -----------------------------------------------------------------------------------------------------------
@@ -86,6 +95,11 @@ def _prefer_lasting(probe: socket.socket) -> None:
         probe.setsockopt(socket.IPPROTO_IPV6, *option)
 
 
+def held_addresses() -> frozenset[str]:
+    """Return the addresses of all interfaces that are up: connections from these go on."""
+    return frozenset((*_of_interfaces(socket.AF_INET), *_of_interfaces(socket.AF_INET6)))
+
+
 def _of_interfaces(family: socket.AddressFamily) -> tuple[str, ...]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [each for name, all_ in psutil.net_if_addrs().items() if name in up for each in all_]
@@ -116,34 +130,47 @@ class Watch:
     def __init__(self, addresses: tuple[str, ...], wall: float, monotonic: float, slept_s: float) -> None:
         """wall, monotonic: seconds on a clock that runs while the machine sleeps, and on one that does not."""
         self._addresses, self._ahead, self._least_s = addresses, wall - monotonic, slept_s
+        self._used = frozenset(addresses)  # connections may begin at each of them
         self._slept_s = 0.0
 
-    def look(self, addresses: tuple[str, ...], wall: float, monotonic: float) -> Change | None:
-        """Return what has changed since the last change.
+    def look(self, addresses: tuple[str, ...], held: Collection[str], wall: float, monotonic: float) -> Change | None:
+        """Return what has changed since the last change. held: all addresses that this machine has.
 
         A machine without a network has nothing to say, and nobody to say it to: that it slept is kept until it has one.
         """
         before, self._ahead = self._ahead, wall - monotonic
         if self._ahead - before >= self._least_s:
             self._slept_s += self._ahead - before
-        if not addresses or (addresses == self._addresses and not self._slept_s):
+        if not addresses:
             return None
-        change = Change(addresses, self._slept_s)
+        gone = self._used.difference(addresses, held)
+        change = Change(addresses, self._slept_s, tuple(sorted(gone)))
+        self._used = frozenset(addresses) if change.breaks_connections else self._used.union(addresses)
+        if addresses == self._addresses and not change.breaks_connections:
+            return None
         self._addresses, self._slept_s = addresses, 0.0
         return change
 
 
-async def changes(
+def changes(
     own: Callable[[], tuple[str, ...]] = own_addresses,
+    held: Callable[[], Collection[str]] = held_addresses,
     *,
     wall: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     limits: AddressLimits = AddressLimits(),
 ) -> AsyncIterator[Change]:
-    """Yield each change of this machine's addresses, and each return from sleep, for ever."""
+    """Return an iterator over the changes of this machine's addresses, and its returns from sleep, from now on.
+
+    A change that comes before the first step of the iterator is noticed at that step.
+    """
     watch = Watch(own(), wall(), monotonic(), limits.slept_s)
-    while True:
-        await sleep(limits.every_s)
-        if (change := watch.look(own(), wall(), monotonic())) is not None:
-            yield change
+
+    async def looked() -> AsyncIterator[Change]:
+        while True:
+            if (change := watch.look(own(), held(), wall(), monotonic())) is not None:
+                yield change
+            await sleep(limits.every_s)
+
+    return looked()

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from swarm.dht.member import MemberLimits
-from swarm.dht.node import NodeConfig, SwarmNode, open_node
+from swarm.dht.node import NodeConfig, NodeLimits, SwarmNode, open_node
 from swarm.dht.records import Announcement, sign_announcement
 from swarm.dht.validator import Clock
 from swarm.identity import Identity
@@ -58,6 +58,7 @@ def node(
     clock: Clock = time.time,
     limits: DaemonLimits | None = None,
     member: MemberLimits = MemberLimits(),  # noqa: B008 - frozen
+    node_limits: NodeLimits = NodeLimits(),  # noqa: B008 - frozen
 ) -> AbstractAsyncContextManager[SwarmNode]:
     """A node on loopback with its own p2pd."""
     path = None
@@ -65,7 +66,7 @@ def node(
         path = folder / name
         (identity or Identity.generate()).save(path)
     p2p = P2PConfig(path, None if client else LOOPBACK, limits=limits or DaemonLimits())
-    return open_node(NodeConfig(NETWORK, p2p, peers, member_limits=member), clock=clock)
+    return open_node(NodeConfig(NETWORK, p2p, peers, member_limits=member, limits=node_limits), clock=clock)
 
 
 def is_running(pid: int) -> bool:

@@ -42,6 +42,9 @@ class FakeNode:
         self.asked: list[str] = []
         self._helpers = helpers
 
+    async def back(self) -> bool:
+        return True
+
     def neighbours(self) -> tuple[str, ...]:
         return tuple(self._helpers)
 

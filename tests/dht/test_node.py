@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -15,7 +16,7 @@ import uvloop
 from swarm.dht.directory import Directory
 from swarm.dht.format import believe, pack_dictionary
 from swarm.dht.member import MemberLimits
-from swarm.dht.node import NodeConfig, SwarmNode, open_node
+from swarm.dht.node import NodeConfig, NodeLimits, SwarmNode, open_node
 from swarm.dht.search import Result
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import AddressInUse, BadConfiguration, ClockSkew, Unreachable
@@ -85,6 +86,78 @@ async def test_calls_wait_while_p2pd_is_replaced(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         with soon(10):
             assert (await directory(server, ALICE).announce(announcement(ALICE))).replicas == 1
+
+
+async def test_calls_wait_for_the_next_p2pd_as_soon_as_one_is_given_up(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
+        await boot.handle_stream("/test/1", _echo)
+        for restarts, call in enumerate(
+            (
+                lambda: directory(server, ALICE).announce(announcement(ALICE)),
+                lambda: directory(server).servers(ROOT, 12),
+                lambda: _echoed(server, boot.peer_id),
+            ),
+            1,
+        ):
+            server.renew("the machine has moved")
+            assert server.restarts == restarts - 1
+            await call()
+            assert server.restarts == restarts
+            assert server.neighbours() == (boot.peer_id,)
+
+
+async def _echo(_: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(await reader.read(2))
+    writer.close()
+
+
+async def _echoed(of: SwarmNode, peer: str) -> bytes:
+    reader, writer = await of.open_stream(peer, "/test/1")
+    writer.write(b"hi")
+    try:
+        return await reader.read(2)
+    finally:
+        writer.close()
+
+
+async def test_stream_to_a_peer_waits_while_a_dead_p2pd_is_replaced(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses) as server:
+        await boot.handle_stream("/test/1", _echo)
+        os.kill(server.p2pd_pid or 0, signal.SIGKILL)  # and nothing has noticed it
+        assert await _echoed(server, boot.peer_id) == b"hi"
+
+
+async def test_stream_waits_no_longer_than_its_limit(tmp_path: Path) -> None:
+    limits = DaemonLimits(backoff_s=(60.0,))
+    async with node(tmp_path, "boot", limits=limits, node_limits=NodeLimits(up_timeout_s=-4.5)) as boot:
+        boot.renew("the machine has moved")
+        with soon(3), pytest.raises(Unreachable, match="opening a stream"):
+            await boot.open_stream(ALICE.peer_id, "/test/1")
+        assert not await boot.back()
+
+
+async def test_stream_that_is_to_be_served_is_served_on_the_next_p2pd(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot:
+        os.kill(boot.p2pd_pid or 0, signal.SIGKILL)
+        await boot.handle_stream("/test/1", _echo)
+        while boot.restarts < 1:
+            await asyncio.sleep(0.05)
+        async with node(tmp_path, "client", boot.addresses, client=True) as client:
+            assert await _echoed(client, boot.peer_id) == b"hi"
+
+
+async def test_p2pd_that_dies_while_it_stores_costs_no_replica(tmp_path: Path) -> None:
+    async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
+        assert server.member is not None
+        store = server.member.protocol.store
+
+        async def killed(*args: Any) -> Any:
+            os.kill(server.p2pd_pid or 0, signal.SIGKILL)
+            return await store(*args)
+
+        server.member.protocol.store = killed  # type: ignore[method-assign]
+        assert (await directory(server, ALICE).announce(announcement(ALICE))).replicas == 1
+        assert server.restarts == 1
 
 
 async def test_a_deaf_connection_to_p2pd_is_noticed(tmp_path: Path) -> None:

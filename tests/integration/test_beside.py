@@ -1,4 +1,4 @@
-"""Several servers on one machine, none of which was told a port or an identity."""
+"""Several programs on one machine, none of which was told a port or an identity."""
 
 import re
 import socket
@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from swarm.demo import local as cold
 from swarm.demo.local import LocalProcess, LocalSwarm, Place
 from swarm.net.ports import has_ipv6
 from tests.support import warm
@@ -37,6 +38,14 @@ class Machine:
         )
         self.started.append(server)
         return server
+
+    def run(self, module: str, *arguments: str) -> LocalProcess:
+        """Start another command of the swarm, with no option of where."""
+        name = f"beside-{len(self.started)}"
+        launching = cold.launch if module == "swarm.monitor.cli" else warm.launch  # it cannot be beside hivemind
+        line = (*arguments, "--network", NETWORK, *self.peers)
+        self.started.append(LocalProcess(name, module, line, Place(self.home), self.env, launching))
+        return self.started[-1]
 
     def refused(self, *arguments: str, **env: str) -> str:
         """Run a server that ends by itself, with code 2; return what it says."""
@@ -146,6 +155,44 @@ def test_identity_that_was_named_is_not_replaced(machine: Machine) -> None:
     held = str(machine.identity(1))
     assert held in machine.refused("--identity", held)
     assert held in machine.refused(SWARM_IDENTITY=held)
+
+
+def port_of(command: LocalProcess) -> int:
+    """The port that a command has taken: of its page, or of its DHT."""
+    if "url" in command.ready:
+        return int(command.ready["url"].rpartition(":")[2])
+    (port,) = p2p_ports(command)
+    return port
+
+
+COMMANDS = {
+    "swarm.dht.cli": range(31337, 31657, 10),
+    "swarm.gateway.cli": range(8000, 8032),
+    "swarm.monitor.cli": range(8080, 8112),
+}
+
+
+@pytest.mark.slow("two processes start")
+@pytest.mark.parametrize("module", COMMANDS)
+def test_second_program_of_a_kind_takes_free_ports(machine: Machine, module: str) -> None:
+    both = [machine.run(module) for _ in range(2)]
+    ports = [port_of(each.wait_ready()) for each in both]
+    assert len(set(ports)) == len(set(ports) & set(COMMANDS[module])) == 2
+    for command, port in zip(both, ports, strict=True):
+        (line,) = (line for line in command.log.read_text().splitlines() if '"ready"' in line)
+        assert re.search(rf"[:/]{port}\b", line), "it tells its port"
+        command.ask_to_stop()
+
+
+@pytest.mark.parametrize(
+    ("module", "option"), [*((module, "--listen") for module in COMMANDS), ("swarm.dht.cli", "--anchor-listen")]
+)
+def test_programs_named_port_is_not_replaced(machine: Machine, module: str, option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = machine.run(module, option, at)
+        assert command.process.wait(START_S) == 2
+        assert command.log.read_text().splitlines()[-1].startswith(f"error: cannot listen on {at}: ")
 
 
 @pytest.mark.long

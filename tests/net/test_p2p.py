@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from hivemind.proto.dht_pb2 import PingRequest, PingResponse
 
 from swarm.errors import P2PFailed, Unreachable
 from swarm.identity import Identity
@@ -144,3 +145,19 @@ async def test_a_p2pd_that_dies_while_attaching_is_replaced() -> None:
         task.cancel()
         await asyncio.wait({task})
     assert len(attempts) == 3
+
+
+async def test_a_call_to_a_p2pd_that_ends_fails_and_does_not_end_its_caller() -> None:
+    async def silent(request: PingRequest, _: object) -> PingResponse:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError(request)
+
+    async with running_daemon(P2PConfig(None, ("127.0.0.1", 0))) as other:
+        await other.p2p.add_protobuf_handler("silent", silent, PingRequest)
+        async with running_daemon(P2PConfig(None, None)) as daemon:
+            await daemon.connect((await other.addresses())[0], 5.0)
+            call = daemon.p2p.call_protobuf_handler(other.p2p.peer_id, "silent", PingRequest(), PingResponse)
+            calling = asyncio.create_task(call)
+            await asyncio.sleep(0.2)
+        with pytest.raises(ConnectionError, match="p2pd has ended"):
+            await calling

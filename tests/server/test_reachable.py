@@ -1,20 +1,36 @@
 """What a server concludes from its dial-backs. Other nodes' findings are scripted."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from swarm.dht.dialback import Answer, DialledBack, Findings, Offer
 from swarm.errors import TooBusy, Unreachable
 from swarm.net.address import Tcp, ViaAnchor
-from swarm.net.addresses import Change, changes
+from swarm.net.addresses import Change
 from swarm.server import reachable
-from swarm.server.reachable import Listening, Reachability, ReachLimits
+from swarm.server.reachable import Ask, Listening, Reachability, ReachLimits
 
 SIGNED: Any = None
+
+
+async def signed() -> Any:
+    """Announce a server."""
+    return SIGNED
+
+
+async def never() -> AsyncIterator[Change]:
+    """Stay where it is."""
+    await asyncio.Event().wait()
+    yield Change(())
+
+
 REACHED, P2P, NEITHER = Answer(answered=("1.2.3.4:31330",)), Answer(p2p=True), Answer()
 
 
@@ -24,6 +40,9 @@ class FakeNode:
     def __init__(self, neighbours: Sequence[str]) -> None:
         self.history = ""
         self._neighbours = tuple(neighbours)
+
+    async def back(self) -> bool:
+        return True
 
     def neighbours(self) -> tuple[str, ...]:
         return self._neighbours
@@ -54,16 +73,18 @@ def outcome(monkeypatch: pytest.MonkeyPatch) -> list[Answer | Exception]:
 
 
 def reachability(
-    node: FakeNode, named: tuple[str, ...] = ("1.2.3.4:31330",), changed: Callable[[], AsyncIterator[Change]] = changes
+    node: FakeNode,
+    named: tuple[str, ...] = ("1.2.3.4:31330",),
+    changed: Callable[[], AsyncIterator[Change]] = never,
+    ask: Ask | None = None,
 ) -> Reachability:
     moorings = SimpleNamespace(anchors=(), on_change=None, offer=lambda anchors: None, renewals=0)
     moorings.renew = lambda: setattr(moorings, "renewals", moorings.renewals + 1)
     traversal: Any = SimpleNamespace(moorings=moorings, caller=SimpleNamespace(host="", port=0))
     fake: Any = node
     listening = Listening(named, Tcp("0.0.0.0", 31330), 31337)
-    return Reachability(
-        fake, SIGNED, traversal, listening, limits=ReachLimits(busy_s=0.0, busy_tries=3), changed=changed
-    )
+    limits = ReachLimits(busy_s=0.0, busy_tries=3)
+    return Reachability(fake, SIGNED, traversal, listening, changed(), limits=limits, ask=ask)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +100,7 @@ async def test_a_server_is_online_if_reached_or_if_none_can_say(
 ) -> None:
     node = FakeNode(["helper"])
     outcome.append(given)
-    assert await reachability(node).find(SIGNED) == reached
+    assert await reachability(node).find(signed) == reached
     assert node.history == history
 
 
@@ -88,13 +109,13 @@ async def test_busy_helpers_are_asked_again(
     outcome: list[Answer | Exception], busy: int, reached: bool, left: int
 ) -> None:
     outcome += [*[TooBusy("later")] * busy, REACHED]
-    assert await reachability(FakeNode(["helper"])).find(SIGNED) == reached
+    assert await reachability(FakeNode(["helper"])).find(signed) == reached
     assert len(outcome) == left
 
 
 async def test_a_server_without_neighbours_serves_the_dht() -> None:
     node = FakeNode([])
-    assert await reachability(node).find(SIGNED)
+    assert await reachability(node).find(signed)
     assert node.history == "+"
 
 
@@ -116,63 +137,116 @@ async def test_a_server_serves_the_dht_while_its_libp2p_port_is_reached(
     assert node.history == history
 
 
-@pytest.mark.parametrize("slept_s", [0.0, 60.0])
-async def test_a_server_announces_its_new_addresses_and_looks_again(
-    outcome: list[Answer | Exception], monkeypatch: pytest.MonkeyPatch, slept_s: float
-) -> None:
-    own, announced = ["192.0.2.7"], asyncio.Event()
+HERE, THERE = "192.0.2.7:31330", "192.0.2.8:31330"
+MOVED = Change(("192.0.2.8",), gone=("192.0.2.7",))
 
-    async def changed() -> AsyncIterator[Change]:
-        own[0] = "192.0.2.8"
-        yield Change(("192.0.2.8",), slept_s)
+
+@dataclass(slots=True)
+class Journey:
+    """A server without a named address, which goes from HERE to THERE when it is told to."""
+
+    change: Change = MOVED
+    at: str = HERE
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+    announced: list[tuple[str, ...]] = field(default_factory=list)
+    node: FakeNode = field(default_factory=lambda: FakeNode(["helper"]))
+
+    async def changes(self) -> AsyncIterator[Change]:
+        await self.going.wait()
+        self.at = THERE
+        yield self.change
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(reachable, "dialled_at", lambda at: (f"{own[0]}:{at.port}",))
-    reach = reachability(FakeNode(["helper"]), (), changed)
-    assert reach.addresses == ("192.0.2.7:31330",)
-    reach.on_change = announced.set
-    outcome.append(REACHED)
-    running = asyncio.create_task(reach.run(lambda: SIGNED))
-    await asyncio.wait_for(announced.wait(), 2)
-    running.cancel()
-    assert reach.addresses == ("192.0.2.8:31330",)
+    @contextmanager
+    def server(self, named: tuple[str, ...] = (), ask: Ask | None = None) -> Iterator[Reachability]:
+        """The server, which watches for changes within the block."""
+        with patch.object(reachable, "dialled_at", lambda _: (self.at,)):
+            reach = reachability(self.node, named, self.changes, ask)
+            watching = asyncio.create_task(reach.watch())
+            reach.on_change = lambda: self.announced.append(reach.addresses)
+            yield reach
+            watching.cancel()
+
+    async def go(self) -> None:
+        """Move, and let the server notice it."""
+        self.going.set()
+        await until(lambda: self.announced)
 
 
-async def test_a_hidden_server_that_has_moved_moors_anew(outcome: list[Answer | Exception]) -> None:
-    async def changed() -> AsyncIterator[Change]:
-        yield Change(("192.0.2.8",), 60.0)
-        await asyncio.Event().wait()
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(2):
+        while not what():
+            await asyncio.sleep(0)
 
-    node = FakeNode(["helper"])
-    reach = reachability(node, ("1.2.3.4:31330",), changed)
-    reach._hidden = True
-    announced = asyncio.Event()
-    reach.on_change = announced.set
-    running = asyncio.create_task(reach.run(lambda: SIGNED))
-    await asyncio.wait_for(announced.wait(), 2)
-    running.cancel()
-    assert (reach._traversal.moorings.renewals, node.history) == (1, "!")
+
+@pytest.mark.parametrize(
+    ("change", "history"),
+    [
+        (MOVED, "!"),
+        (Change(("192.0.2.8",), 60.0), "!"),
+        (Change(("192.0.2.8",)), ""),  # another way out, beside the one before
+    ],
+)
+async def test_connections_are_made_anew_only_where_they_have_died(change: Change, history: str) -> None:
+    journey = Journey(change)
+    with journey.server() as reach:
+        assert reach.addresses == (HERE,)
+        await journey.go()
+        assert (journey.announced, journey.node.history) == ([(THERE,)], history)
+        reach._hidden = True
+        moorings: Any = reach._traversal.moorings
+        reach._moved(change)
+        assert moorings.renewals == len(history)
+
+
+async def test_a_move_while_the_server_loads_is_noticed(outcome: list[Answer | Exception]) -> None:
+    journey, found = Journey(), Answer(answered=(THERE,))
+    with journey.server() as reach:
+        await journey.go()
+        assert reach.offer() is None, "it takes no connections yet"
+        outcome.append(found)
+        assert await reach.find(signed)
+        assert reach.addresses == (THERE,)
+
+
+async def test_findings_about_the_place_before_do_not_count() -> None:
+    journey, asked = Journey(), list[str]()
+
+    async def ask(*_: object, **__: object) -> Findings:
+        asked.append(journey.at)
+        if len(asked) == 1:
+            await journey.go()
+            return Findings((DialledBack("helper", Answer(answered=(HERE,))),))
+        return Findings((DialledBack("helper", Answer(answered=(journey.at,))),))
+
+    with journey.server(ask=ask) as reach:
+        assert not await reach.find(signed)
+        await asyncio.wait_for(reach.news(), 1)
+        assert await reach.find(signed)
+        assert (asked, reach.addresses) == ([HERE, THERE], (THERE,))
+
+
+async def test_a_named_address_stays_when_the_machine_moves() -> None:
+    journey = Journey()
+    with journey.server(named=("my.example.org:31330",)) as reach:
+        await journey.go()
+        assert journey.announced == [("my.example.org:31330",)]
+        assert reach.addresses == ("my.example.org:31330",)
 
 
 @pytest.mark.virtual_clock
 async def test_ports_are_tried_again_as_soon_as_the_machine_has_moved(outcome: list[Answer | Exception]) -> None:
-    moved, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    async def changed() -> AsyncIterator[Change]:
-        await moved.wait()
-        yield Change(("192.0.2.8",))
-        await asyncio.Event().wait()
-
+    journey, loop = Journey(), asyncio.get_running_loop()
     outcome += [REACHED, NEITHER]
-    reach = reachability(FakeNode(["helper"]), changed=changed)
-    running = asyncio.create_task(reach.run(lambda: {"a": "record"}))  # type: ignore[arg-type, return-value]
-    await asyncio.sleep(10)
-    assert len(outcome) == 1
-    began = loop.time()
-    moved.set()
-    while outcome:
-        await asyncio.sleep(0.1)
-    running.cancel()
+    with journey.server() as reach:
+        running = asyncio.create_task(reach.run(lambda: {"a": "record"}))  # type: ignore[arg-type, return-value]
+        await asyncio.sleep(10)
+        assert len(outcome) == 1
+        began = loop.time()
+        journey.going.set()
+        while outcome:
+            await asyncio.sleep(0.1)
+        running.cancel()
     assert loop.time() - began < 1
 
 
@@ -206,16 +280,12 @@ async def test_a_hidden_server_without_anchors_asks_until_it_has_some() -> None:
         asked.append(loop.time() - began)
         return Findings((DialledBack("helper", Answer(anchor=offer)),))
 
-    async def never() -> AsyncIterator[Change]:
-        await asyncio.Event().wait()
-        yield Change(())
-
     fake: Any = FakeNode(["helper"])
     traversal: Any = SimpleNamespace(moorings=moorings, caller=SimpleNamespace(host="", port=0))
     listening = Listening(("1.2.3.4:31330",), Tcp("0.0.0.0", 31330), 31337)
-    reach = Reachability(fake, SIGNED, traversal, listening, changed=never, ask=ask)
+    reach = Reachability(fake, SIGNED, traversal, listening, never(), ask=ask)
     began, record = loop.time(), object()
-    assert await reach.find(SIGNED)
+    assert await reach.find(signed)
     running = asyncio.create_task(reach.run(lambda: record))  # type: ignore[arg-type, return-value]
     both = moorings.anchors
     for at_s, anchors in ((100, both[:1]), (200, ()), (212, both), (700, ())):

@@ -222,7 +222,7 @@ class Berth:
         traversal: Any = SimpleNamespace(moorings=moorings, caller=self.ways.caller)
         listening = Listening((process.address,), Tcp("127.0.0.1", 1), 1)
         node: Any = _Node()
-        self.reach = Reachability(node, process.me, traversal, listening, changed=_stays, ask=self._ask)
+        self.reach = Reachability(node, process.me, traversal, listening, _stays(), ask=self._ask)
 
     def follow(self, announcer: Announcer) -> None:
         """Announce anew when the moorings change."""
@@ -231,8 +231,8 @@ class Berth:
 
     async def find(self, announcer: Announcer) -> None:
         """Moor before the server is online, as `serve` does."""
-        while not await self.reach.find(await announcer.announce()):
-            await asyncio.sleep(30.0)
+        while not await self.reach.find(announcer.announce):
+            await self.reach.news()
 
     def look(self) -> None:
         """Note through which anchors it can be reached now."""
@@ -265,6 +265,10 @@ async def _stays() -> AsyncIterator[Change]:
 
 class _Node:
     """A node of the DHT that always knows others."""
+
+    async def back(self) -> bool:
+        """As `SwarmNode.back`."""
+        return True
 
     def neighbours(self) -> tuple[str, ...]:
         """As `SwarmNode.neighbours`."""

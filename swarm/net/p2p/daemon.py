@@ -142,6 +142,11 @@ class Daemon:
             raise
         return response, reader, writer
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is known already that this p2pd cannot be used any more."""
+        return self._broken() is not None
+
     def give_up(self, why: str) -> None:
         """Have this p2pd replaced: its connections lead nowhere, which it would find out much later."""
         self.given_up = why
@@ -304,7 +309,11 @@ async def _detach(p2p: P2P) -> None:
         task.cancel()
     await asyncio.wait(tasks)
     for call in list(control._pending_calls.values()):
-        call.cancel()
+        if not call.done():
+            call.set_exception(
+                ConnectionError("p2pd has ended")
+            )  # cancelled, it would end the caller's task in silence
+            call.exception()  # looked at: the caller may be gone
     for task in tasks:
         if not task.cancelled():
             task.exception()  # looked at, so that it is not reported as never retrieved
