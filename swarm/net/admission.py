@@ -83,6 +83,11 @@ class Admission(Generic[Accepted]):
         mine[channel] = process
         return Entry(True, silent)
 
+    def moved(self, channel: Accepted, source: str) -> None:
+        """A channel comes from somewhere else now."""
+        if channel in self.channels:
+            self.channels[channel] = source
+
     def forget(self, channel: Accepted) -> None:
         """A channel has ended."""
         self.channels.pop(channel, None)

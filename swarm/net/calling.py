@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from swarm.net.punch import Failures, Here, PunchLimits, punch
 from swarm.protocol.meeting import Call, Calling, Meet
 
 Result = TypeVar("Result")
+_Join = Callable[[socket.socket, Here, Meet, Remote, OnMessage], Awaitable[Channel]]
 _log = structlog.get_logger("swarm.net")
 
 
@@ -55,13 +57,13 @@ class Caller:
         self._flow, self._limits, self._dialer_limits = flow or FlowControl(), limits, DialerLimits()
         self._failures = Failures(limits.punch)
 
-    async def call(self, anchor: ViaAnchor, remote: Remote, on_message: OnMessage) -> Channel:
-        """Return a proven channel to a hidden peer: reverse, punched or relayed. Raises NetworkError."""
+    async def call(self, anchor: ViaAnchor, remote: Remote, on_message: OnMessage, *, relayed: bool = True) -> Channel:
+        """Return a proven channel to a hidden peer: reverse, punched or, if it may be, relayed. Raises NetworkError."""
         if anchor.peer == self._me.identity.peer_id:
             return await self._summon(remote, on_message)
         line = await self._lines.open(anchor)
         try:
-            channel = await self._through(line, anchor, remote, on_message)
+            channel = await self._through(line, anchor, remote, on_message, self._best if relayed else self._straight)
             _log.info("met a hidden peer", peer=remote.peer, way=channel.carrier.way, anchor=str(anchor.at))
             return channel
         except (OSError, ValueError) as error:
@@ -79,7 +81,9 @@ class Caller:
             half = await _within(back.half, self._limits.reverse_s, remote.peer, "it does not come")
         return await self._become(half.sock, "reverse", remote, on_message)
 
-    async def _through(self, line: Channel, anchor: ViaAnchor, remote: Remote, on_message: OnMessage) -> Channel:
+    async def _through(
+        self, line: Channel, anchor: ViaAnchor, remote: Remote, on_message: OnMessage, join: _Join
+    ) -> Channel:
         call, limits = secrets.token_hex(16), self._limits
         with _Back(self._halves if self.port else None) as back:
             answer = self._lines.expect(line, call)
@@ -95,10 +99,10 @@ class Caller:
                     return await self._become(half.sock, "reverse", remote, on_message)
                 except NetworkError as error:
                     _log.debug("not dialled back", peer=remote.peer, why=str(error))
-        return await self._meet(line, anchor, calling, remote, on_message)
+        return await self._meet(line, anchor, calling, remote, on_message, join)
 
     async def _meet(
-        self, line: Channel, anchor: ViaAnchor, calling: Calling, remote: Remote, on_message: OnMessage
+        self, line: Channel, anchor: ViaAnchor, calling: Calling, remote: Remote, on_message: OnMessage, join: _Join
     ) -> Channel:
         met = self._lines.expect(line, calling.token)
         sock: socket.socket | None = None
@@ -108,7 +112,7 @@ class Caller:
             meet = await _within(met, self._limits.meet_s, remote.peer, f"it does not come to its anchor {anchor.at}")
             assert isinstance(meet, Meet)
             half, sock = sock, None
-            return await self._best(half, here, meet, remote, on_message)
+            return await join(half, here, meet, remote, on_message)
         finally:
             self._lines.forget(line, calling.token)
             if sock is not None:
@@ -143,6 +147,18 @@ class Caller:
             for late in await asyncio.gather(relayed, punching, return_exceptions=True):
                 if late not in (chosen, sock) and isinstance(late, Channel | socket.socket):
                     late.close()
+
+    async def _straight(
+        self, half: socket.socket, here: Here, meet: Meet, remote: Remote, on_message: OnMessage
+    ) -> Channel:
+        """Punch, and use the joined halves for nothing but the routers' mappings."""
+        try:
+            sock = await self._punch(here, meet)
+            if sock is None:
+                raise Unreachable(remote.peer, (meet.peer,), self._limits.punch.most_s, "no punch succeeds")
+            return await self._become(sock, "punched", remote, on_message)
+        finally:
+            half.close()
 
     async def _wait_for(
         self,

@@ -6,7 +6,7 @@
 A responder with a list of allowed peers sends its Hello last, so it does not tell its identity to other peers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.config import PROTOCOL_VERSION
 from swarm.errors import HandshakeFailed, ProtocolMismatch
@@ -32,6 +32,8 @@ class Proven:
     software: str
     bundles: bool = False  # whether it takes several steps in one frame
     loads: bool = False  # whether it knows the question for an anchor's load
+    moves: bool = False  # whether its channels may change their carriers
+    exporter: bytes = field(default=b"", repr=False)  # a secret of both ends of the channel
 
 
 class Greeting:
@@ -113,7 +115,9 @@ class Greeting:
         identity = self.me.identity
         signature = identity.sign(HELLO_DOMAIN[self.remote is not None], self._secrets.handshake_hash)
         key = identity.public_key.hex()
-        hello = Hello(public_key=key, signature=signature.hex(), software=__version__, bundles=True, loads=True)
+        hello = Hello(
+            public_key=key, signature=signature.hex(), software=__version__, bundles=True, loads=True, moves=True
+        )
         self._outgoing += self.sealer.seal(encode(hello))
 
     def _meet(self, plaintext: bytearray | memoryview) -> Proven:
@@ -135,7 +139,10 @@ class Greeting:
             self._introduce()
         self._frames.trust(peer)
         self.done = True
-        return Proven(peer, self._process_key, hello.software, hello.bundles, hello.loads)
+        exporter = self._secrets.exporter(initiator=self.remote is not None)
+        return Proven(
+            peer, self._process_key, hello.software, hello.bundles, hello.loads, moves=hello.moves, exporter=exporter
+        )
 
     def _refuse_unlisted(self, peer: str) -> None:
         if not self.me.access.admits(peer):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from swarm.activations import Activations
 from swarm.net.address import Tcp
 from swarm.net.admission import Admission, source_of
-from swarm.net.carriers.tcp import TcpCarrier
+from swarm.net.carriers.connection import TcpCarrier
+from swarm.net.carriers.movable import carrier_of
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.congestion import set_congestion_control
 from swarm.net.endpoint import Endpoint
@@ -149,7 +150,7 @@ class Listener:
                 return
             taken = True
             await loop.connect_accepted_socket(
-                lambda: TcpCarrier(lambda carrier: self._channel(carrier, host), way), sock
+                lambda: carrier_of(lambda carrier: self._channel(carrier, host), way), sock
             )
         except OSError:  # it has gone meanwhile
             taken = False

@@ -8,6 +8,8 @@ handshake's messages: the first one could be replayed. When it is over, its spli
 (`swarm.net.channel`), since a Noise transport message stops at 65,535 bytes.
 """
 
+import hashlib
+import hmac
 from dataclasses import dataclass
 
 from cryptography.exceptions import InvalidTag
@@ -38,6 +40,14 @@ class ChannelSecrets:
     send_key: bytes
     receive_key: bytes
     handshake_hash: bytes
+
+    def exporter(self, *, initiator: bool) -> bytes:
+        """Return a secret of both ends, 32 bytes, from which no key of the frames can be told.
+
+        initiator: whether this end is.
+        """
+        keys = (self.send_key, self.receive_key) if initiator else (self.receive_key, self.send_key)
+        return hmac.digest(b"".join(keys), b"swarm channel exporter" + self.handshake_hash, hashlib.sha256)
 
 
 class Handshake:

@@ -2,6 +2,7 @@
 
 lines      its sealed channels to anchors
 caller     reaches hidden peers
+upgrades   move its relayed channels to direct connections later
 anchor     brings others together, where this process listens
 moorings   where this process itself is hidden
 """
@@ -23,6 +24,8 @@ from swarm.net.limits import DialerLimits
 from swarm.net.lines import Lines
 from swarm.net.listener import Listener
 from swarm.net.mooring import MooringLimits, Moorings
+from swarm.net.upgrades import UpgradeLimits, Upgrades, admit
+from swarm.protocol.meeting import Claim
 from swarm.protocol.messages import AnyMessage
 
 
@@ -31,6 +34,7 @@ class TraversalLimits:
     """Of each part."""
 
     calls: CallLimits = field(default_factory=CallLimits)
+    upgrades: UpgradeLimits = field(default_factory=UpgradeLimits)
     moorings: MooringLimits = field(default_factory=MooringLimits)
     anchor: AnchorLimits = field(default_factory=AnchorLimits)
     halves: HalfLimits = field(default_factory=HalfLimits)
@@ -45,15 +49,19 @@ class Traversal:
         self.lines = Lines(me)
         self._flow, self._limits = flow or FlowControl(), limits or TraversalLimits()
         self.caller = Caller(me, self.lines, flow=self._flow, limits=self._limits.calls)
+        self._upgrades = Upgrades(self.caller, self._limits.upgrades)
 
     async def dial(self, address: Address, remote: Remote, me: Endpoint, on_message: OnMessage) -> Channel:
         """Reach a peer at an address of any kind: a `Dial` for a `Dialer`. Raises NetworkError."""
         if isinstance(address, ViaAnchor):
-            return await self.caller.call(address, remote, on_message)
+            channel = await self.caller.call(address, remote, on_message)
+            self._upgrades.watch(channel, address, remote)
+            return channel
         return await tcp.dial(address, remote, me, on_message, self._flow, self._limits.dialer)
 
     async def close(self) -> None:
-        """End the lines to anchors."""
+        """End the lines to anchors, and move no channel any more."""
+        await self._upgrades.close()
         await self.lines.close()
 
 
@@ -74,14 +82,17 @@ class ListeningTraversal(Traversal):
         self.halves = Halves(self._limits.halves)
         self.anchor = Anchor(self.halves, check, self._limits.anchor)
         self.caller = Caller(me, self.lines, self.halves, self.anchor, listener.flow, self._limits.calls)
+        self._upgrades = Upgrades(self.caller, self._limits.upgrades)
         self.moorings = Moorings(me, self.lines, listener, record, self._limits.moorings)
         listener.on_half = self.halves.accept
 
     def before(self, on_message: OnMessage) -> OnMessage:
-        """Return an OnMessage that takes the messages to an anchor, and leaves all others to `on_message`."""
+        """Return an OnMessage that takes what concerns ways, and leaves all other messages to `on_message`."""
 
         def take(channel: Channel, message: AnyMessage, activations: Activations | None) -> Toll:
-            if message.kind in ("moor", "call", "anchor_inquiry"):
+            if message.kind in ("moor", "call", "anchor_inquiry", "claim"):
+                if isinstance(message, Claim):
+                    return admit(self.listener.admission, channel, message)
                 return self.anchor.take(channel, message)
             return on_message(channel, message, activations)
 

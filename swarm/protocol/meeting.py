@@ -6,6 +6,8 @@ caller -> anchor            Call
 anchor -> caller            Calling, Uncalled, Meet
 any peer -> anchor          AnchorInquiry
 anchor -> any peer          AnchorLoad, Uncalled
+caller -> hidden peer       Claim
+hidden peer -> caller       Claimed
 """
 
 from typing import Annotated, Literal
@@ -20,6 +22,8 @@ HostPort = Annotated[str, Field(max_length=64)]
 Peers = Annotated[int, Field(ge=0, le=1 << 20)]  # how many, or how many pairs
 SPEED_MAX = 1 << 40  # bytes/s; a larger one is told so
 Speed = Annotated[int, Field(ge=0, le=SPEED_MAX)]
+
+Proof = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="of the two ends of a channel: its exporter's")]
 
 LOAD = "load"  # in the place of a call's name, which has other letters
 
@@ -123,3 +127,21 @@ class AnchorLoad(Message):
     relayed_bytes_per_s: Speed
     relayed_bytes_per_s_max: Speed
     refused: Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
+class Claim(Message):
+    """The channel of this name, between the same two processes, goes on over this connection (`swarm.net.transfer`).
+
+    It goes only to a peer whose Hello says that it knows this message. Nothing follows it on this channel.
+    """
+
+    kind: Literal["claim"] = "claim"
+    channel: Proof
+    proof: Proof
+
+
+class Claimed(Message):
+    """It does, once its caller has moved. Nothing follows it on this channel."""
+
+    kind: Literal["claimed"] = "claimed"
+    proof: Proof

@@ -16,7 +16,19 @@ from pydantic import Field, model_validator
 
 from swarm.blocks import BLOCKS_MAX
 from swarm.protocol.base import Message, Milliseconds, PeerId, Text
-from swarm.protocol.meeting import AnchorInquiry, AnchorLoad, Call, Called, Calling, Meet, Moor, Moored, Uncalled
+from swarm.protocol.meeting import (
+    AnchorInquiry,
+    AnchorLoad,
+    Call,
+    Called,
+    Calling,
+    Claim,
+    Claimed,
+    Meet,
+    Moor,
+    Moored,
+    Uncalled,
+)
 from swarm.protocol.tensors import TensorMeta
 
 ROWS_MAX = 256  # of one session's batch: all of them go through the model at once
@@ -58,7 +70,7 @@ class Hello(Message):
 
     `signature` covers the side's role and the handshake's hash (channel binding, section 11.2 of the Noise
     specification), so that it is worth nothing on any other channel. bundles: whether this side takes Steps and
-    Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry.
+    Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry. moves: the same of Claim.
     """
 
     kind: Literal["hello"] = "hello"
@@ -67,6 +79,7 @@ class Hello(Message):
     software: Annotated[str, Field(max_length=64)]
     bundles: bool = False
     loads: bool = False
+    moves: bool = False
 
 
 class Ping(Message):
@@ -371,6 +384,8 @@ AnyMessage = Annotated[
     | Uncalled
     | Meet
     | AnchorInquiry
-    | AnchorLoad,
+    | AnchorLoad
+    | Claim
+    | Claimed,
     Field(discriminator="kind"),
 ]
