@@ -103,7 +103,8 @@ class Attempt:
 
         past: the client's own, up to there. ask_only: open the new hops and leave them again; returns None.
         Raises NoRoute if no hop can take over, and then nothing has changed; a fault, or a group of faults, if hops
-        give way meanwhile; SessionClosed if the session is closed meanwhile.
+        give way meanwhile; SessionClosed if the session is closed meanwhile. Hops are asked for a past that they have
+        kept only if all of them are new.
         """
         circuit = self._circuit
         with self._spending("planning"):
@@ -114,6 +115,8 @@ class Attempt:
         try:
             new = {index for index, leg in enumerate(legs) if not leg.is_open}
             empty = new | {index for index, leg in enumerate(legs) if not leg.is_whole}
+            if past or ask_only or len(new) < len(legs):
+                terms = replace(terms, prefix=None)
             with self._spending("connecting"):
                 journals = await self._establish(new, empty - new, terms, after_step, rebuild=bool(past))
             if ask_only:
@@ -132,7 +135,8 @@ class Attempt:
             if not leg.has_failed:
                 leg.state = LegState.WHOLE
         self._finder.numeric_class = legs[0].hop.announcement.numeric_class
-        return Standing(self._circuit.layout, min(leg.window for leg in legs))
+        held = min(leg.held if leg.asked else 0 for leg in legs)
+        return Standing(self._circuit.layout, min(leg.window for leg in legs), held)
 
     async def _establish(
         self, new: Collection[int], reset: Collection[int], terms: Terms, after_step: int, *, rebuild: bool
@@ -152,6 +156,7 @@ class Attempt:
             leg.relayed, leg.past = 0, ReplayWindow(self._shared.limits.replay)
             replies.append(leg.expect(wire.Opened if index in new else wire.Rerouted))
             if index in new:
+                leg.asked = terms.prefix is not None
                 leg.send(itinerary.open(index, terms, rebuild=rebuild))
             else:
                 leg.send(itinerary.reroute(index, reset=index in reset))
@@ -159,7 +164,8 @@ class Attempt:
         answers = await self._replies(replies, new)
         for leg, answer in zip(legs, answers, strict=False):
             leg.state = LegState.OPEN if leg.state is LegState.PLANNED else leg.state
-            leg.window = answer.window if isinstance(answer, wire.Opened) else leg.window
+            if isinstance(answer, wire.Opened):
+                leg.window, leg.held = answer.window, answer.held
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
 
     async def _replies(self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int]) -> list[Reply]:

@@ -38,6 +38,8 @@ class Leg:
     state: LegState = LegState.PLANNED
     channel: Channel | None = None
     window: int = 1  # steps that the hop takes in flight
+    asked: bool = False  # whether the attempt that runs asked it for a past that it may have kept
+    held: int = 0  # positions of that past
     applied: int = 0  # the last step that it has reported as sent on
     refusals: int = 0  # of steps: what a hop refuses has arrived
     relayed: int = 0  # the last step that the client has relayed to it
@@ -100,6 +102,15 @@ class Leg:
                 future.set_exception(error)
                 future.exception()  # the repair that asked may have gone
         self._replies.clear()
+
+    def conclude(self, *, stands: bool) -> None:
+        """End an attempt. A hop that it asked for a kept past is opened anew by the next one, if this one has failed.
+
+        Each hop may have begun with a past of its own length.
+        """
+        if self.asked and not stands and not self.has_failed:
+            self.state = LegState.PLANNED
+        self.asked = False
 
     def inquire(self, inquiry: wire.Inquiry) -> "asyncio.Future[wire.Progress]":
         """Ask the hop how far it is. Returns a future of its answer. Raises ChannelClosed."""
