@@ -155,7 +155,7 @@ class Handler:
         self.registry.add(session)
         held = self.admission.prefixes.begin(session, request, self._loop.time())
         window = self.limits.session.inbox.window_steps
-        opened = Opened(session=session.id, epoch=session.seat.epoch, window=window, held=held)
+        opened = Opened(session=session.id, epoch=session.seat.epoch, window=window, held=held or None)
         self.links.connect(session, following, opened)
 
     def _on_reroute(self, channel: Channel, request: Reroute) -> None:

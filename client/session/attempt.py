@@ -165,7 +165,7 @@ class Attempt:
         for leg, answer in zip(legs, answers, strict=False):
             leg.state = LegState.OPEN if leg.state is LegState.PLANNED else leg.state
             if isinstance(answer, wire.Opened):
-                leg.window, leg.held = answer.window, answer.held
+                leg.window, leg.held = answer.window, answer.held or 0
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
 
     async def _replies(self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int]) -> list[Reply]:

@@ -38,7 +38,6 @@ from swarm.protocol.journal import Expansion
 from swarm.protocol.marks import MarkLimits, Prefix
 from swarm.protocol.messages import POSITIONS_MAX
 
-
 PrefixUse = Literal["none", "own", "shared"]
 """Which beginnings of prompts servers keep for later sessions: none, each owner's for itself, or all for all owners."""
 

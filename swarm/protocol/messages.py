@@ -126,14 +126,14 @@ class Open(Message):
 class Opened(Message):
     """The hop holds the session, and is connected to the next one.
 
-    held: positions of the marked prompt that it has: the first step keeps so many at most.
+    held: positions of the marked prompt that it has, None for none: the first step keeps so many at most.
     """
 
     kind: Literal["opened"] = "opened"
     session: SessionId
     epoch: Epoch
     window: Annotated[int, Field(ge=1, le=64)]
-    held: Annotated[int, Field(ge=0, le=POSITIONS_MAX)] = 0
+    held: Annotated[int, Field(ge=1, le=POSITIONS_MAX)] | None = None
 
 
 class Reroute(Message):

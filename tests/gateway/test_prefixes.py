@@ -1,16 +1,11 @@
 """Servers keep the beginnings of prompts for their owner: later sessions begin behind them, and get the same tokens."""
 
-import asyncio
-from dataclasses import replace
-
-import pytest
-
 from swarm.gateway.conversations import ConversationLimits
 from swarm.gateway.engine import EngineLimits
-from swarm.gateway.generation import Generation, Sampling, Started
+from swarm.gateway.generation import Generation, Started
 from swarm.protocol.marks import MarkLimits
 from tests.gateway.conftest import engine_of
-from tests.gateway.test_engine import GREEDY, crash, ids_of, local, run
+from tests.gateway.test_engine import GREEDY, ids_of, local, run
 from tests.support.inprocess import inprocess
 
 BLOCK = 16
