@@ -62,7 +62,7 @@ class Prefixes:
         if marks is None or request.rebuild or not plain or not self._limits.pool_share or not can_share(span):
             return 0
         tags = marks.tags[: (session.positions_max - 1) // marks.size]
-        keys = tuple((span.blocks.start, span.blocks.stop, marks.size, tag) for tag in tags)
+        keys = tuple((str(span.blocks), marks.size, index, tag) for index, tag in enumerate(tags))
         blocks = self._shelf.find(session.owner.peer, keys, now)
         held = len(blocks) * marks.size
         if held and not session.begin_with(blocks, held):
