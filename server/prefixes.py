@@ -46,7 +46,7 @@ class Prefixes:
         self._shelf: Shelf[PastBlock] = Shelf()
         self._memory = memory
         self._limits = limits
-        memory.cache.give_way = self._trim
+        memory.cache.give_way = self.give_way
 
     @property
     def tokens(self) -> int:
@@ -99,15 +99,19 @@ class Prefixes:
         tokens = self._memory.prices.tokens(1, stop - start, 0)
         new = dict(zip(cutting.indices, cutting.blocks, strict=True))
         self._shelf.put(session.owner.peer, cutting.keys, new, tokens, now)
-        self._trim()
+        self.give_way()
 
     def sweep(self, now: float) -> None:
         """Drop the blocks that no session has used for long. now: the loop's time, seconds."""
         self._shelf.forget(now - self._limits.idle_s)
         self._memory.cache.lent = self._shelf.tokens
 
-    def _trim(self) -> None:
+    def give_way(self) -> None:
         """Take no more than this server's share of the pool, and none that sessions need."""
         cache = self._memory.cache
-        self._shelf.trim(max(0, min(int(cache.capacity * self._limits.pool_share), cache.capacity - cache.used)))
-        cache.lent = self._shelf.tokens
+        self.trim(max(0, min(int(cache.capacity * self._limits.pool_share), cache.capacity - cache.used)))
+
+    def trim(self, tokens_max: int) -> None:
+        """Drop blocks until they take no more than so many tokens of the cache."""
+        self._shelf.trim(tokens_max)
+        self._memory.cache.lent = self._shelf.tokens

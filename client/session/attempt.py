@@ -103,8 +103,7 @@ class Attempt:
 
         past: the client's own, up to there. ask_only: open the new hops and leave them again; returns None.
         Raises NoRoute if no hop can take over, and then nothing has changed; a fault, or a group of faults, if hops
-        give way meanwhile; SessionClosed if the session is closed meanwhile. Hops are asked for a past that they have
-        kept only if all of them are new.
+        give way meanwhile; SessionClosed if the session is closed meanwhile.
         """
         circuit = self._circuit
         with self._spending("planning"):
@@ -115,8 +114,6 @@ class Attempt:
         try:
             new = {index for index, leg in enumerate(legs) if not leg.is_open}
             empty = new | {index for index, leg in enumerate(legs) if not leg.is_whole}
-            if past or ask_only or len(new) < len(legs):
-                terms = replace(terms, prefix=None)
             with self._spending("connecting"):
                 journals = await self._establish(new, empty - new, terms, after_step, rebuild=bool(past))
             if ask_only:

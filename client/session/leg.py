@@ -38,7 +38,7 @@ class Leg:
     state: LegState = LegState.PLANNED
     channel: Channel | None = None
     window: int = 1  # steps that the hop takes in flight
-    asked: bool = False  # whether the attempt that runs asked it for a past that it may have kept
+    asked: bool = False  # for a past that it may have kept, by an attempt that has not made the route stand
     held: int = 0  # positions of that past
     applied: int = 0  # the last step that it has reported as sent on
     refusals: int = 0  # of steps: what a hop refuses has arrived
@@ -55,7 +55,7 @@ class Leg:
     @property
     def is_whole(self) -> bool:
         """Whether it has all of the session's past."""
-        return self.state is LegState.WHOLE
+        return self.state is LegState.WHOLE and not self.asked
 
     @property
     def has_failed(self) -> bool:
@@ -68,9 +68,12 @@ class Leg:
         return bool(self._replies)
 
     def is_usable(self, without: Collection[str]) -> bool:
-        """Whether a repair may keep it. without: processes that are to be left."""
+        """Whether a repair may keep it. without: processes that are to be left.
+
+        Not if it was asked for a kept past in vain: it has begun with one of its own length.
+        """
         connected = self.channel is not None and not self.channel.closed
-        return self.is_open and connected and self.hop.process not in without
+        return self.is_open and not self.asked and connected and self.hop.process not in without
 
     def send(self, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
         """Send to the hop. Raises HopFailed.
@@ -102,15 +105,6 @@ class Leg:
                 future.set_exception(error)
                 future.exception()  # the repair that asked may have gone
         self._replies.clear()
-
-    def conclude(self, *, stands: bool) -> None:
-        """End an attempt. A hop that it asked for a kept past is opened anew by the next one, if this one has failed.
-
-        Each hop may have begun with a past of its own length.
-        """
-        if self.asked and not stands and not self.has_failed:
-            self.state = LegState.PLANNED
-        self.asked = False
 
     def inquire(self, inquiry: wire.Inquiry) -> "asyncio.Future[wire.Progress]":
         """Ask the hop how far it is. Returns a future of its answer. Raises ChannelClosed."""

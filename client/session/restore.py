@@ -141,12 +141,11 @@ class Restorer:
                 assert isinstance(fault, HopFailed | Refused | EdgeDown)
                 if not self._circuit.knows(fault):
                     self._circuit.report(fault)
-        stands = standing is not None and not self._circuit.is_broken
-        for leg in self._circuit.layout.legs:
-            leg.conclude(stands=stands)
-        if standing is None or not stands:
+        if standing is None or self._circuit.is_broken:
             return
         self._circuit.standing = standing
+        for leg in standing.layout.legs:
+            leg.asked = False
         if terms.prefix is not None and standing.held:
             self._steps.begin(terms.prefix.ids[: min(standing.held, len(terms.prefix.ids) - 1)])
 

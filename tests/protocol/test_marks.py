@@ -1,13 +1,17 @@
 """Marks say that two prompts begin alike to a hop that has seen both from one owner on one route, and nothing else."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from swarm.blocks import Blocks
+from swarm.protocol.base import Message
+from swarm.protocol.codec import decode, encode
 from swarm.protocol.marked import Marked
-from swarm.protocol.marks import MarkLimits, Prefix
-from swarm.protocol.messages import Rebuild, Step
+from swarm.protocol.marks import MarkLimits, Marks, Prefix
+from swarm.protocol.messages import Open, Rebuild, Step
 from swarm.protocol.tensors import meta_of
 
 SIZE = 4
@@ -103,3 +107,33 @@ def test_message_that_does_not_go_on_with_the_prompt_completes_nothing():
     ]
     assert [marked(4).take(message) for message in others] == [None] * len(others)
     assert marked(4).take(step(4, 4)) == range(1, 2)
+
+
+def test_largest_open_fits_into_a_header():
+    most = MarkLimits()
+    marks = Prefix(SECRET, tuple(range(most.tags_max * most.block_positions + 9))).marks(ROOT, "float32", UPSTREAM)
+    assert marks is not None
+    assert len(marks.tags) == most.tags_max
+    request = Open(
+        session="f" * 32, epoch=1 << 31, root=ROOT, numeric_class="c" * 64, start=0, stop=1, positions_max=1 << 22,
+        rollback_max=4096, batch=256, positions_soon=1 << 22, previous="1" * 60, next_record="A" * 4096,
+        after_step=1 << 40, tenant="f" * 32, tokens_max=1 << 48, marks=marks,
+    )  # fmt: skip
+    assert decode(memoryview(bytearray(b"".join(encode(request))))) == (request, None)
+
+
+def test_server_of_a_version_before_reads_an_open_with_marks():
+    class Before(Message):
+        kind: str
+        session: str
+
+    marked = {"kind": "open", "session": "f", "marks": {"size": 64, "tags": ["a" * 32]}}
+    assert Before.model_validate(marked).session == "f"
+
+
+@pytest.mark.parametrize(
+    "marks", [{"size": 8}, {"size": 8192}, {"tags": ()}, {"tags": ("A" * 32,)}, {"tags": ("a" * 32,) * 513}]
+)
+def test_marks_out_of_bounds_are_malformed(marks):
+    with pytest.raises(ValidationError):
+        Marks(**{"size": 64, "tags": ("a" * 32,), **marks})
