@@ -10,6 +10,7 @@ from swarm.server.accounts import Accounts
 from swarm.server.holdings import Holdings, Memory
 from swarm.server.hosting import Hosting
 from swarm.server.limits import HandlerLimits
+from swarm.server.prefixes import Prefixes
 from swarm.server.refusals import Declined
 from swarm.server.registry import Registry
 from swarm.server.session import HostedSession
@@ -29,6 +30,7 @@ class Admission:
     ) -> None:
         """wall_clock: seconds since 1970, for the records that clients pass on."""
         self.draining = False
+        self.prefixes = Prefixes(memory, limits.prefixes)
         self._hosting = hosting
         self._memory = memory
         self._accounts = accounts

@@ -165,7 +165,8 @@ def _positions(session: HostedSession, facts: Facts) -> Stop | None:
     step, tokens, has = facts.message, facts.activations.hidden.shape[1], session.length
     assert isinstance(step, Step)
     taken_back = has - step.keep
-    if taken_back < 0 or (step.keep and taken_back > (session.tenure.rollback_max or has)):
+    too_many = step.keep and taken_back > (session.tenure.rollback_max or has) and session.has_begun
+    if taken_back < 0 or too_many:
         return Declined("bad_request", f"keep {step.keep} of {has} positions")
     if (length := step.keep + tokens) > session.positions_max:
         return Declined("bad_request", f"{length} positions, the session was opened for {session.positions_max}")

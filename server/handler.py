@@ -120,6 +120,7 @@ class Handler:
                 if now - session.peers.used_at > idle_s:
                     self.registry.fail(session, None, f"nothing happened for {idle_s:.0f} s")
             self.accounts.sweep(now)
+            self.admission.prefixes.sweep(now)
             if self.registry.take_freed() or self.sessions:
                 self._executor.submit(Probe(return_free_memory), lambda _: None)  # the allocator keeps much for itself
 
@@ -152,8 +153,10 @@ class Handler:
             send(channel, following.answer(request))
             return
         self.registry.add(session)
+        held = self.admission.prefixes.begin(session, request, self._loop.time())
         window = self.limits.session.inbox.window_steps
-        self.links.connect(session, following, Opened(session=session.id, epoch=session.seat.epoch, window=window))
+        opened = Opened(session=session.id, epoch=session.seat.epoch, window=window, held=held or None)
+        self.links.connect(session, following, opened)
 
     def _on_reroute(self, channel: Channel, request: Reroute) -> None:
         session = self._owned(channel, request)
@@ -206,6 +209,8 @@ class Handler:
                 return self._stopped(session, facts, stop)
         session.peers.used_at, session.peers.source = now, channel
         task = session.accept(message, activations)
+        if session.tenure.marked is not None:
+            self.admission.prefixes.mark(session, message, task)
         self.steps_under_way += is_step
         self._executor.submit(task, partial(self._on_computed, session, task, facts))
         hidden = activations.hidden
@@ -240,6 +245,8 @@ class Handler:
         session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
         if not task.tenure.over and result is not None:
             self._outcomes.follow(session, facts, result, finite=task.finite)
+            if task.cutting is not None and not task.tenure.over:  # it would be over if the output were no numbers
+                self.admission.prefixes.keep(session, task.cutting, self._loop.time())
 
     def _on_word_from_next(self, channel: Channel, message: Rebuilt | Refused | Failed) -> Toll:
         """Take the progress of a past at the next hops, or a refusal that the next hop could not send to the client."""

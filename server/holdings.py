@@ -94,6 +94,14 @@ class Holdings:
         self._tasks += 1
         return None
 
+    def begin(self, positions: int) -> bool:
+        """Take the cache of so many positions of one row, which the session begins with. Returns whether it fits."""
+        tokens = self._memory.prices.tokens(1, positions, self._rollback_max)
+        if not self._cache.resize(tokens):
+            return False
+        self._due = tokens
+        return True
+
     def came_back(self, n_bytes: int, *, settled: bool) -> None:
         """Give back a task's input. settled: with nothing under way, the past takes as much cache as was last asked."""
         self._tasks -= 1

@@ -67,6 +67,14 @@ class MemoryLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixLimits:
+    """Bounds on the beginnings of prompts that are kept for their owners' next sessions."""
+
+    pool_share: float = limit(0.25, "of the KV pool", "is lent to them while no session needs it; then the oldest go")
+    idle_s: float = limit(900.0, "s", "a beginning that no session has used for so long is dropped")
+
+
+@dataclass(frozen=True, slots=True)
 class HandlerLimits:
     """All bounds on the requests of peers. gateways: by peer id, those that may have more."""
 
@@ -74,4 +82,5 @@ class HandlerLimits:
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     accounts: AccountLimits = field(default_factory=AccountLimits)
     gateways: Mapping[str, GatewayAllowance] = field(default_factory=dict)
+    prefixes: PrefixLimits = field(default_factory=PrefixLimits)
     sweep_s: float = limit(15.0, "s", "between looks for idle sessions and unused replay windows")

@@ -11,6 +11,7 @@ slot. Other pools count bytes: of activations that wait, of outputs that are kep
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 PEER_FACTOR = 8  # the ratio in the formula above: 8/9 of a pool for one peer, which leaves 1/9 for the next
@@ -42,12 +43,21 @@ class Prices:
         return rows * (self.slot_tokens + whole - int(spared))
 
 
+def _nothing() -> None:
+    pass
+
+
 class Pool:
-    """A capacity that peers share."""
+    """A capacity that peers share.
+
+    lent: how much is used for as long as no peer wants it; it counts as free. give_way: is called when that is less.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
+        self.lent = 0
+        self.give_way: Callable[[], None] = _nothing
         self.held: Counter[str] = Counter()  # by each peer
 
     def free(self, peer: str = "") -> int:
@@ -89,6 +99,8 @@ class Lease:
             return False
         self.amount = amount
         pool.used += more
+        if pool.lent and more > 0 and pool.used + pool.lent > pool.capacity:
+            pool.give_way()
         if held + more:
             pool.held[self.peer] = held + more
         else:

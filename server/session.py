@@ -12,6 +12,7 @@ import structlog
 
 from swarm.activations import Activations
 from swarm.compute.task import Forward, Tenure
+from swarm.model.prefix import PastBlock
 from swarm.model.span import Span
 from swarm.net.channel import Channel
 from swarm.protocol.inbox import Again, Excuses, Inbox
@@ -83,6 +84,11 @@ class HostedSession:
         """Whether the session has ended."""
         return self.tenure.over
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was accepted, as far as the past that it began with matters."""
+        return self.tenure.marked is None or self.tenure.marked.stop is not None
+
     def payer(self, sender: Channel) -> Channel:
         """Return the channel that pays for activations that are refused: a hop that passes them on is not to blame.
 
@@ -109,6 +115,22 @@ class HostedSession:
         self.inbox.accept(message.step)
         want = message.want if isinstance(self.seat.next, Client) else None
         return Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
+
+    def begin_with(self, blocks: tuple[PastBlock, ...], positions: int) -> bool:
+        """Begin with a past that another session has left, at its opening. Returns False where it does not fit.
+
+        There are no outputs of it, so there is no journal: a repair replays it from further up.
+        """
+        if not self.holdings.begin(positions):
+            return False
+        self.rows, self.length, self.tenure.held = 1, positions, blocks
+        self.drop_journal()
+        return True
+
+    def begun(self, keep: int) -> None:
+        """Take the first step of a session that may have begun with a past. keep: positions of it that stay."""
+        if not keep and self.history.journal is None and self.seat.has_next:
+            self.history.begin_anew()
 
     def answer(self, step: Step, output: Activations, took_s: float) -> Answer:
         """Return the message that a step leads to: the same with new activations, or the output for the client."""

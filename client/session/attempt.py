@@ -132,7 +132,8 @@ class Attempt:
             if not leg.has_failed:
                 leg.state = LegState.WHOLE
         self._finder.numeric_class = legs[0].hop.announcement.numeric_class
-        return Standing(self._circuit.layout, min(leg.window for leg in legs))
+        held = min(leg.held if leg.asked else 0 for leg in legs)
+        return Standing(self._circuit.layout, min(leg.window for leg in legs), held)
 
     async def _establish(
         self, new: Collection[int], reset: Collection[int], terms: Terms, after_step: int, *, rebuild: bool
@@ -152,6 +153,7 @@ class Attempt:
             leg.relayed, leg.past = 0, ReplayWindow(self._shared.limits.replay)
             replies.append(leg.expect(wire.Opened if index in new else wire.Rerouted))
             if index in new:
+                leg.asked = terms.prefix is not None
                 leg.send(itinerary.open(index, terms, rebuild=rebuild))
             else:
                 leg.send(itinerary.reroute(index, reset=index in reset))
@@ -159,7 +161,8 @@ class Attempt:
         answers = await self._replies(replies, new)
         for leg, answer in zip(legs, answers, strict=False):
             leg.state = LegState.OPEN if leg.state is LegState.PLANNED else leg.state
-            leg.window = answer.window if isinstance(answer, wire.Opened) else leg.window
+            if isinstance(answer, wire.Opened):
+                leg.window, leg.held = answer.window, answer.held or 0
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
 
     async def _replies(self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int]) -> list[Reply]:

@@ -38,6 +38,8 @@ class Leg:
     state: LegState = LegState.PLANNED
     channel: Channel | None = None
     window: int = 1  # steps that the hop takes in flight
+    asked: bool = False  # for a past that it may have kept, by an attempt that has not made the route stand
+    held: int = 0  # positions of that past
     applied: int = 0  # the last step that it has reported as sent on
     refusals: int = 0  # of steps: what a hop refuses has arrived
     relayed: int = 0  # the last step that the client has relayed to it
@@ -53,7 +55,7 @@ class Leg:
     @property
     def is_whole(self) -> bool:
         """Whether it has all of the session's past."""
-        return self.state is LegState.WHOLE
+        return self.state is LegState.WHOLE and not self.asked
 
     @property
     def has_failed(self) -> bool:
@@ -66,9 +68,12 @@ class Leg:
         return bool(self._replies)
 
     def is_usable(self, without: Collection[str]) -> bool:
-        """Whether a repair may keep it. without: processes that are to be left."""
+        """Whether a repair may keep it. without: processes that are to be left.
+
+        Not if it was asked for a kept past in vain: it has begun with one of its own length.
+        """
         connected = self.channel is not None and not self.channel.closed
-        return self.is_open and connected and self.hop.process not in without
+        return self.is_open and not self.asked and connected and self.hop.process not in without
 
     def send(self, message: Message, activations: Activations | None = None, *, soon: bool = False) -> None:
         """Send to the hop. Raises HopFailed.

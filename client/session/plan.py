@@ -7,6 +7,7 @@ from swarm.blocks import Blocks
 from swarm.client.planning.route import Hop
 from swarm.client.session.limits import ChunkLimits
 from swarm.protocol.journal import Expansion
+from swarm.protocol.marks import Prefix
 from swarm.protocol.seat import Terms
 
 Planner = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
@@ -24,6 +25,7 @@ class SessionPlan:
     wait_for_blocks_s: how long it waits for a holder of blocks that no server announces. batch, positions_soon: rows,
     and positions of each, that hops are to have room for at once. expansion: makes embeddings from the token ids that
     come with each step, so that the client's journal keeps ids alone; None if it keeps embeddings. tenant: as in Open.
+    prefix: the prompt that the session begins with, of which hops may have the past already; needs an expansion.
     """
 
     root: str
@@ -35,12 +37,17 @@ class SessionPlan:
     positions_soon: int = 0
     expansion: Expansion | None = None
     tenant: str | None = None
+    prefix: Prefix | None = None
 
     def sized(self, rows: int, tokens: int, limits: ChunkLimits) -> "SessionPlan":
         """Return the plan of a session whose first step has so many rows of so many tokens."""
         soon = min(self.positions_max, tokens + limits.positions_to_come)
         return replace(self, batch=rows, positions_soon=soon)
 
-    def terms(self, batch: int, positions_soon: int) -> Terms:
-        """Return the terms of an Open, with room for so many rows and positions."""
-        return Terms(self.root, self.positions_max, self.rollback_max, batch, positions_soon, self.tenant)
+    def terms(self, batch: int, positions_soon: int, *, is_first: bool) -> Terms:
+        """Return the terms of an Open, with room for so many rows and positions.
+
+        is_first: no route has stood yet. Later the session has a length, which a kept past must not change.
+        """
+        prefix = self.prefix if is_first else None
+        return Terms(self.root, self.positions_max, self.rollback_max, batch, positions_soon, self.tenant, prefix)

@@ -132,7 +132,7 @@ class Restorer:
     async def _attempt(self, without: Collection[str], *, ask_only: bool) -> None:
         """Make one attempt; faults that arise meanwhile are reported. Raises NoRoute."""
         attempt = Attempt(self._circuit, self._shared, self._finder, self._late, self._spent, self._plan.expansion)
-        terms = self._plan.terms(self.batch, self.positions_soon)
+        terms = self._plan.terms(self.batch, self.positions_soon, is_first=not self.repairs)
         standing = None
         try:
             standing = await attempt.run(without, terms, self._steps.past, self._steps.answered, ask_only=ask_only)
@@ -141,8 +141,13 @@ class Restorer:
                 assert isinstance(fault, HopFailed | Refused | EdgeDown)
                 if not self._circuit.knows(fault):
                     self._circuit.report(fault)
-        if standing is not None and not self._circuit.is_broken:
-            self._circuit.standing = standing
+        if standing is None or self._circuit.is_broken:
+            return
+        self._circuit.standing = standing
+        for leg in standing.layout.legs:
+            leg.asked = False
+        if terms.prefix is not None and standing.held:
+            self._steps.begin(terms.prefix.ids[: min(standing.held, len(terms.prefix.ids) - 1)])
 
     def _learn(self, case: Case) -> Case:
         """Take in the faults, and tell the client's other sessions."""

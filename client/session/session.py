@@ -78,13 +78,17 @@ class Session:
         return max(0, self._restorer.repairs - 1)
 
     async def open(self) -> None:
-        """Find a route and open the session on it. Called once, by `Sessions.open`."""
+        """Find a route and open the session on it. Called once, by `Sessions.open`.
+
+        Then `length` is how much of the plan's prefix all hops have already.
+        """
         limit_s = max(self._shared.limits.connect.open_s, self._plan.step_timeout_s) + self._plan.wait_for_blocks_s
         deadline = _now() + self._plan.step_timeout_s
         try:
             async with asyncio.timeout(limit_s), self._lock:
                 with self._watcher.watching():
                     await self._restorer.restore(deadline)
+                self.length = self._steps.held
         except TimeoutError:
             raise self._late() from None
 

@@ -86,10 +86,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A layout whose hops all hold the session and its past. window: steps that may be in flight."""
+    """A layout whose hops all hold the session and its past. window: steps that may be in flight.
+
+    held: positions of a new session's prompt that every hop has.
+    """
 
     layout: Layout
     window: int
+    held: int = 0
 
     @property
     def epoch(self) -> int:

@@ -7,6 +7,7 @@ token ids, for a replay: the client is hop 0. This file joins both to asyncio an
 import asyncio
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from swarm.activations import Activations
@@ -27,6 +28,7 @@ class Steps:
         """others: whether the client has other sessions, whose steps these may travel with."""
         self._others = others
         self.window = 1  # steps that may be in flight, on the route that stood last
+        self.held = 0  # positions of the prompt that all hops had when the session was opened
         self._circuit = circuit
         self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox)
         self._journal = Journal(limits.journal)
@@ -48,6 +50,13 @@ class Steps:
     def past(self) -> Sequence[Past]:
         """The client's own past of all that was answered."""
         return self._journal.past_after(self._outbox.last_answered)
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Begin behind tokens of which all hops have the past: a replay sends them as if they had been a step."""
+        self.held = len(ids)
+        if ids:
+            past = Activations(torch.tensor([ids], dtype=torch.int32)[:, :, None])
+            self._journal.add(Entry(self._outbox.last_answered, None, Past(0, past)))
 
     def put(self, chunk: Chunk, deadline: float) -> Ticket:
         """Send a part of a step, as soon as there is room for it. deadline: in the loop's time."""

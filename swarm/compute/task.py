@@ -10,17 +10,31 @@ from swarm.activations import Activations, is_finite
 from swarm.compute.batch import Ready
 from swarm.model.packed import Segment
 from swarm.model.past import SpanPast
+from swarm.model.prefix import Cutting, PastBlock, refill
 from swarm.model.span import Span
+from swarm.protocol.marked import Marked
 
 
 class Tenure:
     """A session's past on a span, from its opening or a reset until the next reset or its end.
 
     All tasks of that time hold it. The loop sets `over`: from then on none of them counts, and none is computed.
-    `past` belongs to the compute thread; its memory is free when the last task has let go.
+    `past` belongs to the compute thread; its memory is free when the last task has let go. held: blocks that the past
+    begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of it.
     """
 
-    __slots__ = ("__weakref__", "_past", "n_blocks", "over", "owner", "rollback_max", "span", "tenant")
+    __slots__ = (
+        "__weakref__",
+        "_past",
+        "held",
+        "marked",
+        "n_blocks",
+        "over",
+        "owner",
+        "rollback_max",
+        "span",
+        "tenant",
+    )
 
     def __init__(self, owner: str, span: Span, rollback_max: int, tenant: str | None = None) -> None:
         """owner: the peer whose turn it is when tasks run; tenant: whose turn within the peer's.
@@ -33,6 +47,8 @@ class Tenure:
         self.n_blocks = len(span.blocks)
         self.rollback_max = rollback_max
         self.over = False
+        self.held: tuple[PastBlock, ...] = ()
+        self.marked: Marked | None = None
         self._past: SpanPast | None = None
 
     def anew(self, owner: str) -> "Tenure":
@@ -44,6 +60,8 @@ class Tenure:
         """The cache and the attention mask; made with the first task, since that takes longer than opening."""
         if self._past is None:
             self._past = SpanPast(self.span.new_cache(self.rollback_max))
+            refill(self._past.cache, self.held)
+            self.held = ()
         return self._past
 
     @property
@@ -131,6 +149,7 @@ class Forward:
         "_rows",
         "_want",
         "activations",
+        "cutting",
         "done",
         "finite",
         "owner",
@@ -155,6 +174,7 @@ class Forward:
         self.rows, self.tokens, _ = activations.hidden.shape
         self.done = 0
         self.finite = True  # whether all of the output's numbers are known to be finite
+        self.cutting: Cutting | None = None  # blocks of the past to cut, once this is computed
         self._keep = keep
         self._rows = rows
         self._want = want
@@ -213,6 +233,8 @@ class Forward:
         """Return the output on the host when all is computed; None once it is gone."""
         if self.tenure.over or not self._outputs:
             return None
+        if self.cutting is not None:
+            self.cutting.cut(self.tenure.past.cache)
         output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
         if self._want is not None and self._want < self.tokens:
             output = output[:, output.shape[1] - self._want :].clone()  # not to hold the rest

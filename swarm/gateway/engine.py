@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2s
 from math import inf
 from secrets import token_bytes
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,11 @@ from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.tokens import TokenEnds
 from swarm.protocol.journal import Expansion
+from swarm.protocol.marks import MarkLimits, Prefix
 from swarm.protocol.messages import POSITIONS_MAX
+
+PrefixUse = Literal["none", "own", "shared"]
+"""Which beginnings of prompts servers keep for later sessions: none, each owner's for itself, or all for all owners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class EngineLimits:
     echo_rows: int = limit(64, "positions", "whose logits are in memory at once: 33 MB at a vocabulary of 128k")
     crowded_s: float = limit(0.5, "s", "a session that opens for longer has the oldest idle one closed")
     conversations: ConversationLimits = field(default_factory=ConversationLimits)
+    marks: MarkLimits = field(default_factory=MarkLimits)
+    prefixes: PrefixUse = "own"
 
 
 class Engine:
@@ -146,6 +152,15 @@ class Engine:
         """Return an owner's name for servers: they learn which sessions are of one owner, and nothing of whom."""
         return blake2s(owner.encode(), key=self._salt, digest_size=8).hexdigest() if owner else None
 
+    def _prefix(self, generation: Generation) -> Prefix | None:
+        """Return the prompt for servers to recognize, by its owner's secret. An echo needs each position computed."""
+        use = self.limits.prefixes
+        if use == "none" or generation.echo:
+            return None
+        owner = generation.owner.encode() if use == "own" else b""
+        secret = blake2s(owner, key=self._salt, person=b"prefix").digest()
+        return Prefix(secret, tuple(generation.prompt), self.limits.marks)
+
     async def session(self, generation: Generation) -> tuple[Kept, int]:
         """Return a session, and how many positions of the prompt it has. Raises PromptTooLong or a RouteError."""
         needed = len(generation.prompt) + max(0, generation.tokens_max - 1)
@@ -159,8 +174,10 @@ class Engine:
                 match.kept.conversation = generation.conversation or match.kept.conversation
                 return match.kept, match.keep
         plan = self._plan.sized(1, len(generation.prompt), self.swarm.sessions.limits.chunks)
-        session = await self._opened(replace(plan, tenant=self._tenant(generation.owner)))
-        return Kept(session, [], generation.owner, generation.conversation), 0
+        owner, prefix = generation.owner, self._prefix(generation)
+        session = await self._opened(replace(plan, tenant=self._tenant(owner), prefix=prefix))
+        held = session.length
+        return Kept(session, list(generation.prompt[:held]), owner, generation.conversation), held
 
     async def _opened(self, plan: SessionPlan) -> Session:
         """Open a session. Idle ones give way before it, where a server would refuse one more, and while it waits."""

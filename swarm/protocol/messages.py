@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from swarm.blocks import BLOCKS_MAX
 from swarm.protocol.base import Message, Milliseconds, PeerId, Text
+from swarm.protocol.marks import Marks
 from swarm.protocol.meeting import (
     AnchorInquiry,
     AnchorLoad,
@@ -110,6 +111,7 @@ class Open(Message):
     peer's share. It means nothing to a server but whether two are the same.
     lifetime_s, tokens_max: no hop pushes into the session later than that, or more than so many tokens of all rows
     together, rebuilt ones included. Every Reroute grants anew.
+    marks: of the prompt that the session begins with (`swarm.protocol.marks`): the hop may have its past already.
     """
 
     kind: Literal["open"] = "open"
@@ -129,17 +131,22 @@ class Open(Message):
     after_step: StepNumber = 0
     rebuild: bool = False
     tenant: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")] | None = None
+    marks: Marks | None = None
     lifetime_s: Lifetime = LIFETIME_S_MAX
     tokens_max: TokenBudget | None = None
 
 
 class Opened(Message):
-    """The hop holds the session, and is connected to the next one."""
+    """The hop holds the session, and is connected to the next one.
+
+    held: positions of the marked prompt that it has, None for none: the first step keeps so many at most.
+    """
 
     kind: Literal["opened"] = "opened"
     session: SessionId
     epoch: Epoch
     window: Annotated[int, Field(ge=1, le=64)]
+    held: Annotated[int, Field(ge=1, le=POSITIONS_MAX)] | None = None
 
 
 class Reroute(Message):

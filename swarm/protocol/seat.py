@@ -29,6 +29,7 @@ from base64 import b64encode
 from dataclasses import dataclass, replace
 
 from swarm.blocks import Blocks
+from swarm.protocol.marks import Prefix
 from swarm.protocol.messages import Open, Reroute
 
 
@@ -126,7 +127,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The size of a session, in the units of Open."""
+    """The size of a session, in the units of Open. prefix: of which hops may have the past; None to ask none."""
 
     root: str
     positions_max: int
@@ -134,6 +135,7 @@ class Terms:
     batch: int = 1
     positions_soon: int = 0
     tenant: str | None = None
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,10 @@ class Itinerary:
     def open(self, index: int, terms: Terms, *, rebuild: bool) -> Open:
         """Write the message that opens the session at hop `index`. rebuild: the past will come by Rebuild messages."""
         stop, beside = self.stops[index], self.neighbours(index)
+        marks = None
+        if terms.prefix is not None:
+            upstream = [(each.peer, each.blocks) for each in self.stops[:index]]
+            marks = terms.prefix.marks(terms.root, stop.numeric_class, upstream)
         return Open(
             session=self.session,
             epoch=self.epoch,
@@ -185,6 +191,7 @@ class Itinerary:
             after_step=self.after_step,
             rebuild=rebuild,
             tenant=terms.tenant,
+            marks=marks,
             previous=beside.previous,
             next_record=beside.next_record,
             relay=beside.relay,

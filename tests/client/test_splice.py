@@ -63,3 +63,18 @@ async def test_directory_is_read_only_if_no_known_hop_takes_over():
     another = server(2, 6)
     found = await Finder(Blocks(0, 6), planner(first, middle, last, later=[another])).splice(legs, {dead, other})
     assert [leg.hop.signed for leg in found] == [first, another]
+
+
+async def test_hops_that_were_asked_for_a_kept_past_in_vain_are_opened_anew():
+    """Each has begun with a past of its own length, which a later attempt does not know."""
+    first, last = server(0, 3), server(3, 6)
+    legs = open_legs(*planned(Blocks(0, 3), [first]), *planned(Blocks(3, 6), [last]))
+    for leg in legs:
+        leg.state, leg.asked = LegState.WHOLE, True
+    found = await Finder(Blocks(0, 6), planner(first, last)).splice(legs, ())
+    assert [leg.hop.signed for leg in found] == [first, last]
+    assert not any(leg.is_open for leg in found)
+    assert not any(leg.is_whole for leg in legs)
+    for leg in legs:
+        leg.asked = False
+    assert await Finder(Blocks(0, 6), planner(first, last)).splice(legs, ()) == legs

@@ -12,6 +12,7 @@ from swarm.net.greeting import HELLO_DOMAIN
 from swarm.protocol import codec, meeting
 from swarm.protocol import messages as wire
 from swarm.protocol.base import Message
+from swarm.protocol.marks import Marks
 from swarm.protocol.tensors import TensorMeta, decode_tensors
 from tests.dht.support import ROOT, signed
 from tests.fuzz.parsers.base import ALICE, BOB, HASH, NOW, Opened, Parser
@@ -51,8 +52,9 @@ def messages() -> tuple[Message, ...]:
         wire.Open(
             **of, root=ROOT, numeric_class="float32", start=0, stop=4, positions_max=64, rollback_max=4,
             batch=2, positions_soon=60, previous=BOB.peer_id, next_record=record,
+            marks=Marks(size=64, tags=("a" * 32, "0" * 32)),
         ),
-        wire.Opened(**of, window=8),
+        wire.Opened(**of, window=8, held=128),
         wire.Reroute(**of, previous=BOB.peer_id, next_record=record, after_step=4),
         wire.Rerouted(**of, journal=True),
         wire.Replay(**of, step=4, hops=2),
