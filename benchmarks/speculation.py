@@ -126,7 +126,9 @@ def generating(
         times: list[float] = []
         torch.manual_seed(options.seed)
         generate: Any = model.generate
-        tokens = generate(ids, max_new_tokens=options.tokens, pad_token_id=0, streamer=_Times(times), **how)
+        tokens = generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.tokens, streamer=_Times(times), **how
+        )
         return (len(times) - 2) / (times[-1] - times[1]), tokens
 
     return once
