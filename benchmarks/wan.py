@@ -55,7 +55,7 @@ def main() -> None:
 
 def _ring(stack: ExitStack, folder: Path, delay_ms: float) -> LocalSwarm:
     """Start the proxies, and a swarm of servers that announce them."""
-    ports = _free_ports(2 * HOPS)
+    ports = free_ports(2 * HOPS)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     outside, inside = addresses[:HOPS], addresses[HOPS:]
     pairs = list(zip(outside, inside, strict=True))
@@ -117,7 +117,7 @@ def report(delay_ms: float, latencies: Sequence[float], samples: dict[str, Sampl
     print(f"the proxies were {late[0]:.2f} ms late beyond their delay (p95 {late[1]:.2f})")
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -3,18 +3,21 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import structlog
 import torch
 
 from swarm.access import Access
 from swarm.blocks import Blocks
+from swarm.client.hf.ahead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import ClientOptions, Swarm
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Optimize
+from swarm.client.speculation.drafts import Lookup
 from swarm.config import Settings, Way, load_settings
 from swarm.dht.reading import chosen, open_directory
 from swarm.errors import BadConfiguration
@@ -56,6 +59,7 @@ class AutoDistributedModel:
         blocked_peers: Iterable[str] = (),
         trusted_peers: Mapping[str, Iterable[str]] | None = None,
         optimize: Optimize = "latency",
+        draft: Literal["lookup", "none"] = "lookup",
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
@@ -74,7 +78,8 @@ class AutoDistributedModel:
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
-        "throughput" for the route whose slowest server is fastest, for batches.
+        "throughput" for the route whose slowest server is fastest, for batches. draft: where guesses of the next tokens
+        come from, which travel ahead of the text: "lookup" in the text itself, or "none". They change the time alone.
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
@@ -92,6 +97,8 @@ class AutoDistributedModel:
             identity=_path(identity),
             directory=directory,
         )
+        if draft not in {"lookup", "none"}:
+            raise BadConfiguration("draft", f'{draft!r}; it is "lookup" or "none"')
         name = model if model is not None else settings.model
         if name is None:
             raise BadConfiguration("model", "say which, or set SWARM_MODEL")
@@ -108,7 +115,8 @@ class AutoDistributedModel:
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
         join = partial(open_directory, settings.network, settings.initial_peers, access, way)
         swarm = Swarm(checkpoint, ends.dtype, join, me, options)
-        return distribute(ends, swarm if local is None else LocalFirst(local, swarm))
+        backend = swarm if local is None else LocalFirst(local, swarm)
+        return distribute(ends, backend, Drafting(Lookup) if draft == "lookup" else None)
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel

@@ -1,49 +1,31 @@
 """A `transformers` cache whose keys and values are on the servers: it knows their length and the next changes."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from swarm.activations import Activations
+from swarm.client.hf.ahead import AheadSession, Fed
 from swarm.errors import SessionClosed, SwarmError, UsageError
 from swarm.model.traits import Traits
 
 ASSISTED_ROLLBACK = 64  # positions that speculative decoding may take back at a time
 
 
-class RemoteSession(Protocol):
-    """A session along a route, for a thread that waits."""
-
-    def step(
-        self,
-        activations: Activations,
-        *,
-        keep: int,
-        rows: Sequence[int] | None,
-        want: int,
-    ) -> Tensor:
-        """As `swarm.client.session.session.Session.step`."""
-        ...
-
-    def close(self) -> None:
-        """Free the leases. Closing twice is fine."""
-        ...
-
-
 class RemoteCache(Cache):
     """Opens its session at the first step. Rollbacks and gathers travel with the next step's message."""
 
-    def __init__(self, traits: Traits, open_session: Callable[[int], RemoteSession], rollback_max: int = 0) -> None:
+    def __init__(self, traits: Traits, open_session: Callable[[int], AheadSession], rollback_max: int = 0) -> None:
         """open_session: called with the largest rollback that will be asked for."""
         self._layer = _RemoteLayer()
         super().__init__(layers=[self._layer])
         self._traits = traits
         self._open_session = open_session
         self._rollback_max = rollback_max
-        self._session: RemoteSession | None = None
+        self._session: AheadSession | None = None
         self._rows: list[int] | None = None
         self._n_rows = 0
 
@@ -52,8 +34,19 @@ class RemoteCache(Cache):
         """Positions that the servers hold after the next step's rollback."""
         return self._layer.length
 
-    def step(self, activations: Activations, *, want: int) -> Tensor:
-        """Run new positions through the blocks. Shapes as in `Session.step`.
+    @classmethod
+    def at(cls, traits: Traits, length: int) -> "RemoteCache":
+        """Return a cache of so many positions that has no session: for what a model does before its blocks."""
+
+        def no_session(_: int) -> AheadSession:
+            raise AssertionError("only the embeddings run")
+
+        cache = cls(traits, no_session)
+        cache._layer.length = length
+        return cache
+
+    def step(self, activations: Activations, *, want: int, fed: Fed | None = None) -> Tensor:
+        """Run new positions through the blocks. Shapes as in `Session.step`. fed: their tokens, where they are known.
 
         An interrupt such as Ctrl-C ends the session, because the state of the blocks is not known then.
         """
@@ -63,7 +56,7 @@ class RemoteCache(Cache):
             self._session = self._open_session(self._rollback_max)
         rows = self._rows if self.length else None
         try:
-            output = self._session.step(activations, keep=self.length, rows=rows, want=want)
+            output = self._session.step(activations, keep=self.length, rows=rows, want=want, fed=fed)
             self._rows = None
             self._n_rows = activations.rows
             self._layer.length += activations.tokens

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.hf.cache import RemoteSession
+from swarm.client.hf.ahead import Pending, RemoteSession
 from swarm.client.hf.model import Backend
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import PromptTooLong
@@ -75,16 +76,37 @@ class _Session:
         want: int,
     ) -> Tensor:
         """As `swarm.client.session.session.Session.step`."""
+        output = self._compute(activations, keep, rows)
+        if self._behind is None:
+            return output[:, output.shape[1] - want :].clone()  # an ordinary tensor, for whatever the caller does next
+        return self._behind.step(activations.with_hidden(output), keep=keep, rows=rows, want=want)
+
+    def put(self, activations: Activations, *, keep: int) -> Pending:
+        """As `swarm.client.session.session.Session.put`. The blocks here compute at once."""
+        output = self._compute(activations, keep, None)
+        if self._behind is None:
+            return _Computed(output.clone())
+        return self._behind.put(activations.with_hidden(output), keep=keep)
+
+    def _compute(self, activations: Activations, keep: int, rows: Sequence[int] | None) -> Tensor:
         if keep + activations.tokens > self._positions_max:  # before the blocks here compute
             raise PromptTooLong(keep + activations.tokens, self._positions_max, "the session")
         with self._computing, torch.inference_mode():
             self._past.rewind(keep, rows)
-            output = self._past.forward(self._span, activations)
-        if self._behind is None:
-            return output[:, output.shape[1] - want :].clone()  # an ordinary tensor, for whatever the caller does next
-        return self._behind.step(activations.with_hidden(output), keep=keep, rows=rows, want=want)
+            return self._past.forward(self._span, activations)
 
     def close(self) -> None:
         """Free the leases. Closing twice is fine."""
         if self._behind is not None:
             self._behind.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The answer of a step that needs no other machine."""
+
+    output: Tensor
+    is_done: bool = True
+
+    def wait(self) -> Tensor:
+        return self.output

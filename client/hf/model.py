@@ -20,14 +20,20 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache, RemoteSession
+from swarm.client.hf.ahead import AheadSession, Drafting, Fed, RemoteSession
+from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache
 from swarm.client.hf.hollow import HollowModel, without_gradient
 from swarm.client.planning.explain import ExplainedRoute
+from swarm.client.speculation.drafts import Lookup
+from swarm.client.speculation.limits import AheadLimits
+from swarm.client.speculation.pipe import Counts
 from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.model.traits import Traits
 from swarm.protocol.messages import POSITIONS_MAX, ROLLBACK_MAX
+
+AHEAD = AheadLimits()
 
 
 class Backend(Protocol):
@@ -58,6 +64,16 @@ class _Call:
     want: int = 0
     positions: Tensor | None = None
     cache: RemoteCache | None = None
+    ids: Tensor | None = None  # [batch, tokens]
+    only_embeds: bool = False
+
+
+class _Embedded(Exception):
+    """What block 0 gets, [batch, tokens, hidden_size]: the blocks are not asked."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
 
 
 class InferenceSession:
@@ -132,6 +148,8 @@ class DistributedModel(HollowModel):
     backend: Backend
     _calls: threading.local
     _chat: RemoteCache | None
+    _drafting: Drafting | None  # of calls that do not say anything else
+    _latest: AheadSession | None
 
     @property
     def route(self) -> ExplainedRoute:
@@ -140,6 +158,11 @@ class DistributedModel(HollowModel):
         Printed, it is a table. `route.explain()` adds why other servers were not chosen.
         """
         return self.backend.route()
+
+    @property
+    def last_speculation(self) -> Counts | None:
+        """What became of the guesses of the latest session; None before the first one."""
+        return self._latest.counts if self._latest is not None else None
 
     @property
     def blocks(self) -> RemoteBlockList:
@@ -173,12 +196,18 @@ class DistributedModel(HollowModel):
         limit = self.backend.traits.positions_max or 1 << 20  # where the model declares no limit
         positions_max = min(max_length or limit, limit, POSITIONS_MAX)
         blocks = Blocks(0, self.backend.traits.n_blocks)
-        backend, opened = self.backend, []
+        backend, opened = self.backend, list[RemoteSession]()
+        forgets = any(kind != "full" for kind in backend.traits.kinds)
+        # Guesses that were wrong are taken back together with what the caller takes back.
+        ahead = AHEAD.tokens_max if forgets and backend.traits.can_roll_back and self._calls_drafting else 0
 
-        def open_session(rollback: int) -> RemoteSession:
-            session = backend.open_session(blocks, positions_max=positions_max, rollback_max=rollback)
+        def open_session(rollback: int) -> AheadSession:
+            more = min(rollback + ahead, ROLLBACK_MAX)
+            session = backend.open_session(blocks, positions_max=positions_max, rollback_max=more)
             opened.append(session)
-            return session
+            most = AHEAD.tokens_max if backend.traits.can_roll_back and (ahead or not forgets) else 0
+            self._latest = AheadSession(session, most, positions_max)
+            return self._latest
 
         cache = RemoteCache(backend.traits, open_session, rollback_max)
         weakref.finalize(cache, _close_all, opened)
@@ -201,9 +230,10 @@ class DistributedModel(HollowModel):
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
             kwargs[name] = self._chat
-        before = getattr(self._calls, "made", None)
+        before = getattr(self._calls, "made", None), self._calls_drafting
         made: list[RemoteCache] = []
         self._calls.made = made  # by thread: several may generate at once
+        self._calls.drafting = self._drafting_of(args, kwargs)
         result: Any = None
         try:
             result = super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -212,7 +242,23 @@ class DistributedModel(HollowModel):
             for cache in made:
                 if not isinstance(result, dict) or result.get(name) is not cache:
                     cache.close()
-            self._calls.made = before
+            self._calls.made, self._calls.drafting = before
+
+    @property
+    def _calls_drafting(self) -> Drafting | None:
+        """Where the guesses of this thread's running call come from."""
+        drafting: Drafting | None = getattr(self._calls, "drafting", self._drafting)
+        return drafting
+
+    def _drafting_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Drafting | None:
+        """Return where a call's guesses come from; what says so is taken out: the tokens are those of a plain call."""
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        is_one = isinstance(ids, Tensor) and ids.shape[0] == 1 and self.backend.traits.can_roll_back
+        if is_one and kwargs.get("prompt_lookup_num_tokens") is not None:
+            del kwargs["prompt_lookup_num_tokens"]
+            kwargs.pop("max_matching_ngram_size", None)
+            return Drafting(Lookup, always=True)
+        return self._calls_drafting
 
     def _prepare_cache_for_generation(
         self,
@@ -270,7 +316,22 @@ class DistributedModel(HollowModel):
             raise UsageError(f"{name} must come from this model (new_cache or an earlier output)")
         call.cache = cache
         call.positions = kwargs.get("position_ids")
+        call.ids = kwargs.get("input_ids", args[0] if args else None)
         return args, kwargs
+
+    @torch.no_grad()
+    def _embed(self, ids: Tensor, start: int) -> Tensor:
+        """Return what block 0 gets for tokens [1, n] from a position on: by the family's own forward."""
+        traits, decoder = self.backend.traits, decoder_of(self)[0]
+        arguments: dict[str, Any] = {"input_ids": ids, traits.cache_argument: RemoteCache.at(traits, start)}
+        if traits.takes_positions:
+            arguments["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        self._calls.current = _Call(only_embeds=True)
+        try:
+            decoder(use_cache=True, **arguments)
+        except _Embedded as embedded:
+            return embedded.hidden
+        raise AssertionError("the blocks were not called")
 
     @property
     def _has_wide_residual(self) -> bool:
@@ -284,6 +345,8 @@ class DistributedModel(HollowModel):
     @torch.no_grad()
     def _around(self, hidden: Tensor) -> Tensor:
         call, self._calls.current = self._calls.current, None
+        if call.only_embeds:
+            raise _Embedded(hidden)
         batch, tokens, width = hidden.shape
         past = call.cache.length if call.cache is not None else 0
         limit = self.backend.traits.positions_max
@@ -293,7 +356,8 @@ class DistributedModel(HollowModel):
         want = tokens if call.want_all else min(call.want, tokens)
         output: Tensor
         if call.cache is not None:
-            output = call.cache.step(activations, want=want)
+            fed = None if call.ids is None else Fed(call.ids, self._embed, self._calls_drafting)
+            output = call.cache.step(activations, want=want, fed=fed)
         else:
             session = self.backend.open_session(
                 Blocks(0, self.backend.traits.n_blocks), positions_max=tokens, rollback_max=0
@@ -310,14 +374,16 @@ class DistributedModel(HollowModel):
         return output
 
 
-def distribute(model: PreTrainedModel, backend: Backend) -> DistributedModel:
-    """Turn the client's part of a model into a distributed one."""
+def distribute(model: PreTrainedModel, backend: Backend, drafting: Drafting | None = None) -> DistributedModel:
+    """Turn the client's part of a model into a distributed one. drafting: where guesses of next tokens come from."""
     cls = type(model)
     model.__class__ = type(cls.__name__, (DistributedModel, cls), {"__module__": cls.__module__})
     assert isinstance(model, DistributedModel)
     model.backend = backend
     model._calls = threading.local()
     model._chat = None
+    model._drafting = drafting
+    model._latest = None
     replace_blocks(model, backend.traits, model._run_blocks)
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)
     decoder, _ = decoder_of(model)

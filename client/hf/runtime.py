@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from swarm.errors import SessionClosed
 from swarm.loops import new_event_loop
@@ -55,6 +55,25 @@ class LoopThread:
             raise CancelledError
         return task.result()
 
+    def begin(self, work: Callable[[], "asyncio.Future[Result]"]) -> "Begun[Result]":
+        """Have the loop call `work`, after all that it was handed before. The future that it returns is awaited later.
+
+        Raises SessionClosed if the loop has ended.
+        """
+        done: SimpleQueue[asyncio.Future[Result]] = SimpleQueue()
+
+        def start() -> None:
+            try:
+                future = work()
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
+                future = self._loop.create_future()
+                future.set_exception(error)
+            future.add_done_callback(done.put)
+
+        if not self._hand(start):
+            raise SessionClosed("this model has left the swarm", "load it again")
+        return Begun(done)
+
     def start(self, work: Coroutine[Any, Any, object]) -> None:
         """Run `work` in the loop without waiting; for clean-ups. Does nothing once the loop takes no work."""
         with self._handing:
@@ -94,6 +113,25 @@ class LoopThread:
             self._loop.run_until_complete(asyncio.sleep(0))  # the last callbacks: a thread may wait for a task's end
         finally:
             self._loop.close()
+
+
+class Begun(Generic[Result]):
+    """Work under way in the loop."""
+
+    def __init__(self, done: "SimpleQueue[asyncio.Future[Result]]") -> None:
+        self._done = done
+        self._future: asyncio.Future[Result] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._future is not None or not self._done.empty()
+
+    def wait(self) -> Result:
+        """Return the result, or raise the error. An interrupt (Ctrl-C) leaves the work as it is."""
+        if self._future is None:
+            self._future = _first(self._done)
+        return self._future.result()
 
 
 def _first(queue: "SimpleQueue[Result]") -> Result:

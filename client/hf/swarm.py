@@ -13,7 +13,7 @@ from torch import Tensor
 from swarm.access import EVERYBODY, Access
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.hf.runtime import LoopThread
+from swarm.client.hf.runtime import Begun, LoopThread
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Hop
@@ -172,6 +172,17 @@ class WaitingSession:
             return await session.step(ours, keep=keep, rows=rows, want=want)
 
         return self._loop.run(step()).to(device)
+
+    def put(self, activations: Activations, *, keep: int) -> Begun[Tensor]:
+        """As `Session.put`; all outputs are wanted, on the device of the loop. Only after the first step."""
+        ours = activations.copied()
+
+        def put() -> "asyncio.Future[Tensor]":
+            self._refuse_if_closed()
+            assert self._session is not None
+            return self._session.put(ours, keep=keep)
+
+        return self._loop.begin(put)
 
     def close(self) -> None:
         """Free the leases. Does not wait: it may be called wherever a cache is collected."""

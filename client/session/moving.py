@@ -38,6 +38,11 @@ class Mover:
         self._leaving.add(process)
         self._move_soon()
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the session is to move as soon as nothing is in flight."""
+        return bool(self._leaving)
+
     def rest(self) -> None:
         """A step is over."""
         self._rested_at = self._loop.time()

@@ -1,8 +1,9 @@
 """A session: one stateful run along a route. asyncio all through: `step` is the only thing that a user awaits.
 
-    Session.step -> Restorer.restore   the route stands
+    Session.step -> Travel.begin       the route stands
                  -> Steps.put          a chunk goes to the first hop; at most a window of them is in flight
-                 -> Steps.outcome      its answer, or the fault that stopped the route
+                 -> Travel.collect     its answer; a fault that stops the route is repaired on the way
+    Session.put  -> Flight             a step that leaves ahead of the answers before it
     Inlet        <- messages of the hops: answers settle steps, faults go to the circuit
     Watcher      <- time: asks the hops when a step takes long, and reports faults
 
@@ -22,23 +23,15 @@ from swarm.client.planning.route import Hop
 from swarm.client.session.attempt import Finder
 from swarm.client.session.chunks import Chunk, cut
 from swarm.client.session.circuit import Circuit, Shared
+from swarm.client.session.flight import Flight
 from swarm.client.session.inlet import Inlet
 from swarm.client.session.moving import Mover
 from swarm.client.session.plan import Planner, SessionPlan
-from swarm.client.session.recovery import Fail, MoveAway, RefusedStep, Renew, Wait, after_refusal
 from swarm.client.session.restore import Restorer
 from swarm.client.session.steps import Steps
+from swarm.client.session.travel import Travel
 from swarm.client.session.watch import Watcher
-from swarm.errors import (
-    EdgeDown,
-    HopFailed,
-    NoRoute,
-    PromptTooLong,
-    Refused,
-    SessionClosed,
-    StepTimeout,
-    SwarmError,
-)
+from swarm.errors import HopFailed, NoRoute, PromptTooLong, SessionClosed, StepTimeout, SwarmError
 from swarm.protocol.outbox import Ticket
 
 _log = structlog.get_logger("swarm.session")
@@ -56,11 +49,15 @@ class Session:
         self._error: SwarmError | None = None  # the reason for the session's end
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
-        self._steps = Steps(self._circuit, shared.limits, shared.others)
-        self._restorer = Restorer(self._circuit, shared, Finder(blocks, planner), plan, self._steps)
-        self._watcher = Watcher(self._circuit, self._steps, shared.limits.watch)
-        self._mover = Mover(self._circuit, self._restorer, self._watcher, self._lock, plan.step_timeout_s)
-        self.inlet = Inlet(self._circuit, self._steps, self._mover.ask, self._mover.idle_s, shared.limits.recovery)
+        steps = Steps(self._circuit, shared.limits, shared.others)
+        restorer = Restorer(self._circuit, shared, Finder(blocks, planner), plan, steps)
+        self._travel = Travel(self._circuit, shared, steps, restorer)
+        self._watcher = Watcher(self._circuit, steps, shared.limits.watch)
+        self._mover = Mover(self._circuit, restorer, self._watcher, self._lock, plan.step_timeout_s)
+        self._flight = Flight(
+            self._lock, self._travel, self._watcher, self._mover, failed=self._failed, timeout_s=plan.step_timeout_s
+        )
+        self.inlet = Inlet(self._circuit, steps, self._mover.ask, self._mover.idle_s, shared.limits.recovery)
 
     @property
     def id(self) -> str:
@@ -75,7 +72,7 @@ class Session:
     @property
     def repairs(self) -> int:
         """How often the route was made to stand again."""
-        return max(0, self._restorer.repairs - 1)
+        return max(0, self._travel.restorer.repairs - 1)
 
     async def open(self) -> None:
         """Find a route and open the session on it. Called once, by `Sessions.open`.
@@ -87,8 +84,8 @@ class Session:
         try:
             async with asyncio.timeout(limit_s), self._lock:
                 with self._watcher.watching():
-                    await self._restorer.restore(deadline)
-                self.length = self._steps.held
+                    await self._travel.restorer.restore(deadline)
+                self.length = self._travel.steps.held
         except TimeoutError:
             raise self._late() from None
 
@@ -122,24 +119,35 @@ class Session:
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
                 outputs = await self._run(self._cut(activations, keep, rows, want, ids), tokens, deadline)
-        except TimeoutError:
-            error = StepTimeout(*self._awaited(), self._plan.step_timeout_s)
-            if has_begun:  # else it has waited for another step to end
-                self._blame_holder()
-            self._end(error)
+        except (TimeoutError, SwarmError, asyncio.CancelledError) as raised:
+            error = self._failed(raised, has_begun=has_begun)
+            if error is raised:
+                raise
             raise error from None
-        except SwarmError as failed:
-            if not isinstance(failed, PromptTooLong):
-                self._end(failed)
-            raise
-        except asyncio.CancelledError:
-            self._end(SessionClosed("it was interrupted"))
-            raise
         self.length = keep + tokens
         self._mover.rest()
         if not outputs:
             return activations.hidden[:, :0]
         return outputs[0] if len(outputs) == 1 else cat(outputs, dim=1)
+
+    def put(
+        self, activations: Activations, *, keep: int, want: int | None = None, ids: Tensor | None = None
+    ) -> asyncio.Future[Tensor]:
+        """Send activations of a few positions, at most `ahead_tokens_max`, ahead of the answers before them.
+
+        Returns a future of what `step` would return; answers come in order. keep: positions that stay, of those that
+        were put. If it is less than all of them, the unanswered steps were guessed wrong: their answers are nobody's.
+        The session ends with the first step that fails, as in `step`. Raises PromptTooLong, and nothing has changed; or
+        the session's error.
+        """
+        self._raise_if_ended()
+        assert self.length, "the session's first step opens its hops' caches"
+        tokens = activations.tokens
+        if keep + tokens > self._plan.positions_max:
+            raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
+        (chunk,) = self._cut(activations, keep, None, tokens if want is None else want, ids)
+        restart, self.length = keep < self.length, keep + tokens
+        return self._flight.put(chunk, restart=restart)
 
     async def close(self) -> None:
         """End the session and free its leases. Closing twice is fine."""
@@ -156,69 +164,30 @@ class Session:
     ) -> Iterator[Chunk]:
         limits = self._shared.limits.chunks
         soon = keep + activations.tokens + limits.positions_to_come
-        self._restorer.batch = activations.rows
-        self._restorer.positions_soon = min(soon, self._plan.positions_max)
+        self._travel.restorer.batch = activations.rows
+        self._travel.restorer.positions_soon = min(soon, self._plan.positions_max)
         rate = self._circuit.layout.prefill_tps if activations.tokens > 1 else None
         return cut(activations, keep=keep, rows=rows, want=want, tokens_per_s=rate, limits=limits, ids=ids)
 
     async def _run(self, chunks: Iterator[Chunk], tokens: int, deadline: float) -> list[Tensor]:
         """Send chunks, at most a window of them in flight, and collect the wanted positions of each."""
-        began, repairs = _now(), self._restorer.repairs
+        began, repairs = _now(), self._travel.restorer.repairs
         outputs: list[Tensor] = []
         waiting: list[Ticket] = []
         with self._watcher.watching():
             try:
-                await self._restorer.restore(deadline)
-                self._steps.resend()
+                await self._travel.begin(deadline)
                 for chunk in chunks:
-                    if len(waiting) >= self._steps.window:
-                        outputs += await self._collect(waiting.pop(0), deadline)
-                    waiting.append(self._steps.put(chunk, deadline))
+                    if len(waiting) >= self._travel.steps.window:
+                        outputs += await self._travel.collect(waiting.pop(0), deadline)
+                    waiting.append(self._travel.steps.put(chunk, deadline))
                 while waiting:
-                    outputs += await self._collect(waiting.pop(0), deadline)
+                    outputs += await self._travel.collect(waiting.pop(0), deadline)
             finally:
-                self._steps.clear()
-        if self._restorer.repairs == repairs and tokens == 1:
+                self._travel.steps.clear()
+        if self._travel.restorer.repairs == repairs and tokens == 1:
             self._watcher.patience.observe(_now() - began)
         return outputs
-
-    async def _collect(self, ticket: Ticket, deadline: float) -> list[Tensor]:
-        """Return one step's output, if any is wanted, and repair the route as needed until it is there."""
-        began = _now()
-        refused_step: RefusedStep | None = None
-        while True:
-            if self._circuit.standing is None and ticket.outcome is None:
-                await self._restorer.restore(deadline)  # a fault between two steps has failed neither
-                self._steps.resend()
-            try:
-                output = await self._steps.outcome(ticket)
-            except Refused as refused:
-                refused_step = refused_step or RefusedStep(self._restorer.patience(began, deadline))
-                refused_step = await self._after_refusal(refused_step, refused, deadline)
-            except (HopFailed, EdgeDown):
-                pass
-            else:
-                return [] if output is None else [output]
-            await self._restorer.restore(deadline)
-            self._steps.resend()
-
-    async def _after_refusal(self, step: RefusedStep, refused: Refused, deadline: float) -> RefusedStep:
-        """Act on a refused step until it may be sent again. Raises the refusal if it may not."""
-        process = self._circuit.layout.process_of(refused.peer)
-        while True:
-            action = after_refusal(step, refused, process, _now(), self._shared.limits.recovery)
-            match action:
-                case Fail(error):
-                    raise error
-                case Renew():
-                    self._circuit.renew()
-                case Wait():
-                    await self._restorer.wait(action)
-                case MoveAway(processes):
-                    if not await self._restorer.replace(processes, deadline):
-                        step = step.stays_alone()
-                        continue
-            return step.done(action, refused)
 
     def _blame_holder(self) -> None:
         """A step's time has passed: the next route is to do without the hop that held it."""
@@ -230,19 +199,34 @@ class Session:
 
     # Ends
 
+    def _failed(self, raised: BaseException, *, has_begun: bool = True) -> BaseException:
+        """Return the error of a step that has failed; all but a prompt that is too long end the session.
+
+        has_begun: else it has waited for another step to end.
+        """
+        if isinstance(raised, PromptTooLong):
+            return raised
+        error = raised
+        if isinstance(raised, TimeoutError):
+            error = StepTimeout(*self._awaited(), self._plan.step_timeout_s)
+            if has_begun:
+                self._blame_holder()
+        self._end(error if isinstance(error, SwarmError) else SessionClosed("it was interrupted"))
+        return error
+
     def _awaited(self) -> tuple[str, str]:
         """Return the peer id and the blocks that the first unanswered step waits for."""
         layout = self._circuit.layout
         if not layout.legs:
-            return "any server", str(self._restorer.blocks)
-        front = layout.front(self._steps.answered + 1).hop
+            return "any server", str(self._travel.restorer.blocks)
+        front = layout.front(self._travel.steps.answered + 1).hop
         return front.peer_id, str(front.blocks)
 
     def _late(self) -> HopFailed | NoRoute:
         """Return the reason why opening is late."""
         layout = self._circuit.layout
         if not layout.legs:
-            return NoRoute(self._plan.root, tuple(self._restorer.blocks), "none was found in time")
+            return NoRoute(self._plan.root, tuple(self._travel.restorer.blocks), "none was found in time")
         return layout.front(1).broken("it does not answer in time")
 
     def _raise_if_ended(self) -> None:
@@ -252,7 +236,7 @@ class Session:
     def _end(self, error: SwarmError) -> None:
         if self._error is None:
             self._error = error
-        self._steps.fail(error)
+        self._travel.steps.fail(error)
 
 
 def _now() -> float:

@@ -108,6 +108,11 @@ class Steps:
             self._outbox.resend(standing.epoch, standing.window)
             self._send_due()
 
+    def forget_guesses(self) -> None:
+        """All steps in flight were guessed wrong: forget those that never left, and the outputs of the others."""
+        self._outbox.truncate(self._outbox.last_answered)
+        self._journal.truncate(self._outbox.last_put)
+
     def slow_down(self) -> None:
         """A hop had no room: have fewer steps in flight."""
         self._outbox.slow_down()

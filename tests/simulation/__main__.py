@@ -16,32 +16,45 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from tests.simulation.run import Outcome, anchored_weather_of, settle, simulate, weather_of
+from tests.simulation.guesser import Guesser
+from tests.simulation.run import Outcome, User, anchored_weather_of, settle, simulate, weather_of
 
 TREE = Path(__file__).parents[2]
 SOURCES = ("swarm", "client", "server", "dht", "tests/simulation")
 RESULTS = TREE / "build" / "simulation"
 
-Job = tuple[int, float, bool]
-"""A seed, departures a minute, and whether there are anchors."""
+Job = tuple[int, float, bool, str]
+"""A seed, departures a minute, whether there are anchors, and the class of the users."""
+USERS = {user.__name__: user for user in (User, Guesser)}
 
 
 @click.command()
 @click.option("--seeds", required=True, help="one seed, or a range: 0:10000")
 @click.option("--departures", default="6,60", show_default=True, help="a minute, among a hundred servers")
 @click.option("--anchors", is_flag=True, help="some servers are hidden, and the anchors that lead to them die")
+@click.option("--guesses", is_flag=True, help="tokens are guessed ahead: steps are in flight that may be wrong")
 @click.option("--jobs", default=1, show_default=True, help="processes")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="where results are kept")
 @click.option("--trace", is_flag=True, help="run one seed and print all that happens")
 @click.option("--messages", is_flag=True, help="with --trace, every message too")
-def main(seeds: str, departures: str, anchors: bool, jobs: int, results: Path, trace: bool, messages: bool) -> None:
+def main(
+    seeds: str,
+    departures: str,
+    anchors: bool,
+    guesses: bool,
+    jobs: int,
+    results: Path,
+    trace: bool,
+    messages: bool,
+) -> None:
     """Simulate swarms in which servers come and go, and compare every token with the model run locally."""
     rates = [float(rate) for rate in departures.split(",")]
+    user = (Guesser if guesses else User).__name__
     if trace:
-        _print_trace((int(seeds), rates[0], anchors), messages)
+        _print_trace((int(seeds), rates[0], anchors, user), messages)
         return
     first, _, last = seeds.partition(":")
-    wanted = [(seed, rate, anchors) for seed in range(int(first), int(last or int(first) + 1)) for rate in rates]
+    wanted = [(seed, rate, anchors, user) for seed in range(int(first), int(last or int(first) + 1)) for rate in rates]
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{code_version()}.jsonl"
     done = _read(path)
@@ -62,8 +75,9 @@ def code_version() -> str:
 
 
 def _simulate(job: Job, lines: list[str] | None = None) -> Outcome:
-    seed, rate, anchors = job
-    return simulate(seed, rate, (anchored_weather_of if anchors else weather_of)(seed, rate), lines)
+    seed, rate, anchors, user = job
+    weather = (anchored_weather_of if anchors else weather_of)(seed, rate)
+    return simulate(seed, rate, weather, lines, USERS[user])
 
 
 def _print_trace(job: Job, messages: bool) -> None:
@@ -83,7 +97,7 @@ def _read(path: Path) -> dict[Job, Outcome]:
             outcome = Outcome(**json.loads(line))
         except (ValueError, TypeError):
             continue
-        found[outcome.seed, outcome.departures_per_min, outcome.anchored] = outcome
+        found[outcome.seed, outcome.departures_per_min, outcome.anchored, outcome.user] = outcome
     return found
 
 

@@ -57,6 +57,7 @@ class Outcome:
     leaves: int = 0
     partitions: int = 0
     skewed: int = 0  # servers that were refused because of their clocks
+    user: str = "User"  # the class that generates
     anchored: bool = False  # some servers are hidden, and anchors die
     anchor_deaths: int = 0
     relayed: int = 0  # channels
@@ -118,11 +119,15 @@ def anchored_weather_of(seed: int, departures_per_min: float) -> Weather:
 
 
 def simulate(
-    seed: int, departures_per_min: float, weather: Weather | None = None, lines: list[str] | None = None
+    seed: int,
+    departures_per_min: float,
+    weather: Weather | None = None,
+    lines: list[str] | None = None,
+    user: "type[User] | None" = None,
 ) -> Outcome:
-    """Run one seed. lines: gets a readable trace."""
-    weather = weather or weather_of(seed, departures_per_min)
-    outcome = Outcome(seed, departures_per_min, anchored=weather.anchors > 0)
+    """Run one seed. lines: gets a readable trace. user: what generates; User by default."""
+    weather, user = weather or weather_of(seed, departures_per_min), user or User
+    outcome = Outcome(seed, departures_per_min, anchored=weather.anchors > 0, user=user.__name__)
     began = time.process_time()
     loop = VirtualLoop(HORIZON_S)
     trace = Trace(loop, lines)
@@ -131,7 +136,7 @@ def simulate(
     readable = trace if lines is not None else None
     with events_into(readable), torch.inference_mode():
         try:
-            loop.run_until_complete(_run(loop, seed, weather, trace, outcome))
+            loop.run_until_complete(_run(loop, seed, weather, trace, outcome, user))
         except (NothingLeft, Overdue) as hang:
             outcome.hung, outcome.error = True, str(hang)
         finally:
@@ -141,7 +146,9 @@ def simulate(
     return outcome
 
 
-async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome) -> None:
+async def _run(
+    loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome, kind: "type[User]"
+) -> None:
     world = World(loop, seed, weather, trace, SERVERS, gates=watched(GATES, outcome.faults))
     world.populate()
     client = Client(world, seed, LIMITS)
@@ -153,9 +160,9 @@ async def _run(loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, out
     harbour = world.harbour
     if harbour is not None:
         lives += [loop.create_task(harbour.churn()), loop.create_task(harbour.watch())]
-    users = [User(f"user {seed}", TOKENS, client, outcome)]
+    users = [kind(f"user {seed}", TOKENS, client, outcome)]
     if seed % 3 == 0:
-        users.append(User(f"other user {seed}", TOKENS // 4, client, outcome))
+        users.append(kind(f"other user {seed}", TOKENS // 4, client, outcome))
     try:
         await asyncio.gather(*(user.run() for user in users))
     except SwarmError as error:
@@ -180,6 +187,8 @@ class Hang(Exception):
 class User:
     """Generates: a prefill in chunks, tokens one by one and in windows, rollbacks, gathers; checks every output."""
 
+    batches: tuple[int, ...] = (1, 1, 1, 2, 3)  # rows, one drawn at random
+
     def __init__(self, seed: str, tokens: int, client: Client, outcome: Outcome) -> None:
         self._rng = Random(seed)
         self._tokens = tokens
@@ -192,7 +201,7 @@ class User:
 
     async def run(self) -> None:
         """Open a session, generate, close it. Raises Hang, or what the session raises."""
-        n_rows = self._rng.choice((1, 1, 1, 2, 3))
+        n_rows = self._rng.choice(self.batches)
         length = self._rng.randrange(1, 64)
         prompt = [[self._rng.randrange(4000) for _ in range(length)] for _ in range(n_rows)]
         plan = SessionPlan(
@@ -204,7 +213,7 @@ class User:
             batch=n_rows,
             positions_soon=length + LIMITS.chunks.positions_to_come,
         )
-        session = await _in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan))
+        session = await in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan))
         try:
             await self._generate(session, prompt)
         finally:
@@ -250,7 +259,7 @@ class User:
         if mask is not None:
             positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         want = hidden.shape[1] if keep is not None else 1
-        got = await _in_time(session.step(Activations(hidden, positions, mask), keep=keep, rows=rows, want=want))
+        got = await in_time(session.step(Activations(hidden, positions, mask), keep=keep, rows=rows, want=want))
         expected = self._locally(hidden, positions, mask, keep, rows)[:, -want:]
         self._outcome.tokens += len(tokens[0])
         if not torch.equal(got, expected):
@@ -275,7 +284,8 @@ class User:
         return self._local.forward(hidden, cache=past, positions=positions, mask=self._mask)
 
 
-async def _in_time(work: Any) -> Any:
+async def in_time(work: Any) -> Any:
+    """Await. Raises Hang."""
     try:
         async with asyncio.timeout(HANG_S):
             return await work
