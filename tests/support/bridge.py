@@ -112,6 +112,16 @@ def change_address(host: Host, to: IPv4Interface, interface: str = "lan0") -> Ho
     return Host(host.namespace, to)
 
 
+def add_ipv6(host: Host, *, alone: bool, interface: str = "lan0") -> str:
+    """Give a host an address of IPv6 (fd78::/64). alone: and take all of IPv4 away, loopback's too. Returns it."""
+    address = f"fd78::{int(host.at.ip) & 255:x}"
+    _run("ip", "-n", host.namespace, "address", "add", f"{address}/64", "dev", interface, "nodad")
+    if alone:
+        for each in (interface, "lo"):
+            _run("ip", "-n", host.namespace, "-4", "address", "flush", "dev", each)
+    return address
+
+
 def _add(namespace: str, closing: ExitStack) -> None:
     _run("ip", "netns", "add", namespace)
     closing.callback(_run, "ip", "netns", "del", namespace)
