@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -221,6 +222,46 @@ def test_swarm_on_ipv6_generates(make: Callable[[int], Lan], expected: list[list
         assert families == ({"ip6"} if alone else {"ip4", "ip6"})
     printed = lan.generate(2, SWARM_INITIAL_PEERS=way_in)
     assert printed.get("tokens") == expected, printed
+
+
+def a_server(lan: Lan, blocks: str) -> tuple[LocalProcess, LocalProcess, str]:
+    """A bootstrap node on the first host, a server that starts on the second one, and the way in."""
+    boot = lan.start(0, "swarm.dht.cli", "--no-lan").wait_ready()
+    (way_in,) = (each for each in boot.ready["addresses"] if "/10.78." in each)
+    return boot, lan.serve(1, blocks, "--no-lan", "--initial-peers", way_in), way_in
+
+
+@pytest.mark.long
+def test_server_that_moves_before_it_is_online_is_found_where_it_is(
+    make: Callable[[int], Lan], expected: list[list[int]]
+) -> None:
+    lan = make(3)
+    boot, server, way_in = a_server(lan, "0:12")
+    eventually(lambda: "listening" in events(server), 30.0)
+    os.kill(boot.ready["pid"], signal.SIGSTOP)  # so that no node answers the server, and it cannot be online yet
+    lan.hosts[1] = change_address(lan.hosts[1], IPv4Interface("10.78.0.77/24"))
+    eventually(lambda: "this machine has moved or slept" in events(server), 30.0)
+    assert not server.is_ready()
+    os.kill(boot.ready["pid"], signal.SIGCONT)
+    server.wait_ready()
+    assert lan.generate(2, SWARM_INITIAL_PEERS=way_in).get("tokens") == expected
+    assert "10.78.0.77:31330" in server.log.read_text()
+
+
+@pytest.mark.long
+def test_second_address_replaces_no_p2pd_and_a_lost_one_does(make: Callable[[int], Lan]) -> None:
+    lan = make(2)
+    _, server, _ = a_server(lan, "0:1")
+    server.wait_ready()
+
+    def seen(moves: int) -> bool:
+        return events(server).count("this machine has moved or slept") == moves
+
+    change_address(lan.hosts[1], IPv4Interface("10.78.0.78/24"), keep=True)
+    eventually(lambda: seen(1), 10.0)
+    change_address(lan.hosts[1], IPv4Interface("10.78.0.79/24"))
+    eventually(lambda: seen(2) and "p2pd is replaced" in events(server), 10.0)
+    assert events(server).count("p2pd is replaced") == 1
 
 
 @slow

@@ -105,9 +105,10 @@ def _plug_in(host: Host, hub: Host, interface: str) -> None:
     _run("ip", "-n", host.namespace, "link", "set", interface, "up")
 
 
-def change_address(host: Host, to: IPv4Interface, interface: str = "lan0") -> Host:
-    """Give a host another address in the place of its own."""
-    _run("ip", "-n", host.namespace, "address", "flush", "dev", interface, "scope", "global")
+def change_address(host: Host, to: IPv4Interface, interface: str = "lan0", *, keep: bool = False) -> Host:
+    """Give a host another address in the place of its own, or beside it (keep)."""
+    if not keep:
+        _run("ip", "-n", host.namespace, "address", "flush", "dev", interface, "scope", "global")
     _run("ip", "-n", host.namespace, "address", "add", str(to), "broadcast", "+", "dev", interface)
     return Host(host.namespace, to)
 
