@@ -297,15 +297,34 @@ def _checked(path: Path, limits: HistoryLimits) -> sqlite3.Connection:
         (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise sqlite3.DatabaseError(f"malformed: {verdict}")
-        db.execute("PRAGMA journal_mode = WAL")
+        _use_wal(db)
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA max_page_count = {limits.pages_max}")
         if version == 0:
-            db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            _make_tables(db)
     except BaseException:
         db.close()
         raise
     return db
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Keep the journal beside the file, for good. Where another process has the file open, that one does so."""
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise
+
+
+def _make_tables(db: sqlite3.Connection) -> None:
+    """Make the tables, unless a second page that starts at the same moment has just made them."""
+    db.execute("BEGIN IMMEDIATE")  # the other one waits here
+    if db.execute("PRAGMA user_version").fetchone() == (0,):
+        for statement in filter(str.strip, _SCHEMA.split(";")):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    db.commit()
 
 
 class Newer(sqlite3.DatabaseError):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from swarm.dht.node import NodeConfig, open_node
 from swarm.net.lan import Sought, browse
 from swarm.net.p2p import P2PConfig
 from tests.support import warm
-from tests.support.bridge import Host, Wire, bridge, change_address, why_not
+from tests.support.bridge import Host, Wire, add_ipv6, bridge, change_address, why_not
 from tests.support.swarms import DEMO_CHECKPOINT, environment, eventually
 
 PROMPT = [[3, 14, 15, 92, 65, 35]]
@@ -55,20 +56,20 @@ class Lan:
         options = ("--blocks", blocks, "--threads", "1", "--dtype", "float32", *arguments)
         return self.start(host, "swarm.server.cli", str(DEMO_CHECKPOINT), *options)
 
-    def generate(self, host: int, network: str = "public", key: str = "") -> dict[str, Any]:
+    def generate(self, host: int, network: str = "public", key: str = "", **env: str) -> dict[str, Any]:
         """Generate on a host, by `from_pretrained` without initial peers. Returns what the client printed."""
         arguments = (str(DEMO_CHECKPOINT), network, key, json.dumps(PROMPT), str(NEW_TOKENS))
         printed: dict[str, Any] = json.loads(
-            self.printed(host, "tests.support.lan_client", *arguments).splitlines()[-1]
+            self.printed(host, "tests.support.lan_client", *arguments, **env).splitlines()[-1]
         )
         return printed
 
-    def printed(self, host: int, module: str, *arguments: str) -> str:
+    def printed(self, host: int, module: str, *arguments: str, **env: str) -> str:
         """Run a command on a host to its end. Returns all that it printed."""
         log = self.folder / f"{module}-{time.monotonic_ns()}.log"
         place = Place(self.folder, namespace=self.hosts[host].namespace)
         with log.open("wb") as file:
-            process = warm.launch(place, module, arguments, {**os.environ, **environment(self.folder)}, file)
+            process = warm.launch(place, module, arguments, {**os.environ, **environment(self.folder), **env}, file)
         try:
             process.wait(60.0)
             return log.read_text()
@@ -203,6 +204,64 @@ def test_server_at_a_new_address_is_found_there(make: Callable[[int], Lan]) -> N
     lan.hosts[0] = change_address(lan.hosts[0], IPv4Interface("10.78.0.77/24"))
     after = before.replace("10.78.0.1", "10.78.0.77")
     eventually(lambda: lan.hear(1) == (after,), 20.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("alone", [True, False], ids=["ipv6 alone", "dual stack"])
+def test_swarm_on_ipv6_generates(make: Callable[[int], Lan], expected: list[list[int]], alone: bool) -> None:
+    """Where IPv6 is alone, there is no IPv4 even on loopback. mDNS announces IPv4 only, so a peer is named."""
+    lan = make(3)
+    addresses = [add_ipv6(host, alone=alone) for host in lan.hosts]
+    first = lan.start(0, "swarm.dht.cli", "--no-lan").wait_ready()
+    (way_in,) = (each for each in first.ready["addresses"] if addresses[0] in each)
+    servers = [lan.serve(at, blocks, "--no-lan", "--initial-peers", way_in) for at, blocks in ((0, "0:6"), (1, "6:12"))]
+    for at, server in enumerate(servers):
+        told = server.wait_ready().log.read_text()
+        assert f"[{addresses[at]}]:" in told
+        families = {each.split("/")[1] for each in server.ready["addresses"]}
+        assert families == ({"ip6"} if alone else {"ip4", "ip6"})
+    printed = lan.generate(2, SWARM_INITIAL_PEERS=way_in)
+    assert printed.get("tokens") == expected, printed
+
+
+def a_server(lan: Lan, blocks: str) -> tuple[LocalProcess, LocalProcess, str]:
+    """A bootstrap node on the first host, a server that starts on the second one, and the way in."""
+    boot = lan.start(0, "swarm.dht.cli", "--no-lan").wait_ready()
+    (way_in,) = (each for each in boot.ready["addresses"] if "/10.78." in each)
+    return boot, lan.serve(1, blocks, "--no-lan", "--initial-peers", way_in), way_in
+
+
+@pytest.mark.long
+def test_server_that_moves_before_it_is_online_is_found_where_it_is(
+    make: Callable[[int], Lan], expected: list[list[int]]
+) -> None:
+    lan = make(3)
+    boot, server, way_in = a_server(lan, "0:12")
+    eventually(lambda: "listening" in events(server), 30.0)
+    os.kill(boot.ready["pid"], signal.SIGSTOP)  # so that no node answers the server, and it cannot be online yet
+    lan.hosts[1] = change_address(lan.hosts[1], IPv4Interface("10.78.0.77/24"))
+    eventually(lambda: "this machine has moved or slept" in events(server), 30.0)
+    assert not server.is_ready()
+    os.kill(boot.ready["pid"], signal.SIGCONT)
+    server.wait_ready()
+    assert lan.generate(2, SWARM_INITIAL_PEERS=way_in).get("tokens") == expected
+    assert "10.78.0.77:31330" in server.log.read_text()
+
+
+@pytest.mark.long
+def test_second_address_replaces_no_p2pd_and_a_lost_one_does(make: Callable[[int], Lan]) -> None:
+    lan = make(2)
+    _, server, _ = a_server(lan, "0:1")
+    server.wait_ready()
+
+    def seen(moves: int) -> bool:
+        return events(server).count("this machine has moved or slept") == moves
+
+    change_address(lan.hosts[1], IPv4Interface("10.78.0.78/24"), keep=True)
+    eventually(lambda: seen(1), 10.0)
+    change_address(lan.hosts[1], IPv4Interface("10.78.0.79/24"))
+    eventually(lambda: seen(2) and "p2pd is replaced" in events(server), 10.0)
+    assert events(server).count("p2pd is replaced") == 1
 
 
 @slow

@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def test_history_models_and_first_appearances_survive_a_restart(path):
     assert remembered.models == {ROOT: ("org/model", 12)}
     assert remembered.first_seen == {"aa": NOW - 500}
     assert points[0].servers_online == 3
+
+
+def test_pages_that_start_at_once_share_one_file(path):
+    """Else one finds the other's half-made tables, takes them for damage and moves the file away."""
+    for number in range(4):
+        file = path.with_name(f"{number}.sqlite")
+        with ThreadPoolExecutor(4) as starting:
+            opened = list(starting.map(lambda _, file=file: Database(file), range(4)))
+        for at, database in enumerate(opened):
+            database.record(NOW + 120 * at, [sample()], []).result()
+        assert len(opened[0].history(ROOT, "24h", NOW + 999).result().points) == len(opened)
+        for database in opened:
+            database.close()
+    assert not list(path.parent.glob("*damaged*"))
 
 
 def test_samples_become_hourly_means_after_a_day_and_go_after_thirty(database, path):

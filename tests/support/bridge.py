@@ -105,11 +105,22 @@ def _plug_in(host: Host, hub: Host, interface: str) -> None:
     _run("ip", "-n", host.namespace, "link", "set", interface, "up")
 
 
-def change_address(host: Host, to: IPv4Interface, interface: str = "lan0") -> Host:
-    """Give a host another address in the place of its own."""
-    _run("ip", "-n", host.namespace, "address", "flush", "dev", interface, "scope", "global")
+def change_address(host: Host, to: IPv4Interface, interface: str = "lan0", *, keep: bool = False) -> Host:
+    """Give a host another address in the place of its own, or beside it (keep)."""
+    if not keep:
+        _run("ip", "-n", host.namespace, "address", "flush", "dev", interface, "scope", "global")
     _run("ip", "-n", host.namespace, "address", "add", str(to), "broadcast", "+", "dev", interface)
     return Host(host.namespace, to)
+
+
+def add_ipv6(host: Host, *, alone: bool, interface: str = "lan0") -> str:
+    """Give a host an address of IPv6 (fd78::/64). alone: and take all of IPv4 away, loopback's too. Returns it."""
+    address = f"fd78::{int(host.at.ip) & 255:x}"
+    _run("ip", "-n", host.namespace, "address", "add", f"{address}/64", "dev", interface, "nodad")
+    if alone:
+        for each in (interface, "lo"):
+            _run("ip", "-n", host.namespace, "-4", "address", "flush", "dev", each)
+    return address
 
 
 def _add(namespace: str, closing: ExitStack) -> None:
