@@ -4,12 +4,16 @@ import asyncio
 import contextlib
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
+from swarm.errors import Unreachable
+from swarm.net.carriers.movable import MovableCarrier
 from swarm.net.carriers.tcp import dial
 from swarm.net.channel import Channel, ignore
 from swarm.net.gate import IDLE, PROGRESS
+from swarm.net.greeting import Proven
 from swarm.net.transfer import MoveSecrets
 from swarm.net.traversal import Traversal
 from swarm.net.upgrades import UpgradeLimits, Upgrades, admit
@@ -132,6 +136,27 @@ async def test_a_channel_stays_relayed_where_every_try_fails():
         assert pair.ways == ("relayed", "relayed")
         await asyncio.sleep(0.2)
         assert pair.anchor.ways.anchor.load.calls == calls + 3
+
+
+@pytest.mark.parametrize("moves", [True, False])
+async def test_a_peer_of_a_former_version_is_not_asked(moves):
+    """It would take the claim for garbage. Its Hello does not say that it knows it."""
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    class Caller:
+        async def call(self, *_, **__):
+            asked.set()
+            raise Unreachable("the peer", (), 0.0)
+
+    ready = loop.create_future()
+    ready.set_result(Proven("the peer", b"k" * 32, "0.1.0", moves=moves))
+    carrier = MovableCarrier(lambda carrier: None, "relayed")
+    upgrades = Upgrades(Caller(), UpgradeLimits(first_s=0.0, tries_max=1))
+    channel = SimpleNamespace(carrier=carrier, ready=ready, ended=loop.create_future(), closed=False)
+    upgrades.watch(channel, None, SimpleNamespace(peer="the peer"))
+    await asyncio.sleep(0.05)
+    assert asked.is_set() == moves
+    await upgrades.close()
 
 
 def test_waits_grow_and_are_bounded():
