@@ -126,10 +126,24 @@ async def _end(tasks: "set[asyncio.Task[socket.socket | None]]", kept: socket.so
 
 async def _come_in(door: socket.socket, host: str) -> socket.socket | None:
     while True:
-        sock, address = await asyncio.get_running_loop().sock_accept(door)
+        try:
+            sock, address = door.accept()  # not by the loop: a task that is cancelled then would lose the socket
+        except BlockingIOError:
+            await _readable(door)
+            continue
         if plain(address[0]) == host:
+            sock.setblocking(False)
             return sock
         sock.close()
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sock)
 
 
 async def _go_out(here: Here, to: Tcp, limits: PunchLimits) -> socket.socket | None:

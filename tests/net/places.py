@@ -15,17 +15,24 @@ from swarm.net.mooring import MooringLimits
 from swarm.net.punch import PunchLimits
 from swarm.net.relay import RelayLimits
 from swarm.net.traversal import ListeningTraversal, Traversal, TraversalLimits
+from swarm.net.upgrades import UpgradeLimits
 from tests.net.support import endpoint, remote, until
 
 NO_PUNCH = PunchLimits(least_s=0.0, most_s=0.0)
 
 
 def limits(
-    *, punch: bool = True, meet_s: float = 6.0, relay: RelayLimits | None = None, **anchor: object
+    *,
+    punch: bool = True,
+    meet_s: float = 6.0,
+    relay: RelayLimits | None = None,
+    upgrades: UpgradeLimits | None = None,
+    **anchor: object,
 ) -> TraversalLimits:
     punching = PunchLimits() if punch else NO_PUNCH
     return TraversalLimits(
         calls=CallLimits(meet_s=meet_s, punch=punching),
+        upgrades=upgrades or UpgradeLimits(),
         moorings=MooringLimits(punch=punching, again_s=0.2, ping_s=0.2, silent_s=0.5),
         anchor=AnchorLimits(relay=relay or RelayLimits(), **anchor),
     )

@@ -10,6 +10,7 @@ from swarm.net.endpoint import Endpoint
 from swarm.net.frames import FrameReader, Sealer
 from swarm.net.greeting import PREFACE, Greeting
 from swarm.net.noise import ChannelKey, ChannelSecrets, Handshake, prologue
+from swarm.net.transfer import MoveSecrets, Transfer
 from tests.dht.support import NETWORK
 from tests.fuzz.parsers.base import BOB, HASH, SECRET, Parser, awaited
 from tests.fuzz.parsers.messages import frame_of, hello, messages, opened_frame
@@ -40,6 +41,7 @@ RESPONDER = ChannelKey(b"r" * 32)
 INITIATOR = ChannelKey(b"i" * 32)
 
 
+MOVING = MoveSecrets(*KEYS)
 SECRETS = ChannelSecrets(send_key=KEYS[1], receive_key=KEYS[0], handshake_hash=HASH)
 
 
@@ -95,6 +97,14 @@ async def _later_frame(plaintext: bytes) -> None:
     await _receive(_shaken_channel(), sealer.seal([frame_of(hello())]), sealer.seal([plaintext]))
 
 
+def _move(data: bytes) -> None:
+    """Take the first bytes of a connection to which a channel moves, and bytes of the one that it leaves."""
+    half = len(data) // 2
+    transfer = Transfer(MOVING, 7, first=False, peer="a stranger")
+    taken = transfer.take_new(data[:half]) + transfer.take_new(data[half:]) + transfer.take_old(b"old")
+    assert len(taken) <= len(data) + len(b"old")
+
+
 def _sealed() -> bytes:
     sealer = Sealer(KEYS[0])
     return b"".join(sealer.seal([frame_of(message)]) for message in messages() if message.kind != "pong")
@@ -138,6 +148,7 @@ def _all() -> tuple[Parser, ...]:
         Parser("handshake", _read_handshake, (), (first, private, _second_message(None), _second_message(psk))),
         Parser("sealed-stream", awaited(_stream), (), (_sealed(),)),
         Parser("hello", _first_frame, (NetworkError, InvalidMessage), frames[:2], opened_frame),
+        Parser("move", _move, (NetworkError,), tuple(MOVING.mark(at, first=True) + b"new" for at in (10, 12))),
         Parser("sealed-frame", awaited(_later_frame), (), frames, opened_frame),
     )
 

@@ -76,6 +76,8 @@ def messages() -> tuple[Message, ...]:
         meeting.Calling(call=SESSION, token=ROOT),
         meeting.Uncalled(call=SESSION, cause="busy", why="too many", retry_after_ms=250),
         meeting.Meet(token=ROOT, peer="1.2.3.4:5678", local="192.168.0.2:4000", rtt_ms=70),
+        meeting.Claim(channel=ROOT, proof=ROOT),
+        meeting.Claimed(proof=ROOT),
         meeting.AnchorInquiry(),
         meeting.AnchorLoad(
             moored=3, moored_max=1024, meetings=1, meetings_max=512, pairs=2, pairs_max=128,

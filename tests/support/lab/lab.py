@@ -160,6 +160,15 @@ class Site:
         """Undo `disconnect`."""
         self.lab.ask({"site": self.cable, "connected": True})
 
+    def become(self, kind: str) -> None:
+        """Replace the only router by one of another kind, at once. Connections that are open go on."""
+        (router,) = KINDS[kind]
+        net = NETWORKS[-1]
+        self._outermost.configure(
+            _routing(f"table ip lab {{}}\ndelete table ip lab{rules(router, f'{net}.{FIRST_HOST}')}")
+        )
+        self.kind = kind
+
     def _build(self, routers: Sequence[Router]) -> "Lan | None":
         """Make the routers, from the internet inwards. Returns the innermost network; None: no router."""
         namespace, network = self._outermost, None

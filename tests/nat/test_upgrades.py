@@ -1,0 +1,49 @@
+"""Relayed channels of a running generation become direct, once a router lets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.lab import Lab
+from tests.support.lab.swarm import LabSwarm, local_tokens
+from tests.support.swarms import eventually
+
+TOKENS = 192
+SPANS = ("0:6", "6:12")
+
+
+def moves(swarm: LabSwarm) -> list[str]:
+    """The ways to which channels have moved, as both ends of each tell."""
+    lines = (line for process in swarm.processes for line in process.log.read_text().splitlines())
+    return [json.loads(line)["way"] for line in lines if '"a channel has moved"' in line]
+
+
+@pytest.mark.slow("four processes of the swarm, and the wait before a channel tries again")
+def test_a_relayed_route_becomes_direct_in_the_middle(lab: Lab, tmp_path: Path):
+    homes, home = [lab.site("symmetric", delay_ms=10) for _ in SPANS], lab.site("port_restricted", delay_ms=10)
+    with LabSwarm(tmp_path, env={"SWARM_LOG_LEVEL": "info"}) as swarm:
+        anchor = lab.site("public", delay_ms=10)
+        swarm.bootstrap(anchor.host())
+        swarm.servers(dict(zip(SPANS, (each.host() for each in homes), strict=True)))
+
+        def relayed_bytes() -> int:
+            return sum(lab.traffic(anchor, each) for each in (*homes, home))
+
+        generated = swarm.generate(home.host(), TOKENS)
+        generated.wait_tokens(4)
+        before = relayed_bytes(), generated.tokens()
+        generated.wait_tokens(20)
+        a_token = (relayed_bytes() - before[0]) / (generated.tokens() - before[1])
+        for each in homes:
+            each.become("port_restricted")
+        eventually(lambda: len(moves(swarm)) == 6, 60)  # three channels: each server's of the client, and their own
+        before = relayed_bytes(), generated.tokens()
+        (result,) = generated.result()
+        assert set(moves(swarm)) == {"punched"}
+        assert result.tokens == local_tokens(TOKENS)
+        left = len(result.tokens) - before[1]
+        assert left > 20
+        assert (relayed_bytes() - before[0]) / left < a_token / 4
+        logs = "".join(process.log.read_text() for process in swarm.processes)
+        assert "route broken" not in logs
