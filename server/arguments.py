@@ -69,6 +69,8 @@ class ServeArguments:
     network: NetworkArguments
     public_name: str
     journal_memory: int  # bytes
+    prefix_share: float  # of the KV pool
+    metrics: tuple[str, int] | None
     drain_timeout: float  # seconds
     rebalance_every: float  # seconds; 0: never
     gateway: tuple[tuple[str, GatewayAllowance], ...]

@@ -161,6 +161,14 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     help="host memory for outputs that are replayed when the next server vanishes",
 )
 @click.option(
+    "--prefix-share",
+    type=click.FloatRange(0, 1),
+    default=0.25,
+    show_default=True,
+    help="of the KV pool, lent to beginnings of prompts that their owner may send again; 0: none",
+)
+@click.option("--metrics", type=HOST_PORT, default=None, help="answer Prometheus here, such as 127.0.0.1:9400")
+@click.option(
     "--drain-timeout",
     type=click.FloatRange(0, 3600),
     default=30.0,

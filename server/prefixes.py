@@ -32,10 +32,14 @@ class Keeping(Cutting):
 
 @dataclass(slots=True)
 class Counts:
-    """Positions since the start: of marked prompts, and of those that no session had to compute."""
+    """Positions since the start: of marked prompts, and of these the ones that no session had to compute.
+
+    hits: sessions that did not have to.
+    """
 
     asked: int = 0
     reused: int = 0
+    hits: int = 0
 
 
 class Prefixes:
@@ -78,6 +82,7 @@ class Prefixes:
         if marked.stop is None and isinstance(message, Step):
             marked.stop = message.keep
             self.counts.reused += message.keep
+            self.counts.hits += message.keep > 0
             session.begun(message.keep)
         completed = marked.take(message)
         if completed is None:

@@ -39,8 +39,9 @@ from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
 from swarm.server.claims import Claims
-from swarm.server.limits import HandlerLimits
+from swarm.server.limits import HandlerLimits, PrefixLimits
 from swarm.server.loader import Loaded, Opened, in_thread, open_model
+from swarm.server.metrics import answering, metrics_of
 from swarm.server.reachable import Listening, Reachability
 from swarm.server.server import Server, ServerLimits, ServerOptions
 
@@ -138,6 +139,7 @@ class _Host:
     ) -> None:
         self._traversal, self._reach, self._node = traversal, reach, node
         self._ready, self._stop, self._drain_timeout_s = ready, stop, arguments.drain_timeout
+        self._metrics = arguments.metrics
         self._loader, self._length = opened.loader, opened.length
         every_s = arguments.rebalance_every if arguments.span.automatic else 0.0
         options = ServerOptions(
@@ -146,7 +148,11 @@ class _Host:
             public_name=arguments.public_name,
             journal_bytes=arguments.journal_memory,
             automatic=every_s > 0,
-            limits=ServerLimits(handler=HandlerLimits(gateways=dict(arguments.gateway))),
+            limits=ServerLimits(
+                handler=HandlerLimits(
+                    gateways=dict(arguments.gateway), prefixes=PrefixLimits(pool_share=arguments.prefix_share)
+                )
+            ),
         )
         checkpoint, numeric_class = opened.loader.checkpoint, opened.loader.numeric_class
         self._claims = Claims(directory, checkpoint, traversal.me, numeric_class, options)
@@ -177,7 +183,7 @@ class _Host:
         try:
             announcer = Announcer(self._claims.directory, lambda state: self._reach.applied(server.announcement(state)))
             self._reach.on_change = announcer.change
-            async with asyncio.TaskGroup() as group:
+            async with answering(self._metrics, lambda: metrics_of(server)), asyncio.TaskGroup() as group:
                 life = group.create_task(
                     _announce(announcer, server, self._reach, self._node, self._loader.checkpoint, self._ready)
                 )

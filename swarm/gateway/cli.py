@@ -48,6 +48,13 @@ from swarm.version import __version__
     show_default=True,
     help="requests that run at one time; a server gives one peer 60 sessions",
 )
+@click.option(
+    "--prefixes",
+    type=click.Choice(("own", "shared", "none")),
+    default="own",
+    show_default=True,
+    help="whose beginnings of prompts servers keep: of each key's name by itself, of all together, of none",
+)
 @click.option("--no-keys", is_flag=True, help="serve any caller, on any address")
 @click.option("--allow-origin", multiple=True, help="of pages that may call the gateway; may be repeated; * for all")
 @click.option("--ends-memory", type=SIZE, default=None, help="of all embeddings and heads; default: half the memory")

@@ -23,7 +23,7 @@ from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits, make_app
 from swarm.gateway.doors import DoorOptions
-from swarm.gateway.engine import EngineLimits
+from swarm.gateway.engine import EngineLimits, PrefixUse
 from swarm.gateway.following import Following, followed
 from swarm.gateway.health import Readiness
 from swarm.gateway.keys import Keys
@@ -67,6 +67,7 @@ def arguments_of(
     allow_download: tuple[str, ...],
     keys: Path | None,
     concurrency: int,
+    prefixes: PrefixUse,
     no_keys: bool,
     allow_origin: tuple[str, ...],
     ends_memory: int | None,
@@ -96,7 +97,7 @@ def arguments_of(
         limits=GatewayLimits(
             admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
         ),
-        engine=EngineLimits(step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12)),
+        engine=EngineLimits(step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12), prefixes=prefixes),
     )
 
 

@@ -133,6 +133,9 @@ async def test_hop_that_dies_costs_a_replay_of_the_whole_past(checkpoint, index,
             assert session.length == LONGEST
             spare = await asyncio.to_thread(swarm.serve, str(session.route[index].blocks))
             dying, done = hosting(swarm, session.route[index]), []
+            others = {
+                server: server.handler.sessions[session.id] for server in swarm.servers[:3] if server is not dying
+            }
 
             def kill():
                 if not done:
@@ -142,6 +145,7 @@ async def test_hop_that_dies_costs_a_replay_of_the_whole_past(checkpoint, index,
                 await asyncio.to_thread(kill)
             same(await owner.outputs(session, kill), expected)
             assert session.route[index].peer_id == spare.me.identity.peer_id
+            assert all(server.handler.sessions[session.id] is kept for server, kept in others.items())
 
 
 async def test_least_of_all_hops_is_what_the_session_begins_with(checkpoint):
@@ -204,6 +208,7 @@ async def test_past_of_one_route_is_not_used_behind_another_hop(checkpoint):
             await asyncio.to_thread(swarm.serve, "0:3")
             session = await owner.open()
             assert session.length == 0
+            assert swarm.servers[1].handler.sessions[session.id].length == 0
             same(await owner.outputs(session), expected)
 
 

@@ -18,9 +18,9 @@ CODE = "def read_lines(path):\n    return open(path)\n\nclass Reader:\n    def _
 
 
 @contextmanager
-def gateway(swarm: LocalSwarm) -> Iterator[tuple[str, str]]:
+def gateway(swarm: LocalSwarm, *options: str) -> Iterator[tuple[str, str]]:
     """Run the command on a swarm. Yields its URL and its model's name; it must end in order."""
-    running = swarm.start_gateway("--dtype", "float32", "--threads", "1").wait_ready()
+    running = swarm.start_gateway("--dtype", "float32", "--threads", "1", *options).wait_ready()
     try:
         yield running.ready["url"], running.ready["models"][0]
     finally:
