@@ -2,14 +2,21 @@
 
 import asyncio
 import math
+import time
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
 from swarm.dht.arrival import Arrival, ArrivalLimits, Greeting, in_time, patience_s
+from swarm.dht.light.messages import PingResponse
+from swarm.dht.light.store import LightStore
 from swarm.errors import Unreachable
 from swarm.identity import Identity
 from tests.dht.memory import MemoryNetwork
+from tests.dht.support import NETWORK
 
+LIVING, SILENT = "living", "silent"
 LIMITS = ArrivalLimits(late_s=0.25)
 DEAD = Unreachable("a peer", (), 7.0)
 
@@ -79,3 +86,26 @@ async def test_a_dead_initial_peer_delays_joining_by_a_moment_and_may_come_back(
             network.silent.clear()
             await asyncio.sleep(4)  # the first ping of two has failed by then
             assert set(client.neighbours()) == {living.peer_id, dead.peer_id}
+
+
+@dataclass(frozen=True)
+class LightNetwork:
+    """What a light reader needs of its host. A silent peer takes connections and never answers."""
+
+    async def connect(self, multiaddr: str, timeout_s: float) -> bytes:
+        return multiaddr.encode()
+
+    async def call(self, peer: bytes, method: str, data: bytes, timeout_s: float, via: bytes | None) -> bytes:
+        if peer == SILENT.encode():
+            await asyncio.sleep(timeout_s)
+            raise Unreachable("a node", (), timeout_s)
+        return bytes(PingResponse(dht_time=time.time()).SerializeToString())
+
+
+@pytest.mark.virtual_clock
+async def test_a_silent_initial_peer_delays_a_light_reader_by_a_moment() -> None:
+    store = LightStore(cast(Any, LightNetwork()), NETWORK, (SILENT, LIVING), time.time)
+    began = asyncio.get_running_loop().time()
+    await store.join()
+    assert asyncio.get_running_loop().time() - began == pytest.approx(LIMITS.late_s)
+    await store.close()
