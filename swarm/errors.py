@@ -210,8 +210,11 @@ class Unreachable(NetworkError):
         return f"{self.target} cannot be reached at {places} within {self.after_s:.0f} s: {self.why}"
 
 
+@dataclass(eq=False)
 class AnchorBusy(Unreachable):
-    """An anchor that has too much to do now to lead to a peer, which may well be there."""
+    """An anchor that has too much to do now to lead to a peer, which may well be there. retry_after_s: as it says."""
+
+    retry_after_s: float = 0.0
 
 
 @dataclass(eq=False)

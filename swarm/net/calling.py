@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import structlog
 
-from swarm.errors import NetworkError, Unreachable
+from swarm.errors import AnchorBusy, NetworkError, Unreachable
 from swarm.limits import limit
 from swarm.net.address import ViaAnchor, dialable
 from swarm.net.anchor import Anchor
@@ -33,6 +33,8 @@ class CallLimits:
     """How long a caller waits for each part of a meeting."""
 
     answer_s: float = limit(4.0, "s", "an anchor that has not answered a call by then is left")
+    calls_max: int = limit(3, "calls", "to an anchor that is busy for a moment; then the next anchor is asked")
+    again_s: float = limit(0.5, "s", "an anchor that is busy for longer is not called again")
     reverse_s: float = limit(1.5, "s", "for the hidden peer to dial this side, where that is possible")
     meet_s: float = limit(6.0, "s", "for the hidden peer to come to the anchor")
     punch: PunchLimits = field(default_factory=PunchLimits)
@@ -84,15 +86,9 @@ class Caller:
     async def _through(
         self, line: Channel, anchor: ViaAnchor, remote: Remote, on_message: OnMessage, join: _Join
     ) -> Channel:
-        call, limits = secrets.token_hex(16), self._limits
+        limits = self._limits
         with _Back(self._halves if self.port else None) as back:
-            answer = self._lines.expect(line, call)
-            line.send(Call(call=call, callee=remote.peer, port=self.port, back=back.token.hex()))
-            try:
-                calling = await _within(answer, limits.answer_s, anchor.peer, "the anchor does not answer a call")
-            finally:
-                self._lines.forget(line, call)
-            assert isinstance(calling, Calling)
+            calling = await self._ask_again(line, remote.peer, back.token.hex())
             if self.port:
                 try:
                     half = await _within(back.half, limits.reverse_s, remote.peer, "it does not dial back")
@@ -100,6 +96,29 @@ class Caller:
                 except NetworkError as error:
                     _log.debug("not dialled back", peer=remote.peer, why=str(error))
         return await self._meet(line, anchor, calling, remote, on_message, join)
+
+    async def _ask_again(self, line: Channel, callee: str, back: str) -> Calling:
+        """Call at an anchor, and again where it says that it is busy for a moment. Raises NetworkError."""
+        limits = self._limits
+        for _ in range(limits.calls_max - 1):
+            try:
+                return await self._ask(line, callee, back)
+            except AnchorBusy as busy:
+                if not 0 < busy.retry_after_s <= limits.again_s:
+                    raise
+                await asyncio.sleep(busy.retry_after_s)
+        return await self._ask(line, callee, back)
+
+    async def _ask(self, line: Channel, callee: str, back: str) -> Calling:
+        call = secrets.token_hex(16)
+        answer = self._lines.expect(line, call)
+        line.send(Call(call=call, callee=callee, port=self.port, back=back))
+        try:
+            calling = await _within(answer, self._limits.answer_s, line.peer, "the anchor does not answer a call")
+        finally:
+            self._lines.forget(line, call)
+        assert isinstance(calling, Calling)
+        return calling
 
     async def _meet(
         self, line: Channel, anchor: ViaAnchor, calling: Calling, remote: Remote, on_message: OnMessage, join: _Join
@@ -156,7 +175,9 @@ class Caller:
             sock = await self._punch(here, meet)
             if sock is None:
                 raise Unreachable(remote.peer, (meet.peer,), self._limits.punch.most_s, "no punch succeeds")
-            return await self._become(sock, "punched", remote, on_message)
+            channel = await self._become(sock, "punched", remote, on_message)
+            self._failures.forget(remote.peer)
+            return channel
         finally:
             half.close()
 

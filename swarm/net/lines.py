@@ -92,8 +92,8 @@ class Lines:
         if isinstance(answer, Uncalled):
             retry_s = (answer.retry_after_ms or 0) / 1000
             why = answer.why + (f"; again in {retry_s:.1f} s" if retry_s else "")
-            kind = AnchorBusy if answer.cause == "busy" else Unreachable
-            future.set_exception(kind(line.peer, (str(self._at[line].at),), 0.0, f"as an anchor: {why}"))
+            said = (line.peer, (str(self._at[line].at),), 0.0, f"as an anchor: {why}")
+            future.set_exception(AnchorBusy(*said, retry_s) if answer.cause == "busy" else Unreachable(*said))
         else:
             future.set_result(answer)
         return PROGRESS

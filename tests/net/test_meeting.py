@@ -223,6 +223,15 @@ async def test_calls_of_one_caller_are_bounded():
         assert await (await made.caller().call(anchor, hidden)).ping() > 0
 
 
+async def test_a_caller_calls_again_when_the_anchor_is_busy_for_a_moment():
+    async with places() as made:
+        anchor = await made.place(limits(call_burst=2.0, call_per_s=5.0))
+        hidden, caller = await made.hidden(anchor), made.caller()
+        for _ in range(8):
+            assert (await caller.call(anchor, hidden)).carrier.way == "punched"
+        assert anchor.ways.anchor.load.refused > 0
+
+
 async def test_a_crowd_of_eager_callers_keeps_no_quiet_one_away():
     """The honest one calls once, from a source of its own; the others always come first."""
     async with places() as made:
@@ -285,7 +294,7 @@ async def test_no_punch_is_waited_for_after_one_that_failed():
 
 async def test_waiting_meetings_are_bounded_and_end():
     async with places() as made:
-        anchor = await made.place(limits(meetings_max=2, meeting_s=0.3))
+        anchor = await made.place(limits(meetings_max=2, meeting_s=1.2))
         hidden = await made.hidden(anchor)
         hidden.ways.lines.on_called = lambda line, called: None  # it never comes
         callers = [made.caller(limits(meet_s=1.0)) for _ in range(3)]
