@@ -110,6 +110,7 @@ class AheadSession:
             self._is_known = True
             if keep != len(self._pipe.text):
                 self._pipe.restart(keep)
+                self._drafting = None  # its text was another one
             if activations.tokens == 1 and keep and self._may_guess(fed):
                 return self._ahead(activations, int(fed.ids[0, 0]), fed)
         asked = time.perf_counter()

@@ -22,7 +22,7 @@ class Draft(Protocol):
     def propose(self, text: Sequence[int], guesses: Sequence[int], count: int) -> list[Guess]:
         """Return at most `count` guesses of the tokens behind `text` and the guesses behind it; none is fine.
 
-        text: grows from call to call, or is cut and goes on otherwise.
+        text: grows from call to call; another text needs another draft.
         """
         ...
 
@@ -74,11 +74,6 @@ class Lookup:
 
     def _index(self, text: Sequence[int]) -> None:
         size = self._limits.match_min
-        while len(self._indexed) > len(text) or (self._indexed and self._indexed[-1] != text[len(self._indexed) - 1]):
-            places = self._places.get(tuple(self._indexed[-size:]))  # the text was cut
-            if places and places[-1] == len(self._indexed):
-                places.pop()
-            self._indexed.pop()
         for token in text[len(self._indexed) :]:
             self._indexed.append(token)
             if len(self._indexed) >= size:

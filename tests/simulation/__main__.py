@@ -167,7 +167,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def replay(outcome: Outcome) -> str:
     """Return the command that runs this seed again and shows what happens."""
-    anchors = " --anchors" if outcome.anchored else ""
+    anchors = " --anchors" * outcome.anchored + " --guesses" * (outcome.user == Guesser.__name__)
     rate = f"{outcome.departures_per_min:g}"
     return f"python -m tests.simulation --seeds {outcome.seed} --departures {rate}{anchors} --trace"
 

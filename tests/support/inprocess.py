@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from swarm.blocks import Blocks
+from swarm.client.hf.ahead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
 from swarm.client.hf.runtime import LoopThread
@@ -88,6 +89,7 @@ class InProcessSwarm:
         preferences: Preferences | None = None,
         local_blocks: int = 0,
         limits: SessionLimits | None = None,
+        drafting: Drafting | None = None,
     ) -> DistributedModel:
         """A distributed model; `close` it."""
 
@@ -106,7 +108,7 @@ class InProcessSwarm:
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
         first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None
         ends = load_ends(self.checkpoint, dtype=self.dtype)
-        return distribute(ends, swarm if first is None else LocalFirst(first, swarm))
+        return distribute(ends, swarm if first is None else LocalFirst(first, swarm), drafting)
 
     def close(self) -> None:
         """End every server."""

@@ -1,0 +1,186 @@
+"""Guesses that travel ahead of `generate()`: the tokens, and the random numbers, are those of a plain run."""
+
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteriaList
+
+from swarm.client.hf.ahead import Drafting
+from swarm.client.speculation.drafts import Guess
+from tests.client.test_repair import After, leases, route_of
+from tests.model.rings import save_family
+from tests.support.inprocess import inprocess
+from tests.support.often import rest_is_long
+from tests.support.swarms import eventually
+
+IDS = torch.randint(3, 120, (1, 12), generator=torch.Generator().manual_seed(5))
+SPANS = ("0:2", "2:4", "4:6")
+GREEDY = {"do_sample": False}
+SEEDED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+WAYS = {
+    "greedy": GREEDY,
+    "seeded": SEEDED,
+    "seeded, with a penalty": {**SEEDED, "repetition_penalty": 1.2},
+    "greedy, no n-gram twice": {**GREEDY, "no_repeat_ngram_size": 2},
+}
+
+
+class Oracle:
+    """A draft that knows the text, and is wrong so often as it is told."""
+
+    def __init__(self, text, right):
+        self._text, self._right, self._rng = text, right, Random(3)
+
+    def propose(self, text, guesses, count):
+        known = len(text) + len(guesses)
+        return [
+            Guess(token if self._rng.random() < self._right else (token + 1) % 100, 0)
+            for token in self._text[known : known + count]
+        ]
+
+
+class Tokens:
+    """A streamer that keeps what comes."""
+
+    def __init__(self):
+        self.came = []
+
+    def put(self, ids):
+        self.came.append(ids.tolist())
+
+    def end(self):
+        self.came.append("end")
+
+
+def generated(model, ids=IDS, tokens=48, criteria=(), **how):
+    """Return the tokens, what the streamer got, and the state of the random numbers."""
+    torch.manual_seed(7)
+    streamer = Tokens()
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        streamer=streamer,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        **how,
+    )
+    return found[0].tolist(), streamer.came, torch.get_rng_state().tolist()
+
+
+def knowing(text, right=0.8):
+    return Drafting(lambda: Oracle(text, right), always=True)
+
+
+FAMILIES = ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "opt", "bloom"]
+
+
+@pytest.fixture(scope="module", params=rest_is_long(FAMILIES, FAMILIES[:2]))
+def world(request, tmp_path_factory):
+    folder = save_family(request.param, tmp_path_factory.mktemp("ahead") / request.param)
+    full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with inprocess(folder, *SPANS) as swarm, swarm.client() as model:
+        yield swarm, model, full
+
+
+@pytest.mark.parametrize("way", rest_is_long(WAYS, ("greedy", "seeded, with a penalty")))
+def test_tokens_and_random_numbers_are_those_of_a_plain_run(world, way):
+    swarm, model, full = world
+    expected = generated(full, **WAYS[way])
+    assert generated(model, **WAYS[way]) == expected
+    with swarm.client(drafting=knowing(expected[0])) as ahead:
+        assert generated(ahead, **WAYS[way]) == expected
+        counts = ahead.last_speculation
+        assert counts.right > 10  # or nothing was tried
+        assert counts.wrong > 1
+        assert counts.tokens == 47
+    eventually(lambda: not any(sessions for sessions, _ in leases(swarm.servers)), 10)
+
+
+def test_look_up_is_asked_for_as_in_transformers(world):
+    _, model, full = world
+    ids = IDS.repeat(1, 3)
+    for how in (GREEDY, SEEDED):
+        assert generated(model, ids, prompt_lookup_num_tokens=6, **how) == generated(full, ids, **how)
+    assert model.last_speculation.tokens == 47
+
+
+def test_a_recurrent_family_generates_as_ever(tmp_path):
+    """Its state cannot be taken back, so nothing is guessed."""
+    folder = save_family("mamba2", tmp_path / "mamba2")
+    full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = generated(full, tokens=12, **GREEDY)
+    with inprocess(folder, *SPANS) as swarm, swarm.client(drafting=knowing(expected[0], 1.0)) as model:
+        assert generated(model, tokens=12, **GREEDY) == expected
+        assert model.last_speculation.right == 0
+
+
+@pytest.fixture(scope="module")
+def spare(checkpoint):
+    """Two servers of each span."""
+    with inprocess(checkpoint, *SPANS, *SPANS) as swarm:
+        yield swarm
+
+
+@pytest.mark.parametrize(("victim", "right"), rest_is_long([(0, 1.0), (1, 0.7), (2, 0.7), (2, 1.0)], [(1, 0.7)]))
+def test_a_hop_dies_with_guesses_in_flight(checkpoint, full, victim, right):
+    expected = generated(full, **SEEDED)
+    with (
+        inprocess(checkpoint, *SPANS, *SPANS) as swarm,
+        swarm.client(drafting=knowing(expected[0], right)) as model,
+    ):
+        died = []
+
+        def kill():
+            died.append(route_of(swarm, model)[victim])
+            swarm.crash(died[0])
+
+        assert generated(model, criteria=[After(15, kill)], **SEEDED) == expected
+        assert died[0] not in route_of(swarm, model)
+        assert model.last_speculation.right > 10
+
+
+def test_a_hop_leaves_with_guesses_in_flight(checkpoint, full, spare):
+    expected = generated(full, **GREEDY)
+    with spare.client(drafting=knowing(expected[0], 0.9)) as model:
+        left = []
+
+        def leave():
+            left.append(route_of(spare, model)[1])
+            spare.loop.start(left[0].handler.drain(20.0))
+
+        assert generated(model, criteria=[After(10, leave)], **GREEDY) == expected
+        assert left[0] not in route_of(spare, model)
+
+
+def test_blocks_on_this_machine_take_guesses_too(checkpoint, full, spare):
+    expected = generated(full, **SEEDED)
+    with spare.client(local_blocks=2, drafting=knowing(expected[0])) as model:
+        assert generated(model, **SEEDED) == expected
+        assert model.last_speculation.right > 10
+
+
+def test_a_chat_goes_on_with_and_without_guesses(full, spare):
+    with spare.client() as model, model.inference_session(max_length=200):
+        text, said = IDS, IDS
+        for turn, more in enumerate(({"prompt_lookup_num_tokens": 4}, {}, {"prompt_lookup_num_tokens": 4})):
+            expected, *_ = generated(full, said, tokens=16, **GREEDY)
+            found, *_ = generated(model, said, tokens=16, **GREEDY, **more)
+            assert found == expected, f"turn {turn}"
+            text = torch.tensor([found])
+            said = torch.cat([text, IDS[:, : 4 + turn]], dim=1)
+
+
+def test_no_guess_goes_beyond_the_models_positions(full, spare):
+    ids = torch.randint(3, 120, (1, 200), generator=torch.Generator().manual_seed(6))
+    expected = generated(full, ids, tokens=56, **GREEDY)  # 256 positions in all
+    with spare.client(drafting=knowing([*expected[0], *range(3, 90)], 1.0)) as model:
+        assert generated(model, ids, tokens=56, **GREEDY) == expected
+
+
+def test_a_batch_is_not_guessed(full, spare):
+    ids = IDS.repeat(2, 1)
+    with spare.client(drafting=knowing(IDS[0].tolist())) as model:
+        assert generated(model, ids, tokens=8, **GREEDY)[0] == generated(full, ids, tokens=8, **GREEDY)[0]
+        assert model.last_speculation.tokens == 0
