@@ -58,12 +58,19 @@ class Segment:
         """Tokens in the packed row, where they lie row after row."""
         return self.hidden.shape[0] * self.hidden.shape[1]
 
-    def packed_positions(self) -> Tensor:
-        """The tokens' position ids, int64 [size]."""
-        positions, past, device = self.positions, self.cache.length, self.hidden.device
-        if positions is None:
-            positions = torch.arange(past, past + self.tokens, device=device)[None]
-        return positions.expand(self.rows, -1).reshape(-1)
+
+def packed_positions(segments: Sequence[Segment]) -> Tensor:
+    """The position ids of all tokens of a packed step, int64 [N]."""
+    if all(segment.positions is None and segment.size == 1 for segment in segments):  # a tensor for each takes longer
+        return torch.tensor([segment.cache.length for segment in segments], device=segments[0].hidden.device)
+    return torch.cat([_positions(segment) for segment in segments])
+
+
+def _positions(segment: Segment) -> Tensor:
+    positions, past, device = segment.positions, segment.cache.length, segment.hidden.device
+    if positions is None:
+        positions = torch.arange(past, past + segment.tokens, device=device)[None]
+    return positions.expand(segment.rows, -1).reshape(-1)
 
 
 class PackedCache(Cache):
