@@ -114,7 +114,7 @@ class GrowingLayer(DynamicLayer):
         keys, values = self.keys, self.values
         assert keys is not None
         assert values is not None
-        small = self._limits.small_bytes
+        small = self._limits.small_bytes  # as `is_small` says, without its call: lone steps come through here
         if keys.dim() == key_states.dim() and keys.shape[-2] and max(keys.nbytes, values.nbytes) < small:
             self._buffers = None
             self.keys = torch.cat([keys, key_states], dim=-2)
@@ -125,6 +125,31 @@ class GrowingLayer(DynamicLayer):
         self.keys = self._buffers[0].append(keys, key_states)
         self.values = self._buffers[1].append(values, value_states)
         return self.keys, self.values
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there is a past, and copying it costs less than the bookkeeping of a buffer."""
+        keys, values = self.keys, self.values
+        if keys is None or values is None or not keys.numel():
+            return False
+        return max(keys.nbytes, values.nbytes) < self._limits.small_bytes
+
+    @property
+    def past(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, once there are any."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Take these for the whole past: [rows, heads, length, size], whose memory may be shared."""
+        self._buffers = None
+        self.keys, self.values = keys, values
+
+    def own(self) -> None:
+        """Copy a past that `hold` took into memory of its own."""
+        if self._buffers is None and self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
 
 
 class GrowingSlidingLayer(DynamicSlidingWindowLayer):

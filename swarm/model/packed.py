@@ -4,7 +4,8 @@ Linear layers, norms and experts treat all tokens alike; they run once over [1, 
 sessions. They travel in arguments that a parent hands through anyway. Its cache is a `PackedCache`: `update` appends
 every session's new keys to that session's own cache, and returns the pasts side by side. Its mask is a `PackedMask`: a
 recipe, from which every session's own mask is made. Both reach the attention function registered here, which gives
-each session to the family's own one. So positions, windows, chunks and sinks are the family's.
+each session to the family's own one. So positions, windows, chunks and sinks are the family's. Single steps with short
+pasts go to it together (`swarm.model.together`), where its masks leave nothing of a past out.
 
 Families whose blocks look at keys or masks before they hand them on, or whose states are no keys and values, break on
 these replacements or disagree with solo runs: `swarm.model.probe` tries it when a span is loaded.
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from swarm.model.cache import SpanCache
+from swarm.model.together import Shape, Together, is_short
 
 PACKED = "swarm_packed"  # the attention implementation while packed steps run
 
@@ -55,35 +58,79 @@ class Segment:
         """Tokens in the packed row, where they lie row after row."""
         return self.hidden.shape[0] * self.hidden.shape[1]
 
-    def packed_positions(self) -> Tensor:
-        """The tokens' position ids, int64 [size]."""
-        positions, past, device = self.positions, self.cache.length, self.hidden.device
-        if positions is None:
-            positions = torch.arange(past, past + self.tokens, device=device)[None]
-        return positions.expand(self.rows, -1).reshape(-1)
+
+def packed_positions(segments: Sequence[Segment]) -> Tensor:
+    """The position ids of all tokens of a packed step, int64 [N]."""
+    if all(segment.positions is None and segment.size == 1 for segment in segments):  # a tensor for each takes longer
+        return torch.tensor([segment.cache.length for segment in segments], device=segments[0].hidden.device)
+    return torch.cat([_positions(segment) for segment in segments])
+
+
+def _positions(segment: Segment) -> Tensor:
+    positions, past, device = segment.positions, segment.cache.length, segment.hidden.device
+    if positions is None:
+        positions = torch.arange(past, past + segment.tokens, device=device)[None]
+    return positions.expand(segment.rows, -1).reshape(-1)
 
 
 class PackedCache(Cache):
     """The cache of a parent during a packed step."""
 
-    def __init__(self, segments: Sequence[Segment], solo: Mapping[int, str]) -> None:
-        """solo: for each of the model's configs, by its `id`, the attention implementation of solo steps."""
+    def __init__(self, segments: Sequence[Segment], solo: Mapping[int, str], together: Together | None = None) -> None:
+        """solo: for each of the model's configs, by its `id`, the attention implementation of solo steps.
+
+        together: the model's shared pasts; None keeps each session's apart.
+        """
         super().__init__(layers=list(segments[0].cache.inner.layers))  # for the kinds of layers
         self.segments = segments
         self.solo = solo
         self.pasts = [segment.cache.length for segment in segments]
         self.sizes = [segment.size for segment in segments]
+        self._together = together
+        self._single = [number for number, size in enumerate(self.sizes) if size == 1] if together is not None else []
+        self._shapes: dict[tuple[int, ...], Shape] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Append [1, heads, N, size] to the sessions' caches. Returns their pasts as `PackedStates`, twice."""
         keys, values = PackedStates(self), PackedStates(self)
         new_keys, new_values = key_states.split(self.sizes, dim=2), value_states.split(self.sizes, dim=2)
-        for segment, new_key, new_value in zip(self.segments, new_keys, new_values, strict=True):
-            layer = segment.cache.inner.layers[layer_idx]
-            past = layer.update(_rows(new_key, segment), _rows(new_value, segment), *args, **kwargs)
+        layers = [segment.cache.inner.layers[layer_idx] for segment in self.segments]
+        together = self._append_together(layer_idx, layers, new_keys, new_values, keys, values)
+        for number, (segment, layer) in enumerate(zip(self.segments, layers, strict=True)):
+            if number in together:
+                past = layer.keys, layer.values
+            else:
+                past = layer.update(
+                    _rows(new_keys[number], segment), _rows(new_values[number], segment), *args, **kwargs
+                )
             keys.parts.append(past[0])
             values.parts.append(past[1])
         return keys, values
+
+    def _append_together(
+        self,
+        layer_idx: int,
+        layers: Sequence[Any],
+        new_keys: Sequence[Tensor],
+        new_values: Sequence[Tensor],
+        keys: "PackedStates",
+        values: "PackedStates",
+    ) -> frozenset[int]:
+        """Append single positions to short pasts at once. Returns the numbers of their segments."""
+        numbers = [number for number in self._single if is_short(layers[number])]
+        if self._together is None or len(numbers) < 2:
+            return frozenset()
+        short = [layers[number] for number in numbers]
+        new = [new_keys[number] for number in numbers], [new_values[number] for number in numbers]
+
+        def shape_of(lengths: list[int]) -> Shape:
+            key = (*numbers, *lengths)  # layers have mostly the same
+            if key not in self._shapes:
+                self._shapes[key] = Shape.of(numbers, lengths, new[0][0].device)
+            return self._shapes[key]
+
+        keys.joined, values.joined, keys.shape = self._together.append(layer_idx, short, new, shape_of)
+        return frozenset(numbers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: lengths are the sessions' own."""
@@ -107,6 +154,8 @@ class PackedStates:
 
     cache: PackedCache
     parts: list[Tensor] = field(default_factory=list)
+    joined: Tensor | None = None  # those that `shape` describes
+    shape: Shape | None = None
 
 
 class PackedMask:
@@ -116,6 +165,12 @@ class PackedMask:
         self._config = config
         self._arguments = arguments
         self._made: dict[tuple[int, int], Tensor | None] = {}
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether the last position of any past sees all of it."""
+        plain = self._arguments.get("mask_function", causal_mask_function) is causal_mask_function
+        return plain and self._arguments.get("allow_is_causal_skip", True) and not self._arguments.get("local_size")
 
     def of(self, cache: PackedCache, number: int, kv_length: int) -> Tensor | None:
         """The mask of segment `number` for the last `kv_length` of its positions, as its parent alone would make it."""
@@ -143,6 +198,7 @@ class Packing:
         """configs: all that the model's modules look at."""
         self._configs = [(config, str(config._attn_implementation)) for config in configs]
         self.solo = {id(config): name for config, name in self._configs}
+        self.together = Together()
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -179,15 +235,32 @@ def packed_attention(
     attend = _solo_attention(module, cache)
     positions = kwargs.pop("position_ids", None)
     of_each = None if positions is None else positions.split(cache.sizes, dim=1)
-    outputs = []
-    for number, (segment, states) in enumerate(zip(cache.segments, query.split(cache.sizes, dim=2), strict=True)):
+    outputs: list[Tensor | None] = [None] * len(cache.segments)
+    states = query.split(cache.sizes, dim=2)
+    shape = key.shape if _sees_all(attend, attention_mask) else None
+    if shape is not None and key.joined is not None and value.joined is not None:
+        queries = torch.cat([states[number] for number in shape.numbers])
+        output = attend(module, queries, shape.padded(key.joined), shape.padded(value.joined), shape.mask, **kwargs)[0]
+        if len(shape.numbers) == len(outputs):
+            return output.transpose(0, 1), None
+        for number, own in zip(shape.numbers, output.split(1), strict=True):
+            outputs[number] = own
+    for number, segment in enumerate(cache.segments):
+        if outputs[number] is not None:
+            continue
         keys = key.parts[number]
         mask = attention_mask.of(cache, number, keys.shape[-2]) if attention_mask is not None else None
         if of_each is not None:
             kwargs["position_ids"] = of_each[number].reshape(segment.rows, segment.tokens)
-        output = attend(module, _rows(states, segment), keys, value.parts[number], mask, **kwargs)[0]
-        outputs.append(output if output.shape[0] == 1 else output.reshape(1, cache.sizes[number], *output.shape[2:]))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+        output = attend(module, _rows(states[number], segment), keys, value.parts[number], mask, **kwargs)[0]
+        one = output if output.shape[0] == 1 else output.reshape(1, cache.sizes[number], *output.shape[2:])
+        outputs[number] = one
+    return torch.cat([output for output in outputs if output is not None], dim=1), None
+
+
+def _sees_all(attend: Callable[..., Any], mask: PackedMask | None) -> bool:
+    """Whether single positions see all of their pasts, in an attention that takes a mask, and looks at nothing else."""
+    return attend is sdpa_attention_forward and (mask is None or mask.shows_all)
 
 
 def packed_mask(*, config: PretrainedConfig, **arguments: Any) -> PackedMask:  # noqa: ANN401 - as all mask makers

@@ -10,7 +10,7 @@ from swarm.blocks import Blocks
 from swarm.model.cache import SpanCache
 from swarm.model.direct import Record
 from swarm.model.hollow import Placeholder, decoder_of
-from swarm.model.packed import PackedCache, Segment
+from swarm.model.packed import PackedCache, Segment, packed_positions
 from swarm.model.span import Shared, originals, with_blocks
 
 
@@ -39,7 +39,7 @@ class ParentRecorder:
 
     def recorded_packed(self, segments: Sequence[Segment]) -> Record:
         """Return the blocks' arguments for a packed step."""
-        positions = torch.cat([segment.packed_positions() for segment in segments])[None]
+        positions = packed_positions(segments)[None]
         packing = self._shared.packing
         with packing.on():
             return self._record(PackedCache(segments, packing.solo), positions, 1)

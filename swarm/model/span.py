@@ -22,7 +22,7 @@ from swarm.model.cache import SpanCache, new_cache
 from swarm.model.direct import DirectLimits, DirectPath
 from swarm.model.growing import GrowingLimits
 from swarm.model.hollow import Placeholder, decoder_of
-from swarm.model.packed import PackedCache, Packing, Segment, configs_of
+from swarm.model.packed import PackedCache, Packing, Segment, configs_of, packed_positions
 from swarm.model.traits import Traits
 
 
@@ -206,14 +206,15 @@ class Span:
         changed. Only where `packs`.
         """
         hidden = torch.cat([segment.hidden.reshape(1, segment.size, self.hidden_size) for segment in segments], dim=1)
-        arguments: dict[str, Any] = {self.traits.cache_argument: PackedCache(segments, self.shared.packing.solo)}
+        packing = self.shared.packing
+        arguments: dict[str, Any] = {self.traits.cache_argument: PackedCache(segments, packing.solo, packing.together)}
         if self.traits.takes_positions:
-            arguments["position_ids"] = torch.cat([segment.packed_positions() for segment in segments])[None]
+            arguments["position_ids"] = packed_positions(segments)[None]
         befores = [segment.cache.snapshot() for segment in segments]
         self._run.hidden = hidden
         dummy = hidden.new_zeros(1, hidden.shape[1], self.traits.embedding_size)
         try:
-            with self.shared.packing.on():
+            with packing.on():
                 self._decoder(inputs_embeds=dummy, use_cache=True, **arguments)
         except SpanDone as done:
             output = done.hidden

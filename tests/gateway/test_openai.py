@@ -224,6 +224,15 @@ def test_client_that_goes_away_ends_its_generation(stream):
         eventually(lambda: backend.running == 0, 1)
 
 
+def test_stream_that_pauses_between_tokens_is_kept_alive():
+    limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))
+    with scripted(lambda _: "All is well.", token_s=0.1, limits=limits) as (url, _):
+        text = post(url, "/v1/chat/completions", {"messages": HELLO, "stream": True}).text
+    first, last = text.index('"content":"'), text.rindex('"content":"')
+    assert text[first:last].count(": the route is being repaired") >= 2
+    assert text.endswith("data: [DONE]\n\n")
+
+
 def test_client_that_leaves_during_a_long_prompt_ends_its_generation():
     """Its headers are sent: the first event has not come yet, and is waited for."""
     limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))

@@ -69,6 +69,16 @@ def test_members_come_and_go_roll_back_and_reorder(
     assert_packs(span_of(name).part(Blocks(*part)), schedule, seed)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+@few
+@any_schedule
+def test_short_pasts_come_and_go_roll_back_and_reorder(
+    family_dir: FamilyDir, name: str, schedule: Schedule, part: tuple[int, int], seed: int
+) -> None:
+    span = load_span(open_checkpoint(family_dir(name)), Blocks(1, 6))  # whose pasts are joined below the usual size
+    assert_packs(span.part(Blocks(*part)), schedule, seed)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", TOGETHER)
 @many
@@ -119,6 +129,35 @@ def test_outputs_do_not_hold_each_others_memory(span_of: Callable[[str], Span]) 
     with torch.inference_mode():
         _, small = span.forward_packed(segments)
     assert small.untyped_storage().nbytes() == small.nbytes
+
+
+def test_short_pasts_lie_together_until_a_session_sits_out(family_dir: FamilyDir) -> None:
+    span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 6))
+    caches, twins = [[span.new_cache() for _ in range(3)] for _ in range(2)]
+
+    def step(members: list[int]) -> None:
+        hidden = {number: torch.randn(1, 1, 64) for number in members}
+        outputs = span.forward_packed([Segment(hidden[number], caches[number]) for number in members])
+        for number, output in zip(members, outputs, strict=True):
+            expected = span.forward(hidden[number], cache=twins[number])
+            assert (output - expected).norm() < TOLERANCE * expected.norm()
+
+    with torch.inference_mode():
+        for number, tokens in enumerate((3, 9, 5)):
+            prompt = torch.randn(1, tokens, 64)
+            span.forward(prompt, cache=caches[number])
+            span.forward(prompt, cache=twins[number])
+        step([0, 1, 2])
+        assert len({memory_of(cache) for cache in caches}) == 1
+        step([2, 0])
+        assert memory_of(caches[0]) == memory_of(caches[2]) != memory_of(caches[1])
+        assert all(layer.keys.untyped_storage().nbytes() == layer.keys.nbytes for layer in caches[1].layers)
+        step([0, 1, 2])
+        assert len({memory_of(cache) for cache in caches}) == 1
+
+
+def memory_of(cache: SpanCache) -> tuple[int, ...]:
+    return tuple(layer.keys.untyped_storage().data_ptr() for layer in cache.layers)
 
 
 def test_a_batch_that_breaks_leaves_every_cache_as_it_was(

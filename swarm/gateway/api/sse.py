@@ -4,14 +4,14 @@ clean end after an error.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from fastapi.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from swarm.errors import SwarmError
 from swarm.gateway.api.problems import Problem, problem_of
@@ -63,27 +63,63 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send, and end the generation with the sending, also where that fails."""
+        pulse = _Pulse(send, self._keep_alive, self._limits.keep_alive_s)
         try:
-            await super().stream_response(send)
+            async with pulse.beating():
+                await super().stream_response(pulse.send)
         finally:
             await _ended(self._following, self._chunks)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         try:
-            while True:
-                self._following = self._following or asyncio.ensure_future(anext(self._chunks))
-                done, _ = await asyncio.wait({self._following}, timeout=self._limits.keep_alive_s)
-                if done:
-                    ready, self._following = self._following, None
-                    yield ready.result()
-                else:
-                    yield self._keep_alive
+            if self._following is not None:
+                await asyncio.wait({self._following})
+                first, self._following = self._following, None
+                yield first.result()
+            async for chunk in self._chunks:  # in this task: one for each chunk takes as long as the chunk
+                yield chunk
         except StopAsyncIteration:
             return
         except Exception as error:  # noqa: BLE001 - the client is told; a clean end would say that the text is whole
             if not isinstance(error, SwarmError):
                 _log.exception("an answer failed")
             yield self._error_event(problem_of(error))
+
+
+class _Pulse:
+    """Sends an answer's messages, and one of its own where none has been sent for a while."""
+
+    def __init__(self, send: Send, beat: bytes, every_s: float) -> None:
+        self._send = send
+        self._beat: Message = {"type": "http.response.body", "body": beat, "more_body": True}
+        self._every_s = every_s
+        self._now = asyncio.get_running_loop().time
+        self._quiet_since: float | None = None  # no message before the first; None while one is on its way
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the answer."""
+        self._quiet_since = None
+        await self._send(message)
+        self._quiet_since = self._now() if message.get("more_body", True) else None
+
+    @asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """Do so in this block."""
+        beats = asyncio.ensure_future(self._beats())
+        try:
+            yield
+        finally:
+            beats.cancel()
+            await asyncio.wait({beats})
+            if not beats.cancelled():
+                beats.exception()  # the client is gone, which the answer's own messages meet, too
+
+    async def _beats(self) -> None:
+        while True:
+            due = self._now() if self._quiet_since is None else self._quiet_since
+            await asyncio.sleep(max(0.0, due + self._every_s - self._now()))
+            if self._quiet_since is not None and self._now() >= self._quiet_since + self._every_s:
+                await self.send(self._beat)
 
 
 async def streamed(
