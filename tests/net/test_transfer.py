@@ -138,3 +138,13 @@ def test_proofs_differ_by_end_and_channel():
     others = [MoveSecrets(b"p" * 32, b"f" * 32), MoveSecrets(b"o" * 32, b"g" * 32)]
     proofs = [each.proof(first=first) for each in (SECRETS, *others) for first in (True, False)]
     assert len(set(proofs)) == 6
+
+
+def test_the_new_carrier_waits_while_bytes_are_missing_on_the_old_one():
+    """So what waits is bounded by what a carrier reads at once."""
+    end = Transfer(SECRETS, 5, first=False, peer="the other")
+    assert end.wants_new
+    assert end.take_new(SECRETS.mark(7, first=True) + b"cd") == b""
+    assert not end.wants_new
+    assert end.take_old(b"ab") == b"abcd"
+    assert end.wants_new
