@@ -20,8 +20,6 @@
     │   ├── HandshakeFailed      the other side did not prove its identity
     │   ├── ProtocolMismatch     two major versions of the protocol: names the side that must upgrade
     │   ├── P2PFailed            the libp2p daemon does not run
-    │   ├── MappingFailed        the home router forwards no port; kept as a reason, not raised to callers
-    │   ├── DirectoryTimeout     the DHT was not read in time; shown by the health page, not raised to callers
     │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, raised for dial-backs
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
@@ -40,8 +38,8 @@
         └── SessionClosed        the session has ended
 
 Errors carry facts as attributes and callers branch on the class; the text says how to go on. All are raised to callers,
-unless their line says otherwise. One more thing is raised and is no error: `swarm.model.span.SpanDone` ends a parent's
-call behind the last hosted block, and never leaves the span.
+unless their line says otherwise; what never leaves its package stands there. One more thing is raised and is no error:
+`swarm.model.span.SpanDone` ends a parent's call behind the last hosted block, and never leaves the span.
 """
 
 from dataclasses import dataclass
@@ -245,23 +243,6 @@ class P2PFailed(NetworkError):
 
     says: ClassVar[str] = "libp2p does not work here: {why}"
     why: str
-
-
-@dataclass(eq=False)
-class MappingFailed(NetworkError):
-    """The home router does not forward a port. by: the protocol in which it was asked."""
-
-    says: ClassVar[str] = "no port by {by}: {why}"
-    by: str
-    why: str
-
-
-@dataclass(eq=False)
-class DirectoryTimeout(NetworkError):
-    """A reading of the whole DHT that took too long."""
-
-    says: ClassVar[str] = "the DHT was not read within {after_s:.0f} s"
-    after_s: float
 
 
 class TooBusy(NetworkError):

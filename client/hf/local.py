@@ -10,7 +10,7 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.ahead import Pending, RemoteSession
-from swarm.client.hf.model import Backend
+from swarm.client.hf.ranges import Backend
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import PromptTooLong
 from swarm.model.past import SpanPast

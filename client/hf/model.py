@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from swarm.blocks import Blocks
 from swarm.client.hf.ahead import AheadSession, Drafting, Fed, RemoteSession
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache
 from swarm.client.hf.hollow import HollowModel, without_gradient
+from swarm.client.hf.ranges import Backend, RemoteBlockList, padding
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.speculation.drafts import Lookup
 from swarm.client.speculation.limits import AheadLimits
@@ -30,29 +31,9 @@ from swarm.client.speculation.pipe import Counts
 from swarm.errors import PromptTooLong, UsageError
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
-from swarm.model.traits import Traits
 from swarm.protocol.messages import POSITIONS_MAX, ROLLBACK_MAX
 
 AHEAD = AheadLimits()
-
-
-class Backend(Protocol):
-    """Where sessions come from."""
-
-    traits: Traits
-    dtype: torch.dtype
-
-    def open_session(self, blocks: Blocks, *, positions_max: int, rollback_max: int) -> RemoteSession:
-        """Return a session that opens with its first step, along the best route through `blocks`."""
-        ...
-
-    def route(self) -> ExplainedRoute:
-        """Return the hops of the latest session, or a fresh plan where there was none."""
-        ...
-
-    def close(self) -> None:
-        """Leave the swarm."""
-        ...
 
 
 @dataclass(slots=True)
@@ -92,56 +73,6 @@ class InferenceSession:
         self.cache.close()
 
 
-class RemoteRange:
-    """Some blocks as a function, from `model.blocks[a:b]`."""
-
-    def __init__(self, model: "DistributedModel", blocks: Blocks) -> None:
-        self._model = model
-        self.blocks = blocks
-
-    @torch.no_grad()
-    def __call__(
-        self, hidden: Tensor, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
-        """Run hidden states [batch, tokens, hidden_size] through these blocks, without a past. Returns the same shape.
-
-        attention_mask: [batch, tokens], 0 for padding. position_ids: int64 [batch or 1, tokens].
-        """
-        backend = self._model.backend
-        if hidden.dim() != 3 or hidden.shape[2] != backend.traits.hidden_size:
-            raise UsageError(
-                f"hidden states are [batch, tokens, {backend.traits.hidden_size}], not {list(hidden.shape)}"
-            )
-        session = backend.open_session(self.blocks, positions_max=hidden.shape[1], rollback_max=0)
-        try:
-            return session.step(
-                Activations(hidden.to(backend.dtype), position_ids, _padding(attention_mask, hidden.shape[1])),
-                keep=0,
-                rows=None,
-                want=hidden.shape[1],
-            )
-        finally:
-            session.close()
-
-
-class RemoteBlockList:
-    """All blocks of the model, elsewhere; a slice of them is a function of hidden states."""
-
-    def __init__(self, model: "DistributedModel") -> None:
-        self._model = model
-
-    def __len__(self) -> int:
-        return self._model.backend.traits.n_blocks
-
-    def __getitem__(self, key: slice) -> RemoteRange:
-        """Return blocks [a, b) for `[a:b]`. Raises BadBlocks."""
-        if not isinstance(key, slice) or key.step is not None:
-            raise UsageError("take blocks by a range, such as model.blocks[4:8]")
-        start = 0 if key.start is None else key.start
-        stop = len(self) if key.stop is None else key.stop
-        return RemoteRange(self._model, Blocks.parse(f"{start}:{stop}", len(self)))
-
-
 class DistributedModel(HollowModel):
     """The additions of a distributed model. `distribute` mixes it in before the family's class."""
 
@@ -167,7 +98,7 @@ class DistributedModel(HollowModel):
     @property
     def blocks(self) -> RemoteBlockList:
         """The blocks, to be called by range: `model.blocks[4:8](hidden)`."""
-        return RemoteBlockList(self)
+        return RemoteBlockList(self.backend)
 
     @contextmanager
     def inference_session(self, *, max_length: int | None = None, rollback_max: int = 0) -> Iterator[InferenceSession]:
@@ -352,7 +283,7 @@ class DistributedModel(HollowModel):
         limit = self.backend.traits.positions_max
         if limit is not None and past + tokens > limit:
             raise PromptTooLong(past + tokens, limit, "the model")
-        activations = Activations(hidden, _unusual(call.positions, past, batch, tokens), _padding(call.mask, tokens))
+        activations = Activations(hidden, _unusual(call.positions, past, batch, tokens), padding(call.mask, tokens))
         want = tokens if call.want_all else min(call.want, tokens)
         output: Tensor
         if call.cache is not None:
@@ -389,19 +320,6 @@ def distribute(model: PreTrainedModel, backend: Backend, drafting: Drafting | No
     decoder, _ = decoder_of(model)
     decoder.register_forward_pre_hook(model._before_decoder, with_kwargs=True)
     return model
-
-
-def _padding(mask: Tensor | None, tokens: int) -> Tensor | None:
-    """Return the new columns of a 2-D attention mask as uint8, or None where there is no padding at all.
-
-    Once padding was sent, later columns that are None count as real: a row's padding comes first.
-    """
-    if mask is None:
-        return None
-    if mask.dim() != 2:
-        raise UsageError("only 2-D attention masks travel to the servers; they make the others themselves")
-    new = mask[:, -tokens:]
-    return None if bool((new != 0).all()) else (new != 0).to(torch.uint8)
 
 
 def _unusual(positions: Tensor | None, past: int, batch: int, tokens: int) -> Tensor | None:

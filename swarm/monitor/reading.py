@@ -3,13 +3,22 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from swarm.dht.directory import Directory, ModelEntry
 from swarm.dht.records import RECORD, Announcement
-from swarm.errors import DirectoryTimeout, SwarmError
+from swarm.errors import NetworkError, SwarmError
 from swarm.limits import limit
 from swarm.monitor.assess import KnownModel
 from swarm.monitor.state import API
+
+
+@dataclass(eq=False)
+class DirectoryTimeout(NetworkError):
+    """A reading of the whole DHT that took too long."""
+
+    says: ClassVar[str] = "the DHT was not read within {after_s:.0f} s"
+    after_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ import structlog
 from swarm.dht.directory import Directory
 from swarm.dht.light import LightStore
 from swarm.dht.validator import Clock
-from swarm.errors import ClockSkew, DirectoryTimeout, SwarmError, Unreachable, UsageError
+from swarm.errors import ClockSkew, SwarmError, Unreachable, UsageError
 from swarm.limits import limit
 from swarm.monitor.assess import KnownModel, Sighting
 from swarm.monitor.board import Board, Published
 from swarm.monitor.contacts import ContactLimits, Contacts, Dialler, Loads
 from swarm.monitor.gateways import GatewayLimits, watch
 from swarm.monitor.history import Database, Sample
-from swarm.monitor.reading import Found, ReadingLimits, read
+from swarm.monitor.reading import DirectoryTimeout, Found, ReadingLimits, read
 from swarm.monitor.state import API, GatewayState, Health, History, ModelSummary, ProbeStats, Reading, Window
 
 Open = Callable[[], AbstractAsyncContextManager[LightStore]]

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from swarm.errors import MappingFailed
 from swarm.net.address import Tcp
 from swarm.net.mapping import Mapping, MappingLimits, map_ports, natpmp
 from swarm.net.mapping.ask import Question, ask, connected
@@ -15,6 +14,7 @@ from swarm.net.mapping.gateway import Gateway
 from swarm.net.mapping.keeping import all_ways
 from swarm.net.mapping.natpmp import NatPmp
 from swarm.net.mapping.upnp import locate
+from swarm.net.mapping.way import MappingFailed
 from tests.net.routers import answering, at
 from tests.net.test_mapping_answers import ADDRESS, FOUND, PORT
 

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import MappingFailed
 from swarm.net.address import Tcp
 from swarm.net.mapping import Mapping, MappingLimits, natpmp, pcp, upnp
 from swarm.net.mapping.gateway import from_linux, from_macos
 from swarm.net.mapping.plan import Lease, is_lost, next_s
-from swarm.net.mapping.way import Malformed, check
+from swarm.net.mapping.way import Malformed, MappingFailed, check
 
 LIMITS = MappingLimits()
 NONCE = b"0123456789ab"

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from swarm.errors import MappingFailed
 from swarm.net.address import Tcp
 from swarm.net.mapping import MappingLimits, upnp
 from swarm.net.mapping.upnp import Upnp
+from swarm.net.mapping.way import MappingFailed
 from tests.net.routers import answering, at
 from tests.net.test_mapping_answers import FOUND
 

@@ -5,9 +5,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-from swarm.errors import MappingFailed
 from swarm.net.mapping.limits import MappingLimits
-from swarm.net.mapping.way import By, Malformed
+from swarm.net.mapping.way import By, Malformed, MappingFailed
 
 Read = TypeVar("Read")
 Destination: TypeAlias = tuple[str, int]

@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.errors import MappingFailed
-from swarm.net.mapping.way import is_global
+from swarm.net.mapping.way import MappingFailed, is_global
 
 UP, THROUGH_A_GATEWAY = 0x1, 0x2  # linux/route.h
 

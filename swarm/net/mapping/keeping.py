@@ -10,7 +10,6 @@ from typing import TypeAlias, TypeVar
 
 import structlog
 
-from swarm.errors import MappingFailed
 from swarm.groups import ungrouped
 from swarm.net.mapping.gateway import Gateway, default_gateway
 from swarm.net.mapping.limits import MappingLimits
@@ -18,7 +17,7 @@ from swarm.net.mapping.natpmp import NatPmp
 from swarm.net.mapping.pcp import Pcp
 from swarm.net.mapping.plan import Lease, is_lost, next_s
 from swarm.net.mapping.upnp import Upnp
-from swarm.net.mapping.way import Mapping, Way, check
+from swarm.net.mapping.way import Mapping, MappingFailed, Way, check
 
 _log = structlog.get_logger("swarm.net")
 

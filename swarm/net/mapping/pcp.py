@@ -7,12 +7,11 @@ from collections.abc import Callable
 from random import Random
 from typing import TypeVar
 
-from swarm.errors import MappingFailed
 from swarm.net.address import Tcp
 from swarm.net.mapping.ask import Question, ask, connected
 from swarm.net.mapping.gateway import Gateway
 from swarm.net.mapping.limits import MappingLimits
-from swarm.net.mapping.way import By, Malformed, Mapping
+from swarm.net.mapping.way import By, Malformed, Mapping, MappingFailed
 
 Read = TypeVar("Read")
 

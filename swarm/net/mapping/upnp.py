@@ -18,14 +18,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.errors import MappingFailed
 from swarm.net.address import Tcp
 from swarm.net.launch import command
 from swarm.net.mapping import igd
 from swarm.net.mapping.ask import Question, ask
 from swarm.net.mapping.gateway import Gateway
 from swarm.net.mapping.limits import MappingLimits
-from swarm.net.mapping.way import By, Malformed, Mapping
+from swarm.net.mapping.way import By, Malformed, Mapping, MappingFailed
 
 SSDP_GROUP = "239.255.255.250"
 DEVICES = (  # a router of version 2 answers for version 1; not all do

@@ -2,14 +2,23 @@
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
-from swarm.errors import MappingFailed
+from swarm.errors import NetworkError
 from swarm.net.address import Tcp
 from swarm.net.mapping.limits import MappingLimits
 from swarm.net.reach import makes_sense
 
 By: TypeAlias = Literal["PCP", "NAT-PMP", "UPnP"]
+
+
+@dataclass(eq=False)
+class MappingFailed(NetworkError):
+    """The home router does not forward a port. by: the protocol in which it was asked."""
+
+    says: ClassVar[str] = "no port by {by}: {why}"
+    by: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,9 @@ from ipaddress import IPv4Address, IPv4Interface
 from zeroconf import ServiceInfo
 
 from swarm.access import EVERYBODY
-from swarm.errors import MappingFailed
 from swarm.net.lan import SERVICE, LanLimits, Sought, Watch
 from swarm.net.mapping import natpmp, pcp, upnp
-from swarm.net.mapping.way import Malformed
+from swarm.net.mapping.way import Malformed, MappingFailed
 from tests.fuzz.parsers.base import ALICE, Parser
 
 ROUTER = "192.168.1.1"
