@@ -21,6 +21,7 @@ from swarm.model.traits import traits_of
 from swarm.protocol import codec, meeting
 from swarm.protocol import messages as wire
 from swarm.protocol.base import Message
+from swarm.protocol.marks import Marks
 from swarm.protocol.tensors import encode_tensor
 from tests.dht.support import soon
 from tests.fuzz.parsers import PARSERS
@@ -126,6 +127,13 @@ _blocks = st.integers(1, BLOCKS_MAX)
 _steps = st.integers(0, wire.STEPS_MAX)
 _large = st.integers(0, (1 << 53) - 1)
 FIELDS = {
+    "marks": st.none()
+    | st.builds(
+        Marks,
+        size=st.integers(16, 4096),
+        tags=st.lists(st.from_regex(r"\A[0-9a-f]{32}\Z"), min_size=1, max_size=20).map(tuple),
+    ),
+    "held": st.none() | st.integers(1, wire.POSITIONS_MAX),
     "tenant": _hex.map(lambda text: text[:32]),
     "session": _hex.map(lambda text: text[:32]), "epoch": st.integers(0, 1 << 31), "step": _steps, "after_step": _steps,
     "applied": _steps, "root": _hex, "public_key": _hex, "signature": _hex.map(lambda text: 2 * text),
