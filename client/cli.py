@@ -33,6 +33,13 @@ from swarm.version import __version__
 @click.option("--seed", type=int, default=None, help="makes sampling repeatable")
 @click.option("--chat", is_flag=True, help="put the prompt into the model's chat template")
 @click.option(
+    "--draft",
+    type=click.Choice(("none", "lookup")),
+    default="none",
+    show_default=True,
+    help="lookup: guess tokens that repeat earlier text; the text is the same, and comes sooner over slow networks",
+)
+@click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="what the servers compute in"
 )
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")

@@ -59,7 +59,7 @@ class AutoDistributedModel:
         blocked_peers: Iterable[str] = (),
         trusted_peers: Mapping[str, Iterable[str]] | None = None,
         optimize: Optimize = "latency",
-        draft: Literal["lookup", "none"] = "lookup",
+        draft: Literal["lookup", "none"] = "none",
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
@@ -79,7 +79,8 @@ class AutoDistributedModel:
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
         "throughput" for the route whose slowest server is fastest, for batches. draft: where guesses of the next tokens
-        come from, which travel ahead of the text: "lookup" in the text itself, or "none". They change the time alone.
+        come from, which travel ahead of the text: "lookup" in the text itself, or "none". They change the time alone
+        (docs/speculation.md).
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
