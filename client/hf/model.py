@@ -137,8 +137,8 @@ class DistributedModel(HollowModel):
             session = backend.open_session(blocks, positions_max=positions_max, rollback_max=more)
             opened.append(session)
             most = AHEAD.tokens_max if backend.traits.can_roll_back and (ahead or not forgets) else 0
-            self._latest = AheadSession(session, most, positions_max)
-            return self._latest
+            opening = self._latest = AheadSession(session, most, positions_max)  # other threads set it, too
+            return opening
 
         cache = RemoteCache(backend.traits, open_session, rollback_max)
         weakref.finalize(cache, _close_all, opened)

@@ -1,5 +1,6 @@
 """Guesses that travel ahead of `generate()`: the tokens, and the random numbers, are those of a plain run."""
 
+import threading
 from random import Random
 
 import pytest
@@ -184,3 +185,24 @@ def test_a_batch_is_not_guessed(full, spare):
     with spare.client(drafting=knowing(IDS[0].tolist())) as model:
         assert generated(model, ids, tokens=8, **GREEDY)[0] == generated(full, ids, tokens=8, **GREEDY)[0]
         assert model.last_speculation.tokens == 0
+
+
+def test_threads_that_guess_at_once_do_not_mix(full, spare):
+    found = {}
+    with spare.client() as model:
+
+        def work(seed):
+            ids = torch.randint(3, 120, (1, 6), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
+            settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            found[seed] = (
+                model.generate(ids, prompt_lookup_num_tokens=4, **settings)[0].tolist(),
+                full.generate(ids, **settings)[0].tolist(),
+            )
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(found) == list(range(6))
+    assert all(ours == theirs for ours, theirs in found.values())

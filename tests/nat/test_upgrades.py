@@ -9,7 +9,7 @@ from tests.support.lab import Lab
 from tests.support.lab.swarm import LabSwarm, local_tokens
 from tests.support.swarms import eventually
 
-TOKENS = 192
+TOKENS = 420
 SPANS = ("0:6", "6:12")
 
 
@@ -19,7 +19,7 @@ def moves(swarm: LabSwarm) -> list[str]:
     return [json.loads(line)["way"] for line in lines if '"a channel has moved"' in line]
 
 
-@pytest.mark.slow("four processes of the swarm, and the wait before a channel tries again")
+@pytest.mark.long
 def test_a_relayed_route_becomes_direct_in_the_middle(lab: Lab, tmp_path: Path):
     homes, home = [lab.site("symmetric", delay_ms=10) for _ in SPANS], lab.site("port_restricted", delay_ms=10)
     with LabSwarm(tmp_path, env={"SWARM_LOG_LEVEL": "info"}) as swarm:

@@ -19,6 +19,7 @@ from swarm.net.halves import Half, HalfLimits, Halves
 from swarm.net.limits import DialerLimits
 from swarm.net.lines import Lines
 from swarm.net.mooring import Moorings
+from swarm.net.relay import Relayed, room_for
 from swarm.protocol.meeting import Called, Calling
 from tests.simulation.network import Network, Process, VirtualChannel
 
@@ -116,12 +117,15 @@ class VirtualAnchor(Anchor):
         caller, callee = first.sock, second.sock
         assert isinstance(caller, VirtualHalf)
         assert isinstance(callee, VirtualHalf)
-        full = self._is_full((sides[0].peer, sides[1].peer))
+        new = Relayed(sides[0].peer, sides[1].peer, caller.process.name)
+        room = room_for(new, self._pairs, self.limits.relay)
+        if room.ends is not None:
+            room.ends.end("another pair takes its place")
         for half, other in ((caller, callee), (callee, caller)):
             if not half.joined.done():
-                half.joined.set_result((other.process, not full))
+                half.joined.set_result((other.process, room.is_there))
 
-    def note_pair(self, end: Any, peers: tuple[str, str]) -> None:
+    def note_pair(self, end: Any, peers: Relayed) -> None:
         """Count a relayed channel for as long as it lives."""
         self._pairs[end] = peers
         end.ended.add_done_callback(lambda _: self._pairs.pop(end))
@@ -156,8 +160,9 @@ class VirtualCaller(Caller):
         self._harbour, self._process = harbour, process
 
     async def _meet(
-        self, line: Channel, anchor: ViaAnchor, calling: Calling, remote: Remote, on_message: OnMessage
+        self, line: Channel, anchor: ViaAnchor, calling: Calling, remote: Remote, on_message: OnMessage, join: object
     ) -> Channel:
+        del join  # nothing moves here
         met, limits = self._lines.expect(line, calling.token), self._limits
         try:
             half = await self._harbour.open_half(self._process, anchor.at, calling.token)
@@ -246,7 +251,7 @@ async def _shake_hands(
     for channel, end, twin in ((ours, ends[0], ends[1]), (theirs, ends[1], ends[0])):
         channel.other, end.other, end.twin = end, channel, twin
         channel.carrier = SimpleNamespace(way="relayed", host=via.name)
-    anchor.note_pair(ends[0], (theirs.peer, ours.peer))
+    anchor.note_pair(ends[0], Relayed(theirs.peer, ours.peer, source.name))
     return ours
 
 

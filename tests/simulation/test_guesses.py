@@ -1,7 +1,12 @@
 """Whole swarms on a virtual clock, with tokens guessed ahead: hops die with wrong guesses in flight."""
 
-import pytest
+import asyncio
 
+import pytest
+from torch import Tensor
+
+from swarm.activations import Activations
+from swarm.client.session.session import Session
 from swarm.client.session.steps import Steps
 from swarm.client.speculation.pipe import Pipe
 from tests.simulation.__main__ import replay
@@ -37,15 +42,12 @@ def steps_in_flight_are_forgotten_though_they_left(monkeypatch: pytest.MonkeyPat
 
 
 def one_position_too_many_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Pipe.frame
+    whole = Session.put
 
-    def frame(self: Pipe, guesses):
-        made = whole(self, guesses)
-        if self.counts.wrong and made.start == len(self.text) - 1:
-            made.start += 1
-        return made
+    def put(self: Session, activations: Activations, *, keep: int) -> "asyncio.Future[Tensor]":
+        return whole(self, activations, keep=keep + 1 if keep < self.length else keep)
 
-    monkeypatch.setattr(Pipe, "frame", frame)
+    monkeypatch.setattr(Session, "put", put)
 
 
 def answers_of_a_wrong_path_count(monkeypatch: pytest.MonkeyPatch) -> None:
