@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from swarm.protocol.journal import Expansion
 from swarm.protocol.marks import MarkLimits, Prefix
 from swarm.server.prefixes import Prefixes
 from tests.support.inprocess import NETWORK, inprocess
+from tests.support.often import rest_is_long
 
 BLOCK = 16
 IDS = tuple(torch.randint(3, 120, (45,), generator=torch.Generator().manual_seed(5)).tolist())
@@ -122,8 +124,9 @@ async def test_other_secrets_and_sessions_without_one_begin_with_nothing(checkpo
             assert parted.length == BLOCK
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize(
+    ("index", "is_early"), rest_is_long(product((0, 1, 2), (False, True)), [(0, True), (1, False)])
+)
 async def test_hop_that_dies_costs_a_replay_of_the_whole_past(checkpoint, index, is_early):
     """Before the first step, or behind it. The other hops have no outputs of what they began with to replay."""
     with inprocess(checkpoint, "0:2", "2:4", "4:6") as swarm:

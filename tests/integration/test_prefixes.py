@@ -42,7 +42,7 @@ async def all_answered(url: str, model: str, tails: Sequence[str]) -> list[tuple
         return await asyncio.gather(*(answered(client, model, tail) for tail in tails))
 
 
-@pytest.mark.slow("eight processes, seven answers, two kills")
+@pytest.mark.long
 async def test_common_beginning_is_computed_once_and_kills_change_no_text(tmp_path):
     with world(DEMO_CHECKPOINT, tmp_path, ("0:6", "6:12"), torch.float32) as running:
         swarm = running.swarm

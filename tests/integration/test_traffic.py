@@ -212,7 +212,7 @@ def test_a_flipped_bit_in_a_frames_length_never_gives_a_wrong_token(watched: Wat
         assert torch.equal(greedy(fresh), greedy(watched.world.full))
 
 
-@pytest.mark.slow("four servers behind proxies of their own")
+@pytest.mark.long
 def test_a_failover_sends_again_what_the_dead_hop_had_received_and_nothing_else(
     checkpoint: Callable[[str], Path], home: Path
 ):

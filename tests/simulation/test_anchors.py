@@ -15,7 +15,7 @@ from tests.simulation.village import HORIZON_S, finished
 from tests.simulation.world import N_BLOCKS, ROOT, Client, Weather, World
 from tests.support.often import rest_is_long
 
-SEEDS, PART, OFTEN = 99, 3, (0, 3, 6)  # seeds of the sweep, of one test, and the tests of `make test`
+SEEDS, PART, OFTEN = 99, 3, (0,)  # seeds of the sweep, of one test, and the tests of `make test`
 SEED = 2  # in which the router of the client keeps ports
 SLOW, FAST = 6.0, 60.0  # departures a minute
 

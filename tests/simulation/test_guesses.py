@@ -66,11 +66,14 @@ def answers_of_a_wrong_path_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mutation",
-    [
-        steps_in_flight_are_forgotten_though_they_left,
-        one_position_too_many_stays,
-        answers_of_a_wrong_path_count,
-    ],
+    rest_is_long(
+        [
+            steps_in_flight_are_forgotten_though_they_left,
+            one_position_too_many_stays,
+            answers_of_a_wrong_path_count,
+        ],
+        [one_position_too_many_stays],
+    ),
     ids=lambda mutation: mutation.__name__,
 )
 def test_guesses_that_are_handled_wrongly_are_noticed(mutation, monkeypatch) -> None:
