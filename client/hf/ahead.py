@@ -58,33 +58,26 @@ class Drafting:
     always: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fed:
-    """The tokens of a step, where they are known. ids: int64 [rows, tokens]. drafting: None for no guesses.
-
-    embed: from ids [1, n], and the position of the first one, to what block 0 gets, [1, n, hidden_size].
-    """
-
-    ids: Tensor
-    embed: Callable[[Tensor, int], Tensor]
-    drafting: Drafting | None
+Embed = Callable[[Tensor, int], Tensor]
+"""From token ids [1, n], and the position of the first one, to what block 0 gets, [1, n, hidden_size]."""
 
 
 class AheadSession:
     """Steps of one session, with guesses ahead of them where they help."""
 
     def __init__(
-        self, session: RemoteSession, most: int, positions_max: int, limits: AheadLimits | None = None
+        self, session: RemoteSession, embed: Embed, most: int, positions_max: int, limits: AheadLimits | None = None
     ) -> None:
         """most: tokens that may be taken back at a time, or 0."""
         self._session = session
+        self._embed = embed
         self._positions_max = positions_max
         self._limits = limits or AheadLimits()
         self._most = min(most, self._limits.tokens_max)
         self._pipe: Pipe[Pending] = Pipe(self._limits, Calibration())
         self._drafting: Drafting | None = None
         self._draft: Draft | None = None
-        self._is_known = True  # the text is that of the servers
+        self._unread: list[tuple[int, list[int] | None]] = []  # steps that are not in the pipe's text: keep, and ids
         self._embeds: bool | None = None  # whether tokens can be embedded ahead; None where it was not tried
         self._last: Pending | None = None
         self._pace = _Pace()
@@ -101,53 +94,66 @@ class AheadSession:
         keep: int,
         rows: Sequence[int] | None,
         want: int,
-        fed: Fed | None = None,
+        ids: Tensor | None = None,
+        drafting: Drafting | None = None,
     ) -> Tensor:
-        """As `RemoteSession.step`. fed: the tokens of these activations."""
+        """As `RemoteSession.step`. ids: the tokens of these activations, int64 [rows, tokens], where they are known.
+
+        drafting: None for no guesses.
+        """
         is_plain = rows is None and activations.positions is None and activations.mask is None
-        is_known = fed is not None and is_plain and activations.rows == 1 and (self._is_known or keep == 0)
-        if fed is not None and is_known:
-            self._is_known = True
-            if keep != len(self._pipe.text):
-                self._pipe.restart(keep)
-                self._drafting = None  # its text was another one
-            if activations.tokens == 1 and keep and self._may_guess(fed):
-                return self._ahead(activations, int(fed.ids[0, 0]), fed)
-        asked = time.perf_counter()
-        output = self._session.step(activations, keep=keep, rows=rows, want=want)
-        if activations.tokens == 1:
-            self._pace.trip(asked)
-        self._is_known = is_known
-        self._pipe.restart(keep, fed.ids[0].tolist() if fed is not None and is_known else ())
+        text = ids if is_plain and activations.hidden.shape[0] == 1 else None
+        if drafting is None:
+            output = self._session.step(activations, keep=keep, rows=rows, want=want)
+        elif text is not None and text.shape[1] == 1 and self._may_guess(drafting) and self._reads(keep):
+            return self._ahead(activations, text)
+        else:
+            asked = time.perf_counter()
+            output = self._session.step(activations, keep=keep, rows=rows, want=want)
+            if activations.hidden.shape[1] == 1:
+                self._pace.trip(asked)
+        self._unread.append((keep, None if text is None else text.tolist()[0]))
         return output
 
     def close(self) -> None:
         """Free the leases."""
         self._session.close()
 
-    def _may_guess(self, fed: Fed) -> bool:
-        if fed.drafting is None or not self._most:
+    def _may_guess(self, drafting: Drafting) -> bool:
+        if not self._most or self._embeds is False:
             return False
-        if self._drafting is not fed.drafting:
-            self._drafting, self._draft = fed.drafting, fed.drafting.make()
-        return self._embeds is not False and (fed.drafting.always or self._pace.trip_s >= self._limits.trip_s_min)
+        if self._drafting is not drafting:
+            self._drafting, self._draft = drafting, drafting.make()
+        return drafting.always or self._pace.trip_s >= self._limits.trip_s_min
 
-    def _ahead(self, activations: Activations, token: int, fed: Fed) -> Tensor:
+    def _reads(self, keep: int) -> bool:
+        """Bring the text to what the servers hold. Returns whether all of its tokens are known."""
+        pipe = self._pipe
+        for kept, ids in [*self._unread, (keep, None)] if self._unread or keep != len(pipe.text) else ():
+            if kept < len(pipe.text) and self._drafting is not None:
+                self._draft = self._drafting.make()  # its text was another one
+            pipe.restart(min(kept, len(pipe.text)))
+            if ids is not None and kept == len(pipe.text):
+                pipe.restart(kept, ids)
+        self._unread.clear()
+        return len(pipe.text) == keep > 0
+
+    def _ahead(self, activations: Activations, ids: Tensor) -> Tensor:
         pipe, position, asked = self._pipe, len(self._pipe.text), time.perf_counter()
         if self._embeds is None:
-            self._embeds = torch.equal(fed.embed(fed.ids, position), activations.hidden)
-        if not pipe.feed(token):
+            self._embeds = torch.equal(self._embed(ids, position), activations.hidden)
+        if not pipe.feed(int(ids[0, 0])):
             guesses = self._guesses() if self._embeds else []
             if not guesses and (self._last is None or self._last.is_done):
                 pipe.counts.computed += 1
                 output = self._session.step(activations, keep=position, rows=None, want=1)
                 self._pace.trip(asked)
                 return output
-            self._send(pipe.frame(guesses), fed, activations.hidden)
+            self._send(pipe.frame(guesses), activations.hidden)
         frame = pipe.covering(position)
         assert frame.answer is not None
         while self._embeds and (guesses := self._guesses()):
-            self._send(pipe.frame(guesses), fed, None)
+            self._send(pipe.frame(guesses), None)
         self._pace.asked(asked, is_there=frame.answer.is_done)
         output = frame.answer.wait()
         if frame.start == position:
@@ -163,15 +169,13 @@ class AheadSession:
         room = min(pipe.room, self._positions_max - len(pipe.text) - len(known))
         return pipe.likely(draft.propose(pipe.text, known, room)) if room > 0 else []
 
-    def _send(self, frame: Frame[Pending], fed: Fed, hidden: Tensor | None) -> None:
+    def _send(self, frame: Frame[Pending], hidden: Tensor | None) -> None:
         """Send a frame. hidden: of its first token, where the caller has embedded that."""
         known = 0 if hidden is None else 1
         parts = [] if hidden is None else [hidden]
         if len(frame.tokens) > known:
-            ids = torch.tensor([frame.tokens[known:]], device=fed.ids.device)
-            parts.append(fed.embed(ids, frame.start + known))
-        activations = Activations(torch.cat(parts, dim=1))
-        frame.answer = self._last = self._session.put(activations, keep=frame.start)
+            parts.append(self._embed(torch.tensor([frame.tokens[known:]]), frame.start + known))
+        frame.answer = self._last = self._session.put(Activations(torch.cat(parts, dim=1)), keep=frame.start)
 
 
 class _Pace:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from swarm.activations import Activations
-from swarm.client.hf.ahead import AheadSession, Fed
+from swarm.client.hf.ahead import AheadSession, Drafting
 from swarm.errors import SessionClosed, SwarmError, UsageError
 from swarm.model.traits import Traits
 
@@ -45,8 +45,10 @@ class RemoteCache(Cache):
         cache._layer.length = length
         return cache
 
-    def step(self, activations: Activations, *, want: int, fed: Fed | None = None) -> Tensor:
-        """Run new positions through the blocks. Shapes as in `Session.step`. fed: their tokens, where they are known.
+    def step(
+        self, activations: Activations, *, want: int, ids: Tensor | None = None, drafting: Drafting | None = None
+    ) -> Tensor:
+        """Run new positions through the blocks. Shapes as in `Session.step`, the rest as in `AheadSession.step`.
 
         An interrupt such as Ctrl-C ends the session, because the state of the blocks is not known then.
         """
@@ -56,7 +58,7 @@ class RemoteCache(Cache):
             self._session = self._open_session(self._rollback_max)
         rows = self._rows if self.length else None
         try:
-            output = self._session.step(activations, keep=self.length, rows=rows, want=want, fed=fed)
+            output = self._session.step(activations, keep=self.length, rows=rows, want=want, ids=ids, drafting=drafting)
             self._rows = None
             self._n_rows = activations.rows
             self._layer.length += activations.tokens

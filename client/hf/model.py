@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.hf.ahead import AheadSession, Drafting, Fed, RemoteSession
+from swarm.client.hf.ahead import AheadSession, Drafting, RemoteSession
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache
 from swarm.client.hf.hollow import HollowModel, without_gradient
 from swarm.client.hf.ranges import Backend, RemoteBlockList, padding
@@ -80,7 +80,7 @@ class DistributedModel(HollowModel):
     _calls: threading.local
     _chat: RemoteCache | None
     _drafting: Drafting | None  # of calls that do not say anything else
-    _latest: AheadSession | None
+    _latest: Counts | None
 
     @property
     def route(self) -> ExplainedRoute:
@@ -93,7 +93,7 @@ class DistributedModel(HollowModel):
     @property
     def last_speculation(self) -> Counts | None:
         """What became of the guesses of the latest session; None before the first one."""
-        return self._latest.counts if self._latest is not None else None
+        return self._latest
 
     @property
     def blocks(self) -> RemoteBlockList:
@@ -137,8 +137,9 @@ class DistributedModel(HollowModel):
             session = backend.open_session(blocks, positions_max=positions_max, rollback_max=more)
             opened.append(session)
             most = AHEAD.tokens_max if backend.traits.can_roll_back and (ahead or not forgets) else 0
-            opening = self._latest = AheadSession(session, most, positions_max)  # other threads set it, too
-            return opening
+            ahead_of = AheadSession(session, self._embed, most, positions_max)
+            self._latest = ahead_of.counts
+            return ahead_of
 
         cache = RemoteCache(backend.traits, open_session, rollback_max)
         weakref.finalize(cache, _close_all, opened)
@@ -254,6 +255,7 @@ class DistributedModel(HollowModel):
     def _embed(self, ids: Tensor, start: int) -> Tensor:
         """Return what block 0 gets for tokens [1, n] from a position on: by the family's own forward."""
         traits, decoder = self.backend.traits, decoder_of(self)[0]
+        ids = ids.to(self.device)
         arguments: dict[str, Any] = {"input_ids": ids, traits.cache_argument: RemoteCache.at(traits, start)}
         if traits.takes_positions:
             arguments["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
@@ -287,8 +289,8 @@ class DistributedModel(HollowModel):
         want = tokens if call.want_all else min(call.want, tokens)
         output: Tensor
         if call.cache is not None:
-            fed = None if call.ids is None else Fed(call.ids, self._embed, self._calls_drafting)
-            output = call.cache.step(activations, want=want, fed=fed)
+            drafting = getattr(self._calls, "drafting", self._drafting)
+            output = call.cache.step(activations, want=want, ids=call.ids, drafting=drafting)
         else:
             session = self.backend.open_session(
                 Blocks(0, self.backend.traits.n_blocks), positions_max=tokens, rollback_max=0
