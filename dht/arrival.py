@@ -34,7 +34,10 @@ class Arrival:
         self._calls: set[asyncio.Task[Greeting]] = set()
 
     async def greetings(self, calls: Iterable[Coroutine[Any, Any, Greeting]]) -> list[Greeting]:
-        """Make calls side by side, and return what has come when no more is waited for."""
+        """Make calls side by side, and return what has come when no more is waited for.
+
+        Raises ConnectionError if `close` ends them.
+        """
         tasks = [asyncio.create_task(call) for call in calls]
         for task in tasks:
             self._calls.add(task)
@@ -55,13 +58,15 @@ class Arrival:
 
 
 async def in_time(calls: Iterable[asyncio.Task[Greeting]], limits: ArrivalLimits) -> list[Greeting]:
-    """Wait for calls, and return what has come when no more is waited for."""
+    """Wait for calls, and return what has come when no more is waited for. Raises ConnectionError if they are ended."""
     clock, under_way = asyncio.get_running_loop().time, set(calls)
     began, until = clock(), math.inf
     greetings: list[Greeting] = []
     while under_way and clock() < until:
         timeout_s = until - clock() if until < math.inf else None
         done, under_way = await asyncio.wait(under_way, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if any(call.cancelled() for call in done):  # a cancellation would end the caller's task in silence
+            raise ConnectionError("the node has been closed meanwhile")
         greetings += [call.result() for call in done]
         if until == math.inf:
             until = clock() + patience_s(greetings, clock() - began, limits)

@@ -109,3 +109,18 @@ async def test_a_silent_initial_peer_delays_a_light_reader_by_a_moment() -> None
     await store.join()
     assert asyncio.get_running_loop().time() - began == pytest.approx(LIMITS.late_s)
     await store.close()
+
+
+async def test_calls_that_are_ended_are_told_as_an_error_and_not_as_a_cancellation() -> None:
+    """A cancellation would end the caller's task, which is a whole server's, in silence."""
+    arrival = Arrival(LIMITS)
+
+    async def never() -> Greeting:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    waiting = asyncio.create_task(arrival.greetings([never(), never()]))
+    await asyncio.sleep(0)
+    await arrival.close()
+    with pytest.raises(ConnectionError, match="closed"):
+        await waiting
