@@ -155,9 +155,9 @@ class Chain:
             self.chain[index - 1].confirmations.append(news)
 
     def lose(self, x: int) -> None:
-        """Lose a confirmation behind which there is another one."""
+        """Lose a confirmation behind which there is one of as much, or more; a repeated one may tell of less."""
         confirmations = self.chain[x % self.hops].confirmations
-        if len(confirmations) > 1:
+        if len(confirmations) > 1 and max(confirmations[1:]) >= confirmations[0]:
             confirmations.pop(0)
 
     def repeat(self, x: int) -> None:
