@@ -133,7 +133,7 @@ class Session:
     def put(
         self, activations: Activations, *, keep: int, want: int | None = None, ids: Tensor | None = None
     ) -> asyncio.Future[Tensor]:
-        """Send activations of a few positions, at most `ahead_tokens_max`, ahead of the answers before them.
+        """Send activations of a few positions, which fit into one message, ahead of the answers before them.
 
         Returns a future of what `step` would return; answers come in order. keep: positions that stay, of those that
         were put. If it is less than all of them, the unanswered steps were guessed wrong: their answers are nobody's.

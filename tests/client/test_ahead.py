@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteriaList
 
 from swarm.client.hf.ahead import Drafting
 from swarm.client.speculation.drafts import Guess
@@ -144,7 +144,7 @@ def test_a_hop_dies_with_guesses_in_flight(checkpoint, full, victim, right):
 
 def test_a_hop_leaves_with_guesses_in_flight(checkpoint, full, spare):
     expected = generated(full, **GREEDY)
-    with spare.client(drafting=knowing(expected[0], 0.9)) as model:
+    with spare.client(drafting=knowing(expected[0], 1.0)) as model:
         left = []
 
         def leave():
@@ -187,22 +187,40 @@ def test_a_batch_is_not_guessed(full, spare):
         assert model.last_speculation.tokens == 0
 
 
+def test_a_past_of_unknown_tokens_is_not_guessed_behind(full, spare):
+    """The prompt came as embeddings."""
+    with spare.client(drafting=knowing([*IDS[0].tolist(), *range(3, 90)], 1.0)) as model, torch.no_grad():
+        caches = [DynamicCache(config=full.config), model.new_cache()]
+        for each, cache in zip((full, model), caches, strict=True):
+            each(inputs_embeds=full.get_input_embeddings()(IDS), past_key_values=cache, use_cache=True)
+        for token in range(5, 15):
+            ids = torch.tensor([[token]])
+            expected, got = (
+                each(ids, past_key_values=cache, use_cache=True).logits
+                for each, cache in zip((full, model), caches, strict=True)
+            )
+            assert torch.allclose(expected, got, atol=1e-5)
+        assert model.last_speculation.tokens == 0
+
+
 def test_threads_that_guess_at_once_do_not_mix(full, spare):
-    found = {}
+    """Each opens sessions again and again, at the same moments as the others."""
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompts = torch.randint(3, 120, (8, 6), generator=torch.Generator().manual_seed(9)).repeat(1, 2)
+    expected = [full.generate(ids[None], **settings).tolist() for ids in prompts]
+    found, at_once = {}, threading.Barrier(len(prompts))
     with spare.client() as model:
 
-        def work(seed):
-            ids = torch.randint(3, 120, (1, 6), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
-            settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-            found[seed] = (
-                model.generate(ids, prompt_lookup_num_tokens=4, **settings)[0].tolist(),
-                full.generate(ids, **settings)[0].tolist(),
-            )
+        def work(index):
+            for turn in range(10):
+                at_once.wait(30)
+                ids = prompts[index][None]
+                found[index, turn] = model.generate(ids, prompt_lookup_num_tokens=4, **settings).tolist()
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(prompts))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert sorted(found) == list(range(6))
-    assert all(ours == theirs for ours, theirs in found.values())
+    assert len(found) == 80
+    assert all(got == expected[index] for (index, _), got in found.items())
