@@ -53,6 +53,10 @@ ROOT = Path(__file__).resolve().parent.parent
             {"token, all public", "token, four cones", "token, all symmetric"},
             marks=pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
         ),
+        (
+            "gpu_check --device cpu",
+            {"section wide", "section families", "decode, sessions, 2, past 8", "prefill, 16 tokens"},
+        ),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )
