@@ -50,7 +50,7 @@ def bounds() -> Bounds:
     """The bounds that the report states."""
     return Bounds(
         whole={"float32": 1e-3, "bfloat16": 1e-1, "float16": 2e-2},
-        ways={"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2},
+        ways={"float32": 1e-4, "bfloat16": 1e-1, "float16": 2e-2},
     )
 
 
