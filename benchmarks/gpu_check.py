@@ -11,6 +11,7 @@ import argparse
 import logging
 import shutil
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from typing import Any
 import torch
 import transformers
 from common import SEED, Samples, table, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from gpu_paths import bounds, families, wide
 from gpu_spans import Bench, Sizes
 from gpu_speed import Speed, describe
