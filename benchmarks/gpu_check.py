@@ -58,6 +58,7 @@ def main() -> None:
         "prefill": speed.prefill,
         "overhead": speed.overhead,
         "families": lambda: families(bench),
+        "attention": speed.attention,
         "graphs": speed.graphs,
     }
     chosen = options.sections.split(",") if options.sections else list(works)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from swarm.blocks import Blocks
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.hollow import hollow_class
+from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.loading import load_span
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
 from swarm.model.span import Span
@@ -172,6 +173,7 @@ def wide_span(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str, seed: int, like: Span | None = None
 ) -> Span:
     """All blocks of a wide model, with random weights made on the device, or with those of another span."""
+    leave_out_planned_attention(torch.device(device))  # as `load_span` does
     blocks = Blocks(0, config.num_hidden_layers)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as `from_pretrained` does, so that tables that are always float32 stay so

@@ -131,6 +131,27 @@ class Speed:
                 bench.say(f"  batch {batch}, past {past}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items()))
         return found
 
+    def attention(self) -> dict[str, Any]:
+        """Time lone steps at lengths of a past that this process has not seen, with cuDNN's attention and without."""
+        if self.bench.device.type != "cuda":
+            return {"skipped": "no CUDA device"}
+        span, found = self.span, {}
+        past = max(self.bench.sizes.pasts) + 1000
+        for name, planned in (("cudnn", True), ("others", False), ("cudnn again", True)):
+            torch.backends.cuda.enable_cudnn_sdp(planned)
+            (cache,) = self._caches(1, past)
+            new = noise(span, 1, 1)
+            with torch.inference_mode():
+                samples = Samples(
+                    f"decode, one, past {past}, attention by {name}",
+                    self.bench.times_ms(lambda c=cache, n=new: span.forward(n, cache=c), self.bench.sizes.steps, 4),
+                )
+            self.samples.append(samples)
+            found[f"{name}_ms"] = samples.median
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self.bench.say(f"  {found}")
+        return found
+
     def graphs(self) -> dict[str, Any]:
         """Capture one decode step as a CUDA graph, as the code is, and replay it at the same position.
 

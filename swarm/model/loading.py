@@ -20,6 +20,7 @@ from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedC
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint
 from swarm.model.hollow import absent_prefixes, blocks_of, class_for, decoder_of, hollow_class, skeleton, text_config
+from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.ownership import own_weights
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
 from swarm.model.span import Span, SpanLimits
@@ -40,6 +41,7 @@ def load_span(
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture.
     """
     checkpoint.check(blocks)
+    leave_out_planned_attention(torch.device(device))
     model = _load(checkpoint, blocks, dtype, torch.device(device))
     span = Span.of(model, checkpoint.traits, blocks, limits)
     check_span(span)

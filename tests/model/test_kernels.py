@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from swarm.blocks import Blocks
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.kernels import KernelLimits, PackedLinear, choose_kernels
+from swarm.model.kernels import KernelLimits, PackedLinear, choose_kernels, leave_out_planned_attention
 from swarm.model.loading import load_span
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
@@ -72,3 +72,15 @@ def test_weights_stay_as_they_were_where_packed_ones_compute_something_else(span
     assert not any(isinstance(linear, PackedLinear) for linear in linears_of(span))
     for linear, weight in zip(linears_of(span), before, strict=True):
         assert torch.equal(linear.weight, weight)
+
+
+def test_a_gpu_attends_without_plans_that_every_new_length_needs():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        leave_out_planned_attention(torch.device("cpu"))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        leave_out_planned_attention(torch.device("cuda", 0))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -17,15 +17,12 @@ import click
 from tqdm import tqdm
 
 from tests.simulation.guesser import Guesser
-from tests.simulation.run import Outcome, User, anchored_weather_of, settle, simulate, weather_of
+from tests.simulation.jobs import Job, simulate_job
+from tests.simulation.run import Outcome, User, settle
 
 TREE = Path(__file__).parents[2]
 SOURCES = ("swarm", "client", "server", "dht", "tests/simulation")
 RESULTS = TREE / "build" / "simulation"
-
-Job = tuple[int, float, bool, str]
-"""A seed, departures a minute, whether there are anchors, and the class of the users."""
-USERS = {user.__name__: user for user in (User, Guesser)}
 
 
 @click.command()
@@ -74,15 +71,9 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-def _simulate(job: Job, lines: list[str] | None = None) -> Outcome:
-    seed, rate, anchors, user = job
-    weather = (anchored_weather_of if anchors else weather_of)(seed, rate)
-    return simulate(seed, rate, weather, lines, USERS[user])
-
-
 def _print_trace(job: Job, messages: bool) -> None:
     lines: list[str] = []
-    outcome = _simulate(job, lines)
+    outcome = simulate_job(job, lines)
     for line in lines:
         if messages or line.split(" ", 2)[1] != "message":
             click.echo(line)
@@ -115,11 +106,11 @@ def _run(jobs: Sequence[Job], path: Path, processes: int) -> None:
 def _outcomes(jobs: Sequence[Job], processes: int) -> Iterator[Outcome]:
     if processes == 1:
         settle()
-        yield from (_simulate(job) for job in jobs)
+        yield from (simulate_job(job) for job in jobs)
         return
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=settle) as pool:
         try:
-            yield from (done.result() for done in as_completed([pool.submit(_simulate, job) for job in jobs]))
+            yield from (done.result() for done in as_completed([pool.submit(simulate_job, job) for job in jobs]))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
