@@ -53,6 +53,14 @@ def test_a_seed_replays_byte_for_byte_in_another_process(hash_seed):
     assert same == again == first.digest != other
 
 
+@pytest.mark.long
+def test_many_seeds_run_in_processes_of_their_own(tmp_path):
+    line = [sys.executable, "-m", "tests.simulation", "--seeds", "0:2", "--departures", "6", "--jobs", "2"]
+    subprocess.run([*line, "--results", tmp_path], cwd=TREE, check=True)
+    (results,) = tmp_path.iterdir()
+    assert len(results.read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_repair_that_is_broken_on_purpose_is_noticed(mutation, monkeypatch):
     mutation(monkeypatch)
