@@ -20,7 +20,7 @@ from swarm.dht.helper import serve_dial_back
 from swarm.dht.nearby import nearby
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.sequence import SequenceInFile
-from swarm.errors import NetworkError, RootMismatch, SwarmError
+from swarm.errors import ComputeFailed, NetworkError, RootMismatch, SwarmError
 from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
@@ -163,9 +163,16 @@ class _Host:
         """Serve one span after the other until asked to stop; then withdraw."""
         if loaded is None:
             loaded = await self._load(await self._automatic.first(self._length, self._claims.make))
-        while loaded is not None and (goal := await self._serve(loaded)) is not None:
-            before, loaded = loaded.span.blocks, None  # two spans may not fit into memory
-            loaded = await self._or_stopped(self._load(goal, before))
+        try:
+            while loaded is not None and (goal := await self._serve(loaded)) is not None:
+                before, loaded = loaded.span.blocks, None  # two spans may not fit into memory
+                loaded = await self._or_stopped(self._load(goal, before))
+        except* ComputeFailed:
+            await self._withdraw()
+            raise
+        await self._withdraw()
+
+    async def _withdraw(self) -> None:
         try:
             async with asyncio.timeout(5.0):  # then the announcement expires by itself
                 await self._claims.directory.withdraw()
@@ -187,8 +194,10 @@ class _Host:
                 life = group.create_task(
                     _announce(announcer, server, self._reach, self._node, self._loader.checkpoint, self._ready)
                 )
+                watching = group.create_task(server.watch())
                 goal = await self._leave(server, announcer)
                 life.cancel()
+                watching.cancel()
             if goal is not None:
                 await self._claims.withdraw(loaded.span.blocks)
         finally:

@@ -105,6 +105,17 @@ class Server:
         await self.listener.start(self.traversal.before(self.handler.on_message), self.handler.peers_in_use)
         self._sweeper = asyncio.create_task(self.handler.sweep())
 
+    async def watch(self) -> None:
+        """Raise the error of whatever of this server has ended by itself: it would announce itself, and not serve."""
+        assert self._sweeper is not None
+        watching = asyncio.create_task(self.executor.watch())
+        try:
+            ended, _ = await asyncio.wait((watching, self._sweeper), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        for task in ended:
+            task.result()
+
     async def stop(self, *, moving: bool = False) -> None:
         """End every session and every channel. moving: the address is kept, for the next span's server."""
         if self._sweeper is not None:

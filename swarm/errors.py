@@ -23,6 +23,7 @@
     │   ├── TooBusy              a DHT node gets more requests than it answers; sent to the peer, raised for dial-backs
     │   ├── ChannelClosed        the connection ended
     │   └── FrameRejected        a frame that fails authentication, order or size
+    ├── ComputeFailed            the compute thread ended or is stuck: the process ends, and another takes its sessions
     ├── InvalidMessage           a peer's message that does not validate
     ├── RecordError              an announcement that does not hold
     │   ├── RecordExpired        one that lived, or will live
@@ -43,8 +44,9 @@ unless their line says otherwise; what never leaves its package stands there. On
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import ClassVar
+
+from swarm.runs import runs_text
 
 
 class SwarmError(Exception):
@@ -267,6 +269,10 @@ class FrameRejected(NetworkError):
     why: str
 
 
+class ComputeFailed(SwarmError):
+    """The compute thread has ended, or is stuck in one batch: nothing more will be computed here."""
+
+
 @dataclass(eq=False)
 class InvalidMessage(SwarmError):
     """A peer's message that does not validate."""
@@ -390,9 +396,3 @@ class SessionClosed(SessionError):
     says: ClassVar[str] = "the session has ended: {why}; {remedy}"
     why: str
     remedy: str = "open a new one"
-
-
-def runs_text(numbers: tuple[int, ...]) -> str:
-    """Write sorted block numbers as ranges: (3, 4, 5, 9) -> "3:6, 9:10"."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}:{run[-1] + 1}" for run in runs)

@@ -58,3 +58,5 @@ class SchedulerLimits:
     linger: LingerLimits = LingerLimits()
     prefills_seen: int = limit(64, "queues", "of all peers together, when an iteration is planned; the others wait")
     peers_remembered: int = limit(4096, "peers", "beyond it only peers with waiting tasks keep their turn")
+    watch_s: float = limit(2.0, "s", "between looks at the compute thread: a dead one is noticed so soon")
+    stuck_s: float = limit(300.0, "s", "in one batch, and the thread counts as stuck: steps have timed out long before")

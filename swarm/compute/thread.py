@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import NoReturn, cast
 
 import structlog
 import torch
@@ -19,6 +19,7 @@ import torch
 from swarm.compute.limits import SchedulerLimits
 from swarm.compute.scheduler import Batch, Part, Scheduler
 from swarm.compute.task import Done, Packable, Task
+from swarm.errors import ComputeFailed
 
 _News = tuple[Task, Done, float]  # and when it came
 
@@ -34,10 +35,13 @@ class ComputeThread:
         """threads: how many cores one operation may use; None leaves torch's own choice."""
         self._loop = loop
         self._threads = threads
+        self._limits = limits or SchedulerLimits()
         self._news: SimpleQueue[_News | None] = SimpleQueue()  # None: stop once all is done
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(self._limits)
         self._done: dict[Task, Done] = {}
         self._stopping = False
+        self._began: float | None = None  # the batch that runs
+        self._ended_by: BaseException | None = None
         # torch lets go of the interpreter in every operation, and waits so many seconds for a loop that is busy.
         sys.setswitchinterval(0.0005)
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -52,20 +56,35 @@ class ComputeThread:
         self._news.put(None)
         self._thread.join(timeout=10)
 
+    async def watch(self) -> NoReturn:
+        """Raise ComputeFailed once the thread has ended, though nobody stopped it, or is stuck in a batch."""
+        while True:
+            await asyncio.sleep(self._limits.watch_s)
+            if not self._thread.is_alive():
+                raise ComputeFailed(f"the compute thread has ended: {self._ended_by!r}")
+            began = self._began
+            if began is not None and (took_s := time.perf_counter() - began) > self._limits.stuck_s:
+                raise ComputeFailed(f"the compute thread has been at one batch for {took_s:.0f} s")
+
     def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        with torch.inference_mode():  # entered once: entering it for every step costs 15 % of a small one
-            while self._iterate():
-                pass  # and nothing of a batch is kept while the next one is waited for
+        try:
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+            with torch.inference_mode():  # entered once: entering it for every step costs 15 % of a small one
+                while self._iterate():
+                    pass  # and nothing of a batch is kept while the next one is waited for
+        except BaseException as error:
+            self._ended_by = error  # for `watch`: tasks' errors are theirs, this one is of the thread itself
+            raise
 
     def _iterate(self) -> bool:
         """Run the next batch and deliver the finished tasks. Returns False when there will be none."""
         batch = self._next()
         if batch is None:
             return False
-        began = time.perf_counter()
+        began = self._began = time.perf_counter()
         failed = run(batch.parts)
+        self._began = None
         now = time.perf_counter()
         self._deliver(self._scheduler.ran(batch, now, now - began, failed), failed)
         return True

@@ -138,7 +138,7 @@ async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], No
                 readiness=partial(readiness, models, doors.keys, all_needed=bool(arguments.models)),
                 upstreams=upstreams,
             )
-            await _live(gateway, identity, listening, ready, stop)
+            await _live(gateway, compute, identity, listening, ready, stop)
 
 
 def doors_of(arguments: GatewayArguments) -> DoorOptions:
@@ -169,7 +169,12 @@ async def readiness(models: Models, keys: Keys | None, *, all_needed: bool) -> R
 
 
 async def _live(
-    gateway: Gateway, identity: Identity, listening: socket.socket, ready: Callable[[Ready], None], stop: Stop
+    gateway: Gateway,
+    compute: ComputeThread,
+    identity: Identity,
+    listening: socket.socket,
+    ready: Callable[[Ready], None],
+    stop: Stop,
 ) -> None:
     url, names = url_of(listening), tuple(gateway.models.names)
 
@@ -180,10 +185,12 @@ async def _live(
     server = WebServer(make_app(gateway), on_started)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(sockets=[listening]))
+        watching = group.create_task(compute.watch())
         await stop.wait()
         _log.info("stopping")
         server.should_exit = True
         await serving
+        watching.cancel()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from swarm.dht.records import Announcement
-from swarm.errors import runs_text
 from swarm.limits import limit
 from swarm.monitor.anchors import ToldLoad, named, states
 from swarm.monitor.state import (
@@ -29,6 +28,7 @@ from swarm.monitor.state import (
     Way,
     Ways,
 )
+from swarm.runs import runs_text
 from swarm.version import __version__
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?", re.ASCII)

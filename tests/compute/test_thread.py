@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.compute.limits import SchedulerLimits
 from swarm.compute.task import Forward, Probe, Task, Tenure
 from swarm.compute.thread import ComputeThread, deliver
+from swarm.errors import ComputeFailed
 from tests.compute.support import Cache, Doubling
 
 
@@ -182,3 +184,36 @@ async def test_a_callback_that_raises_keeps_no_other_result():
     deliver([(breaks, "one"), (heard.append, "another")])
     assert heard == ["another"]
     assert [type(error) for error in told] == [ValueError]
+
+
+class Poisonous(Probe):
+    """A task that the scheduler cannot even look at."""
+
+    @property
+    def tenure(self) -> None:
+        raise MemoryError("no memory for the scheduler")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_thread_that_ended_by_itself_is_noticed():
+    thread = ComputeThread(asyncio.get_running_loop(), threads=1, limits=SchedulerLimits(watch_s=0.01))
+    watching = asyncio.create_task(thread.watch())
+    await asyncio.sleep(0.05)
+    assert not watching.done()
+    thread.submit(Poisonous(lambda: None), lambda _: None)
+    with pytest.raises(ComputeFailed, match="has ended: MemoryError"):
+        async with asyncio.timeout(10):
+            await watching
+
+
+async def test_thread_that_is_stuck_in_a_batch_is_noticed():
+    limits = SchedulerLimits(watch_s=0.01, stuck_s=0.1)
+    thread, go = ComputeThread(asyncio.get_running_loop(), threads=1, limits=limits), threading.Event()
+    thread.submit(Probe(go.wait), lambda _: None)
+    try:
+        with pytest.raises(ComputeFailed, match="at one batch for"):
+            async with asyncio.timeout(10):
+                await thread.watch()
+    finally:
+        go.set()
+        thread.stop()

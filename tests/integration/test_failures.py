@@ -3,11 +3,13 @@
 import asyncio
 import json
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm.client.session.limits import ChunkLimits, RecoveryLimits, SessionLimits
-from swarm.demo.local import LocalProcess, LocalSwarm
+from swarm.demo.local import LocalProcess, LocalSwarm, Place, launch
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, open_node
 from swarm.errors import NoRoute, Refused
@@ -25,6 +27,7 @@ from swarm.net.p2p import P2PConfig
 from tests.support import warm
 from tests.support.swarms import NETWORK, World, environment, eventually, prompt, world
 
+TREE = Path(__file__).parents[2]
 SAME = {"pad_token_id": 0, "eos_token_id": None}
 POOL_TOKENS = 64  # for one alone: the pool is larger by an eighth
 RELEASED_AFTER_S = 0.4
@@ -235,6 +238,25 @@ async def test_a_p2pd_that_is_killed_is_replaced_and_the_server_stays_announced(
             assert time.time() - killed_at < REFRESH_WITHIN_S
             await asyncio.sleep(0.2)
             issued = (await announced())[server.ready["peer_id"]]
+
+
+async def test_a_server_that_cannot_compute_any_more_withdraws_and_ends_with_an_error(
+    checkpoint: Callable[[str], Path], home: Path
+):
+    def failing(place: Place, module: str, arguments: Sequence[str], *rest: Any) -> subprocess.Popen[bytes]:
+        return launch(place, "tests.support.failing_server" if "3:6" in arguments else module, arguments, *rest)
+
+    limits = SessionLimits(recovery=RecoveryLimits(holders_s=1.0))
+    env = {"PYTHONPATH": str(TREE), "SWARM_TEST_STEPS": "5"}
+    with world(checkpoint("llama"), home, ("0:3", "3:6"), env=env, launch=failing) as swarm:
+        failing_one = swarm.swarm.servers[1]
+        with pytest.raises(NoRoute) as nobody:
+            await asyncio.to_thread(swarm.client(limits=limits).generate, prompt(1, 6), max_new_tokens=20, **SAME)
+        assert nobody.value.missing == (3, 4, 5)
+        assert await asyncio.to_thread(failing_one.process.wait, 10) == 1
+        assert "the compute thread has ended: MemoryError('no memory for the scheduler')" in failing_one.last_lines()
+        async with reading(swarm) as announced:
+            assert failing_one.ready["peer_id"] not in await announced(), "its record would have lived for 60 s"
 
 
 @pytest.mark.parametrize("command", ["swarm-serve", "swarm-bootstrap"])
