@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from swarm.activations import Activations
-from swarm.client.hf.ahead import AheadSession, Drafting
+from swarm.client.hf.ahead import AheadSession
+from swarm.client.hf.lead import Drafting
 from swarm.errors import SessionClosed, SwarmError, UsageError
 from swarm.model.traits import Traits
 
