@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from swarm.activations import Activations
 from swarm.client.hf.lead import Drafting, Embed, Lead, RemoteSession
@@ -47,10 +48,11 @@ class AheadSession:
         want: int,
         ids: Tensor | None = None,
         drafting: Drafting | None = None,
+        processors: LogitsProcessorList | None = None,
     ) -> Tensor:
         """As `RemoteSession.step`. ids: the tokens of these activations, int64 [rows, tokens], where they are known.
 
-        drafting: None for no guesses.
+        drafting: None for no guesses. processors: of a caller that samples.
         """
         is_plain = rows is None and activations.positions is None and activations.mask is None
         text = ids if is_plain and activations.hidden.shape[0] == 1 else None
@@ -59,7 +61,7 @@ class AheadSession:
             if self._embeds is None:
                 self._embeds = torch.equal(self._embed(text, keep), activations.hidden)
             if self._embeds and self._reads(keep, drafting):
-                return self._lead.step(int(text[0, 0]), activations)
+                return self._lead.step(int(text[0, 0]), activations, processors)
         self._lead.rest()
         pace.asked(time.perf_counter())
         output = self._session.step(activations, keep=keep, rows=rows, want=want)

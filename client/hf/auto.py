@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from swarm.access import Access
 from swarm.blocks import Blocks
-from swarm.client.hf.drafting import LOOKUP, drafting_by, load_draft
+from swarm.client.hf.drafting import drafting_by, load_draft
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
@@ -18,6 +18,7 @@ from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import ClientOptions, Swarm
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Optimize
+from swarm.client.speculation.drafts import Lookup
 from swarm.config import Settings, Way, load_settings
 from swarm.dht.reading import chosen, open_directory
 from swarm.errors import BadConfiguration
@@ -153,7 +154,7 @@ def _drafting(
         case "none":
             return None
         case "lookup":
-            return LOOKUP
+            return Drafting(Lookup)
         case PreTrainedModel():
             small = draft
         case _:

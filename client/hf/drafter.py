@@ -13,10 +13,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from swarm.client.hf.draws import Draws
 from swarm.client.speculation.drafts import Guess
 from swarm.errors import UnfitDraft
-
-CONFIDENCES = 10  # kinds of a model's guesses: by tenths of how likely it takes them to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +41,17 @@ class DraftModel:
         limit = getattr(config, "max_position_embeddings", None)
         return cls(model.eval(), limit, "logits_to_keep" in inspect.signature(model.forward).parameters)
 
-    def draft(self) -> "ModelDraft":
-        """Return a draft for one text."""
-        return ModelDraft(self)
+    def draft(self, draws: Draws) -> "ModelDraft":
+        """Return a draft for one text. draws: what sampling is about to draw for it."""
+        return ModelDraft(self, draws)
 
 
 class ModelDraft:
-    """The guesses of a small model for one text: its likeliest tokens."""
+    """The guesses of a small model for one text: what the caller would take if the small model were the large one."""
 
-    def __init__(self, small: DraftModel) -> None:
+    def __init__(self, small: DraftModel, draws: Draws) -> None:
         self._small = small
+        self._draws = draws
         self._cache = DynamicCache()
         self._held: list[int] = []  # the tokens in the cache
         self._next: Guess | None = None  # behind them
@@ -77,10 +77,9 @@ class ModelDraft:
         ids = torch.tensor([path[stay:]], device=self._small.model.device)
         only_last = {"logits_to_keep": 1} if self._small.takes_keep else {}
         logits = model(input_ids=ids, past_key_values=self._cache, use_cache=True, **only_last).logits[0, -1]
-        likely, token = torch.softmax(logits.float(), dim=-1).max(dim=-1)
-        confidence = float(likely)
-        kind = -1 - min(int(confidence * CONFIDENCES), CONFIDENCES - 1)
-        self._held, self._next = list(path), Guess(int(token), kind, confidence)
+        token, confidence = self._draws.choose(path, logits)
+        kind = -1 - int(10 * min(confidence, 0.99))  # by tenths; those of look-up are positive
+        self._held, self._next = list(path), Guess(token, kind, confidence)
         return self._next
 
 

@@ -12,8 +12,6 @@ from swarm.client.hf.lead import Drafting
 from swarm.client.speculation.drafts import Lookup
 from swarm.errors import ModelNotFound, UnfitDraft
 
-LOOKUP = Drafting(Lookup)
-
 
 class Drafts:
     """The drafts of one model."""

@@ -15,8 +15,10 @@ from typing import Protocol
 import structlog
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from swarm.activations import Activations
+from swarm.client.hf.draws import Draws
 from swarm.client.speculation.calibration import Calibration
 from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits
@@ -70,7 +72,7 @@ class Drafting:
 
     make: Callable[[], Draft]
     always: bool = False
-    slow: Callable[[], Draft] | None = None
+    slow: Callable[[Draws], Draft] | None = None
 
 
 Embed = Callable[[Tensor, int], Tensor]
@@ -85,9 +87,9 @@ class Lead:
     ) -> None:
         """most: tokens that may be in flight."""
         self.pace = Pace()
-        self._sender = _Sender(session, embed)
+        self._sender = _Sender(session, embed, positions_max)
         self._limits = replace(limits, tokens_max=min(most, limits.tokens_max))
-        self._positions_max = positions_max
+        self._draws = Draws()
         self._pipe: Pipe[Pending] = Pipe(limits, Calibration())
         self._drafting: Drafting | None = None
         self._draft: Draft | None = None
@@ -138,9 +140,16 @@ class Lead:
             if is_other:
                 self._begin()  # the drafts' text was another one
 
-    def step(self, token: int, activations: Activations) -> Tensor:
-        """Run the caller's next token, or take its output from what is in flight. Returns [1, 1, hidden_size]."""
+    def step(self, token: int, activations: Activations, processors: LogitsProcessorList | None = None) -> Tensor:
+        """Run the caller's next token, or take its output from what is in flight. Returns [1, 1, hidden_size].
+
+        processors: of a caller that samples.
+        """
         pipe, position = self._pipe, len(self._pipe.text)
+        if self._slow is not None and processors is not None:
+            self._draws.at(position + 1, processors)
+        else:
+            self._draws.none()
         with self._lock:
             asked = time.perf_counter()
             is_right = self._feed(token)
@@ -216,7 +225,7 @@ class Lead:
         if drafting is not None:
             self._draft = drafting.make()
             if drafting.slow is not None:
-                self._slow = _Slow(drafting.slow(), Background(self._draft_on))
+                self._slow = _Slow(drafting.slow(self._draws), Background(self._draft_on))
 
     def _turns(self, *, is_over: bool = False) -> None:
         """What the slow draft has guessed is behind a text that did not come. is_over: it is to wait."""
@@ -248,7 +257,7 @@ class Lead:
         """Return how many guesses the next frame may hold."""
         pipe = self._pipe
         pipe.depth = min(self._limits.tokens_max, self.pace.depth)
-        return min(pipe.room, self._positions_max - len(pipe.text) - len(pipe.guesses))
+        return min(pipe.room, self._sender.positions_max - len(pipe.text) - len(pipe.guesses))
 
     def _guesses(self) -> list[tuple[Guess, float]]:
         """Return what the quick draft guesses, as far as it is worth it."""
@@ -286,8 +295,9 @@ class _Slow:
 class _Sender:
     """Frames of tokens become steps of the session."""
 
-    def __init__(self, session: RemoteSession, embed: Embed) -> None:
+    def __init__(self, session: RemoteSession, embed: Embed, positions_max: int) -> None:
         self.session = session
+        self.positions_max = positions_max
         self._embed = embed
         self._last: Pending | None = None
 

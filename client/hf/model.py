@@ -185,6 +185,16 @@ class DistributedModel(HollowModel):
         drafting: Drafting | None = getattr(self._calls, "drafting", self._drafts.drafting)
         return drafting
 
+    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as `transformers` has it
+        """Do as `transformers` does; a draft learns what is about to be drawn."""
+        before = getattr(self._calls, "processors", None)
+        samples = kwargs["generation_config"].do_sample and input_ids.device.type == "cpu"
+        self._calls.processors = kwargs["logits_processor"] if samples else None
+        try:
+            return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._calls.processors = before
+
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -284,7 +294,10 @@ class DistributedModel(HollowModel):
         want = tokens if call.want_all else min(call.want, tokens)
         output: Tensor
         if call.cache is not None:
-            output = call.cache.step(activations, want=want, ids=call.ids, drafting=self._calls_drafting)
+            processors = getattr(self._calls, "processors", None)
+            output = call.cache.step(
+                activations, want=want, ids=call.ids, drafting=self._calls_drafting, processors=processors
+            )
         else:
             session = self.backend.open_session(
                 Blocks(0, self.backend.traits.n_blocks), positions_max=tokens, rollback_max=0

@@ -179,6 +179,17 @@ def test_a_draft_model_that_is_always_right_saves_most_trips(full, spare):
         assert counts.tokens_a_trip > 2
 
 
+def test_a_draft_model_guesses_what_sampling_is_about_to_draw(full, spare):
+    """The draft is the model itself, so that every guess is right."""
+    settings = {**SEEDED, "top_k": 40, "repetition_penalty": 1.2}
+    expected = generated(full, **settings)
+    with spare.client() as model, late(model, 0.03):
+        assert generated(model, assistant_model=full, **settings) == expected
+        counts = model.last_speculation
+        assert counts.right > 30
+        assert counts.wrong < 3  # guesses of look-up
+
+
 def test_a_draft_model_that_fails_is_left(full, spare):
     small = copy.deepcopy(full)
     called = []
