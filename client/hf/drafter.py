@@ -77,9 +77,9 @@ class ModelDraft:
         ids = torch.tensor([path[stay:]], device=self._small.model.device)
         only_last = {"logits_to_keep": 1} if self._small.takes_keep else {}
         logits = model(input_ids=ids, past_key_values=self._cache, use_cache=True, **only_last).logits[0, -1]
-        token, confidence = self._draws.choose(path, logits)
+        token, confidence, is_drawn = self._draws.choose(path, logits)
         kind = -1 - int(10 * min(confidence, 0.99))  # by tenths; those of look-up are positive
-        self._held, self._next = list(path), Guess(token, kind, confidence)
+        self._held, self._next = list(path), Guess(token, kind, None if is_drawn else confidence)
         return self._next
 
 

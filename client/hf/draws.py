@@ -49,8 +49,11 @@ class Draws:
                 del self._states[past]
                 self._noise.pop(past, None)
 
-    def choose(self, path: list[int], logits: Tensor) -> tuple[int, float]:
-        """Return the token behind a path by a draft's logits, [vocabulary], and how likely the draft takes it to be."""
+    def choose(self, path: list[int], logits: Tensor) -> tuple[int, float, bool]:
+        """Return the token behind a path by a draft's logits, [vocabulary], and how likely the draft takes it to be.
+
+        Also whether it was drawn: then an unlikely one may be right as often as a likely one.
+        """
         with self._lock:
             processors, noise = self._processors, self._drawn(len(path), logits.shape[0])
         scores = logits.float().cpu()[None]
@@ -61,7 +64,7 @@ class Draws:
                     scores = each(ids, scores)
         probabilities = torch.softmax(scores, dim=-1)[0]
         token = int((probabilities if noise is None else probabilities / noise).argmax())
-        return token, float(probabilities[token])
+        return token, float(probabilities[token]), noise is not None
 
     def _drawn(self, position: int, vocabulary: int) -> Tensor | None:
         """Return what is drawn for a position; None where nothing is, or it is past."""

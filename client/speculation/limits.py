@@ -23,7 +23,7 @@ class CalibrationLimits:
     """How quickly it is learned how often guesses are right."""
 
     prior_right: float = limit(0.6, "", "of guesses of which nothing is known yet")
-    prior_weight: float = limit(4.0, "guesses", "so many seen ones count as much as that assumption")
+    prior_weight: float = limit(2.0, "guesses", "so many seen ones count as much as that assumption")
     memory: int = limit(64, "guesses", "older ones count less and less")
 
 
