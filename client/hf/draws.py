@@ -6,6 +6,7 @@ near enough (Daliri et al., 2408.07978). The caller's generator is only read.
 """
 
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,8 @@ class Draws:
             ids = torch.tensor([path])
             for each in processors:
                 if _is_stateless(each):
-                    scores = each(ids, scores)
+                    warp: Any = each  # its types ask for tensors of old names
+                    scores = warp(ids, scores)
         probabilities = torch.softmax(scores, dim=-1)[0]
         token = int((probabilities if noise is None else probabilities / noise).argmax())
         return token, float(probabilities[token]), noise is not None
