@@ -34,10 +34,10 @@ from swarm.version import __version__
 @click.option("--chat", is_flag=True, help="put the prompt into the model's chat template")
 @click.option(
     "--draft",
-    type=click.Choice(("none", "lookup")),
-    default="none",
+    default="lookup",
     show_default=True,
-    help="lookup: guess tokens that repeat earlier text; the text is the same, and comes sooner over slow networks",
+    metavar="lookup|none|MODEL",
+    help="what guesses next tokens: earlier text, or a small model; the text is the same, and comes sooner",
 )
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="what the servers compute in"

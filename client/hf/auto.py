@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import structlog
 import torch
+from transformers import PreTrainedModel
 
 from swarm.access import Access
 from swarm.blocks import Blocks
-from swarm.client.hf.ahead import Drafting
+from swarm.client.hf.drafting import drafting_by, load_draft
+from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
 from swarm.client.hf.runtime import LoopThread
@@ -59,7 +60,7 @@ class AutoDistributedModel:
         blocked_peers: Iterable[str] = (),
         trusted_peers: Mapping[str, Iterable[str]] | None = None,
         optimize: Optimize = "latency",
-        draft: Literal["lookup", "none"] = "none",
+        draft: str | Path | PreTrainedModel = "lookup",
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
@@ -79,8 +80,8 @@ class AutoDistributedModel:
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
         "throughput" for the route whose slowest server is fastest, for batches. draft: where guesses of the next tokens
-        come from, which travel ahead of the text: "lookup" in the text itself, or "none". They change the time alone
-        (docs/speculation.md).
+        come from, which travel ahead of the text: "lookup" in the text itself, "none", or a small model of the same
+        vocabulary: itself, a hub id or a directory. They change the time alone (docs/speculation.md).
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
@@ -98,8 +99,6 @@ class AutoDistributedModel:
             identity=_path(identity),
             directory=directory,
         )
-        if draft not in {"lookup", "none"}:
-            raise BadConfiguration("draft", f'{draft!r}; it is "lookup" or "none"')
         name = model if model is not None else settings.model
         if name is None:
             raise BadConfiguration("model", "say which, or set SWARM_MODEL")
@@ -112,12 +111,13 @@ class AutoDistributedModel:
         )
         _check_blocks(checkpoint, options)
         ends = load_ends(checkpoint, dtype=dtype, device=device)
+        drafting = _drafting(draft, ends, token=token, cache_dir=settings.cache_dir, device=device)
         local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
         join = partial(open_directory, settings.network, settings.initial_peers, access, way)
         swarm = Swarm(checkpoint, ends.dtype, join, me, options)
         backend = swarm if local is None else LocalFirst(local, swarm)
-        return distribute(ends, backend, Drafting(Lookup) if draft == "lookup" else None)
+        return distribute(ends, backend, drafting)
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel
@@ -144,6 +144,22 @@ def _ways_in(settings: Settings, access: Access) -> tuple[str, ...]:
 
 def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
+
+
+def _drafting(
+    draft: str | Path | PreTrainedModel, ends: PreTrainedModel, *, device: torch.device | str, **hub: str | Path | None
+) -> Drafting | None:
+    """Return where guesses come from. Raises UnfitDraft or ModelNotFound."""
+    match draft:
+        case "none":
+            return None
+        case "lookup":
+            return Drafting(Lookup)
+        case PreTrainedModel():
+            small = draft
+        case _:
+            small = load_draft(draft, device=device, **hub)
+    return drafting_by(small, ends.name_or_path, ends.config.get_text_config(decoder=True).vocab_size)
 
 
 def _check_blocks(checkpoint: Checkpoint, options: ClientOptions) -> None:

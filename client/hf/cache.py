@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from swarm.activations import Activations
-from swarm.client.hf.ahead import AheadSession, Drafting
+from swarm.client.hf.ahead import AheadSession
+from swarm.client.hf.lead import Drafting
 from swarm.errors import SessionClosed, SwarmError, UsageError
 from swarm.model.traits import Traits
 
@@ -46,7 +48,13 @@ class RemoteCache(Cache):
         return cache
 
     def step(
-        self, activations: Activations, *, want: int, ids: Tensor | None = None, drafting: Drafting | None = None
+        self,
+        activations: Activations,
+        *,
+        want: int,
+        ids: Tensor | None = None,
+        drafting: Drafting | None = None,
+        processors: LogitsProcessorList | None = None,
     ) -> Tensor:
         """Run new positions through the blocks. Shapes as in `Session.step`, the rest as in `AheadSession.step`.
 
@@ -58,7 +66,15 @@ class RemoteCache(Cache):
             self._session = self._open_session(self._rollback_max)
         rows = self._rows if self.length else None
         try:
-            output = self._session.step(activations, keep=self.length, rows=rows, want=want, ids=ids, drafting=drafting)
+            output = self._session.step(
+                activations,
+                keep=self.length,
+                rows=rows,
+                want=want,
+                ids=ids,
+                drafting=drafting,
+                processors=processors,
+            )
             self._rows = None
             self._n_rows = activations.rows
             self._layer.length += activations.tokens

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.hf.ahead import Pending, RemoteSession
+from swarm.client.hf.lead import Pending, RemoteSession
 from swarm.client.hf.ranges import Backend
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import PromptTooLong
@@ -94,6 +94,11 @@ class _Session:
         with self._computing, torch.inference_mode():
             self._past.rewind(keep, rows)
             return self._past.forward(self._span, activations)
+
+    @property
+    def load(self) -> float:
+        """As `RemoteSession.load`."""
+        return self._behind.load if self._behind is not None else 0.0
 
     def close(self) -> None:
         """Free the leases. Closing twice is fine."""

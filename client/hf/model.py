@@ -20,12 +20,13 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.hf.ahead import AheadSession, Drafting, RemoteSession
+from swarm.client.hf.ahead import AheadSession
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache
+from swarm.client.hf.drafting import Drafts
 from swarm.client.hf.hollow import HollowModel, without_gradient
+from swarm.client.hf.lead import Drafting
 from swarm.client.hf.ranges import Backend, RemoteBlockList, padding
 from swarm.client.planning.explain import ExplainedRoute
-from swarm.client.speculation.drafts import Lookup
 from swarm.client.speculation.limits import AheadLimits
 from swarm.client.speculation.pipe import Counts
 from swarm.errors import PromptTooLong, UsageError
@@ -79,7 +80,7 @@ class DistributedModel(HollowModel):
     backend: Backend
     _calls: threading.local
     _chat: RemoteCache | None
-    _drafting: Drafting | None  # of calls that do not say anything else
+    _drafts: Drafts
     _latest: Counts | None
 
     @property
@@ -127,7 +128,7 @@ class DistributedModel(HollowModel):
         limit = self.backend.traits.positions_max or 1 << 20  # where the model declares no limit
         positions_max = min(max_length or limit, limit, POSITIONS_MAX)
         blocks = Blocks(0, self.backend.traits.n_blocks)
-        backend, opened = self.backend, list[RemoteSession]()
+        backend, opened = self.backend, list[AheadSession]()
         forgets = any(kind != "full" for kind in backend.traits.kinds)
         # Guesses that were wrong are taken back together with what the caller takes back.
         ahead = AHEAD.tokens_max if forgets and backend.traits.can_roll_back and self._calls_drafting else 0
@@ -135,11 +136,12 @@ class DistributedModel(HollowModel):
         def open_session(rollback: int) -> AheadSession:
             more = min(rollback + ahead, ROLLBACK_MAX)
             session = backend.open_session(blocks, positions_max=positions_max, rollback_max=more)
-            opened.append(session)
             most = AHEAD.tokens_max if backend.traits.can_roll_back and (ahead or not forgets) else 0
-            ahead_of = AheadSession(session, self._embed, most, positions_max)
-            self._latest = ahead_of.counts
-            return ahead_of
+            opened.append(AheadSession(session, self._embed, most, positions_max, AHEAD))
+            self._latest = opened[-1].counts
+            if not backend.traits.can_roll_back:
+                self._latest.off = f"{backend.traits.model_type} models have a state that cannot be taken back"
+            return opened[-1]
 
         cache = RemoteCache(backend.traits, open_session, rollback_max)
         weakref.finalize(cache, _close_all, opened)
@@ -162,10 +164,11 @@ class DistributedModel(HollowModel):
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
             kwargs[name] = self._chat
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        drafting = self._drafts.of_call(kwargs, ids.shape[0] if isinstance(ids, Tensor) else None)
         before = getattr(self._calls, "made", None), self._calls_drafting
         made: list[RemoteCache] = []
-        self._calls.made = made  # by thread: several may generate at once
-        self._calls.drafting = self._drafting_of(args, kwargs)
+        self._calls.made, self._calls.drafting = made, drafting  # by thread: several may generate at once
         result: Any = None
         try:
             result = super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -179,18 +182,18 @@ class DistributedModel(HollowModel):
     @property
     def _calls_drafting(self) -> Drafting | None:
         """Where the guesses of this thread's running call come from."""
-        drafting: Drafting | None = getattr(self._calls, "drafting", self._drafting)
+        drafting: Drafting | None = getattr(self._calls, "drafting", self._drafts.drafting)
         return drafting
 
-    def _drafting_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Drafting | None:
-        """Return where a call's guesses come from; what says so is taken out: the tokens are those of a plain call."""
-        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        is_one = isinstance(ids, Tensor) and ids.shape[0] == 1 and self.backend.traits.can_roll_back
-        if is_one and kwargs.get("prompt_lookup_num_tokens") is not None:
-            del kwargs["prompt_lookup_num_tokens"]
-            kwargs.pop("max_matching_ngram_size", None)
-            return Drafting(Lookup, always=True)
-        return self._calls_drafting
+    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as `transformers` has it
+        """Do as `transformers` does; a draft learns what is about to be drawn."""
+        before = getattr(self._calls, "processors", None)
+        samples = kwargs["generation_config"].do_sample and input_ids.device.type == "cpu"
+        self._calls.processors = kwargs["logits_processor"] if samples else None
+        try:
+            return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._calls.processors = before
 
     def _prepare_cache_for_generation(
         self,
@@ -202,6 +205,8 @@ class DistributedModel(HollowModel):
     ) -> None:
         """Put a RemoteCache where `transformers` would make one of its own."""
         del batch_size, max_cache_length  # a chat may go on with this cache; memory is charged when it is used
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            self._calls.drafting = None  # `transformers` does it itself
         name = self.backend.traits.cache_argument
         given = model_kwargs.get(name)
         if given is not None:
@@ -289,8 +294,10 @@ class DistributedModel(HollowModel):
         want = tokens if call.want_all else min(call.want, tokens)
         output: Tensor
         if call.cache is not None:
-            drafting = getattr(self._calls, "drafting", self._drafting)
-            output = call.cache.step(activations, want=want, ids=call.ids, drafting=drafting)
+            processors = getattr(self._calls, "processors", None)
+            output = call.cache.step(
+                activations, want=want, ids=call.ids, drafting=self._calls_drafting, processors=processors
+            )
         else:
             session = self.backend.open_session(
                 Blocks(0, self.backend.traits.n_blocks), positions_max=tokens, rollback_max=0
@@ -315,7 +322,8 @@ def distribute(model: PreTrainedModel, backend: Backend, drafting: Drafting | No
     model.backend = backend
     model._calls = threading.local()
     model._chat = None
-    model._drafting = drafting
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    model._drafts = Drafts(model.name_or_path, vocabulary, drafting)
     model._latest = None
     replace_blocks(model, backend.traits, model._run_blocks)
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)
@@ -334,6 +342,6 @@ def _unusual(positions: Tensor | None, past: int, batch: int, tokens: int) -> Te
     return None if bool((positions == counted).all()) else positions.to(torch.int64).expand(-1, tokens)
 
 
-def _close_all(sessions: Sequence[RemoteSession]) -> None:
+def _close_all(sessions: Sequence[AheadSession]) -> None:
     for session in sessions:
         session.close()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
-from swarm.client.hf.ahead import RemoteSession
+from swarm.client.hf.lead import RemoteSession
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import UsageError
 from swarm.model.traits import Traits

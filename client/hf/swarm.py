@@ -184,6 +184,12 @@ class WaitingSession:
 
         return self._loop.begin(put)
 
+    @property
+    def load(self) -> float:
+        """Steps of others that the busiest hop announced when the route was planned."""
+        route = self._session.route if self._session is not None else ()
+        return max((hop.announcement.load for hop in route), default=0.0)
+
     def close(self) -> None:
         """Free the leases. Does not wait: it may be called wherever a cache is collected."""
         self._loop.start(self._close())

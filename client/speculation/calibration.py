@@ -13,10 +13,14 @@ class Calibration:
         self._right: defaultdict[int, float] = defaultdict(float)
         self._seen: defaultdict[int, float] = defaultdict(float)
 
-    def likelihood(self, kind: int) -> float:
-        """Return how likely a guess of this kind is to be right, where all before it are."""
+    def likelihood(self, kind: int, prior: float | None = None) -> float:
+        """Return how likely a guess of this kind is to be right, where all before it are.
+
+        prior: the same as far as the draft knows, where it knows anything.
+        """
         weight = self._limits.prior_weight
-        return (self._right[kind] + self._limits.prior_right * weight) / (self._seen[kind] + weight)
+        prior = self._limits.prior_right if prior is None else prior
+        return (self._right[kind] + prior * weight) / (self._seen[kind] + weight)
 
     def saw(self, kind: int, *, is_right: bool) -> None:
         """Learn of one guess."""

@@ -10,10 +10,14 @@ from swarm.limits import limit
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One guessed token. kind: guesses of one kind are right equally often, as far as the draft can tell."""
+    """One guessed token. kind: guesses of one kind are right equally often, as far as the draft can tell.
+
+    likely: how likely the draft itself takes it to be right, from 0 to 1; it counts until more is learned of the kind.
+    """
 
     token: int
     kind: int
+    likely: float | None = None
 
 
 class Draft(Protocol):

@@ -14,7 +14,8 @@ class AheadLimits:
     frame_tokens_min: int = limit(4, "tokens", "room for fewer guesses waits, unless nothing is in flight")
     frames_max: int = limit(8, "steps", "in flight: the window of a hop")
     cut_off: float = limit(0.1, "", "a guess that is less likely to become the text costs servers more than it saves")
-    trip_s_min: float = limit(0.02, "s", "on a quicker route nothing is guessed unless the user asks for it")
+    load_max: float = limit(4.0, "steps", "announced by a hop that has more to do than guesses")
+    lookup_min: float = limit(0.5, "", "guesses of look-up that are less likely leave their place to a draft model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,5 +23,18 @@ class CalibrationLimits:
     """How quickly it is learned how often guesses are right."""
 
     prior_right: float = limit(0.6, "", "of guesses of which nothing is known yet")
-    prior_weight: float = limit(4.0, "guesses", "so many seen ones count as much as that assumption")
+    prior_weight: float = limit(2.0, "guesses", "so many seen ones count as much as that assumption")
     memory: int = limit(64, "guesses", "older ones count less and less")
+
+
+@dataclass(frozen=True, slots=True)
+class PaceLimits:
+    """When plain steps are better than guesses, unless the user asks for these."""
+
+    trip_s_min: float = limit(0.02, "s", "on a quicker route nothing is guessed")
+    drafts_min: float = limit(2.0, "guesses", "of a draft model fit into a trip, or nothing is guessed")
+    forgets: float = limit(0.99, "", "share of a guess's time that is remembered with each plain token")
+    tokens: int = limit(24, "tokens", "with guesses are compared with those without")
+    lost: float = limit(1.02, "", "times a plain token: guesses that take longer pause")
+    pause_min: int = limit(32, "tokens", "the first pause; each further one is twice as long")
+    pause_max: int = limit(512, "tokens", "the longest pause")

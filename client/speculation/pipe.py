@@ -43,13 +43,22 @@ class Frame(Generic[Answer]):
 
 @dataclass(slots=True)
 class Counts:
-    """What became of guesses. tokens: fed by the caller. computed: by the servers. trips: tokens that no guess was."""
+    """What became of guesses. tokens: fed by the caller. computed: by the servers. trips: tokens that no guess was.
+
+    off: why nothing can be guessed, where that is so.
+    """
 
     tokens: int = 0
     computed: int = 0
     trips: int = 0
     right: int = 0
     wrong: int = 0
+    off: str = ""
+
+    @property
+    def tokens_a_trip(self) -> float:
+        """How many tokens of the text came for each trip around the route."""
+        return self.tokens / max(1, self.trips)
 
 
 class Pipe(Generic[Answer]):
@@ -113,7 +122,7 @@ class Pipe(Generic[Answer]):
         path = prod(likelihood for _, likelihood in self._guesses)
         chosen = []
         for guess in guesses:
-            likelihood = self._calibration.likelihood(guess.kind)
+            likelihood = self._calibration.likelihood(guess.kind, guess.likely)
             path *= likelihood
             if path < self._limits.cut_off:
                 break

@@ -1,15 +1,22 @@
 """Guesses that travel ahead of `generate()`: the tokens, and the random numbers, are those of a plain run."""
 
+import copy
 import threading
+import time
+from contextlib import contextmanager
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteriaList
 
-from swarm.client.hf.ahead import Drafting
+from swarm.client.hf.lead import Drafting
+from swarm.client.hf.swarm import WaitingSession
 from swarm.client.speculation.drafts import Guess
+from swarm.errors import UnfitDraft
 from tests.client.test_repair import After, leases, route_of
+from tests.families import make
 from tests.model.rings import save_family
 from tests.support.inprocess import inprocess
 from tests.support.often import rest_is_long
@@ -70,8 +77,53 @@ def generated(model, ids=IDS, tokens=48, criteria=(), **how):
     return found[0].tolist(), streamer.came, torch.get_rng_state().tolist()
 
 
+@contextmanager
+def late(model, delay_s):
+    """Have every answer to a step that was put ahead come later, as over a wide-area route."""
+    opening = model.backend.open_session
+
+    def open_session(*arguments, **bounds):
+        session = opening(*arguments, **bounds)
+        put, step = session.put, session.step
+
+        def stepped(*arguments, **which):
+            time.sleep(delay_s)
+            return step(*arguments, **which)
+
+        session.put = lambda *arguments, **which: Late(put(*arguments, **which), time.perf_counter() + delay_s)
+        session.step = stepped
+        return session
+
+    model.backend.open_session = open_session
+    yield
+    model.backend.open_session = opening
+
+
+class Late:
+    def __init__(self, pending, at):
+        self._pending, self._at = pending, at
+
+    @property
+    def is_done(self):
+        return time.perf_counter() >= self._at and self._pending.is_done
+
+    def wait(self):
+        time.sleep(max(0.0, self._at - time.perf_counter()))
+        return self._pending.wait()
+
+
 def knowing(text, right=0.8):
     return Drafting(lambda: Oracle(text, right), always=True)
+
+
+def beside(full, noise):
+    """Return a model whose likeliest tokens are often those of another."""
+    small = copy.deepcopy(full)
+    rng = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weights in small.parameters():
+            weights.add_(torch.randn(weights.shape, generator=rng) * noise * weights.std(unbiased=False))
+    return small
 
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "opt", "bloom"]
@@ -107,6 +159,84 @@ def test_look_up_is_asked_for_as_in_transformers(world):
     assert model.last_speculation.tokens == 47
 
 
+@pytest.mark.parametrize("way", rest_is_long(WAYS, ("seeded, with a penalty",)))
+def test_a_model_drafts_as_in_transformers(world, way):
+    """Tokens and random numbers are those of a plain run, and not those of its assisted generation."""
+    _, model, full = world
+    expected = generated(full, **WAYS[way])
+    small = beside(full, 0.05)
+    assert generated(model, assistant_model=small, **WAYS[way]) == expected
+    counts = model.last_speculation
+    assert counts.right + counts.wrong > 5
+    assert counts.tokens == 47
+    assert generated(model, assistant_model=small, **WAYS[way]) == expected  # on the same draft model
+
+
+@pytest.mark.parametrize(("load", "guesses"), [(0.0, True), (9.0, False)])
+def test_busy_hops_get_no_guesses_that_nobody_asked_for(full, spare, load, guesses):
+    expected = generated(full, **GREEDY)
+    with (
+        spare.client(drafting=Drafting(lambda: Oracle(expected[0], 0.9))) as model,
+        late(model, 0.03),
+        patch.object(WaitingSession, "load", load),
+    ):
+        assert generated(model, **GREEDY) == expected
+        counts = model.last_speculation
+        assert bool(counts.right + counts.wrong) is guesses
+
+
+def test_a_draft_model_that_is_always_right_saves_most_trips(full, spare):
+    expected = generated(full, **GREEDY)
+    with spare.client() as model, late(model, 0.03):
+        assert generated(model, assistant_model=full, **GREEDY) == expected
+        counts = model.last_speculation
+        assert counts.right > 30
+        assert counts.tokens_a_trip > 2
+
+
+def test_a_draft_model_guesses_what_sampling_is_about_to_draw(full, spare):
+    """The draft is the model itself, so that every guess is right."""
+    settings = {**SEEDED, "top_k": 40, "repetition_penalty": 1.2}
+    expected = generated(full, **settings)
+    with spare.client() as model, late(model, 0.03):
+        assert generated(model, assistant_model=full, **settings) == expected
+        counts = model.last_speculation
+        assert counts.right > 20
+        assert counts.wrong < 3  # guesses of look-up
+
+
+def test_a_draft_model_that_fails_is_left(full, spare):
+    small = copy.deepcopy(full)
+    called = []
+
+    def fail(*_):
+        called.append(1)
+        raise RuntimeError("out of memory")
+
+    small.register_forward_pre_hook(fail)
+    with spare.client() as model:
+        assert generated(model, assistant_model=small, **GREEDY) == generated(full, **GREEDY)
+    assert len(called) == 1
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(full, spare, tmp_path):
+    config = copy.deepcopy(full.config)
+    config.vocab_size = 64
+    other = AutoModelForCausalLM.from_config(config)
+    with spare.client() as model, pytest.raises(UnfitDraft, match="64 tokens"):
+        generated(model, assistant_model=other, **GREEDY)
+    folder = save_family("mamba2", tmp_path / "mamba2")
+    recurrent = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with spare.client() as model, pytest.raises(UnfitDraft, match="recurrent"):
+        generated(model, assistant_model=recurrent, **GREEDY)
+
+
+def test_no_thread_stays_when_a_text_is_done(full, spare):
+    with spare.client() as model:
+        generated(model, assistant_model=full, **GREEDY)
+        eventually(lambda: not [each for each in threading.enumerate() if each.name == "swarm-draft"], 10)
+
+
 def test_a_recurrent_family_generates_as_ever(tmp_path):
     """Its state cannot be taken back, so nothing is guessed."""
     folder = save_family("mamba2", tmp_path / "mamba2")
@@ -115,6 +245,9 @@ def test_a_recurrent_family_generates_as_ever(tmp_path):
     with inprocess(folder, *SPANS) as swarm, swarm.client(drafting=knowing(expected[0], 1.0)) as model:
         assert generated(model, tokens=12, **GREEDY) == expected
         assert model.last_speculation.right == 0
+        assert "mamba2" in model.last_speculation.off
+        small = AutoModelForCausalLM.from_config(make("llama"))
+        assert generated(model, tokens=12, assistant_model=small, **GREEDY) == expected
 
 
 @pytest.fixture(scope="module")

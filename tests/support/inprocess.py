@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from swarm.blocks import Blocks
-from swarm.client.hf.ahead import Drafting
+from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
 from swarm.client.hf.runtime import LoopThread

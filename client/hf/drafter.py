@@ -1,0 +1,90 @@
+"""A small model of the same vocabulary guesses the next tokens of a large one.
+
+Its KV cache follows the text by rollback: what it has of the text and the guesses stays, and the rest is computed.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from swarm.client.hf.draws import Draws
+from swarm.client.speculation.drafts import Guess
+from swarm.errors import UnfitDraft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A small model, for one text after the other."""
+
+    model: PreTrainedModel
+    positions_max: int | None
+    takes_keep: bool  # whether its forward can compute the last position's logits alone
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, vocabulary: int, name: str) -> "DraftModel":
+        """Check a model. vocabulary, name: of the model that it drafts for. Raises UnfitDraft."""
+        config = model.config.get_text_config(decoder=True)
+        draft = str(getattr(model, "name_or_path", "")) or type(model).__name__
+        if config.vocab_size != vocabulary:
+            raise UnfitDraft(draft, name, f"it has {config.vocab_size} tokens, and not {vocabulary}")
+        # The layers are empty, so this costs nothing. Those with a window are replaced by ones that keep everything.
+        if not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
+            raise UnfitDraft(
+                draft, name, f"{config.model_type} models have a recurrent state that cannot be rolled back"
+            )
+        limit = getattr(config, "max_position_embeddings", None)
+        return cls(model.eval(), limit, "logits_to_keep" in inspect.signature(model.forward).parameters)
+
+    def draft(self, draws: Draws) -> "ModelDraft":
+        """Return a draft for one text. draws: what sampling is about to draw for it."""
+        return ModelDraft(self, draws)
+
+
+class ModelDraft:
+    """The guesses of a small model for one text: what the caller would take if the small model were the large one."""
+
+    def __init__(self, small: DraftModel, draws: Draws) -> None:
+        self._small = small
+        self._draws = draws
+        self._cache = DynamicCache()
+        self._held: list[int] = []  # the tokens in the cache
+        self._next: Guess | None = None  # behind them
+
+    def propose(self, text: Sequence[int], guesses: Sequence[int], count: int) -> list[Guess]:
+        """As `Draft.propose`. A guess costs a forward of one token; the first one also the text that is new."""
+        path, found = [*text, *guesses], list[Guess]()
+        limit = self._small.positions_max
+        while path and len(found) < count and (limit is None or len(path) < limit):
+            found.append(self._behind(path))
+            path.append(found[-1].token)
+        return found
+
+    @torch.no_grad()
+    def _behind(self, path: list[int]) -> Guess:
+        if self._next is not None and path == self._held:
+            return self._next
+        stay = min(_common(self._held, path), len(path) - 1)
+        if stay < len(self._held):
+            self._cache.crop(stay - len(self._held))
+            self._held, self._next = self._held[:stay], None
+        model: Callable[..., Any] = self._small.model
+        ids = torch.tensor([path[stay:]], device=self._small.model.device)
+        only_last = {"logits_to_keep": 1} if self._small.takes_keep else {}
+        logits = model(input_ids=ids, past_key_values=self._cache, use_cache=True, **only_last).logits[0, -1]
+        token, confidence, is_drawn = self._draws.choose(path, logits)
+        kind = -1 - int(10 * min(confidence, 0.99))  # by tenths; those of look-up are positive
+        self._held, self._next = list(path), Guess(token, kind, None if is_drawn else confidence)
+        return self._next
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two texts have in common from their beginning."""
+    if other[: len(one)] == one:
+        return len(one)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,0 +1,355 @@
+"""The steps that lead the caller of one session: the token that it asks for, and guesses behind it.
+
+A quick draft guesses whenever the caller asks. A slow one, such as a model, guesses in a thread of its own, while steps
+travel and the caller computes: so a guess costs time only if the route is quicker than the draft. Both send what they
+guessed under one lock, because steps are in order.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Protocol
+
+import structlog
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from swarm.activations import Activations
+from swarm.client.hf.draws import Draws
+from swarm.client.speculation.calibration import Calibration
+from swarm.client.speculation.drafts import Draft, Guess
+from swarm.client.speculation.limits import AheadLimits
+from swarm.client.speculation.pace import Pace
+from swarm.client.speculation.pipe import Counts, Frame, Pipe
+from swarm.errors import SwarmError
+
+_log = structlog.get_logger("swarm.ahead")
+
+
+class Pending(Protocol):
+    """A step whose answer is on the way."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Return the output, or raise the error that the session has ended with."""
+        ...
+
+
+class RemoteSession(Protocol):
+    """A session along a route, for a thread that waits."""
+
+    def step(self, activations: Activations, *, keep: int, rows: Sequence[int] | None, want: int) -> Tensor:
+        """As `swarm.client.session.session.Session.step`."""
+        ...
+
+    def put(self, activations: Activations, *, keep: int) -> Pending:
+        """As `swarm.client.session.session.Session.put`; all outputs are wanted. Only after the first step."""
+        ...
+
+    @property
+    def load(self) -> float:
+        """Steps of others that the busiest hop announced when the route was planned."""
+        ...
+
+    def close(self) -> None:
+        """Free the leases. Closing twice is fine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Where guesses come from. make: a new draft, for one text. always: also where they seem to lose time.
+
+    slow: makes a draft that takes its time, such as a model. It guesses in a thread, where the other one is silent.
+    """
+
+    make: Callable[[], Draft]
+    always: bool = False
+    slow: Callable[[Draws], Draft] | None = None
+
+
+Embed = Callable[[Tensor, int], Tensor]
+"""From token ids [1, n], and the position of the first one, to what block 0 gets, [1, n, hidden_size]."""
+
+
+class Lead:
+    """What one session has in flight, and where it comes from. `step` is the caller's; `_draft_on` the thread's."""
+
+    def __init__(
+        self, session: RemoteSession, embed: Embed, most: int, positions_max: int, limits: AheadLimits
+    ) -> None:
+        """most: tokens that may be in flight."""
+        self.pace = Pace()
+        self._sender = _Sender(session, embed, positions_max)
+        self._limits = replace(limits, tokens_max=min(most, limits.tokens_max))
+        self._draws = Draws()
+        self._pipe: Pipe[Pending] = Pipe(limits, Calibration())
+        self._drafting: Drafting | None = None
+        self._draft: Draft | None = None
+        self._slow: _Slow | None = None
+        self._drafted: list[Guess] = []  # by the slow draft, behind all that is in flight
+        self._turn = 0  # another one: the slow draft's guess under way is behind a text that did not come
+        self._rests = True  # until the next step, nothing is guessed
+        self._lock = threading.Lock()
+
+    @property
+    def counts(self) -> Counts:
+        """What became of guesses."""
+        return self._pipe.counts
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+        return len(self._pipe.text)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether guesses are in flight."""
+        return bool(self._pipe.guesses)
+
+    def draws_from(self, drafting: Drafting) -> None:
+        """Take guesses from these drafts from now on."""
+        if self._drafting is not drafting:
+            with self._lock:
+                self._drafting = drafting
+                self._begin()
+
+    def rest(self) -> None:
+        """Guess nothing until the next `step`: the session is about to be used without it."""
+        with self._lock:
+            self._turns(is_over=True)
+
+    def restart(self, keep: int, ids: Sequence[int] | None) -> None:
+        """Take a step that did not come through here: the servers keep so many tokens, and have these behind them.
+
+        ids: None where nobody knows the tokens.
+        """
+        with self._lock:
+            pipe = self._pipe
+            is_other = keep < len(pipe.text)
+            pipe.restart(min(keep, len(pipe.text)))
+            if ids is not None and keep == len(pipe.text):
+                pipe.restart(keep, ids)
+            if is_other:
+                self._begin()  # the drafts' text was another one
+
+    def step(self, token: int, activations: Activations, processors: LogitsProcessorList | None = None) -> Tensor:
+        """Run the caller's next token, or take its output from what is in flight. Returns [1, 1, hidden_size].
+
+        processors: of a caller that samples.
+        """
+        pipe, position = self._pipe, len(self._pipe.text)
+        if self._slow is not None and processors is not None:
+            self._draws.at(position + 1, processors)
+        else:
+            self._draws.none()
+        with self._lock:
+            asked = time.perf_counter()
+            is_right = self._feed(token)
+            if not is_right:
+                guesses = self._sent() or self._guesses()
+                if not guesses and not self._drafts_slowly and self._sender.is_idle:
+                    pipe.counts.computed += 1
+                    return self._plain(activations, position)
+                self._sender.send(pipe.frame(guesses), activations.hidden)
+            frame = pipe.covering(position)
+            while guesses := self._guesses():
+                self._sender.send(pipe.frame(guesses), None)
+            is_guessed = self._drafts_slowly or self.is_ahead or len(frame.tokens) > 1
+        if self._slow is not None:
+            self._slow.thread.wake()
+        assert frame.answer is not None
+        self.pace.asked(asked, is_there=frame.answer.is_done)
+        output = frame.answer.wait()
+        self.pace.returned(time.perf_counter(), is_guessed=is_guessed, is_trip=frame.start == position)
+        return output[:, position - frame.start :][:, :1].to(activations.hidden.device)
+
+    def close(self) -> None:
+        """End the slow draft. Does not wait, and may be called anywhere."""
+        slow, self._slow = self._slow, None
+        if slow is not None:
+            slow.thread.close()
+
+    def _plain(self, activations: Activations, position: int) -> Tensor:
+        self.pace.asked(time.perf_counter())
+        output = self._sender.session.step(activations, keep=position, rows=None, want=1)
+        self.pace.returned(time.perf_counter(), is_guessed=False, is_trip=True)
+        return output
+
+    # In the slow draft's thread
+
+    def _draft_on(self) -> bool:
+        """Have the slow draft make one guess. Returns whether it is to make another."""
+        with self._lock:
+            slow, turn, pipe = self._slow, self._turn, self._pipe
+            while slow is not None and not self._drafted and (guesses := self._guesses()):
+                self._sender.send(pipe.frame(guesses), None)
+            if slow is None or not self._drafts_slowly or self._room() <= len(self._drafted):
+                self._send_drafted()
+                return False
+            text, known = list(pipe.text), [*pipe.guesses, *(guess.token for guess in self._drafted)]
+        began = time.perf_counter()
+        try:
+            found = slow.draft.propose(text, known, 1)
+        except (RuntimeError, ValueError, IndexError) as error:  # such as a device without memory
+            _log.warning("the draft fails; going on without it", error=str(error)[:200])
+            self.close()
+            return False
+        with self._lock:
+            if known:  # else the time is that of reading what is new of the text
+                self.pace.drafted(time.perf_counter() - began)
+            if turn != self._turn or slow is not self._slow:
+                return slow is self._slow
+            is_likely = len(self._pipe.likely([*self._drafted, *found])) > len(self._drafted)
+            if is_likely:
+                self._drafted += found
+            frame = self._limits.frame_tokens if self.is_ahead else self._limits.frame_tokens_min
+            if not is_likely or len(self._drafted) >= frame:
+                self._send_drafted()
+            return is_likely
+
+    # With the lock held
+
+    def _begin(self) -> None:
+        """Make new drafts, for another text."""
+        self.close()
+        self._turns(is_over=True)
+        drafting = self._drafting
+        if drafting is not None:
+            self._draft = drafting.make()
+            if drafting.slow is not None:
+                self._slow = _Slow(drafting.slow(self._draws), Background(self._draft_on))
+
+    def _turns(self, *, is_over: bool = False) -> None:
+        """What the slow draft has guessed is behind a text that did not come. is_over: it is to wait."""
+        self._turn += 1
+        self._drafted.clear()
+        self._rests = is_over
+
+    def _feed(self, token: int) -> bool:
+        """Take the caller's next token. Returns whether it is in flight as a guess."""
+        was_ahead, self._rests = self.is_ahead, False
+        is_right = self._pipe.feed(token)
+        if not is_right:
+            if not was_ahead and self._drafted and self._drafted[0].token == token:
+                del self._drafted[0]  # it was guessed, and not sent yet
+            else:
+                self._turns()
+        return is_right
+
+    @property
+    def _drafts_slowly(self) -> bool:
+        return self._slow is not None and not self._rests and self._may_go_on
+
+    @property
+    def _may_go_on(self) -> bool:
+        assert self._drafting is not None
+        return self._drafting.always or not self.pace.loses
+
+    def _room(self) -> int:
+        """Return how many guesses the next frame may hold."""
+        pipe = self._pipe
+        pipe.depth = min(self._limits.tokens_max, self.pace.depth)
+        return min(pipe.room, self._sender.positions_max - len(pipe.text) - len(pipe.guesses))
+
+    def _guesses(self) -> list[tuple[Guess, float]]:
+        """Return what the quick draft guesses, as far as it is worth it."""
+        pipe, draft, room = self._pipe, self._draft, self._room()
+        if draft is None or room <= 0 or self._rests or self._drafted or not self._may_go_on:
+            return []
+        guesses = pipe.likely(draft.propose(pipe.text, pipe.guesses, room))
+        if guesses and self._slow is not None:
+            if guesses[0][1] < self._limits.lookup_min:
+                return []  # the slow draft knows better
+            self._turn += 1
+        return guesses
+
+    def _sent(self) -> list[tuple[Guess, float]]:
+        """Return what the slow draft has guessed, as far as it is worth it; it is to be sent."""
+        drafted = self._pipe.likely(self._drafted[: max(0, self._room())])
+        if len(drafted) < len(self._drafted):
+            self._turn += 1
+        self._drafted.clear()
+        return drafted
+
+    def _send_drafted(self) -> None:
+        if self._room() > 0 and (guesses := self._sent()):
+            self._sender.send(self._pipe.frame(guesses), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """A slow draft and its thread."""
+
+    draft: Draft
+    thread: "Background"
+
+
+class _Sender:
+    """Frames of tokens become steps of the session."""
+
+    def __init__(self, session: RemoteSession, embed: Embed, positions_max: int) -> None:
+        self.session = session
+        self.positions_max = positions_max
+        self._embed = embed
+        self._last: Pending | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return self._last is None or self._last.is_done
+
+    def send(self, frame: Frame[Pending], hidden: Tensor | None) -> None:
+        """Send a frame. hidden: of its first token, where the caller has embedded that."""
+        known = 0 if hidden is None else 1
+        parts = [] if hidden is None else [hidden]
+        if len(frame.tokens) > known:
+            parts.append(self._embed(torch.tensor([frame.tokens[known:]]), frame.start + known))
+        try:
+            frame.answer = self.session.put(Activations(torch.cat(parts, dim=1)), keep=frame.start)
+        except SwarmError as error:
+            frame.answer = _Failed(error)  # it is the caller's that waits for this frame
+        self._last = frame.answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The answer of a step that could not be sent."""
+
+    error: SwarmError
+    is_done: bool = True
+
+    def wait(self) -> Tensor:
+        raise self.error
+
+
+class Background:
+    """A thread that works when it is woken, until there is nothing to do."""
+
+    def __init__(self, work: Callable[[], bool]) -> None:
+        """work: does a part of it, and returns whether there is more."""
+        self._work = work
+        self._bell: SimpleQueue[bool] = SimpleQueue()
+        self._is_open = True
+        threading.Thread(target=self._run, name="swarm-draft", daemon=True).start()
+
+    def wake(self) -> None:
+        """There is something to do."""
+        self._bell.put(True)
+
+    def close(self) -> None:
+        """End the thread after the part that it is at. Does not wait."""
+        self._is_open = False
+        self._bell.put(False)
+
+    def _run(self) -> None:
+        while self._bell.get() and self._is_open:
+            while self._is_open and self._work():
+                pass
