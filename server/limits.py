@@ -45,6 +45,10 @@ class AccountLimits:
 
     steps_per_s: float = limit(2000.0, "steps/s", "of one owner, pieces of a past included")
     steps_burst: float = limit(4000.0, "steps", "of them at once")
+    tokens_per_s: float = limit(
+        16384.0, "tokens/s", "of one owner, of all rows, that are computed; skipped ones are not"
+    )
+    tokens_burst: float = limit(65536.0, "tokens", "of them at once")
     bytes_per_s: float = limit(128.0 * 2**20, "bytes/s", "of one owner's activations")
     bytes_burst: float = limit(512.0 * 2**20, "bytes", "of them at once")
     debt_s_max: float = limit(

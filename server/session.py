@@ -6,12 +6,13 @@ of steps and their answers), `PastReceiver` (a past that comes), `History` (a pa
 the messages that the gates let pass.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import structlog
 
 from swarm.activations import Activations
-from swarm.compute.task import Forward, Tenure
+from swarm.compute.task import Forward, Tenure, Void
 from swarm.model.prefix import PastBlock
 from swarm.model.span import Span
 from swarm.net.channel import Channel
@@ -62,6 +63,7 @@ class HostedSession:
         self.seat = Seat.of(request, owner.peer, now)
         self.positions_max = min(request.positions_max, span.traits.positions_max or POSITIONS_MAX)
         self.rows = self.length = 0  # positions of each row, those of accepted steps and pieces included
+        self.waiting: deque[Forward | Void] = deque()  # tasks of steps that have not come back, in order
         self.inbox: Inbox[Answer] = Inbox(request.after_step, limits.inbox)
         self.excuses = Excuses(limits.inbox)
         self.receiver = PastReceiver(self.positions_max, rebuild=request.rebuild, limits=limits.replay)
@@ -113,8 +115,38 @@ class HostedSession:
             return Forward(self.tenure, activations, keep=message.start)
         self.length = message.keep + tokens
         self.inbox.accept(message.step)
+        if message.skips:
+            for waiting in reversed(self.waiting):
+                if not waiting.skip(message.keep):
+                    break
         want = message.want if isinstance(self.seat.next, Client) else None
-        return Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
+        task = Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
+        self.waiting.append(task)
+        return task
+
+    def is_void(self, step: Step) -> bool:
+        """Whether a step is not to be computed: a hop before has skipped it, or one whose positions it continues.
+
+        A later step takes all of them back. Else the client finds its answer missing, and fails this hop.
+        """
+        return step.hidden is None or step.keep > self.length
+
+    def accept_void(self, step: Step) -> Void:
+        """Count a step that is not to be computed, and that passed the gates. Returns the task that keeps its place."""
+        self.length = min(self.length, step.keep)
+        self.inbox.accept(step.step)
+        task = Void(self.tenure)
+        self.waiting.append(task)
+        return task
+
+    def skip(self, step: Step) -> Answer:
+        """Return the answer to a step that was skipped, and keep it."""
+        answer = Answer(Output(session=self.id, epoch=step.epoch, step=step.step), None)
+        if self.seat.has_next:
+            nothing = {"rows": None, "hidden": None, "positions": None, "mask": None}
+            answer = Answer(step.model_copy(update=nothing), None)
+        self.inbox.computed(step.step, answer, 0, self.holdings.answers)
+        return answer
 
     def begin_with(self, blocks: tuple[PastBlock, ...], positions: int) -> bool:
         """Begin with a past that another session has left, at its opening. Returns False where it does not fit.
@@ -192,6 +224,7 @@ class HostedSession:
         self.tenure.over = True
         self.tenure = self.tenure.anew(self.owner.peer)
         self.inbox.reset(after_step)
+        self.waiting.clear()
         self.holdings.answers(0)
         self.receiver.reset()
         self.rows = self.length = 0
@@ -199,6 +232,7 @@ class HostedSession:
     def end(self) -> None:
         """End it, and give back its memory: all but the part that the compute thread still has."""
         self.tenure.over = True
+        self.waiting.clear()
         self.history.begin_epoch()
         self.history.drop()
         self.holdings.end()

@@ -100,6 +100,11 @@ class Channel:
         return await self._pings.ask(self.send)
 
     @property
+    def skips(self) -> bool:
+        """Whether the peer takes steps without activations. Asked once it is proven."""
+        return self.ready.result().skips
+
+    @property
     def unsent_bytes(self) -> int:
         """Bytes that are queued and not yet on their way."""
         return 0 if self.closed else self._out.carrier.unsent_bytes()

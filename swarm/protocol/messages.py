@@ -71,7 +71,8 @@ class Hello(Message):
 
     `signature` covers the side's role and the handshake's hash (channel binding, section 11.2 of the Noise
     specification), so that it is worth nothing on any other channel. bundles: whether this side takes Steps and
-    Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry. moves: the same of Claim.
+    Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry. moves: the same of Claim. skips:
+    the same of a Step without activations.
     """
 
     kind: Literal["hello"] = "hello"
@@ -81,6 +82,7 @@ class Hello(Message):
     bundles: bool = False
     loads: bool = False
     moves: bool = False
+    skips: bool = False
 
 
 class Ping(Message):
@@ -177,13 +179,17 @@ class Rerouted(Message):
 
 
 class Replay(Message):
-    """Asks a hop to send the past that its journal has, as it was right after `step`, to the next `hops` hops."""
+    """Asks a hop to send the past that its journal has, as it was right after `step`, to the next `hops` hops.
+
+    stop: no positions from there on: they are of a step that was skipped at some hop. None for all.
+    """
 
     kind: Literal["replay"] = "replay"
     session: SessionId
     epoch: Epoch
     step: StepNumber
     hops: Annotated[int, Field(ge=1, le=BLOCKS_MAX)]
+    stop: Annotated[int, Field(ge=1, le=POSITIONS_MAX)] | None = None
 
 
 class Rebuild(Message):
@@ -259,6 +265,9 @@ class Step(Message):
     want: how many trailing positions the client wants back from the last hop.
     positions: the tokens' position ids, where they are not keep, keep + 1, ...
     mask: the new columns of the 2-D attention mask, where they are not all ones.
+    skips: the steps before it that are not computed yet, and of whose positions it keeps none, need not be: they are
+    answered empty.
+    hidden: None for a step that was skipped at a hop before: it is counted, and answered empty.
     """
 
     kind: Literal["step"] = "step"
@@ -272,13 +281,20 @@ class Step(Message):
     ) = None
     budget_ms: Milliseconds
     want: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
-    hidden: TensorMeta
+    skips: bool | None = None
+    hidden: TensorMeta | None = None
     positions: TensorMeta | None = None
     mask: TensorMeta | None = None
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.hidden is None and (self.positions, self.mask, self.rows) != (None, None, None):
+            raise ValueError("a skipped step has no tensors and gathers nothing")
+        return self
+
 
 class Output(Message):
-    """The last hop's answer to one step: the positions that were wanted, or just that it is done."""
+    """The last hop's answer to one step: the positions that were wanted, or just that it is done or was skipped."""
 
     kind: Literal["output"] = "output"
     session: SessionId

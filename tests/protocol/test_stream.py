@@ -334,6 +334,15 @@ def test_route_with_a_small_window_bounds_steps_in_flight():
     assert sent(few) == [1, 2]
 
 
+def test_large_steps_in_flight_are_bounded_in_bytes():
+    outbox, _ = outbox_of(10, limits=OutboxLimits(in_flight_bytes_max=10))
+    assert sent(outbox) == [1, 2, 3]  # of 4 bytes each: the third is the last that begins below the bound
+    outbox.answered(1, one(0))
+    assert sent(outbox) == [4]
+    alone, _ = outbox_of(2, limits=OutboxLimits(in_flight_bytes_max=1))
+    assert sent(alone) == [1]
+
+
 def test_failed_step_holds_back_those_behind_it():
     outbox, tickets = outbox_of(4, window=2)
     assert sent(outbox) == [1, 2]
