@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import SEED, Samples, table, write_json
@@ -60,12 +61,15 @@ def main() -> None:
         sys.exit(f"a window waits {ratios['waits']:.2f} times a step, the others' p99 {ratios['others_p99']:.2f} times")
 
 
-def compared(single: Samples, window: Samples, beside_single: Samples, beside_window: Samples) -> dict[str, float]:
+def compared(single: Samples, window: Samples, beside_single: Samples, beside_window: Samples) -> dict[str, Any]:
     """Say how a window compares with a single step, for its own session and for the others. Prints it, too."""
     waits = window.median / single.median
     others = beside_window.percentile(0.99) / beside_single.percentile(0.99)
     print(f"a window waits {waits:.2f} times a single step; the others' p99 is {others:.2f} times")
-    return {"waits": round(waits, 3), "others_p99": round(others, 3)}
+    samples = single, window, beside_single, beside_window
+    rows = [[each.name, round(each.median, 1), round(each.percentile(0.99), 1), len(each.ms)] for each in samples]
+    columns = ["", "median ms", "p99", "count"]
+    return {"waits": round(waits, 3), "others_p99": round(others, 3), "columns": columns, "rows": rows}
 
 
 async def measure_windows(swarm: Bench, sessions: int, tokens: int, seconds: float) -> list[Samples]:

@@ -1,6 +1,4 @@
-"""Every message that crosses a channel: strict, frozen and bounded.
-
-`swarm.protocol.codec` writes them and reads them.
+"""Every message that crosses a channel, by `swarm.protocol.codec`: strict, frozen and bounded.
 
     client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
     hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
@@ -45,7 +43,6 @@ Lifetime = Annotated[int, Field(ge=1, le=LIFETIME_S_MAX)]
 TokenBudget = Annotated[int, Field(ge=0, le=1 << 48)]
 StepNumber = Annotated[int, Field(ge=0, le=STEPS_MAX)]
 
-
 Value = TypeVar("Value")
 Column = Annotated[tuple[Value, ...], Field(min_length=1, max_length=BUNDLE_MAX, fail_fast=True)]
 
@@ -61,7 +58,6 @@ RefusalCode = Literal[
     "too_late",  # the client's patience ended before the step began
     "bad_request",  # the request is impossible, or makes no numbers
 ]
-
 
 Blame = Literal["self", "next"]
 
@@ -179,10 +175,7 @@ class Rerouted(Message):
 
 
 class Replay(Message):
-    """Asks a hop to send the past that its journal has, as it was right after `step`, to the next `hops` hops.
-
-    stop: no positions from there on: they are of a step that was skipped at some hop. None for all.
-    """
+    """Asks a hop to send its journal's past, as it was right after `step`, before `stop`, to the next `hops` hops."""
 
     kind: Literal["replay"] = "replay"
     session: SessionId
@@ -265,9 +258,8 @@ class Step(Message):
     want: how many trailing positions the client wants back from the last hop.
     positions: the tokens' position ids, where they are not keep, keep + 1, ...
     mask: the new columns of the 2-D attention mask, where they are not all ones.
-    skips: the steps before it that are not computed yet, and of whose positions it keeps none, need not be: they are
-    answered empty.
-    hidden: None for a step that was skipped at a hop before: it is counted, and answered empty.
+    skips: steps before it that are not computed yet, and of which it keeps no position, are answered empty.
+    hidden: None for a step that was skipped at a hop before.
     """
 
     kind: Literal["step"] = "step"
@@ -285,12 +277,6 @@ class Step(Message):
     hidden: TensorMeta | None = None
     positions: TensorMeta | None = None
     mask: TensorMeta | None = None
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.hidden is None and (self.positions, self.mask, self.rows) != (None, None, None):
-            raise ValueError("a skipped step has no tensors and gathers nothing")
-        return self
 
 
 class Output(Message):
