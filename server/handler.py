@@ -15,7 +15,6 @@ from functools import partial
 from torch import Tensor
 
 from swarm.activations import Activations
-from swarm.compute.limits import BatchLimits
 from swarm.compute.task import Executor, Forward, Probe, Void
 from swarm.errors import InvalidMessage
 from swarm.model.allocator import return_free_memory
@@ -68,7 +67,6 @@ class Handler:
     ) -> None:
         """dialer: is given `on_message`, and makes the dialer of next hops. wall_clock: seconds since 1970."""
         self.steps_under_way = 0
-        self._batch = BatchLimits()  # of the executor: they say which steps are decode work
         self.jobs_done = 0  # since the start, for all sessions
         self.gates = gates or Gates()
         self.limits = limits or HandlerLimits()
@@ -220,7 +218,9 @@ class Handler:
                 self.admission.prefixes.mark(session, message, task)
         self.steps_under_way += isinstance(message, Step)
         self._executor.submit(task, partial(self._on_computed, session, task, facts))
-        is_decode = isinstance(message, Step) and self._batch.decodes(task.rows, task.tokens, has_past=task.has_past)
+        is_decode = isinstance(message, Step) and self.limits.batch.decodes(
+            task.rows, task.tokens, has_past=task.has_past
+        )
         return Toll(free_bytes=facts.hidden_bytes) if is_decode else PROGRESS
 
     def _stopped(self, session: HostedSession, facts: Facts, stop: Stop) -> Toll:
@@ -250,9 +250,8 @@ class Handler:
         self.jobs_done += 1
         if isinstance(facts.message, Step):
             self.steps_under_way -= 1
-            if not task.tenure.over:
-                first = session.waiting.popleft()
-                assert first is task
+            first = task.tenure.waiting.popleft()
+            assert first is task
         if facts.activations is not None:
             session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
         if task.tenure.over:

@@ -6,6 +6,7 @@ Where several peers bring a pool or a bucket to its bound, each is held to its s
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swarm.compute.limits import BatchLimits
 from swarm.limits import limit
 from swarm.protocol.inbox import InboxLimits
 from swarm.protocol.journal import JournalLimits
@@ -80,11 +81,12 @@ class PrefixLimits:
 
 @dataclass(frozen=True, slots=True)
 class HandlerLimits:
-    """All bounds on the requests of peers. gateways: by peer id, those that may have more."""
+    """All bounds on the requests of peers. gateways: by peer id, those that may have more. batch: of the scheduler."""
 
     session: HostedLimits = field(default_factory=HostedLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     accounts: AccountLimits = field(default_factory=AccountLimits)
     gateways: Mapping[str, GatewayAllowance] = field(default_factory=dict)
     prefixes: PrefixLimits = field(default_factory=PrefixLimits)
+    batch: BatchLimits = field(default_factory=BatchLimits)
     sweep_s: float = limit(15.0, "s", "between looks for idle sessions and unused replay windows")

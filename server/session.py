@@ -6,7 +6,6 @@ of steps and their answers), `PastReceiver` (a past that comes), `History` (a pa
 the messages that the gates let pass.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import structlog
@@ -63,7 +62,6 @@ class HostedSession:
         self.seat = Seat.of(request, owner.peer, now)
         self.positions_max = min(request.positions_max, span.traits.positions_max or POSITIONS_MAX)
         self.rows = self.length = 0  # positions of each row, those of accepted steps and pieces included
-        self.waiting: deque[Forward | Void] = deque()  # tasks of steps that have not come back, in order
         self.inbox: Inbox[Answer] = Inbox(request.after_step, limits.inbox)
         self.excuses = Excuses(limits.inbox)
         self.receiver = PastReceiver(self.positions_max, rebuild=request.rebuild, limits=limits.replay)
@@ -116,12 +114,10 @@ class HostedSession:
         self.length = message.keep + tokens
         self.inbox.accept(message.step)
         if message.skips:
-            for waiting in reversed(self.waiting):
-                if not waiting.skip(message.keep):
-                    break
+            self.tenure.skip(message.keep)
         want = message.want if isinstance(self.seat.next, Client) else None
         task = Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
-        self.waiting.append(task)
+        self.tenure.waiting.append(task)
         return task
 
     def is_void(self, step: Step) -> bool:
@@ -136,7 +132,7 @@ class HostedSession:
         self.length = min(self.length, step.keep)
         self.inbox.accept(step.step)
         task = Void(self.tenure)
-        self.waiting.append(task)
+        self.tenure.waiting.append(task)
         return task
 
     def skip(self, step: Step) -> Answer:
@@ -224,7 +220,6 @@ class HostedSession:
         self.tenure.over = True
         self.tenure = self.tenure.anew(self.owner.peer)
         self.inbox.reset(after_step)
-        self.waiting.clear()
         self.holdings.answers(0)
         self.receiver.reset()
         self.rows = self.length = 0
@@ -232,7 +227,6 @@ class HostedSession:
     def end(self) -> None:
         """End it, and give back its memory: all but the part that the compute thread still has."""
         self.tenure.over = True
-        self.waiting.clear()
         self.history.begin_epoch()
         self.history.drop()
         self.holdings.end()

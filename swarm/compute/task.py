@@ -1,5 +1,6 @@
 """The compute thread's work: tasks, and the tenure that a session's tasks belong to."""
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ class Tenure:
     All tasks of that time hold it. The loop sets `over`: from then on none of them counts, and none is computed.
     `past` belongs to the compute thread; its memory is free when the last task has let go. held: blocks that the past
     begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of it.
+    waiting: the loop's steps that have not come back from the compute thread, in order.
     """
 
     __slots__ = (
@@ -34,6 +36,7 @@ class Tenure:
         "rollback_max",
         "span",
         "tenant",
+        "waiting",
     )
 
     def __init__(self, owner: str, span: Span, rollback_max: int, tenant: str | None = None) -> None:
@@ -49,7 +52,14 @@ class Tenure:
         self.over = False
         self.held: tuple[PastBlock, ...] = ()
         self.marked: Marked | None = None
+        self.waiting: deque[Forward | Void] = deque()
         self._past: SpanPast | None = None
+
+    def skip(self, keep: int) -> None:
+        """Skip the steps that are not begun, and of whose positions none stays: a step comes that keeps so many."""
+        for task in reversed(self.waiting):
+            if not task.skip(keep):
+                return
 
     def anew(self, owner: str) -> "Tenure":
         """Return the tenure that follows a reset."""

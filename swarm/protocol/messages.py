@@ -1,11 +1,11 @@
 """Every message that crosses a channel, by `swarm.protocol.codec`: strict, frozen and bounded.
 
-    client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
-    hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
-    along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
-                           Steps, Outputs (those of several sessions in one frame: `swarm.protocol.bundles`)
-    back along it          Rebuilt (to the sender of the past)
-    to and from an anchor  those of `swarm.protocol.meeting`
+client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
+hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
+along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
+                       Steps, Outputs (those of several sessions in one frame: `swarm.protocol.bundles`)
+back along it          Rebuilt (to the sender of the past)
+to and from an anchor  those of `swarm.protocol.meeting`
 """
 
 from typing import Annotated, Literal, Self, TypeVar
