@@ -1,4 +1,4 @@
-"""What each peer may take of a server: openings, steps and bytes of activations per second.
+"""What each peer may take of a server: openings, steps, tokens and bytes of activations per second.
 
 An account belongs to a proven identity. Activations are charged to their session's owner, also if a hop sends them, and
 refused with a time to come back at. A past is taken on credit: the next pieces come when the debt is paid. Messages
@@ -22,6 +22,7 @@ class Account:
     """One peer's."""
 
     steps: TokenBucket
+    tokens: TokenBucket
     bytes: TokenBucket
     openings: TokenBucket
 
@@ -30,17 +31,18 @@ class Account:
         """Make a full one."""
         return cls(
             TokenBucket(limits.steps_per_s, limits.steps_burst),
+            TokenBucket(limits.tokens_per_s, limits.tokens_burst),
             TokenBucket(limits.bytes_per_s, limits.bytes_burst),
             TokenBucket(limits.openings_per_s, limits.openings_burst),
         )
 
     def is_settled(self, now: float) -> bool:
         """Whether forgetting it would change nothing."""
-        return all(bucket.is_full(now) for bucket in (self.steps, self.bytes, self.openings))
+        return all(bucket.is_full(now) for bucket in (self.steps, self.tokens, self.bytes, self.openings))
 
     def debt_s(self, now: float) -> float:
         """Return the seconds until what was taken on credit is paid."""
-        return max(self.steps.wait_s(now), self.bytes.wait_s(now))
+        return max(self.steps.wait_s(now), self.tokens.wait_s(now), self.bytes.wait_s(now))
 
 
 class Accounts:
@@ -64,21 +66,28 @@ class Accounts:
             return Declined("busy", f"more than {limits.all_openings_per_s:.0f} openings a second by all peers", wait_s)
         return None
 
-    def charge_step(self, owner: str, n_bytes: int, now: float) -> Declined | None:
-        """Charge a step and its activations. Returns why not."""
+    def charge_step(self, owner: str, tokens: int, n_bytes: int, now: float) -> Declined | None:
+        """Charge a step, its tokens of all rows and its activations. Returns why not."""
         account = self.peers.get(owner) or self.of(owner)
         if (wait_s := account.steps.take(now)) > 0:
             return Declined("busy", f"more than {self._limits_of(owner).steps_per_s:.0f} steps a second", wait_s)
+        if (wait_s := account.tokens.take(now, tokens)) > 0:
+            return Declined("busy", f"more than {self._limits_of(owner).tokens_per_s:.0f} tokens a second", wait_s)
         if (wait_s := account.bytes.take(now, n_bytes)) > 0:
             return self._too_many_bytes(wait_s)
         return None
 
-    def lend(self, owner: str, n_bytes: int, now: float) -> Declined | None:
+    def give_back(self, owner: str, tokens: int) -> None:
+        """Give back tokens that were charged and not computed."""
+        self.of(owner).tokens.give(tokens)
+
+    def lend(self, owner: str, tokens: int, n_bytes: int, now: float) -> Declined | None:
         """Charge a piece of a past, on credit where that is needed. Returns why not."""
         account = self.of(owner)
         if (wait_s := account.debt_s(now)) > self.limits.debt_s_max:
-            return self._too_many_bytes(wait_s)
+            return Declined("busy", "too much of a past at once", wait_s)
         account.steps.owe(now)
+        account.tokens.owe(now, tokens)
         account.bytes.owe(now, n_bytes)
         return None
 

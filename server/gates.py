@@ -25,19 +25,39 @@ from swarm.server.session import Answer, HostedSession
 
 @dataclass(slots=True)
 class Facts:
-    """One message that carries activations, and the measures of the gates. now: the loop's time, seconds.
+    """One message of a session's stream, and the measures of the gates. now: the loop's time, seconds.
 
-    n_bytes: of all its tensors. verdict: of the session's inbox or receiver, noted by the first gate that asks.
+    activations: None for a step that is not to be computed. verdict: of the session's inbox or receiver, noted by the
+    first gate that asks.
     """
 
     channel: Channel
     message: Step | Rebuild
-    activations: Activations
-    n_bytes: int
+    activations: Activations | None
     now: float
     accounts: Accounts
     limits: HostedLimits
     verdict: "Verdict[Answer] | Compute | Twice | Refuse | None" = None
+
+    @property
+    def given(self) -> Activations:
+        """The activations of a message that is to be computed."""
+        assert self.activations is not None
+        return self.activations
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all its tensors that are to be computed."""
+        return 0 if self.activations is None else self.activations.n_bytes
+
+    def tokens(self, hidden_size: int) -> int:
+        """Of all rows, that are to be computed. The shape need not be right yet."""
+        return 0 if self.activations is None else self.activations.hidden.numel() // hidden_size
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of its hidden states that are to be computed."""
+        return 0 if self.activations is None else self.activations.hidden.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +104,7 @@ def _time(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _tensors(session: HostedSession, facts: Facts) -> Stop | None:
     """The tensors have shapes and numbers that the span can compute. Gates behind this may read rows and tokens."""
-    return inputs.objection(facts.activations, session.tenure.span, facts.limits.step_bytes_max)
+    return inputs.objection(facts.given, session.tenure.span, facts.limits.step_bytes_max)
 
 
 def _tokens(session: HostedSession, facts: Facts) -> Stop | None:
@@ -92,7 +112,7 @@ def _tokens(session: HostedSession, facts: Facts) -> Stop | None:
     left = session.seat.grant.tokens
     if left is None:
         return None
-    tokens = facts.activations.rows * facts.activations.tokens
+    tokens = facts.given.rows * facts.given.tokens
     if tokens > left:
         return Declined("grant_over", f"{tokens} tokens, the owner's grant has {left} left")
     return None
@@ -100,7 +120,7 @@ def _tokens(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _memory(session: HostedSession, facts: Facts) -> Stop | None:
     """The pools of inputs and of cache have room. This gate is the last: the message is accepted if it passes."""
-    rows, tokens, _ = facts.activations.hidden.shape
+    rows, tokens, _ = facts.given.hidden.shape
     start = facts.message.keep if isinstance(facts.message, Step) else facts.message.start
     return session.holdings.step(rows, start + tokens, facts.n_bytes)
 
@@ -132,8 +152,10 @@ def _unread(session: HostedSession, facts: Facts) -> Stop | None:
 
 
 def _account(session: HostedSession, facts: Facts) -> Stop | None:
-    """The owner may take a step more, and its bytes, in this second."""
-    return facts.accounts.charge_step(session.peers.owner.peer, facts.activations.hidden.nbytes, facts.now)
+    """The owner may take a step more, its tokens and its bytes in this second."""
+    return facts.accounts.charge_step(
+        session.peers.owner.peer, facts.tokens(session.span.hidden_size), facts.hidden_bytes, facts.now
+    )
 
 
 def _order(session: HostedSession, facts: Facts) -> Stop | None:
@@ -150,7 +172,7 @@ def _order(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _rows(session: HostedSession, facts: Facts) -> Stop | None:
     """The step has the rows that its gather makes, or those that the session has."""
-    step, rows, has = facts.message, facts.activations.hidden.shape[0], session.rows
+    step, rows, has = facts.message, facts.given.hidden.shape[0], session.rows
     assert isinstance(step, Step)
     if step.rows is not None:
         if len(step.rows) != rows or max(step.rows, default=0) >= max(has, 1):
@@ -162,7 +184,7 @@ def _rows(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _positions(session: HostedSession, facts: Facts) -> Stop | None:
     """It takes back no more than was agreed, ends before the session's last position, and wants none but its own."""
-    step, tokens, has = facts.message, facts.activations.hidden.shape[1], session.length
+    step, tokens, has = facts.message, facts.given.hidden.shape[1], session.length
     assert isinstance(step, Step)
     taken_back = has - step.keep
     too_many = step.keep and taken_back > (session.tenure.rollback_max or has) and session.has_begun
@@ -187,7 +209,9 @@ def _twice(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _debt(session: HostedSession, facts: Facts) -> Stop | None:
     """The owner's account lends the piece's bytes."""
-    return facts.accounts.lend(session.peers.owner.peer, facts.activations.hidden.nbytes, facts.now)
+    return facts.accounts.lend(
+        session.peers.owner.peer, facts.tokens(session.span.hidden_size), facts.hidden_bytes, facts.now
+    )
 
 
 def _place(_: HostedSession, facts: Facts) -> Stop | None:
@@ -200,7 +224,7 @@ def _place(_: HostedSession, facts: Facts) -> Stop | None:
 def _window(session: HostedSession, facts: Facts) -> Stop | None:
     """The server has room for the part of this past that may come at once."""
     assert isinstance(facts.verdict, Compute)
-    return session.holdings.past(facts.activations.hidden.nbytes, facts.verdict.reserve_bytes)
+    return session.holdings.past(facts.hidden_bytes, facts.verdict.reserve_bytes)
 
 
 STEP_GATES: tuple[Gate, ...] = (
@@ -232,15 +256,22 @@ REBUILD_GATES: tuple[Gate, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """The lists of one server."""
+    """The lists of one server. void: of steps that are not to be computed, so that nothing behind the order matters."""
 
     step: tuple[Gate, ...] = STEP_GATES
     rebuild: tuple[Gate, ...] = REBUILD_GATES
+    void: tuple[Gate, ...] = STEP_GATES[: 1 + [gate.name for gate in STEP_GATES].index("order")]
+
+    def of(self, message: Step | Rebuild, *, is_void: bool) -> tuple[Gate, ...]:
+        """Return the list for a message."""
+        if is_void:
+            return self.void
+        return self.step if isinstance(message, Step) else self.rebuild
 
     def replaced(self, name: str, check: Check) -> "Gates":
-        """Return the lists with another check under this name, in both: how tests change or watch one."""
-        step, rebuild = (
+        """Return the lists with another check under this name, in all: how tests change or watch one."""
+        step, rebuild, void = (
             tuple(Gate(name, check) if gate.name == name else gate for gate in gates)
-            for gates in (self.step, self.rebuild)
+            for gates in (self.step, self.rebuild, self.void)
         )
-        return Gates(step, rebuild)
+        return Gates(step, rebuild, void)

@@ -24,4 +24,6 @@ class GatewayAllowance:
             openings_burst=max(limits.openings_burst, limits.openings_burst * openings),
             steps_per_s=self.steps_per_s,
             steps_burst=max(limits.steps_burst, limits.steps_burst * steps),
+            tokens_per_s=max(limits.tokens_per_s, limits.tokens_per_s * steps),
+            tokens_burst=max(limits.tokens_burst, limits.tokens_burst * steps),
         )

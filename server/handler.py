@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from swarm.activations import Activations
-from swarm.compute.task import Executor, Forward, Probe
+from swarm.compute.task import Executor, Forward, Probe, Void
 from swarm.errors import InvalidMessage
 from swarm.model.allocator import return_free_memory
 from swarm.net.channel import Channel, OnMessage
@@ -88,7 +88,6 @@ class Handler:
         """Take one message from any channel. Raises InvalidMessage for one that no peer sends to a server."""
         match message:
             case Step() | Rebuild():
-                assert activations is not None
                 return self._on_activations(channel, message, activations)
             case Rebuilt() | Refused() | Failed():
                 return self._on_word_from_next(channel, message)
@@ -193,8 +192,8 @@ class Handler:
 
     # Activations
 
-    def _on_activations(self, channel: Channel, message: Step | Rebuild, activations: Activations) -> Toll:
-        is_step, session = isinstance(message, Step), self.registry.sessions.get(message.session)
+    def _on_activations(self, channel: Channel, message: Step | Rebuild, activations: Activations | None) -> Toll:
+        session = self.registry.sessions.get(message.session)
         if session is None:
             if isinstance(message, Step):
                 absent = Failed(
@@ -202,19 +201,27 @@ class Handler:
                 )
                 send(channel, absent)
             return IDLE
-        now, n_bytes = self._loop.time(), activations.n_bytes
-        facts = Facts(channel, message, activations, n_bytes, now, self.accounts, self.limits.session)
-        for gate in self.gates.step if is_step else self.gates.rebuild:
+        now = self._loop.time()
+        is_void = isinstance(message, Step) and session.is_void(message)
+        facts = Facts(channel, message, None if is_void else activations, now, self.accounts, self.limits.session)
+        for gate in self.gates.of(message, is_void=is_void):
             if (stop := gate.check(session, facts)) is not None:
                 return self._stopped(session, facts, stop)
         session.peers.used_at, session.peers.source = now, channel
-        task = session.accept(message, activations)
-        if session.tenure.marked is not None:
-            self.admission.prefixes.mark(session, message, task)
-        self.steps_under_way += is_step
+        task: Forward | Void
+        if facts.activations is None:
+            assert isinstance(message, Step)
+            task = session.accept_void(message)
+        else:
+            task = session.accept(message, facts.activations)
+            if session.tenure.marked is not None:
+                self.admission.prefixes.mark(session, message, task)
+        self.steps_under_way += isinstance(message, Step)
         self._executor.submit(task, partial(self._on_computed, session, task, facts))
-        hidden = activations.hidden
-        return Toll(free_bytes=hidden.nbytes) if is_step and hidden.shape[1] == 1 else PROGRESS
+        is_decode = isinstance(message, Step) and self.limits.batch.decodes(
+            task.rows, task.tokens, has_past=task.has_past
+        )
+        return Toll(free_bytes=facts.hidden_bytes) if is_decode else PROGRESS
 
     def _stopped(self, session: HostedSession, facts: Facts, stop: Stop) -> Toll:
         """Answer a message that did not pass a gate, and return the toll with its payer."""
@@ -237,13 +244,21 @@ class Handler:
         return Toll(idle=True, payer=session.payer(facts.channel))
 
     def _on_computed(
-        self, session: HostedSession, task: Forward, facts: Facts, result: Tensor | Exception | None
+        self, session: HostedSession, task: Forward | Void, facts: Facts, result: Tensor | Exception | None
     ) -> None:
-        """Take back a task. Only the tenure says whether its result still counts."""
+        """Take back a task. Only the tenure says whether its result still counts: then None for a skipped one."""
         self.jobs_done += 1
-        self.steps_under_way -= isinstance(facts.message, Step)
-        session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
-        if not task.tenure.over and result is not None:
+        if isinstance(facts.message, Step):
+            self.steps_under_way -= 1
+            first = task.tenure.waiting.popleft()
+            assert first is task
+        if facts.activations is not None:
+            session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
+        if task.tenure.over:
+            return
+        if result is None:
+            self._outcomes.skipped(session, facts)
+        elif isinstance(task, Forward):
             self._outcomes.follow(session, facts, result, finite=task.finite)
             if task.cutting is not None and not task.tenure.over:  # it would be over if the output were no numbers
                 self.admission.prefixes.keep(session, task.cutting, self._loop.time())

@@ -4,7 +4,7 @@ A replay may hold pieces of the journal that the journal itself has dropped or p
 the charge is the larger of both: the journal, and all that the replay found and later steps added.
 """
 
-from swarm.protocol.journal import Entry, Journal
+from swarm.protocol.journal import Entry, Journal, cut_off
 from swarm.protocol.messages import Replay
 from swarm.protocol.replay import PastSender, ReplayWindow
 from swarm.server.holdings import Holdings
@@ -49,6 +49,8 @@ class History:
         self._replayed_bytes = journal.n_bytes
         self.window = ReplayWindow(self._limits.replay)
         pieces = journal.past_after(request.step)
+        if request.stop is not None:
+            pieces = cut_off(pieces, request.stop)
         limits = self._limits.replay
         self.sender = PastSender(request.session, request.epoch, pieces, request.hops, self.window, limits)
         return self.sender

@@ -6,6 +6,7 @@ Where several peers bring a pool or a bucket to its bound, each is held to its s
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swarm.compute.limits import BatchLimits
 from swarm.limits import limit
 from swarm.protocol.inbox import InboxLimits
 from swarm.protocol.journal import JournalLimits
@@ -45,6 +46,10 @@ class AccountLimits:
 
     steps_per_s: float = limit(2000.0, "steps/s", "of one owner, pieces of a past included")
     steps_burst: float = limit(4000.0, "steps", "of them at once")
+    tokens_per_s: float = limit(
+        16384.0, "tokens/s", "of one owner, of all rows, that are computed; skipped ones are not"
+    )
+    tokens_burst: float = limit(65536.0, "tokens", "of them at once")
     bytes_per_s: float = limit(128.0 * 2**20, "bytes/s", "of one owner's activations")
     bytes_burst: float = limit(512.0 * 2**20, "bytes", "of them at once")
     debt_s_max: float = limit(
@@ -76,11 +81,12 @@ class PrefixLimits:
 
 @dataclass(frozen=True, slots=True)
 class HandlerLimits:
-    """All bounds on the requests of peers. gateways: by peer id, those that may have more."""
+    """All bounds on the requests of peers. gateways: by peer id, those that may have more. batch: of the scheduler."""
 
     session: HostedLimits = field(default_factory=HostedLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     accounts: AccountLimits = field(default_factory=AccountLimits)
     gateways: Mapping[str, GatewayAllowance] = field(default_factory=dict)
     prefixes: PrefixLimits = field(default_factory=PrefixLimits)
+    batch: BatchLimits = field(default_factory=BatchLimits)
     sweep_s: float = limit(15.0, "s", "between looks for idle sessions and unused replay windows")

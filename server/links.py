@@ -39,10 +39,10 @@ class Links:
             remote = Remote(record.peer_id, bytes.fromhex(record.channel_key))
             channel = await self.dialer.connect(remote, record.ways)
         except NetworkError as error:
-            if not session.is_over and session.seat.epoch == epoch:
+            if not session.tenure.over and session.seat.epoch == epoch:
                 complain(session, None, "next", str(error))
             return
-        if session.is_over or session.seat.epoch != epoch:
+        if session.tenure.over or session.seat.epoch != epoch:
             self.dialer.release(channel)
             return
         session.peers.next = channel

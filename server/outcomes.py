@@ -33,7 +33,7 @@ class Outcomes:
 
     def follow(self, session: HostedSession, facts: Facts, result: Tensor | Exception, *, finite: bool) -> None:
         """Take a result that still counts. finite: whether all of its numbers are known to be finite."""
-        message = facts.message
+        message, given = facts.message, facts.given
         if isinstance(message, Rebuild):
             session.receiver.computed()
             if message.epoch != session.seat.epoch:
@@ -42,7 +42,7 @@ class Outcomes:
             self._failed(session, message, result)
             return
         # Tensors that are kept beside an output are small, and copied: they would keep the frame that they came in.
-        positions, mask = facts.activations.positions, facts.activations.mask
+        positions, mask = given.positions, given.mask
         output = Activations(
             result,
             None if positions is None else positions.clone(),
@@ -53,6 +53,12 @@ class Outcomes:
             self._step(session, message, output, self._loop.time() - facts.now)
         else:
             self._piece(session, message, output)
+
+    def skipped(self, session: HostedSession, facts: Facts) -> None:
+        """Answer a step that a later one has taken back, and that was not computed. No journal has anything of it."""
+        assert isinstance(facts.message, Step)
+        facts.accounts.give_back(session.owner.peer, facts.tokens(session.span.hidden_size))
+        pass_on(session, session.skip(facts.message), soon=self._others())
 
     def _failed(self, session: HostedSession, message: Step | Rebuild, error: Exception) -> None:
         name, step = type(error).__name__, message.step if isinstance(message, Step) else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from swarm.activations import Activations
-from swarm.compute.task import Forward, Tenure
+from swarm.compute.task import Forward, Tenure, Void
 from swarm.model.prefix import PastBlock
 from swarm.model.span import Span
 from swarm.net.channel import Channel
@@ -80,11 +80,6 @@ class HostedSession:
         return self.tenure.span
 
     @property
-    def is_over(self) -> bool:
-        """Whether the session has ended."""
-        return self.tenure.over
-
-    @property
     def has_begun(self) -> bool:
         """Whether a step was accepted, as far as the past that it began with matters."""
         return self.tenure.marked is None or self.tenure.marked.stop is not None
@@ -113,8 +108,36 @@ class HostedSession:
             return Forward(self.tenure, activations, keep=message.start)
         self.length = message.keep + tokens
         self.inbox.accept(message.step)
+        if message.skips:
+            self.tenure.skip(message.keep)
         want = message.want if isinstance(self.seat.next, Client) else None
-        return Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
+        task = Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
+        self.tenure.waiting.append(task)
+        return task
+
+    def is_void(self, step: Step) -> bool:
+        """Whether a step is not to be computed: a hop before has skipped it, or one whose positions it continues.
+
+        A later step takes all of them back. Else the client finds its answer missing, and fails this hop.
+        """
+        return step.hidden is None or step.keep > self.length
+
+    def accept_void(self, step: Step) -> Void:
+        """Count a step that is not to be computed, and that passed the gates. Returns the task that keeps its place."""
+        self.length = min(self.length, step.keep)
+        self.inbox.accept(step.step)
+        task = Void(self.tenure)
+        self.tenure.waiting.append(task)
+        return task
+
+    def skip(self, step: Step) -> Answer:
+        """Return the answer to a step that was skipped, and keep it."""
+        answer = Answer(Output(session=self.id, epoch=step.epoch, step=step.step), None)
+        if self.seat.has_next:
+            nothing = {"rows": None, "hidden": None, "positions": None, "mask": None}
+            answer = Answer(step.model_copy(update=nothing), None)
+        self.inbox.computed(step.step, answer, 0, self.holdings.answers)
+        return answer
 
     def begin_with(self, blocks: tuple[PastBlock, ...], positions: int) -> bool:
         """Begin with a past that another session has left, at its opening. Returns False where it does not fit.

@@ -6,7 +6,6 @@
     │   ├── ModelNotFound        no such directory or repository
     │   ├── UnsupportedCheckpoint   no safetensors, or files that do not fit together
     │   ├── UnsupportedArchitecture a family that cannot be split safely
-    │   ├── UnfitDraft           a draft model of another vocabulary, or one that cannot take tokens back
     │   ├── PromptTooLong        more positions than the model or the session allows
     │   ├── AddressInUse         a port that another process listens on
     │   ├── IdentityInUse        another process holds the same identity file
@@ -100,16 +99,6 @@ class UnsupportedArchitecture(UsageError):
 
     says: ClassVar[str] = "cannot split {model_type!r} models into spans: {why}"
     model_type: str
-    why: str
-
-
-@dataclass(eq=False)
-class UnfitDraft(UsageError):
-    """A draft model whose tokens are not those of the model, or that cannot take tokens back."""
-
-    says: ClassVar[str] = "{draft!r} cannot draft for {model!r}: {why}"
-    draft: str
-    model: str
     why: str
 
 

@@ -149,7 +149,7 @@ def _path(given: str | Path | None) -> Path | None:
 def _drafting(
     draft: str | Path | PreTrainedModel, ends: PreTrainedModel, *, device: torch.device | str, **hub: str | Path | None
 ) -> Drafting | None:
-    """Return where guesses come from. Raises UnfitDraft or ModelNotFound."""
+    """Return where guesses come from. Raises BadConfiguration or ModelNotFound."""
     match draft:
         case "none":
             return None

@@ -15,7 +15,12 @@ from transformers.cache_utils import DynamicLayer
 
 from swarm.client.hf.draws import Draws
 from swarm.client.speculation.drafts import Guess
-from swarm.errors import UnfitDraft
+from swarm.errors import BadConfiguration
+
+
+def unfit(draft: str, name: str, why: str) -> BadConfiguration:
+    """Return the error for a draft that cannot guess for a model."""
+    return BadConfiguration("draft", f"{draft!r} cannot draft for {name!r}: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +33,14 @@ class DraftModel:
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocabulary: int, name: str) -> "DraftModel":
-        """Check a model. vocabulary, name: of the model that it drafts for. Raises UnfitDraft."""
+        """Check a model. vocabulary, name: of the model that it drafts for. Raises BadConfiguration."""
         config = model.config.get_text_config(decoder=True)
         draft = str(getattr(model, "name_or_path", "")) or type(model).__name__
         if config.vocab_size != vocabulary:
-            raise UnfitDraft(draft, name, f"it has {config.vocab_size} tokens, and not {vocabulary}")
+            raise unfit(draft, name, f"it has {config.vocab_size} tokens, and not {vocabulary}")
         # The layers are empty, so this costs nothing. Those with a window are replaced by ones that keep everything.
         if not all(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
-            raise UnfitDraft(
-                draft, name, f"{config.model_type} models have a recurrent state that cannot be rolled back"
-            )
+            raise unfit(draft, name, f"{config.model_type} models have a recurrent state that cannot be rolled back")
         limit = getattr(config, "max_position_embeddings", None)
         return cls(model.eval(), limit, "logits_to_keep" in inspect.signature(model.forward).parameters)
 

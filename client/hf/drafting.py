@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarm.client.hf.drafter import DraftModel
+from swarm.client.hf.drafter import DraftModel, unfit
 from swarm.client.hf.lead import Drafting
 from swarm.client.speculation.drafts import Lookup
-from swarm.errors import ModelNotFound, UnfitDraft
+from swarm.errors import ModelNotFound
 
 
 class Drafts:
@@ -27,7 +27,7 @@ class Drafts:
         """Return where the guesses of a call of `generate()` come from, and take out of its arguments what says so.
 
         So the call is a plain one, whose tokens are those of a plain one. batch: rows; of more than one, `transformers`
-        decides. Raises UnfitDraft.
+        decides. Raises BadConfiguration.
         """
         if batch != 1:
             return self.drafting
@@ -47,14 +47,14 @@ class Drafts:
 
 
 def drafting_by(small: PreTrainedModel, name: str, vocabulary: int, *, always: bool = False) -> Drafting:
-    """Return what guesses by a small model, and by look-up where the text repeats itself. Raises UnfitDraft.
+    """Return what guesses by a small model, and by look-up where the text repeats itself. Raises BadConfiguration.
 
     name, vocabulary: as in `Drafts`.
     """
     draft = str(getattr(small, "name_or_path", ""))
     ours, theirs = _tokens(name), _tokens(draft) if draft else None
     if ours is not None and theirs is not None and ours != theirs:
-        raise UnfitDraft(draft, name, "their tokenizers have other vocabularies")
+        raise unfit(draft, name, "their tokenizers have other vocabularies")
     return Drafting(Lookup, always, DraftModel.of(small, vocabulary, name).draft)
 
 

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
 
@@ -74,6 +74,23 @@ class Finder:
         return legs
 
 
+@dataclass(frozen=True, slots=True)
+class ClientsPast:
+    """The client's own past of all that was answered: after `step`. is_cut: hops may have positions behind it.
+
+    They have those where the step was computed by some hops and skipped by others.
+    """
+
+    step: int
+    pieces: Sequence[Past]
+    is_cut: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last one."""
+        return self.pieces[-1].stop
+
+
 class Attempt:
     """One attempt; `run` is called once. spent: seconds by phase, which it adds to."""
 
@@ -97,11 +114,11 @@ class Attempt:
         self._loop = asyncio.get_running_loop()
 
     async def run(
-        self, without: Collection[str], terms: Terms, past: Sequence[Past], after_step: int, *, ask_only: bool
+        self, without: Collection[str], terms: Terms, past: ClientsPast, *, ask_only: bool
     ) -> Standing | None:
-        """Replace the hops of some processes, and bring the new ones to where the session was after `after_step`.
+        """Replace the hops of some processes, and bring the new ones to where the session was after `past`.
 
-        past: the client's own, up to there. ask_only: open the new hops and leave them again; returns None.
+        ask_only: open the new hops and leave them again; returns None.
         Raises NoRoute if no hop can take over, and then nothing has changed; a fault, or a group of faults, if hops
         give way meanwhile; SessionClosed if the session is closed meanwhile.
         """
@@ -115,14 +132,14 @@ class Attempt:
             new = {index for index, leg in enumerate(legs) if not leg.is_open}
             empty = new | {index for index, leg in enumerate(legs) if not leg.is_whole}
             with self._spending("connecting"):
-                journals = await self._establish(new, empty - new, terms, after_step, rebuild=bool(past))
+                journals = await self._establish(new, empty - new, terms, past.step, rebuild=bool(past.pieces))
             if ask_only:
                 for index in new:
                     legs[index].state = LegState.PLANNED
                 return None
-            if past:
+            if past.pieces:
                 with self._spending("rebuilding"):
-                    await self._rebuild(empty, journals, terms, past, after_step)
+                    await self._rebuild(empty, journals, terms, past)
         finally:
             circuit.rebuilding = None
         return self._stand(legs)
@@ -176,9 +193,7 @@ class Attempt:
             for ping in pings:
                 ping.cancel()
 
-    async def _rebuild(
-        self, empty: set[int], journals: Collection[int], terms: Terms, past: Sequence[Past], after_step: int
-    ) -> None:
+    async def _rebuild(self, empty: set[int], journals: Collection[int], terms: Terms, past: ClientsPast) -> None:
         """Have the past sent to the hops that lack it, and wait until they have all of it."""
         circuit = self._circuit
         needy = lacking(empty, journals)
@@ -187,21 +202,22 @@ class Attempt:
                 circuit.layout.legs[index].state = LegState.OPEN
         if needy != empty:  # a journal was dropped: hops in between forget their past and get it anew
             circuit.adopt(circuit.layout.next())
-            await self._establish(set(), needy, terms, after_step, rebuild=True)
+            await self._establish(set(), needy, terms, past.step, rebuild=True)
         legs, session, epoch = circuit.layout.legs, circuit.session, circuit.layout.epoch
         groups = runs(needy)
         sender = None
         if groups and groups[0][0] == 0:
             limits = self._shared.limits.replay
-            sender = PastSender(session, epoch, past, groups[0][1], legs[0].past, limits, self._expansion)
-        circuit.rebuilding = Rebuilding(frozenset(needy), past[-1].stop, sender)
+            sender = PastSender(session, epoch, past.pieces, groups[0][1], legs[0].past, limits, self._expansion)
+        circuit.rebuilding = Rebuilding(frozenset(needy), past.stop, sender)
         replies = [legs[index].expect(wire.Rebuilt) for index in sorted(needy)]
         for first, count in groups:
             if first > 0:
-                legs[first - 1].send(wire.Replay(session=session, epoch=epoch, step=after_step, hops=count))
+                stop = past.stop if past.is_cut else None
+                legs[first - 1].send(wire.Replay(session=session, epoch=epoch, step=past.step, hops=count, stop=stop))
             else:
                 circuit.send_past()
-        windows = 1 + past_bytes(past, self._expansion) // self._shared.limits.replay.window_bytes
+        windows = 1 + past_bytes(past.pieces, self._expansion) // self._shared.limits.replay.window_bytes
         rebuilt = [legs[index] for index in sorted(needy)]
         await _answered(replies, rebuilt, self._limits.rebuild_s * windows, "did not rebuild the past")
 

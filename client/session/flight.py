@@ -75,7 +75,7 @@ class Flight:
     def _send(self, step: _Ahead) -> None:
         if step.restart:
             self._travel.steps.forget_guesses()
-        step.ticket = self._travel.steps.put(step.chunk, step.deadline)
+        step.ticket = self._travel.steps.put(step.chunk, step.deadline, skips=step.restart)
 
     async def _fly(self) -> None:
         """Collect the answers, in order, until no step is left."""

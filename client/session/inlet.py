@@ -68,7 +68,7 @@ class Inlet:
                 if layout.is_last(index):
                     self._on_output(index, message, activations)
             case wire.Step() | wire.Rebuild():
-                if index in layout.relayed and activations is not None:
+                if index in layout.relayed:
                     self._relay(index, message, activations)
             case wire.Progress():
                 layout.legs[index].report(message)
@@ -95,7 +95,7 @@ class Inlet:
         self._circuit.answered()
         self._steps.answer(message.step, activations)
 
-    def _relay(self, index: int, message: wire.Step | wire.Rebuild, activations: Activations) -> None:
+    def _relay(self, index: int, message: wire.Step | wire.Rebuild, activations: Activations | None) -> None:
         """Pass on activations that a hop cannot send to the next one itself."""
         legs, ticket = self._circuit.layout.legs, None
         if isinstance(message, wire.Step):

@@ -67,6 +67,11 @@ class Leg:
         """Whether the hop was asked for something that a repair waits for."""
         return bool(self._replies)
 
+    @property
+    def skips(self) -> bool:
+        """Whether the hop takes steps without activations."""
+        return self.channel is not None and self.channel.ready.result().skips
+
     def is_usable(self, without: Collection[str]) -> bool:
         """Whether a repair may keep it. without: processes that are to be left.
 

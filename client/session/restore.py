@@ -7,7 +7,7 @@ from collections.abc import Collection
 import structlog
 
 from swarm.client.session import recovery
-from swarm.client.session.attempt import Attempt, Finder
+from swarm.client.session.attempt import Attempt, ClientsPast, Finder
 from swarm.client.session.circuit import Circuit, Shared
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.recovery import Avoid, Block, Case, Defer, Fail, Fault, Patience, Queue, Wait
@@ -135,7 +135,8 @@ class Restorer:
         terms = self._plan.terms(self.batch, self.positions_soon, is_first=not self.repairs)
         standing = None
         try:
-            standing = await attempt.run(without, terms, self._steps.past, self._steps.answered, ask_only=ask_only)
+            past = ClientsPast(self._steps.answered, self._steps.past, self._steps.skipped)
+            standing = await attempt.run(without, terms, past, ask_only=ask_only)
         except* (HopFailed, Refused, EdgeDown) as faults:
             for fault in faults.exceptions:
                 assert isinstance(fault, HopFailed | Refused | EdgeDown)

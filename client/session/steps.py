@@ -28,6 +28,7 @@ class Steps:
         """others: whether the client has other sessions, whose steps these may travel with."""
         self._others = others
         self.window = 1  # steps that may be in flight, on the route that stood last
+        self.skipped = False  # the last answered step was skipped: some hops have its positions, and others do not
         self.held = 0  # positions of the prompt that all hops had when the session was opened
         self._circuit = circuit
         self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox)
@@ -58,11 +59,14 @@ class Steps:
             past = Activations(torch.tensor([ids], dtype=torch.int32)[:, :, None])
             self._journal.add(Entry(self._outbox.last_answered, None, Past(0, past)))
 
-    def put(self, chunk: Chunk, deadline: float) -> Ticket:
-        """Send a part of a step, as soon as there is room for it. deadline: in the loop's time."""
+    def put(self, chunk: Chunk, deadline: float, *, skips: bool = False) -> Ticket:
+        """Send a part of a step, as soon as there is room for it. deadline: in the loop's time.
+
+        skips: hops need not compute the steps before it that it takes back. All of those must be forgotten guesses.
+        """
         budget_ms = max(1, int(1000 * (deadline - self._loop.time())))
         ticket = self._outbox.put(
-            chunk.activations, keep=chunk.keep, rows=chunk.rows, want=chunk.want, budget_ms=budget_ms
+            chunk.activations, keep=chunk.keep, rows=chunk.rows, want=chunk.want, budget_ms=budget_ms, skips=skips
         )
         self._journal.add(Entry(ticket.step, chunk.rows, Past(chunk.keep, chunk.kept)))
         self._send_due()
@@ -89,6 +93,10 @@ class Steps:
 
     def answer(self, step: int, output: Activations | None) -> None:
         """Take the answer to a step that is awaited."""
+        ticket = self._outbox.awaits(step)
+        self.skipped = ticket is not None and ticket.is_skipped(output)
+        if self.skipped:
+            self._journal.void(step)
         self._outbox.answered(step, output)
         self._send_due()
 
@@ -125,12 +133,15 @@ class Steps:
     def _send_due(self) -> None:
         if self._circuit.standing is None:
             return  # the next `resend` sends it
-        first = self._circuit.layout.legs[0]
+        legs = self._circuit.layout.legs
         for ticket in self._outbox.due():
             if ticket.outcome is not None:
                 continue
+            message = ticket.message
+            if message.skips and not all(leg.skips for leg in legs):
+                message = message.model_copy(update={"skips": None})
             try:
-                first.send(ticket.message, ticket.activations, soon=self._others())
+                legs[0].send(message, ticket.activations, soon=self._others())
             except HopFailed as failed:
                 self._circuit.report(failed)
                 self._outbox.refused(ticket.step, failed)  # also if the fault is known already

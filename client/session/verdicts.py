@@ -112,6 +112,8 @@ def _judge_refused_session(fact: wire.Refused, view: View) -> Verdict | None:
 
 def wrong_output(ticket: Ticket, activations: Activations | None) -> str | None:
     """Return the fault of an answer to a step; None if it is sound."""
+    if ticket.is_skipped(activations):
+        return None
     due = ticket.answer_shape
     got = None if activations is None else tuple(activations.hidden.shape)
     if got != due:
@@ -121,13 +123,16 @@ def wrong_output(ticket: Ticket, activations: Activations | None) -> str | None:
     return None
 
 
-def wrong_relay(activations: Activations, ticket: Ticket | None) -> str | None:
+def wrong_relay(activations: Activations | None, ticket: Ticket | None) -> str | None:
     """Return the fault of activations that a hop hands to the client to relay; None if they are sound.
 
-    ticket: of the step that they belong to; None for a piece of the past.
+    activations: None for a step that it has skipped. ticket: of the step; None for a piece of the past.
     """
+    if activations is None:
+        is_right = ticket is not None and not ticket.wanted
+        return None if is_right else "it has skipped a step that nothing takes back"
     hidden = activations.hidden
-    due = None if ticket is None else ticket.message.hidden.shape
+    due = None if ticket is None else tuple(ticket.activations.hidden.shape)
     is_formed = hidden.dim() == 3 and is_sound(activations) and due in {None, tuple(hidden.shape)}
     return None if is_formed else "its activations are of the wrong shape or type, infinite or no numbers"
 

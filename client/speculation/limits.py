@@ -12,7 +12,7 @@ class AheadLimits:
     tokens_max: int = limit(64, "tokens", "in flight; models with sliding windows keep so many more positions")
     frame_tokens: int = limit(8, "tokens", "one step carries no more guesses; servers compute it with others' steps")
     frame_tokens_min: int = limit(4, "tokens", "room for fewer guesses waits, unless nothing is in flight")
-    frames_max: int = limit(8, "steps", "in flight: the window of a hop")
+    frames_max: int = limit(32, "steps", "in flight: the window of a hop")
     cut_off: float = limit(0.1, "", "a guess that is less likely to become the text costs servers more than it saves")
     load_max: float = limit(4.0, "steps", "announced by a hop that has more to do than guesses")
     lookup_min: float = limit(0.5, "", "guesses of look-up that are less likely leave their place to a draft model")

@@ -1,11 +1,11 @@
 """One iteration's batch, chosen from the tasks that are ready. Pure.
 
-Decode steps come first, of every peer in turn. Prefill fills up the iteration's budget in pieces, and peers share it
-evenly.
+Decode steps come first, whole, of every peer in turn: of one token, or a window of several. Prefill fills up the
+iteration's budget in pieces, and peers share it evenly.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.compute.limits import BatchLimits
@@ -17,6 +17,7 @@ class Ready:
 
     owner: the peer whose share it takes. group: tasks of different groups cannot run together. tokens: positions that
     are left, of each of `rows` rows. packs: whether it can run with others at all. cuts: whether it can run in pieces.
+    decodes: whether it is a decode step, as `BatchLimits.decodes` said when it became the head; it is never cut.
     """
 
     owner: str
@@ -25,6 +26,7 @@ class Ready:
     tokens: int
     packs: bool = True
     cuts: bool = True
+    decodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,19 @@ def form_batch(ready: Sequence[Ready], prefill_tokens: int, limits: BatchLimits)
     together = [i for i, task in enumerate(ready) if task.packs and task.group == first.group]
     decodes, prefills = list[int](), list[int]()
     for index in together:
-        is_decode = ready[index].tokens == 1 and ready[index].rows <= limits.single_rows_max
-        (decodes if is_decode else prefills).append(index)
+        (decodes if ready[index].decodes else prefills).append(index)
     chosen = _decodes(ready, decodes, limits.decode_tokens_max)
     return chosen + _prefills(ready, prefills, prefill_tokens, limits.piece_tokens_min, beside=bool(chosen))
 
 
 def _decodes(ready: Sequence[Ready], indices: Sequence[int], room: int) -> list[Slice]:
     chosen: list[Slice] = []
-    for index in _in_turn(ready, indices):
-        if room < ready[index].rows and chosen:
+    for index in _in_turn(ready, indices, lambda step: step.tokens):
+        step = ready[index]
+        if room < step.rows * step.tokens and chosen:
             break
-        chosen.append(Slice(index, 1))
-        room -= ready[index].rows
+        chosen.append(Slice(index, step.tokens))
+        room -= step.rows * step.tokens
     return chosen
 
 
@@ -90,14 +92,17 @@ def _prefills(
 
 def _piece(task: Ready, tokens: int) -> int:
     """Positions that a piece of about so many tokens has."""
-    return min(task.tokens, max(1, tokens // task.rows)) if task.cuts else task.tokens
+    return min(task.tokens, max(1, tokens // task.rows)) if task.cuts and not task.decodes else task.tokens
 
 
-def _in_turn(ready: Sequence[Ready], indices: Sequence[int]) -> list[int]:
-    """Put the first of every peer before the second of any; within that, as they come."""
+def _in_turn(ready: Sequence[Ready], indices: Sequence[int], weight: Callable[[Ready], int] = lambda _: 1) -> list[int]:
+    """Put the first of every peer before the second of any; within that, as they come.
+
+    weight: so many places of its peer's does a task take.
+    """
     seen: dict[str, int] = defaultdict(int)
     ranked = []
     for index in indices:
         ranked.append((seen[ready[index].owner], index))
-        seen[ready[index].owner] += 1
+        seen[ready[index].owner] += weight(ready[index])
     return [index for _, index in sorted(ranked)]

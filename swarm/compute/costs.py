@@ -1,7 +1,7 @@
 """The cost of iterations, learned from those that ran; and how much prefill the next one may carry.
 
-Prefill costs more or less by the steps that it runs beside: a few rows more cost nothing next to many, and much
-where they change the kernels. So costs are learned apart by the number of decode steps, in powers of two.
+Prefill costs more or less by the steps that it runs beside: a few tokens more cost nothing next to many, and much
+where they change the kernels. So costs are learned apart by the tokens of the decode steps, in powers of two.
 """
 
 from bisect import bisect_right
@@ -20,12 +20,12 @@ class Costs:
 
     def __init__(self, limits: CostLimits) -> None:
         self._limits = limits
-        self._decode_s: dict[int, float] = {}  # an iteration without prefill, by the number of steps
-        self._until_bare: dict[int, int] = {}  # iterations before the next without prefill, by the number of steps
-        self._prefill: defaultdict[int, _BySize] = defaultdict(lambda: _BySize(limits))  # by the number of steps
+        self._decode_s: dict[int, float] = {}  # an iteration without prefill, by the steps' tokens
+        self._until_bare: dict[int, int] = {}  # iterations before the next without prefill, by the steps' tokens
+        self._prefill: defaultdict[int, _BySize] = defaultdict(lambda: _BySize(limits))  # by the steps' tokens
 
     def observe(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
-        """Learn from an iteration of so many decode steps (their rows) and prefilled tokens."""
+        """Learn from an iteration of so many tokens of decode steps, and of prefill."""
         steps = decodes.bit_length()
         decode_s = self._decode_s.get(steps)
         if prefill_tokens == 0:
@@ -34,13 +34,13 @@ class Costs:
             self._prefill[steps].observe(prefill_tokens, max(took_s - (decode_s or 0.0), took_s / 10))
 
     def prefill_tokens(self, beside: int, *, decoding: bool, stretch: float = 0.0) -> int:
-        """Return how many tokens of prefill the next iteration may carry beside so many decode steps.
+        """Return how many tokens of prefill the next iteration may carry beside so many of decode steps.
 
         decoding: whether any session decodes, in this iteration or as soon as it is over. stretch: share of an
         iteration that prefill may add, where that is more than the limit's.
 
         While one does, prefill may make an iteration longer by `stretch`, or up to `unnoticed_s`. Where the cost of
-        prefill beside so many steps is unknown, it counts as its cost alone.
+        prefill beside so many tokens is unknown, it counts as its cost alone.
         """
         if not decoding:
             return self._prefill[0].largest(self._limits.alone_s) or self._limits.prefill_tokens_unknown

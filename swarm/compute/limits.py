@@ -12,13 +12,22 @@ class BatchLimits:
     decode_tokens_max: int = limit(
         512, "tokens", "decode steps beyond it wait for the next batch: no token gets faster"
     )
-    single_rows_max: int = limit(
-        32, "rows", "a step of more rows is planned as prefill: others would wait for all rows"
+    single_tokens_max: int = limit(
+        32, "tokens", "of all rows: a larger step is planned as prefill, because others would wait for it"
     )
+    window_tokens_max: int = limit(16, "tokens", "of each row, behind a past: a longer step is planned as prefill")
     piece_tokens_min: int = limit(16, "tokens", "peers' shares are no smaller: each piece has a cost of its own")
     debt_tokens_max: int = limit(
         512, "tokens", "prefill beyond its budgets is repaid by later iterations, no more of it"
     )
+
+    def decodes(self, rows: int, tokens: int, *, has_past: bool) -> bool:
+        """Whether a step of so many tokens of each row is decode work, which does not wait for a prefill budget.
+
+        has_past: whether the session has positions before it. Without them only a step of one token is.
+        """
+        longest = self.window_tokens_max if has_past else 1
+        return tokens <= longest and rows * tokens <= self.single_tokens_max
 
 
 @dataclass(frozen=True, slots=True)

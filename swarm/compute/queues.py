@@ -18,8 +18,8 @@ from swarm.compute.task import Task, Tenure, is_gone
 class Queue(Presence):
     """The tasks of one session, or one task that belongs to none. The facts of its head are fields.
 
-    single: whether the head is a decode step of few rows, or belongs to no session. since: how many iterations were
-    over when the head came. stepped_at: when the session's last decode step ran.
+    single: whether the head is a decode step (`BatchLimits.decodes`). since: how many iterations were over when the
+    head came. stepped_at: when the session's last decode step ran.
     """
 
     __slots__ = ("_tenure", "head", "owner", "since", "single", "stepped_at", "tasks", "tenant")
@@ -156,7 +156,7 @@ class Queues:
     def _file(self, queue: Queue) -> None:
         """Give a queue with a new head its place."""
         queue.head, queue.since = task, _ = queue.tasks[0]
-        queue.single = task.tokens == 1 and task.rows <= self._limits.batch.single_rows_max
+        queue.single = self._limits.batch.decodes(task.rows, task.tokens, has_past=task.has_past)
         if queue.single:
             self.single[queue] = None
         else:

@@ -4,7 +4,7 @@
     plan = scheduler.form(now)                  # Batch | Idle
     finished = scheduler.ran(plan, now, took_s)
 
-An iteration is one batch. It takes single steps of many sessions together, and prefill in pieces beside them under a
+An iteration is one batch. It takes decode steps of many sessions together, and prefill in pieces beside them under a
 budget, so that prefill delays no session's decode by much. Prefill that must run in one piece and is more than its
 budget becomes a debt, which later budgets repay. A task that does not pack runs alone when it is its turn.
 """
@@ -90,7 +90,7 @@ class Scheduler:
         self._since = None
         lone = queues.lone
         if lone is not None and not self._debt and not is_gone(lone.head):
-            return Batch((Part(lone.head, 1, lone),), ())
+            return Batch((Part(lone.head, lone.head.tokens, lone),), ())
         return self._planned(now)
 
     def ran(self, batch: Batch, now: float, took_s: float, failed: Container[Task] = ()) -> Sequence[Task]:
@@ -116,7 +116,7 @@ class Scheduler:
             heads = self._queues.heads()
         if not heads:
             return Batch((), dropped)
-        ready = [queue.head.ready for queue in heads]
+        ready = [queue.head.ready(decodes=queue.single) for queue in heads]
         budget = self._budget(heads, ready, now)
         slices = form_batch(ready, budget.left, self._limits.batch)
         parts = [Part(heads[each.index].head, each.tokens, heads[each.index]) for each in slices]
@@ -127,7 +127,9 @@ class Scheduler:
         first, steps = ready[0], [each for each, queue in zip(ready, heads, strict=True) if queue.single]
         if len(steps) == len(heads) and not self._debt:
             return Budget(0, 0, decoding=True)
-        beside = sum(each.rows for each in steps if first.packs and each.packs and each.group == first.group)
+        beside = sum(
+            each.rows * each.tokens for each in steps if first.packs and each.packs and each.group == first.group
+        )
         decoding = Counter(each.owner for each in steps) or self._queues.expected(now - self._limits.linger.absent_s)
         costs, stretch = self._costs[heads[0].head.cost], self._stretch(decoding)
         granted = costs.prefill_tokens(beside, decoding=bool(decoding), stretch=stretch)
@@ -166,7 +168,7 @@ class Scheduler:
             if task.cost is None or task in failed or is_gone(task):
                 return
             if queue.single:
-                decodes += task.rows
+                decodes += tokens * task.rows
                 queue.stepped_at = now
             else:
                 prefill_tokens += tokens * task.rows

@@ -1,5 +1,6 @@
 """The compute thread's work: tasks, and the tenure that a session's tasks belong to."""
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ class Tenure:
     All tasks of that time hold it. The loop sets `over`: from then on none of them counts, and none is computed.
     `past` belongs to the compute thread; its memory is free when the last task has let go. held: blocks that the past
     begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of it.
+    waiting: the loop's steps that have not come back from the compute thread, in order.
     """
 
     __slots__ = (
@@ -34,6 +36,7 @@ class Tenure:
         "rollback_max",
         "span",
         "tenant",
+        "waiting",
     )
 
     def __init__(self, owner: str, span: Span, rollback_max: int, tenant: str | None = None) -> None:
@@ -49,7 +52,14 @@ class Tenure:
         self.over = False
         self.held: tuple[PastBlock, ...] = ()
         self.marked: Marked | None = None
+        self.waiting: deque[Forward | Void] = deque()
         self._past: SpanPast | None = None
+
+    def skip(self, keep: int) -> None:
+        """Skip the steps that are not begun, and of whose positions none stays: a step comes that keeps so many."""
+        for task in reversed(self.waiting):
+            if not task.skip(keep):
+                return
 
     def anew(self, owner: str) -> "Tenure":
         """Return the tenure that follows a reset."""
@@ -75,13 +85,20 @@ class Task(Protocol):
 
     tenure: whose tasks run in order; None where it belongs to no session. owner: the peer whose turn it takes. cost:
     tasks with the same take as long as each other; None where its cost tells nothing about others. rows: of its batch.
-    tokens: positions of each row. done: how many of them are computed.
+    tokens: positions of each row. done: how many of them are computed. has_past: whether the session has positions
+    before them. is_skipped: a later task of its session makes it pointless; it keeps its place all the same.
     """
 
     owner: str
     rows: int
     tokens: int
     done: int
+    is_skipped: bool
+
+    @property
+    def has_past(self) -> bool:
+        """Whether the session has positions before these."""
+        ...
 
     @property
     def cost(self) -> Hashable | None:
@@ -93,9 +110,8 @@ class Task(Protocol):
         """The session's past that it belongs to."""
         ...
 
-    @property
-    def ready(self) -> Ready:
-        """Its remaining positions, for the planner."""
+    def ready(self, *, decodes: bool) -> Ready:
+        """Return its remaining positions, for the planner. decodes: whether it is a decode step."""
         ...
 
     def run(self, tokens: int) -> None:
@@ -128,8 +144,8 @@ class Packable(Task, Protocol):
 
 
 def is_gone(task: Task) -> bool:
-    """Whether a task does not count any more."""
-    return task.tenure is not None and task.tenure.over
+    """Whether a task is not to be computed any more."""
+    return task.is_skipped or (task.tenure is not None and task.tenure.over)
 
 
 class Checked(NamedTuple):
@@ -152,6 +168,7 @@ class Forward:
         "cutting",
         "done",
         "finite",
+        "is_skipped",
         "owner",
         "rows",
         "tenure",
@@ -173,6 +190,7 @@ class Forward:
         self.activations = activations
         self.rows, self.tokens, _ = activations.hidden.shape
         self.done = 0
+        self.is_skipped = False
         self.finite = True  # whether all of the output's numbers are known to be finite
         self.cutting: Cutting | None = None  # blocks of the past to cut, once this is computed
         self._keep = keep
@@ -192,16 +210,31 @@ class Forward:
         return self.tenure.n_blocks
 
     @property
-    def ready(self) -> Ready:
-        """Its remaining positions, for the planner."""
+    def has_past(self) -> bool:
+        """Whether the session has positions before these."""
+        return self._keep > 0
+
+    def skip(self, keep: int) -> bool:
+        """Skip this if a later step keeps so few positions that none of these stays. Called in the loop, newest first.
+
+        Returns False for a task that was begun, gathers rows, or has positions that stay: then those before it count.
+        The compute thread may begin it in this very moment. Then it is computed as if this had not been called.
+        """
+        if self._began or self._rows is not None or self._keep < keep:
+            return False
+        self.is_skipped = True
+        return True
+
+    def ready(self, *, decodes: bool) -> Ready:
+        """Return its remaining positions, for the planner. decodes: whether it is a decode step."""
         tenure, span = self.tenure, self.tenure.span
         packs = span.packs and self.activations.mask is None and not tenure.is_masked
         group = (span.blocks.start, span.blocks.stop, self.activations.hidden.dtype)
-        return Ready(self.owner, group, self.rows, self.tokens - self.done, packs)
+        return Ready(self.owner, group, self.rows, self.tokens - self.done, packs, decodes=decodes)
 
     def segment(self, tokens: int) -> Segment | None:
         """Return the next positions, for a packed step; None if it is gone."""
-        if self.tenure.over:
+        if is_gone(self):
             return None
         past = self._begin()
         assert past.mask is None
@@ -216,7 +249,7 @@ class Forward:
 
     def run(self, tokens: int) -> None:
         """Compute the next positions alone."""
-        if self.tenure.over:
+        if is_gone(self):
             return
         past = self._begin()
         new = self.activations if tokens == self.tokens else self.activations.part(self.done, self.done + tokens)
@@ -230,8 +263,8 @@ class Forward:
         self._outputs.append(hidden)
 
     def result(self) -> Tensor | None:
-        """Return the output on the host when all is computed; None once it is gone."""
-        if self.tenure.over or not self._outputs:
+        """Return the output on the host when all is computed; None once it is gone, or where it was skipped."""
+        if self.tenure.over or self.done < self.tokens:
             return None
         if self.cutting is not None:
             self.cutting.cut(self.tenure.past.cache)
@@ -249,6 +282,41 @@ class Forward:
         return past
 
 
+class Void:
+    """A step that is skipped before it comes: it only keeps its place among the tasks of its session."""
+
+    __slots__ = ("owner", "tenure")
+
+    cost: Hashable | None = None
+    rows = tokens = 1
+    done = 0
+    has_past = False
+    is_skipped = True
+
+    def __init__(self, tenure: Tenure) -> None:
+        """tenure: the session's past that it would have belonged to."""
+        self.tenure = tenure
+        self.owner = tenure.owner
+
+    def skip(self, keep: int) -> bool:
+        """It is skipped already."""
+        del keep
+        return True
+
+    def ready(self, *, decodes: bool) -> Ready:
+        """Never planned: it is gone."""
+        return Ready(self.owner, None, 1, 1, packs=False, cuts=False, decodes=decodes)
+
+    def run(self, tokens: int) -> None:
+        """Nothing is computed."""
+
+    def result(self) -> None:
+        """There is none."""
+
+    def complete(self) -> None:
+        """There is nothing to compute."""
+
+
 class Probe:
     """Something that runs alone in the compute thread: a measurement, a clean-up."""
 
@@ -258,13 +326,17 @@ class Probe:
     owner = ""
     cost: Hashable | None = None
     rows = tokens = 1
-    ready = Ready(owner="", group=None, rows=1, tokens=1, packs=False, cuts=False)
+    has_past = is_skipped = False
 
     def __init__(self, work: Callable[[], Any]) -> None:
         """work: is called once."""
         self._work = work
         self._result: Any = None
         self.done = 0
+
+    def ready(self, *, decodes: bool) -> Ready:
+        """Return what the planner needs: it runs alone."""
+        return Ready(owner="", group=None, rows=1, tokens=1, packs=False, cuts=False, decodes=decodes)
 
     def complete(self) -> Any:  # noqa: ANN401 - of any kind
         """Run it. Returns its result."""

@@ -30,6 +30,7 @@ class Head:
 
     tenure: Tenure | None = None
     rows = tokens = 1
+    has_past = is_skipped = False
 
     def __init__(self, ends: TokenEnds, sampler: Sampler, hidden: Tensor, position: int, owner: str) -> None:
         """hidden: the last block's output, [1, 1, hidden_size]. position: of the token that is sampled."""
@@ -43,10 +44,9 @@ class Head:
         self._position = position
         self._result: Next | None = None
 
-    @property
-    def ready(self) -> Ready:
+    def ready(self, *, decodes: bool) -> Ready:
         """For the scheduler: heads of one model run together."""
-        return Ready(self.owner, id(self._ends), 1, 1, packs=True)
+        return Ready(self.owner, id(self._ends), 1, 1, packs=True, decodes=decodes)
 
     def segment(self, tokens: int) -> "Head | None":
         """Return itself, for the batch; None if it was given up."""

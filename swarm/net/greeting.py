@@ -33,6 +33,7 @@ class Proven:
     bundles: bool = False  # whether it takes several steps in one frame
     loads: bool = False  # whether it knows the question for an anchor's load
     moves: bool = False  # whether its channels may change their carriers
+    skips: bool = False  # whether it takes steps without activations
     exporter: bytes = field(default=b"", repr=False)  # a secret of both ends of the channel
 
 
@@ -116,7 +117,13 @@ class Greeting:
         signature = identity.sign(HELLO_DOMAIN[self.remote is not None], self._secrets.handshake_hash)
         key = identity.public_key.hex()
         hello = Hello(
-            public_key=key, signature=signature.hex(), software=__version__, bundles=True, loads=True, moves=True
+            public_key=key,
+            signature=signature.hex(),
+            software=__version__,
+            bundles=True,
+            loads=True,
+            moves=True,
+            skips=True,
         )
         self._outgoing += self.sealer.seal(encode(hello))
 
@@ -141,7 +148,14 @@ class Greeting:
         self.done = True
         exporter = self._secrets.exporter(initiator=self.remote is not None)
         return Proven(
-            peer, self._process_key, hello.software, hello.bundles, hello.loads, moves=hello.moves, exporter=exporter
+            peer,
+            self._process_key,
+            hello.software,
+            hello.bundles,
+            hello.loads,
+            moves=hello.moves,
+            skips=hello.skips,
+            exporter=exporter,
         )
 
     def _refuse_unlisted(self, peer: str) -> None:

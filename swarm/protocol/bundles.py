@@ -25,8 +25,8 @@ def fits(message: Message) -> bool:
     """Whether a message may travel in a frame with others."""
     match message:
         case Step():
-            alone = message.rows is None and message.positions is None and message.mask is None
-            return alone and message.hidden.shape[:2] == (1, 1)
+            alone = (message.rows, message.positions, message.mask, message.skips) == (None, None, None, None)
+            return alone and message.hidden is not None and message.hidden.shape[:2] == (1, 1)
         case Output():
             return message.hidden is not None and message.hidden.shape[:2] == (1, 1)
     return False

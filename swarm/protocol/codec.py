@@ -44,7 +44,7 @@ def decode(frame: memoryview) -> tuple[AnyMessage, Activations | None]:
         first = error.errors(include_input=False, include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise InvalidMessage("message", printable(f"{place}: {first['msg']}")[:TEXT_MAX]) from None
-    if isinstance(message, (Step, Rebuild)):
+    if isinstance(message, (Step, Rebuild)) and message.hidden is not None:
         hidden, positions, mask = decode_tensors((message.hidden, message.positions, message.mask), frame[start:])
         assert hidden is not None
         return message, Activations(hidden, positions, mask)

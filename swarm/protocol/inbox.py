@@ -12,8 +12,8 @@ Steps have numbers without gaps. The state is two counters, the answers of the l
                                                     -> Forgotten   that answer was evicted: the session cannot go on
                             before these            -> Late        its sender has had the answer
     accept(step)            the step is New and goes to the compute thread
-    computed(...)           the oldest accepted step is computed; its answer is kept. Never called for work from before
-                            a reset: such work counts no more (the owner's tenure says so)
+    computed(...)           the oldest accepted step is computed, or skipped; its answer is kept. Never called for work
+                            from before a reset: such work counts no more (the owner's tenure says so)
     reset(after_step)       the past is forgotten and comes anew: no work is under way, no answer is kept
     journal_dropped()       answers of which the tensors were in the journal only are forgotten
 
@@ -41,7 +41,7 @@ Kept = TypeVar("Kept")
 class InboxLimits:
     """Bounds on one session's steps at a hop."""
 
-    window_steps: int = limit(8, "steps", "a hop refuses a step beyond so many that wait; it keeps as many answers")
+    window_steps: int = limit(32, "steps", "a hop refuses a step beyond so many that wait; it keeps as many answers")
     again_s: float = limit(0.25, "s", "a refused step that comes again sooner is charged")
 
 

@@ -132,6 +132,14 @@ class Journal:
         while self._entries and self._entries[-1].step > after_step:
             self.n_bytes -= self._entries.pop().past.n_bytes
 
+    def void(self, step: int) -> None:
+        """Note that a step was skipped on the way: its own positions are not there, as far as all hops go."""
+        for at, entry in enumerate(self._entries):
+            if entry.step == step:
+                nothing = Activations(entry.past.activations.hidden[:, :0].clone())  # not to hold the rest
+                self._entries[at] = replace(entry, past=Past(entry.past.start, nothing))
+                self.n_bytes -= entry.past.n_bytes
+
     def n_bytes_with(self, entry: Entry) -> int:
         """Memory that it will take when this step is noted, too. To be asked before, where there is a limit.
 
@@ -163,7 +171,8 @@ class Journal:
                 continue
             if stop is None or past.start < stop:
                 kept = past if stop is None or past.stop <= stop else past.part(past.start, stop)
-                pieces.append(kept if order is None else kept.gathered(order))
+                if kept.start < kept.stop:
+                    pieces.append(kept if order is None else kept.gathered(order))
                 stop = past.start
             if stop == 0:
                 break
@@ -179,6 +188,12 @@ class Journal:
         folded = [Entry(last, None, _joined(pieces, _beside(pieces)))] if pieces else []
         self._entries = [*folded, *self._entries[count:]]
         self.n_bytes = sum(entry.past.n_bytes for entry in self._entries)
+
+
+def cut_off(pieces: Sequence[Past], stop: int) -> tuple[Past, ...]:
+    """Return the part of a past before a position."""
+    kept = (piece for piece in pieces if piece.start < stop)
+    return tuple(piece if piece.stop <= stop else piece.part(piece.start, stop) for piece in kept)
 
 
 def past_bytes(pieces: Sequence[Past], expansion: Expansion | None = None) -> int:

@@ -28,6 +28,7 @@ class Marked:
         """
         if not isinstance(message, Step) or message.epoch != self.epoch or message.keep != self.stop:
             return None
+        assert message.hidden is not None, "a skipped step is never computed"
         rows, tokens, *_ = message.hidden.shape
         if rows != 1 or message.rows is not None or message.positions is not None or message.mask is not None:
             return None

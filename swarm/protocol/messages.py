@@ -1,13 +1,11 @@
-"""Every message that crosses a channel: strict, frozen and bounded.
+"""Every message that crosses a channel, by `swarm.protocol.codec`: strict, frozen and bounded.
 
-`swarm.protocol.codec` writes them and reads them.
-
-    client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
-    hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
-    along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
-                           Steps, Outputs (those of several sessions in one frame: `swarm.protocol.bundles`)
-    back along it          Rebuilt (to the sender of the past)
-    to and from an anchor  those of `swarm.protocol.meeting`
+client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
+hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
+along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
+                       Steps, Outputs (those of several sessions in one frame: `swarm.protocol.bundles`)
+back along it          Rebuilt (to the sender of the past)
+to and from an anchor  those of `swarm.protocol.meeting`
 """
 
 from typing import Annotated, Literal, Self, TypeVar
@@ -45,7 +43,6 @@ Lifetime = Annotated[int, Field(ge=1, le=LIFETIME_S_MAX)]
 TokenBudget = Annotated[int, Field(ge=0, le=1 << 48)]
 StepNumber = Annotated[int, Field(ge=0, le=STEPS_MAX)]
 
-
 Value = TypeVar("Value")
 Column = Annotated[tuple[Value, ...], Field(min_length=1, max_length=BUNDLE_MAX, fail_fast=True)]
 
@@ -62,7 +59,6 @@ RefusalCode = Literal[
     "bad_request",  # the request is impossible, or makes no numbers
 ]
 
-
 Blame = Literal["self", "next"]
 
 
@@ -71,7 +67,8 @@ class Hello(Message):
 
     `signature` covers the side's role and the handshake's hash (channel binding, section 11.2 of the Noise
     specification), so that it is worth nothing on any other channel. bundles: whether this side takes Steps and
-    Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry. moves: the same of Claim.
+    Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry. moves: the same of Claim. skips:
+    the same of a Step without activations.
     """
 
     kind: Literal["hello"] = "hello"
@@ -81,6 +78,7 @@ class Hello(Message):
     bundles: bool = False
     loads: bool = False
     moves: bool = False
+    skips: bool = False
 
 
 class Ping(Message):
@@ -177,13 +175,14 @@ class Rerouted(Message):
 
 
 class Replay(Message):
-    """Asks a hop to send the past that its journal has, as it was right after `step`, to the next `hops` hops."""
+    """Asks a hop to send its journal's past, as it was right after `step`, before `stop`, to the next `hops` hops."""
 
     kind: Literal["replay"] = "replay"
     session: SessionId
     epoch: Epoch
     step: StepNumber
     hops: Annotated[int, Field(ge=1, le=BLOCKS_MAX)]
+    stop: Annotated[int, Field(ge=1, le=POSITIONS_MAX)] | None = None
 
 
 class Rebuild(Message):
@@ -259,6 +258,8 @@ class Step(Message):
     want: how many trailing positions the client wants back from the last hop.
     positions: the tokens' position ids, where they are not keep, keep + 1, ...
     mask: the new columns of the 2-D attention mask, where they are not all ones.
+    skips: steps before it that are not computed yet, and of which it keeps no position, are answered empty.
+    hidden: None for a step that was skipped at a hop before.
     """
 
     kind: Literal["step"] = "step"
@@ -272,13 +273,14 @@ class Step(Message):
     ) = None
     budget_ms: Milliseconds
     want: Annotated[int, Field(ge=0, le=POSITIONS_MAX)]
-    hidden: TensorMeta
+    skips: bool | None = None
+    hidden: TensorMeta | None = None
     positions: TensorMeta | None = None
     mask: TensorMeta | None = None
 
 
 class Output(Message):
-    """The last hop's answer to one step: the positions that were wanted, or just that it is done."""
+    """The last hop's answer to one step: the positions that were wanted, or just that it is done or was skipped."""
 
     kind: Literal["output"] = "output"
     session: SessionId

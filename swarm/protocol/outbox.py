@@ -1,7 +1,8 @@
 """The client's end of a session's stream of steps: numbered, sent in order, retransmitted, each answer taken once.
 
     put       -> a ticket: its Step has the next number and this epoch; it may be put ahead of the answers before it
-    due       -> the tickets to send now, in order, as far as the in-flight window and the congestion window have room
+    due       -> the tickets to send now, in order, as far as the in-flight window, in steps and bytes, and the
+                 congestion window have room
     answered  -> settles the ticket behind the last answered one with an Answer; other answers are dropped, because a
                  repair starts from the last answered step, and they come again
     refused   -> settles one ticket with an error, and `failed` settles all of them. A failed ticket holds back those
@@ -9,7 +10,8 @@
     resend    -> a new epoch, or the same one: errors are renewed, and all that is not answered is due again. An
                  answered ticket is gone and is not sent again
     truncate  -> a guess was wrong: tickets that never left are forgotten, and their numbers are given out again. Those
-                 that left are computed by the hops, in order as ever, and come back with their outputs dropped
+                 that left are computed or skipped by the hops, in order as ever, and come back with their outputs
+                 dropped. A step that is put next with `skips` allows that
     slow_down -> the congestion window becomes one step. It doubles with each answer
 
 A ticket:   waiting --due--> sent --answered--> settled with an Answer, gone
@@ -51,6 +53,7 @@ class OutboxLimits:
     """Bounds on one session's steps in flight."""
 
     in_flight_max: int = limit(64, "steps", "the congestion window opens no further; a hop's window is 64 at most")
+    in_flight_bytes_max: int = limit(8 << 20, "bytes", "of activations that are not answered; then later steps wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,12 @@ class Ticket:
     @property
     def answer_shape(self) -> tuple[int, int, int] | None:
         """The shape of the output that answers it; None if none is wanted."""
-        rows, _, width = self.message.hidden.shape
+        rows, _, width = self.activations.hidden.shape
         return (rows, self.message.want, width) if self.message.want else None
+
+    def is_skipped(self, output: Activations | None) -> bool:
+        """Whether this answer says that a hop has skipped it, which no hop may do while it is wanted."""
+        return output is None and self.message.want > 0 and not self.wanted
 
 
 class Outbox:
@@ -135,6 +142,7 @@ class Outbox:
         rows: tuple[int, ...] | None,
         want: int,
         budget_ms: int,
+        skips: bool = False,
     ) -> Ticket:
         """Add a step, in the units of the message Step."""
         self.last_put += 1
@@ -147,6 +155,7 @@ class Outbox:
             rows=rows,
             budget_ms=budget_ms,
             want=want,
+            skips=True if skips else None,
             hidden=metas.hidden,
             positions=metas.positions,
             mask=metas.mask,
@@ -157,11 +166,12 @@ class Outbox:
     def due(self) -> list[Ticket]:
         """Return the tickets to send now, in order, and count them as sent."""
         due: list[Ticket] = []
-        room = min(self._window, self._congestion_window)
+        room, n_bytes = min(self._window, self._congestion_window), 0
         for ticket in self._tickets.values():
-            if ticket.outcome is not None or room == 0:
+            if ticket.outcome is not None or room == 0 or n_bytes >= self._limits.in_flight_bytes_max:
                 break
             room -= 1
+            n_bytes += ticket.activations.hidden.nbytes
             if not ticket.is_sent:
                 ticket.is_sent = ticket.has_left = True
                 due.append(ticket)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StoppingCriteriaLis
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.swarm import WaitingSession
 from swarm.client.speculation.drafts import Guess
-from swarm.errors import UnfitDraft
+from swarm.errors import BadConfiguration
 from tests.client.test_repair import After, leases, route_of
 from tests.families import make
 from tests.model.rings import save_family
@@ -223,11 +223,11 @@ def test_a_draft_model_of_another_vocabulary_is_refused(full, spare, tmp_path):
     config = copy.deepcopy(full.config)
     config.vocab_size = 64
     other = AutoModelForCausalLM.from_config(config)
-    with spare.client() as model, pytest.raises(UnfitDraft, match="64 tokens"):
+    with spare.client() as model, pytest.raises(BadConfiguration, match="64 tokens"):
         generated(model, assistant_model=other, **GREEDY)
     folder = save_family("mamba2", tmp_path / "mamba2")
     recurrent = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with spare.client() as model, pytest.raises(UnfitDraft, match="recurrent"):
+    with spare.client() as model, pytest.raises(BadConfiguration, match="recurrent"):
         generated(model, assistant_model=recurrent, **GREEDY)
 
 

@@ -180,6 +180,15 @@ def put(want=2, shape=(1, 5, 4)):
     return Outbox(SESSION).put(Activations(torch.zeros(shape)), keep=0, rows=None, want=want, budget_ms=1)
 
 
+def taken_back():
+    """A ticket of a step that left and was guessed wrong."""
+    outbox = Outbox(SESSION)
+    ticket = outbox.put(Activations(torch.zeros(1, 5, 4)), keep=0, rows=None, want=2, budget_ms=1)
+    outbox.due()
+    outbox.truncate(0)
+    return ticket
+
+
 def answer(*shape, fill=1.0, dtype=torch.float32):
     return Activations(torch.full(shape, fill, dtype=dtype))
 
@@ -187,6 +196,8 @@ def answer(*shape, fill=1.0, dtype=torch.float32):
 OUTPUTS = {
     "what was wanted": (put(), answer(1, 2, 4), None),
     "nothing, as wanted": (put(want=0), None, None),
+    "nothing of a step that was taken back": (taken_back(), None, None),
+    "too little of such a step": (taken_back(), answer(1, 1, 4), "it answered (1, 1, 4) where (1, 2, 4) is due"),
     "nothing": (put(), None, "it answered None where (1, 2, 4) is due"),
     "more than wanted": (put(), answer(1, 5, 4), "it answered (1, 5, 4) where (1, 2, 4) is due"),
     "something, and nothing was wanted": (put(want=0), answer(1, 2, 4), "it answered (1, 2, 4) where None is due"),
@@ -206,6 +217,9 @@ def test_each_output_has_its_verdict(name):
 RELAYS = {
     "a step": (answer(1, 5, 4), put(), True),
     "a piece of a past": (answer(2, 9, 4), None, True),
+    "a skipped step that was taken back": (None, taken_back(), True),
+    "a skipped step that was not": (None, put(), False),
+    "a past without activations": (None, None, False),
     "a step of another shape": (answer(1, 4, 4), put(), False),
     "a past of no rows and columns": (answer(9, 4), None, False),
     "a step without numbers": (answer(1, 5, 4, fill=float("nan")), put(), False),

@@ -31,10 +31,11 @@ class Fake:
     cost: int | None = 1
     tenure: Tenure | None = field(default_factory=Tenure)
     done: int = 0
+    has_past: bool = False
+    is_skipped: bool = False
 
-    @property
-    def ready(self) -> Ready:
-        return Ready(self.owner, "group", self.rows, self.tokens - self.done, self.packs)
+    def ready(self, *, decodes: bool) -> Ready:
+        return Ready(self.owner, "group", self.rows, self.tokens - self.done, self.packs, decodes=decodes)
 
 
 def iteration(scheduler: Scheduler, now: float = 0.0, took_s: float = 0.01) -> list[tuple[Fake, int]]:
@@ -92,6 +93,8 @@ class Doubling:
 class _Arrival:
     """A job of the world as the scheduler sees it."""
 
+    has_past = is_skipped = False
+
     def __init__(self, job: Job, tenure: Tenure | None) -> None:
         session = job.session
         self.job = job
@@ -104,12 +107,13 @@ class _Arrival:
     def done(self) -> int:
         return self.job.done
 
-    @property
-    def ready(self) -> Ready:
+    def ready(self, *, decodes: bool) -> Ready:
         session = self.job.session
         if session is None:
-            return Ready("", None, 1, 1, packs=False, cuts=False)
-        return Ready(session.owner, session.group, self.rows, self.tokens - self.done, session.packs)
+            return Ready("", None, 1, 1, packs=False, cuts=False, decodes=decodes)
+        tokens = self.tokens - self.done
+        decodes = decodes or (tokens == 1 and self.rows <= 32)  # the version before took a prompt's last position so
+        return Ready(session.owner, session.group, self.rows, tokens, session.packs, decodes=decodes)
 
 
 class _Session:

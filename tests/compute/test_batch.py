@@ -1,5 +1,6 @@
 """Which slices form a batch, from what is ready and a budget."""
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import example, given
@@ -12,7 +13,11 @@ LIMITS = BatchLimits()
 
 
 def decode(owner: str = "a", group: object = 0, rows: int = 1) -> Ready:
-    return Ready(owner, group, rows, 1)
+    return Ready(owner, group, rows, 1, decodes=LIMITS.decodes(rows, 1, has_past=False))
+
+
+def window(tokens: int, owner: str = "a", rows: int = 1) -> Ready:
+    return Ready(owner, 0, rows, tokens, decodes=LIMITS.decodes(rows, tokens, has_past=True))
 
 
 def prefill(tokens: int, owner: str = "a", group: object = 0, rows: int = 1) -> Ready:
@@ -31,7 +36,7 @@ tasks = st.builds(
     tokens=st.sampled_from([1, 1, 1, 5, 300, 4000]),
     packs=st.sampled_from([True, True, True, False]),
     cuts=st.booleans(),
-)
+).map(lambda task: replace(task, decodes=LIMITS.decodes(task.rows, task.tokens, has_past=task.rows == 1)))
 
 
 @example(ready=[prefill(5, "a"), prefill(5, "b")], budget=0)
@@ -42,16 +47,38 @@ def test_a_batch_stays_within_its_group_and_budget(ready: list[Ready], budget: i
     of_batch = [(each.tokens, ready[each.index]) for each in batch]
     assert len({each.index for each in batch}) == len(batch)
     assert all(1 <= tokens <= task.tokens for tokens, task in of_batch)
-    assert all(task.cuts or tokens == task.tokens for tokens, task in of_batch)
+    assert all((task.cuts and not task.decodes) or tokens == task.tokens for tokens, task in of_batch)
     if len(batch) > 1:
         assert all(task.packs for _, task in of_batch)
         assert len({task.group for _, task in of_batch}) == 1
-        spent = [tokens * task.rows for tokens, task in of_batch if task.tokens > 1 and task.cuts]
+        spent = [tokens * task.rows for tokens, task in of_batch if not task.decodes and task.cuts]
         assert sum(spent) <= max(budget, 4)
 
 
 def test_single_steps_run_together_and_prefill_fills_the_budget() -> None:
     assert chosen([prefill(2048, "b"), *[decode()] * 8], 64) == [*((i, 1) for i in range(1, 9)), (0, 64)]
+
+
+def test_a_window_behind_a_past_is_a_decode_step_and_runs_whole() -> None:
+    ready = [prefill(2048, "b"), window(16), window(4), decode()]
+    assert chosen(ready, 0) == [(1, 16), (2, 4), (3, 1)]
+    assert chosen(ready, 64) == [(1, 16), (2, 4), (3, 1), (0, 64)]
+    assert chosen([window(16)], 0) == [(0, 16)]
+
+
+def test_a_longer_window_or_one_of_many_rows_is_prefill() -> None:
+    assert LIMITS.decodes(1, 16, has_past=True)
+    assert LIMITS.decodes(2, 16, has_past=True)
+    assert not LIMITS.decodes(1, 17, has_past=True)
+    assert not LIMITS.decodes(3, 16, has_past=True)
+    assert not LIMITS.decodes(1, 2, has_past=False)
+
+
+def test_a_peers_windows_take_its_turns_by_their_tokens() -> None:
+    """Else windows would bring more than single steps do, where a batch is full."""
+    ready = [*[window(16, "windows")] * 4, *[decode("single")] * 20]
+    full = replace(LIMITS, decode_tokens_max=32)
+    assert Counter(ready[index].owner for index, _ in chosen(ready, 0, full)) == {"windows": 1, "single": 16}
 
 
 def test_one_position_of_many_rows_is_no_single_step() -> None:

@@ -75,6 +75,36 @@ def test_steps_of_two_sessions_run_together():
     assert len(iteration(scheduler)) == 2
 
 
+def test_a_window_runs_with_steps_and_does_not_wait_for_a_budget():
+    scheduler = granting(0)
+    tasks = [Fake("a"), Fake("b", 4, has_past=True), Fake("c", 400, has_past=True)]
+    for task in tasks:
+        scheduler.add(task, 0.0)
+    assert iteration(scheduler) == [(tasks[0], 1), (tasks[1], 4)]
+
+
+def test_costs_are_learned_by_the_tokens_of_steps():
+    costs = Fixed(16)
+    scheduler = Scheduler(LIMITS, lambda _: costs)
+    for task in (Fake("a"), Fake("b", 4, has_past=True), Fake("c", 400)):
+        scheduler.add(task, 0.0)
+    iteration(scheduler)
+    assert costs.asked == [(5, True)]
+    assert costs.observed == [(5, 16)]
+
+
+def test_a_skipped_task_is_over_in_its_turn_and_costs_no_iteration():
+    scheduler, tenure = Scheduler(), Tenure()
+    first, skipped, last = (Fake("a", tenure=tenure, has_past=True) for _ in range(3))
+    for task in (first, skipped, last):
+        scheduler.add(task, 0.0)
+    skipped.is_skipped = True
+    assert finish(scheduler, scheduler.form(0.0, linger=False)) == [first]
+    batch = scheduler.form(0.0, linger=False)
+    assert [part.task for part in batch.parts] == [last]
+    assert finish(scheduler, batch) == [skipped, last]
+
+
 def burst(decoding: str, prompts: str, n: int) -> list[float]:
     """The stretches that are asked for while a session of each peer decodes beside one peer's waiting prompts."""
     asked: list[float] = []

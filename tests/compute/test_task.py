@@ -75,30 +75,32 @@ def test_facts_of_a_task_are_its_activations_and_its_spans(tenure: Tenure):
     task = Forward(tenure, activations(3, rows=2), keep=0)
     assert (task.owner, task.cost, task.rows, task.tokens, task.done) == ("peer", 3, 2, 3, 0)
     task.run(1)
-    assert (task.ready.rows, task.ready.tokens, task.ready.cuts) == (2, 2, True)
+    ready = task.ready(decodes=False)
+    assert (ready.rows, ready.tokens, ready.cuts) == (2, 2, True)
 
 
 def test_looking_at_a_task_makes_no_cache_and_keeps_dtypes_apart(tenure: Tenure, span: Doubling):
     dtypes = torch.float32, torch.bfloat16, torch.float32
-    first, second, third = (Forward(tenure, activations(1, dtype=dtype), keep=0).ready.group for dtype in dtypes)
+    tasks = [Forward(tenure, activations(1, dtype=dtype), keep=0) for dtype in dtypes]
+    first, second, third = (task.ready(decodes=False).group for task in tasks)
     assert first == third != second
     assert span.n_caches == 0
 
 
 def test_padding_does_not_pack_even_in_the_past(tenure: Tenure, span: Doubling):
-    assert Forward(tenure, activations(1), keep=0).ready.packs
+    assert Forward(tenure, activations(1), keep=0).ready(decodes=False).packs
     masked = Forward(tenure, activations(1, mask=True), keep=0)
-    assert not masked.ready.packs
+    assert not masked.ready(decodes=False).packs
     masked.complete()
-    assert not Forward(tenure, activations(1), keep=1).ready.packs
+    assert not Forward(tenure, activations(1), keep=1).ready(decodes=False).packs
     span.packs = False
-    assert not Forward(Tenure("peer", span, 0), activations(1), keep=0).ready.packs
+    assert not Forward(Tenure("peer", span, 0), activations(1), keep=0).ready(decodes=False).packs
 
 
 def test_a_probe_runs_once_alone_and_teaches_nothing():
     calls: list[int] = []
     probe = Probe(lambda: calls.append(1) or "measured")
-    assert not probe.ready.packs
+    assert not probe.ready(decodes=False).packs
     assert (probe.tenure, probe.cost) == (None, None)
     probe.run(1)
     assert (probe.result(), probe.done, calls) == ("measured", probe.tokens, [1])

@@ -150,7 +150,7 @@ FIELDS = {
     "code": st.sampled_from(get_args(wire.RefusalCode)), "blame": st.sampled_from(get_args(wire.Blame)),
     "retry_after_ms": st.none() | st.integers(0, 24 * 3600 * 1000),
     "lifetime_s": st.integers(1, wire.LIFETIME_S_MAX), "tokens_max": st.none() | st.integers(0, 1 << 48),
-    "bundles": st.booleans(), "loads": st.booleans(), "moves": st.booleans(),
+    "bundles": st.booleans(), "loads": st.booleans(), "moves": st.booleans(), "skips": st.booleans(),
     "record": st.binary(max_size=2048).map(bytes.hex), "channel": _hex, "proof": _hex,
     "call": _hex.map(lambda text: text[:32]), "token": _hex, "back": _hex, "callee": _peers, "caller": _peers,
     "port": st.integers(0, 65535), "seen": _hosts, "reach": _hosts, "peer": _hosts, "local": _hosts,

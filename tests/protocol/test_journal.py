@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from swarm.activations import Activations
-from swarm.protocol.journal import Entry, Expansion, Journal, JournalLimits, Past, past_bytes, rebuild_messages
+from swarm.protocol.journal import (
+    Entry,
+    Expansion,
+    Journal,
+    JournalLimits,
+    Past,
+    cut_off,
+    past_bytes,
+    rebuild_messages,
+)
 from swarm.protocol.tensors import CHUNK_BYTES
 
 WIDTH = 4
@@ -152,6 +161,35 @@ def test_truncated_journal_is_as_before_those_steps(rng, forgotten):
     for entry, _ in entries[after:]:
         journal.add(entry)
     assert torch.equal(hidden_after(journal, 99), entries[-1][1].hidden)
+
+
+@logs
+@given(RANDOM, st.integers(1, 6))
+def test_skipped_steps_leave_the_past_before_them(rng, skipped):
+    """A hop that computed them has more positions; cut off where the client's past ends, it is the same."""
+    client, hop = Journal(), Journal()
+    past = torch.randn(1, rng.randint(2, 9), WIDTH)
+    steps = [Entry(1, None, Past(0, Activations(past)))]
+    stop = keep = past.shape[1] - rng.randint(0, 1)
+    for step in range(2, 2 + skipped):
+        tokens = rng.randint(1, 4)
+        steps.append(Entry(step, None, Past(stop, Activations(torch.randn(1, tokens, WIDTH)))))
+        stop += tokens
+    for entry in steps:
+        client.add(entry)
+        hop.add(entry)
+    for entry in steps[1:]:
+        client.void(entry.step)
+        pieces = client.past_after(entry.step)
+        assert torch.equal(hidden_after(client, entry.step), past[:, :keep])
+        assert torch.equal(
+            torch.cat([piece.activations.hidden for piece in cut_off(hop.past_after(entry.step), pieces[-1].stop)], 1),
+            past[:, :keep],
+        )
+    assert client.n_bytes == past.nbytes
+    last = Entry(99, None, Past(keep, Activations(torch.randn(1, 1, WIDTH))))
+    client.add(last)
+    assert torch.equal(hidden_after(client, 99), torch.cat([past[:, :keep], last.past.activations.hidden], 1))
 
 
 def test_past_of_many_rows_is_gathered_piece_by_piece():

@@ -15,7 +15,8 @@ from swarm.protocol.messages import Step
 from swarm.protocol.outbox import DROPPED, Answer, Outbox, OutboxLimits, Ticket
 
 SESSION = "ab" * 16
-WINDOW = InboxLimits().window_steps
+WINDOW = 8
+LIMITS = InboxLimits(window_steps=WINDOW)
 ROOM = 1 << 30
 wires = settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
 many_wires = settings(wires, max_examples=10_000)
@@ -39,7 +40,7 @@ def digest(text: tuple[int, ...]) -> float:
 class Hop:
     """A hop that computes in its own time. Its memory takes some answers, or its journal all of them."""
 
-    inbox: Inbox[float | None] = field(default_factory=Inbox)
+    inbox: Inbox[float | None] = field(default_factory=lambda: Inbox(limits=LIMITS))
     epoch: int = 0
     text: tuple[int, ...] = ()
     queue: list[tuple[Step, int]] = field(default_factory=list)
@@ -334,6 +335,15 @@ def test_route_with_a_small_window_bounds_steps_in_flight():
     assert sent(few) == [1, 2]
 
 
+def test_large_steps_in_flight_are_bounded_in_bytes():
+    outbox, _ = outbox_of(10, limits=OutboxLimits(in_flight_bytes_max=10))
+    assert sent(outbox) == [1, 2, 3]  # of 4 bytes each: the third is the last that begins below the bound
+    outbox.answered(1, one(0))
+    assert sent(outbox) == [4]
+    alone, _ = outbox_of(2, limits=OutboxLimits(in_flight_bytes_max=1))
+    assert sent(alone) == [1]
+
+
 def test_failed_step_holds_back_those_behind_it():
     outbox, tickets = outbox_of(4, window=2)
     assert sent(outbox) == [1, 2]
@@ -440,7 +450,7 @@ async def test_session_waits_for_a_ticket_with_a_future():
 
 def filled(computed: int, under_way: int = 0, room: int = ROOM) -> Inbox[str]:
     """An inbox that has computed some steps, with answers of a byte for each letter of their name."""
-    inbox: Inbox[str] = Inbox()
+    inbox: Inbox[str] = Inbox(limits=LIMITS)
     for step in range(1, computed + under_way + 1):
         inbox.accept(step)
         if step <= computed:
@@ -483,7 +493,7 @@ def test_oldest_answers_are_evicted_when_memory_is_short():
 
 
 def test_answers_in_a_dropped_journal_are_forgotten():
-    inbox: Inbox[str] = Inbox(after_step=4)
+    inbox: Inbox[str] = Inbox(after_step=4, limits=LIMITS)
     for step, in_journal in ((5, True), (6, False)):
         inbox.accept(step)
         inbox.computed(step, "what went on", 0 if in_journal else 5, lambda _: True, in_journal=in_journal)
@@ -505,7 +515,7 @@ def test_reset_makes_room_for_a_whole_window():
 
 
 def test_refusal_for_want_of_room_is_free_after_waiting():
-    excuses = Excuses()
+    excuses = Excuses(LIMITS)
     assert excuses.excuse(5, 5, 1.0, now=0.0)
     assert not excuses.excuse(5, 5, 1.0, now=0.4)
     assert excuses.excuse(5, 5, 1.0, now=0.5)
@@ -515,7 +525,7 @@ def test_refusal_for_want_of_room_is_free_after_waiting():
 
 
 def test_steps_behind_one_without_room_are_free_once():
-    excuses = Excuses()
+    excuses = Excuses(LIMITS)
     assert not excuses.excuse(6, 5, 1.0, now=0.0)
     assert excuses.excuse(5, 5, 1.0, now=0.0)
     assert all(excuses.excuse(step, 5, None, now=0.0) for step in range(6, 5 + WINDOW))

@@ -192,10 +192,10 @@ async def opened(owner: Peer, site: Site, **changes: object) -> Open:
     return request
 
 
-async def opened_ring(owner: Peer, first: Site, second: Site) -> Open:
+async def opened_ring(owner: Peer, first: Site, second: Site, **changes: object) -> Open:
     """Open one session on both: first hands on to second, and that to the owner."""
-    request = await opened(owner, first, next_record=second.record())
-    await opened(owner, second, session=request.session, previous=first.peer)
+    request = await opened(owner, first, next_record=second.record(), **changes)
+    await opened(owner, second, session=request.session, previous=first.peer, **changes)
     return request
 
 

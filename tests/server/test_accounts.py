@@ -20,27 +20,27 @@ def refused(answer: Declined | None) -> Declined:
 def test_too_many_steps_or_bytes_are_refused_for_a_time():
     accounts, now = Accounts(), NOW
     for _ in range(int(LIMITS.steps_burst)):
-        assert accounts.charge_step("a", 1, now) is None
-    declined = refused(accounts.charge_step("a", 1, now))
+        assert accounts.charge_step("a", 1, 1, now) is None
+    declined = refused(accounts.charge_step("a", 1, 1, now))
     assert "2000 steps a second" in declined.why
     now += declined.retry_after_s
-    assert accounts.charge_step("a", int(10 * LIMITS.bytes_per_s), now) is None
-    declined = refused(accounts.charge_step("a", 1, now))
+    assert accounts.charge_step("a", 1, int(10 * LIMITS.bytes_per_s), now) is None
+    declined = refused(accounts.charge_step("a", 1, 1, now))
     assert "128 MiB of activations a second" in declined.why
-    assert accounts.charge_step("a", 1, now + declined.retry_after_s) is None
+    assert accounts.charge_step("a", 1, 1, now + declined.retry_after_s) is None
 
 
 def test_a_past_is_taken_on_bounded_credit():
     accounts, now = Accounts(), NOW
-    assert accounts.charge_step("a", int(LIMITS.bytes_burst), now) is None
+    assert accounts.charge_step("a", 1, int(LIMITS.bytes_burst), now) is None
     account = accounts.of("a")
     assert account.debt_s(now) == 0
-    assert accounts.lend("a", int(LIMITS.bytes_per_s / 4), now) is None
+    assert accounts.lend("a", 1, int(LIMITS.bytes_per_s / 4), now) is None
     assert account.debt_s(now) == 0.25
-    assert accounts.lend("a", int(LIMITS.bytes_per_s / 2), now) is None
-    now += refused(accounts.lend("a", 1, now)).retry_after_s
+    assert accounts.lend("a", 1, int(LIMITS.bytes_per_s / 2), now) is None
+    now += refused(accounts.lend("a", 1, 1, now)).retry_after_s
     assert account.debt_s(now) == 0
-    assert accounts.lend("a", 1, now) is None
+    assert accounts.lend("a", 1, 1, now) is None
 
 
 def test_one_peers_account_is_not_anothers():
@@ -70,11 +70,11 @@ def test_settled_accounts_are_forgotten_and_others_are_not():
 def test_gateway_may_have_more_than_others():
     accounts = Accounts(gateways={"gateway": GatewayAllowance(sessions=256, openings_per_s=80.0, steps_per_s=20_000.0)})
     for _ in range(int(10 * LIMITS.steps_burst)):
-        assert accounts.charge_step("gateway", 1, NOW) is None
-    assert "20000 steps a second" in refused(accounts.charge_step("gateway", 1, NOW)).why
+        assert accounts.charge_step("gateway", 1, 1, NOW) is None
+    assert "20000 steps a second" in refused(accounts.charge_step("gateway", 1, 1, NOW)).why
     for _ in range(int(LIMITS.steps_burst)):
-        assert accounts.charge_step("other", 1, NOW) is None
-    assert "2000 steps a second" in refused(accounts.charge_step("other", 1, NOW)).why
+        assert accounts.charge_step("other", 1, 1, NOW) is None
+    assert "2000 steps a second" in refused(accounts.charge_step("other", 1, 1, NOW)).why
 
 
 def test_bursts_of_a_gateway_grow_with_its_rates():
@@ -88,3 +88,15 @@ def test_gateway_with_less_than_others_keeps_their_bursts():
     limits = GatewayAllowance(sessions=1, openings_per_s=1.0, steps_per_s=1.0).of(LIMITS)
     assert (limits.openings_per_s, limits.openings_burst) == (1.0, LIMITS.openings_burst)
     assert (limits.steps_per_s, limits.steps_burst) == (1.0, LIMITS.steps_burst)
+
+
+def test_tokens_are_charged_and_those_that_were_not_computed_are_given_back():
+    accounts = Accounts()
+    half = int(LIMITS.tokens_burst / 2)
+    for _ in range(2):
+        assert accounts.charge_step("a", half, 1, NOW) is None
+    declined = refused(accounts.charge_step("a", 1, 1, NOW))
+    assert "16384 tokens a second" in declined.why
+    assert declined.retry_after_s is not None
+    accounts.give_back("a", half)
+    assert accounts.charge_step("a", 1, 1, NOW) is None

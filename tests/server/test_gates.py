@@ -73,7 +73,6 @@ class Case:
             SimpleNamespace(peer=self.peer),
             kind.model_validate({**names, **self.message}),
             activations,
-            activations.n_bytes,
             self.now,
             self.accounts,
             LIMITS,

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from swarm.activations import Activations, is_finite
 from swarm.model.span import Span
-from swarm.protocol.messages import ROWS_MAX, Failed, Inquiry, Progress, Rebuilt, Refused, Reroute, Rerouted, Step
+from swarm.protocol.messages import (
+    ROWS_MAX,
+    Failed,
+    Inquiry,
+    Output,
+    Progress,
+    Rebuilt,
+    Refused,
+    Reroute,
+    Rerouted,
+    Step,
+)
 from tests.server.sites import (
     FIRST,
     HIDDEN,
@@ -45,7 +56,6 @@ BAD_STEPS: dict[str, tuple[dict[str, object], dict[str, Tensor]]] = {
     "too few rows gathered": ({"rows": (0,)}, {}),
     "rows that do not exist": ({"rows": (0, 2)}, {}),
     "no rows gathered": ({"rows": ()}, {}),
-    "more kept than there is": ({"keep": 7}, {}),
     "a rollback beyond what was agreed": ({"keep": 3}, {}),
     "more wanted than sent": ({"want": 4}, {}),
     "longer than the session may get": ({}, {"hidden": torch.zeros(2, 60, HIDDEN)}),
@@ -258,3 +268,17 @@ async def test_a_session_may_always_begin_again(first: Site, owner: Peer):
     fresh = await opened(owner, first)
     (await owner.to(first)).send(*step(fresh, 1, activations(1, 4, seed=1), want=4))
     assert torch.equal(again, await owner.output())
+
+
+async def test_a_step_behind_positions_that_are_not_there_is_answered_empty(loaded: Loaded, first: Site, owner: Peer):
+    """After a repair it may continue a step that was skipped. Nothing of it is computed, and the session is intact."""
+    request = await opened(owner, first, rollback_max=2)
+    before, after = activations(1, 6), activations(1, 3, seed=2)
+    (await owner.to(first)).send(*step(request, 1, before))
+    await owner.output()
+    empty = await owner.ask(first, *step(request, 2, after, keep=7))
+    assert isinstance(empty, Output)
+    assert (empty.step, empty.hidden) == (2, None)
+    (await owner.to(first)).send(*step(request, 3, after, keep=6, want=3))
+    expected = span_output(loaded, FIRST, torch.cat([before, after], dim=1))[:, -3:]
+    assert (await owner.output() - expected).abs().max() < TOLERANCE

@@ -1,6 +1,7 @@
 """A user whose tokens are guessed ahead: as right as a random draft, with several steps and wrong guesses in flight."""
 
 import asyncio
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -12,16 +13,19 @@ from swarm.client.speculation.calibration import Calibration
 from swarm.client.speculation.drafts import Guess
 from swarm.client.speculation.limits import AheadLimits
 from swarm.client.speculation.pipe import Frame, Pipe
+from swarm.protocol.inbox import InboxLimits
 from tests.simulation.model import embed, greedy
-from tests.simulation.run import ROLLBACK_MAX, User, in_time
+from tests.simulation.run import HOSTED, User, in_time
 
-AHEAD = AheadLimits(tokens_max=ROLLBACK_MAX // 2, frame_tokens=4, frame_tokens_min=2)
+AHEAD = AheadLimits(tokens_max=32, frame_tokens=4, frame_tokens_min=1, frames_max=InboxLimits().window_steps)
 
 
 class Guesser(User):
     """Generates one row. The draft knows the truth, and tells it so often as its seed says."""
 
     batches = (1,)
+    rollback_max = 2 * AHEAD.tokens_max
+    hosted = replace(HOSTED, inbox=InboxLimits())
 
     async def _generate(self, session: Session, prompt: list[list[int]]) -> None:
         self._right = self._rng.choice((0.3, 0.7, 0.95))
@@ -30,8 +34,8 @@ class Guesser(User):
         pipe.restart(0, prompt[0])
         self._coming: list[tuple[int, Tensor]] = []  # tokens behind the text's next one, and the outputs before them
         for _ in range(self._tokens):
-            if self._rng.random() < 0.03 and len(pipe.text) > ROLLBACK_MAX:
-                keep = len(pipe.text) - self._rng.randrange(1, ROLLBACK_MAX // 2)
+            if self._rng.random() < 0.03 and len(pipe.text) > AHEAD.tokens_max:
+                keep = len(pipe.text) - self._rng.randrange(1, AHEAD.tokens_max)
                 self._past.keep(keep)
                 self._coming.clear()
                 pipe.restart(keep)

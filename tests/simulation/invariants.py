@@ -16,4 +16,4 @@ def watched(gates: Gates, faults: list[str]) -> Gates:
         return None
 
     last = Gate("watched", note)
-    return replace(gates, step=(*gates.step, last), rebuild=(*gates.rebuild, last))
+    return replace(gates, step=(*gates.step, last), rebuild=(*gates.rebuild, last), void=(*gates.void, last))

@@ -265,6 +265,7 @@ class VirtualChannel:
 
     carrier = SimpleNamespace(way="direct", host="")
     noted = True  # with its bytes, in the trace
+    ready = SimpleNamespace(result=lambda: SimpleNamespace(skips=True))
 
     def __init__(self, network: Network, process: Process, remote: Process, peer: str, on_message: OnMessage) -> None:
         self.process = process

@@ -19,6 +19,7 @@ from swarm.client.session.limits import ChunkLimits, SessionLimits
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
 from swarm.errors import SwarmError
+from swarm.protocol.inbox import InboxLimits
 from swarm.protocol.replay import ReplayLimits
 from swarm.server.gates import Gates
 from swarm.server.limits import HandlerLimits, HostedLimits
@@ -31,7 +32,7 @@ from tests.simulation.world import N_BLOCKS, ROOT, Client, Weather, World, ended
 TOKENS = 256
 CHUNK_BYTES = 8 * HIDDEN_SIZE * 4  # long steps and replays travel in many messages, although the model is small
 LIMITS = SessionLimits(chunks=ChunkLimits(chunk_bytes=CHUNK_BYTES), replay=ReplayLimits(chunk_bytes=CHUNK_BYTES))
-SERVERS = HandlerLimits(session=HostedLimits(replay=ReplayLimits(chunk_bytes=CHUNK_BYTES)))
+HOSTED = HostedLimits(inbox=InboxLimits(window_steps=8), replay=ReplayLimits(chunk_bytes=CHUNK_BYTES))
 GATES = Gates()  # of every server
 ROLLBACK_MAX = 16
 STEP_TIMEOUT_S = 120.0
@@ -149,7 +150,7 @@ def simulate(
 async def _run(
     loop: VirtualLoop, seed: int, weather: Weather, trace: Trace, outcome: Outcome, kind: "type[User]"
 ) -> None:
-    world = World(loop, seed, weather, trace, SERVERS, gates=watched(GATES, outcome.faults))
+    world = World(loop, seed, weather, trace, HandlerLimits(session=kind.hosted), gates=watched(GATES, outcome.faults))
     world.populate()
     client = Client(world, seed, LIMITS)
     await asyncio.sleep(25.0)  # everybody has announced
@@ -188,6 +189,8 @@ class User:
     """Generates: a prefill in chunks, tokens one by one and in windows, rollbacks, gathers; checks every output."""
 
     batches: tuple[int, ...] = (1, 1, 1, 2, 3)  # rows, one drawn at random
+    rollback_max = ROLLBACK_MAX
+    hosted = HOSTED  # of each of its sessions on every server
 
     def __init__(self, seed: str, tokens: int, client: Client, outcome: Outcome) -> None:
         self._rng = Random(seed)
@@ -207,7 +210,7 @@ class User:
         plan = SessionPlan(
             root=ROOT,
             positions_max=self._tokens * 2 + 128,
-            rollback_max=ROLLBACK_MAX,
+            rollback_max=self.rollback_max,
             step_timeout_s=STEP_TIMEOUT_S,
             wait_for_blocks_s=0.0,
             batch=n_rows,

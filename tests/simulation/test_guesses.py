@@ -1,17 +1,28 @@
 """Whole swarms on a virtual clock, with tokens guessed ahead: hops die with wrong guesses in flight."""
 
 import asyncio
+from collections import deque
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.blocks import Blocks
+from swarm.client.session.flight import Flight
 from swarm.client.session.session import Session
 from swarm.client.session.steps import Steps
 from swarm.client.speculation.pipe import Pipe
+from swarm.compute.task import Forward
+from swarm.protocol.messages import Step
+from swarm.server.session import Answer, HostedSession
 from tests.simulation.__main__ import replay
+from tests.simulation.going import Going, played
 from tests.simulation.guesser import Guesser
+from tests.simulation.model import HashCache, HashSpan, embed
 from tests.simulation.run import Outcome, simulate
+from tests.simulation.world import N_BLOCKS
 from tests.support.often import rest_is_long
 
 SEEDS, PART, OFTEN = 200, 4, (0,)  # seeds of the sweep, of one test, and the tests of `make test`
@@ -33,6 +44,50 @@ def test_no_token_differs_and_nothing_hangs_though_guesses_are_in_flight(first: 
 def test_hops_die_under_guesses() -> None:
     """Or the sweep would try nothing."""
     assert guessed(0).repairs
+
+
+def test_hops_skip_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the sweep would not try that either."""
+    skipped, skip = [], HostedSession.skip
+
+    def counted(self: HostedSession, step: Step) -> Answer:
+        skipped.append(step.hidden is None)
+        return skip(self, step)
+
+    monkeypatch.setattr(HostedSession, "skip", counted)
+    assert all(guessed(seed).good for seed in range(2))
+    assert skipped.count(False) > 10  # at the first hop that did
+    assert skipped.count(True) > 10  # at those behind it
+
+
+def test_a_session_with_steps_always_in_flight_leaves_a_hop_that_leaves() -> None:
+    async def scenario(going: Going) -> None:
+        await going.say(4)
+        local, past, coming = HashSpan(Blocks(0, N_BLOCKS)), HashCache(N_BLOCKS), deque[tuple[Any, Tensor]]()
+        local.forward(embed([[0, 1, 2, 3]]), cache=past)
+
+        def put() -> None:
+            hidden = embed([[past.length]])
+            answer = going.session.put(Activations(hidden), keep=past.length)
+            coming.append((answer, local.forward(hidden, cache=past)))
+
+        async def take() -> None:
+            answer, expected = coming.popleft()
+            assert torch.equal(await answer, expected)
+
+        for _ in range(6):
+            put()
+        leaver = going.session.route[1].process
+        going.hosts[1].leave()
+        for _ in range(40):
+            await take()
+            put()
+        assert leaver not in {hop.process for hop in going.session.route}
+        while coming:
+            await take()
+        assert going.failures() == []
+
+    played(scenario)
 
 
 def steps_in_flight_are_forgotten_though_they_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +123,33 @@ def answers_of_a_wrong_path_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pipe, "feed", feed)
 
 
+def a_step_is_skipped_though_one_of_its_positions_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip = Forward.skip
+    monkeypatch.setattr(Forward, "skip", lambda self, keep: skip(self, keep - 1))
+
+
+def the_step_that_takes_guesses_back_counts_as_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is dropped like those that may have been skipped."""
+
+    def send(self: Flight, step: Any) -> None:
+        step.ticket = self._travel.steps.put(step.chunk, step.deadline, skips=step.restart)
+        if step.restart:
+            self._travel.steps.forget_guesses()
+
+    monkeypatch.setattr(Flight, "_send", send)
+
+
+def a_skipped_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client drops its answer as if it were none."""
+    answer = Steps.answer
+
+    def counted(self: Steps, step: int, output: Activations | None) -> None:
+        if output is not None:
+            answer(self, step, output)
+
+    monkeypatch.setattr(Steps, "answer", counted)
+
+
 @pytest.mark.parametrize(
     "mutation",
     rest_is_long(
@@ -75,6 +157,9 @@ def answers_of_a_wrong_path_count(monkeypatch: pytest.MonkeyPatch) -> None:
             steps_in_flight_are_forgotten_though_they_left,
             one_position_too_many_stays,
             answers_of_a_wrong_path_count,
+            a_step_is_skipped_though_one_of_its_positions_stays,
+            the_step_that_takes_guesses_back_counts_as_one_of_them,
+            a_skipped_step_is_not_counted,
         ],
         [one_position_too_many_stays],
     ),
