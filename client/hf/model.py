@@ -79,7 +79,6 @@ class DistributedModel(HollowModel):
 
     backend: Backend
     _calls: threading.local
-    _chat: RemoteCache | None
     _drafts: Drafts
     _latest: Counts | None
 
@@ -105,18 +104,19 @@ class DistributedModel(HollowModel):
     def inference_session(self, *, max_length: int | None = None, rollback_max: int = 0) -> Iterator[InferenceSession]:
         """Keep the state on the servers between calls, for a chat.
 
-        Within the block, every `generate()` and forward without a cache of its own continues this one: pass the whole
-        conversation, only its new positions are computed. max_length: positions that the conversation may reach.
+        Within the block, every `generate()` and forward of this thread without a cache of its own continues this one:
+        pass the whole conversation, only its new positions are computed. Other threads' calls have nothing to do with
+        it, and each may have a session of its own. max_length: positions that the conversation may reach.
         rollback_max: positions that may be taken back at a time, where the model has sliding windows; 4096 at most.
         """
         if self._chat is not None:
             raise UsageError("there is an inference_session already; end it first")
-        self._chat = self.new_cache(max_length, rollback_max)
+        chat = self._calls.chat = self.new_cache(max_length, rollback_max)
         try:
-            yield InferenceSession(self._chat)
+            yield InferenceSession(chat)
         finally:
-            self._chat.close()
-            self._chat = None
+            chat.close()
+            self._calls.chat = None
 
     def new_cache(self, max_length: int | None = None, rollback_max: int = 0) -> RemoteCache:
         """Make an empty cache on the servers; its leases are freed when it is collected.
@@ -178,6 +178,12 @@ class DistributedModel(HollowModel):
                 if not isinstance(result, dict) or result.get(name) is not cache:
                     cache.close()
             self._calls.made, self._calls.drafting = before
+
+    @property
+    def _chat(self) -> RemoteCache | None:
+        """The cache of this thread's `inference_session`."""
+        chat: RemoteCache | None = getattr(self._calls, "chat", None)
+        return chat
 
     @property
     def _calls_drafting(self) -> Drafting | None:
@@ -321,7 +327,6 @@ def distribute(model: PreTrainedModel, backend: Backend, drafting: Drafting | No
     assert isinstance(model, DistributedModel)
     model.backend = backend
     model._calls = threading.local()
-    model._chat = None
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     model._drafts = Drafts(model.name_or_path, vocabulary, drafting)
     model._latest = None

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -235,6 +236,22 @@ def test_a_local_cache_is_refused(llama: World, client: PreTrainedModel):
         client(prompt(1, 4), past_key_values=cache)
     with pytest.raises(UsageError, match="past_key_values must come from this model"):
         client.generate(prompt(1, 4), past_key_values=cache, max_new_tokens=2, **SAME)
+
+
+def test_each_thread_has_an_inference_session_of_its_own(llama: World, client: PreTrainedModel):
+    texts = {number: prompt(1, 6 + number) for number in range(3)}
+    expected = {number: llama.full.generate(text, max_new_tokens=4, **SAME) for number, text in texts.items()}
+
+    def chat(number: int) -> Tensor:
+        with client.inference_session(max_length=40):
+            return client.generate(texts[number], max_new_tokens=4, **SAME)
+
+    with client.inference_session(max_length=40), ThreadPoolExecutor(3) as others:
+        client.generate(texts[0], max_new_tokens=4, **SAME)
+        alone = others.submit(client.generate, texts[1], max_new_tokens=4, **SAME)
+        chats = {number: others.submit(chat, number) for number in texts}
+        assert torch.equal(alone.result(60), expected[1]), "it went on with another thread's text"
+        assert all(torch.equal(chats[number].result(60), expected[number]) for number in texts)
 
 
 def test_only_one_inference_session_at_a_time(client: PreTrainedModel):
