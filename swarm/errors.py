@@ -318,11 +318,12 @@ class RouteError(SwarmError):
 
 @dataclass(eq=False)
 class NoRoute(RouteError):
-    """Blocks that no server has, or no server that may be used."""
+    """Blocks that no usable server has. passing: hidden servers have them, and lack an anchor for the moment."""
 
     model: str
     missing: tuple[int, ...]
     why: str = "no server has them"
+    passing: bool = False
 
     def __str__(self) -> str:
         return f"no route through {self.model!r}: blocks {runs_text(self.missing)}: {self.why}"

@@ -22,6 +22,7 @@ class Reason(StrEnum):
     NOT_ALLOWED = "not allowed"  # not among `allowed_peers`
     NOT_TRUSTED = "not trusted"  # `trusted_peers` names others for these blocks
     NOT_ONLINE = "not online"  # it joins or leaves
+    NO_ADDRESS = "no address"  # and no anchor: it is behind a router, and has lost its moorings
     OTHER_CLASS = "other class"  # it computes in another numeric class
     ELSEWHERE = "elsewhere"  # it holds none of the wanted blocks
 
@@ -50,6 +51,8 @@ class Eligibility:
             return unwanted
         if announcement.state != "online":
             return Reason.NOT_ONLINE
+        if not (announcement.addresses or announcement.anchors):
+            return Reason.NO_ADDRESS
         if (key, "") in self._avoided or (key, announcement.channel_key) in self._avoided:
             return Reason.AVOIDED
         return None if self._right_class(announcement.numeric_class) else Reason.OTHER_CLASS
@@ -128,6 +131,9 @@ def no_route(request: Request) -> NoRoute:
         named = ", ".join(sorted(others))
         why = f"nobody serves them in {request.numeric_class or request.dtype}, but in {named}"
         return NoRoute(request.model, missing, why + ": pass that as dtype" * (request.numeric_class is None))
+    if held_by(None, Reason.NO_ADDRESS):
+        why = "their servers are behind routers, and no anchor leads to them now"
+        return NoRoute(request.model, missing, why, passing=True)
     return NoRoute(request.model, missing)
 
 

@@ -148,7 +148,7 @@ class Router:
             return self._planned(request, self.surveys.latest)
         except NoRoute as failure:
             why = f"{failure.why}; the directory cannot be read now ({unread})"
-            raise NoRoute(failure.model, failure.missing, why) from None
+            raise NoRoute(failure.model, failure.missing, why, failure.passing) from None
 
     def _planned(self, request: Request, survey: Survey) -> Route:
         """Plan without the processes that failed lately; if that fails, without as many of the latest as possible."""

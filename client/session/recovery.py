@@ -94,8 +94,10 @@ class Case:
 
     is_new: no step was answered yet. crowded: the client's other new sessions ask full hops. has_turn: to ask them.
     without: processes that failed or declined since the last wait. last: the last fault. busy: a hop that has all of
-    the past, and takes no new neighbours for a moment. no_route: the error of an attempt that found no holder. cut_off:
-    no peer can be reached, so nothing is held against any; cut_off_at: the last time that it was so.
+    the past, and takes no new neighbours for a moment. no_route: the error of an attempt that found no holder.
+    stuck_at: when one first found none, since hops of all blocks last answered. asked: holders have failed, and are
+    asked again. cut_off: no peer can be reached, so nothing is held against any; cut_off_at: the last time that it was
+    so.
     """
 
     patience: Patience
@@ -106,9 +108,11 @@ class Case:
     last: Fault | None = None
     busy: Refused | None = None
     no_route: NoRoute | None = None
+    stuck_at: float | None = None
     waits: int = 0
     cut_off: bool = False
     cut_off_at: float = 0.0
+    asked: bool = False
 
     def learned(self, fault: Fault, process: str, *, has_past: bool, limits: RecoveryLimits) -> "Case":
         """Return the case with one more fault. process: at fault; unused for an edge. has_past: of that process."""
@@ -122,9 +126,14 @@ class Case:
         """Return the case with the state of the client's own connection."""
         return replace(self, cut_off=cut_off, cut_off_at=now if cut_off else self.cut_off_at)
 
-    def stuck(self, no_route: NoRoute) -> "Case":
+    def stuck(self, no_route: NoRoute, now: float) -> "Case":
         """Return the case when an attempt has found no holder."""
-        return replace(self, no_route=no_route)
+        asked = self.asked or bool(self.without) or no_route.passing
+        return replace(self, no_route=no_route, stuck_at=now if self.stuck_at is None else self.stuck_at, asked=asked)
+
+    def connected(self) -> "Case":
+        """Return the case when hops of all blocks have answered: the wait for holders is over, or begins anew."""
+        return replace(self, stuck_at=None)
 
     def forgiven(self) -> "Case":
         """Return the case when the client has its connection back: its faults said nothing about hops."""
@@ -156,10 +165,12 @@ def decide(case: Case, now: float, limits: RecoveryLimits) -> Action:
         if case.is_new and not case.has_turn:
             return Queue(case.last)
         return _wait_for_room(case, case.last, now, limits)
-    # Processes that failed may have lost only a connection, or be about to be started again.
-    asked = case.without or case.cut_off_at
+    # Processes that failed may have lost only a connection, or be about to be started again. Trying one after the other
+    # takes long, and asks none of them again: so that time does not count.
+    asked = case.asked or case.cut_off_at
     holders_s = max(case.patience.holders_s, limits.holders_s if asked else 0.0)
-    if now - max(case.patience.began, case.cut_off_at) < holders_s:
+    assert case.stuck_at is not None
+    if now - max(case.stuck_at, case.cut_off_at) < holders_s:
         return Wait(min(limits.wait_most_s, limits.wait_first_s * 2.0**case.waits))
     return Fail(_error(case, case.no_route))
 

@@ -27,6 +27,7 @@ from swarm.errors import EdgeDown, HopFailed, NoRoute, Refused
 LIMITS = RecoveryLimits()
 BEGAN, DEADLINE = 100.0, 200.0
 NOBODY = NoRoute("model", (4, 5), "their holders have failed")
+ADRIFT = NoRoute("model", (4, 5), "no anchor leads to them", passing=True)
 BROKEN = HopFailed("a", "0:4", "the connection ended")
 EDGE = EdgeDown(("a", "b"), "nothing comes through", blocked=True)
 
@@ -37,7 +38,11 @@ def refused(code="no_room", retry_after_s=2.0):
 
 def case(**facts):
     patience = facts.pop("patience", Patience(BEGAN, DEADLINE, holders_s=0.0, room_s=7.0))
-    return Case(**({"patience": patience, "is_new": False} | facts))
+    stuck_at, asked = facts.pop("stuck_at", BEGAN), facts.pop("asked", False)
+    given = Case(**({"patience": patience, "is_new": False} | facts))
+    if given.no_route is not None:
+        given = replace(given, asked=asked).stuck(given.no_route, stuck_at)
+    return given
 
 
 PATIENT = Patience(BEGAN, DEADLINE, holders_s=60.0, room_s=7.0)
@@ -102,12 +107,26 @@ DECISIONS = {
         case(no_route=NOBODY, last=BROKEN, cut_off_at=BEGAN - 1.0, patience=Patience(BEGAN - 99.0, DEADLINE, 0.0, 7.0)),
         Wait(PAUSE_S),
     ),
-    "no holder, asked for long: no holder can take over": (
+    "no holder, the search took long: ask them again": (
         case(
             no_route=NOBODY,
             last=BROKEN,
             without=frozenset("a"),
             patience=Patience(BEGAN - LIMITS.holders_s - 1.0, DEADLINE, 0.0, 7.0),
+        ),
+        Wait(PAUSE_S),
+    ),
+    "no holder, an anchor is missing: wait": (case(no_route=ADRIFT), Wait(PAUSE_S)),
+    "no holder, some had failed before the last wait: ask again": (
+        case(no_route=NOBODY, last=BROKEN, asked=True),
+        Wait(PAUSE_S),
+    ),
+    "no holder, asked for long: no holder can take over": (
+        case(
+            no_route=NOBODY,
+            last=BROKEN,
+            without=frozenset("a"),
+            stuck_at=BEGAN - LIMITS.holders_s - 1.0,
         ),
         Fail(NoRoute("model", (4, 5), f"no server can take over: {NOBODY.why} ({BROKEN})")),
     ),
@@ -138,7 +157,7 @@ def test_a_wait_for_blocks_may_have_any_number_of_pauses():
     given = case(no_route=NOBODY, patience=PATIENT)
     for _ in range(1200):  # 2.0 ** 1200 would be no number
         action = decide(given, BEGAN, LIMITS)
-        given = given.done(action).stuck(NOBODY)
+        given = given.done(action).stuck(NOBODY, BEGAN)
     assert action == Wait(LIMITS.wait_most_s)
 
 
@@ -162,16 +181,25 @@ def test_faults_add_up_until_the_next_wait_for_a_holder():
     given = learn(learn(case(), BROKEN, "a"), refused(), "b")
     assert given.without == {"a", "b"}
     assert given.last.peer == "b"
-    stuck = given.stuck(NOBODY)
+    stuck = given.stuck(NOBODY, BEGAN)
+    assert stuck.asked
     assert stuck.done(Wait(1.0, for_room=True)) == replace(stuck, without=frozenset(), no_route=None)
     assert stuck.done(Wait(1.0)) == replace(stuck, without=frozenset(), no_route=None, waits=1)
+
+
+def test_the_wait_for_holders_begins_anew_when_all_hops_have_answered():
+    stuck = learn(case(), BROKEN).stuck(NOBODY, BEGAN)
+    again = learn(stuck.done(Wait(1.0)), BROKEN).stuck(NOBODY, BEGAN + 20.0)
+    assert isinstance(decide(again, BEGAN + 20.0, LIMITS), Fail)
+    answered = learn(stuck.done(Wait(1.0)).connected(), BROKEN).stuck(NOBODY, BEGAN + 20.0)
+    assert isinstance(decide(answered, BEGAN + 20.0, LIMITS), Wait)
 
 
 def test_waits_may_be_as_many_as_the_user_is_patient():
     given = case(no_route=NOBODY, patience=Patience(BEGAN, DEADLINE, holders_s=1e9, room_s=7.0))
     for number in range(3000):
         action = decide(given, BEGAN + number, LIMITS)
-        given = given.done(action).stuck(NOBODY)
+        given = given.done(action).stuck(NOBODY, BEGAN)
     assert action == Wait(LIMITS.wait_most_s)
 
 

@@ -17,7 +17,7 @@ from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.request import PlanningLimits, Request
 from swarm.client.planning.route import Hop
 from swarm.config import PROTOCOL_VERSION
-from swarm.dht.records import Announcement, SignedAnnouncement, Span
+from swarm.dht.records import Announcement, Mooring, SignedAnnouncement, Span
 from swarm.errors import NoRoute
 from swarm.identity import Identity
 
@@ -51,6 +51,11 @@ def server(start, stop, *, tps=None, dtype="float32", state="online", load=0.0, 
         ),
         b"",
     )
+
+
+def adrift(signed):
+    """The same server, hidden, when it has lost its anchors."""
+    return SignedAnnouncement(signed.announcement.model_copy(update={"addresses": ()}), b"")
 
 
 def request(wanted, servers, *, allowed_peers=None, blocked_peers=(), trusted_peers=(), optimize="latency", **options):
@@ -107,6 +112,16 @@ def test_only_classes_of_the_wanted_dtype_are_used():
 def test_draining_and_joining_servers_are_not_used():
     with pytest.raises(NoRoute):
         blocks_of(server(0, 12, state="draining"), server(0, 12, state="joining"))
+
+
+def test_hidden_servers_without_a_mooring_are_not_used():
+    lost, moored = adrift(server(0, 12, tps=100)), server(0, 12, tps=1)
+    anchors = (Mooring("1" * 64, "2" * 64, "192.0.2.1:1"),)
+    moored = SignedAnnouncement(moored.announcement.model_copy(update={"addresses": (), "anchors": anchors}), b"")
+    assert planned(Blocks(0, 12), [lost, moored])[0].signed is moored
+    with pytest.raises(NoRoute, match="behind routers") as caught:
+        blocks_of(lost)
+    assert caught.value.passing
 
 
 def test_missing_blocks_are_named():
@@ -262,14 +277,14 @@ def test_throughput_does_not_split_stages_faster_than_a_trip():
 def test_an_explanation_has_a_reason_for_every_unused_server():
     best, slower, quantised = server(0, 12, tps=20), server(0, 12, tps=10), server(0, 12, dtype="bfloat16+nf4")
     full, failed, blocked = (server(0, 12, tps=tps, free_tokens=0) for tps in (30, 40, 50))
-    leaving, elsewhere = server(0, 12, state="draining"), server(20, 30)
+    leaving, elsewhere, lost = server(0, 12, state="draining"), server(20, 30), adrift(server(0, 12))
     best, slower, failed = (
         SignedAnnouncement(signed.announcement.model_copy(update={"free_tokens": 9}), b"")
         for signed in (best, slower, failed)
     )
     asked = request(
         Blocks(0, 12),
-        [best, slower, quantised, full, failed, blocked, leaving, elsewhere],
+        [best, slower, quantised, full, failed, blocked, leaving, elsewhere, lost],
         dtype="float32",
         avoid=[Hop(failed, Blocks(0, 12)).process],
         blocked_peers=[blocked.announcement.peer_id],
@@ -286,6 +301,7 @@ def test_an_explanation_has_a_reason_for_every_unused_server():
         failed.announcement.peer_id: Reason.AVOIDED,
         blocked.announcement.peer_id: Reason.BLOCKED,
         leaving.announcement.peer_id: Reason.NOT_ONLINE,
+        lost.announcement.peer_id: Reason.NO_ADDRESS,
         elsewhere.announcement.peer_id: Reason.ELSEWHERE,
     }
     assert explained.rejected[0].slower_ms == pytest.approx(50 / 12 + UNKNOWN_RTT_MS / 2 + 0.5)  # for one block
