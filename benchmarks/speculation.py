@@ -1,32 +1,55 @@
-"""Guesses ahead over a wide-area ring: tokens per second, with and without, and whether they are the same tokens.
+"""Guesses ahead over a wide-area ring: tokens per second with and without, and whether they are the same tokens.
 
-    python benchmarks/speculation.py [--delays 0,25,100] [--tokens 96] [--quick] [--json PATH]
+    python benchmarks/speculation.py [--delays 0,25,100] [--tokens 96] [--real] [--check] [--quick] [--json PATH]
 
-The demo's checkpoint on three servers, with a delay on every edge of the ring, as in benchmarks/wan.py. "edit": the
-prompt is a function and the beginning of the same function again, so that look-up in the text finds most of it. "new":
-the beginning of a function, of which look-up knows nothing at first.
+Three servers of the demo's checkpoint, or of the real model (`make real-model`), with a delay on every edge of the
+ring, as in benchmarks/wan.py. Texts: "edit" is a function and the beginning of the same function again, so that
+look-up in the text finds most of it. "new" is the beginning of a function, of which look-up knows nothing at first.
+
+    plain      no guesses                          look-up    draft="lookup"
+    stock      prompt look-up by `transformers`    silent     a look-up that finds nothing
+    one, K     one window of K guesses at a time   ahead      windows in flight
+    never      ahead, and no guess is right
+
+"one", "ahead" and "never" guess by an oracle: it knows the text, and replaces each token by a wrong one with a set
+probability. Each guess takes it 2 ms of sleep, as on hardware of its own. A wrong guess is no surer than a right one.
 """
 
 import argparse
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from common import SEED, table, write_json
+from common import SEED, Samples, table, write_json
 from delay_proxy import delay_proxies
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from wan import free_ports
 
 from swarm.client import AutoDistributedModel
+from swarm.client.hf import model as client
+from swarm.client.hf.lead import Drafting
 from swarm.client.hf.model import DistributedModel
+from swarm.client.speculation.drafts import Draft, Guess, Lookup
+from swarm.client.speculation.limits import AheadLimits
+from swarm.config import CACHE_DIR
 from swarm.demo.cli import CHECKPOINT
 from swarm.demo.local import LocalSwarm
+from swarm.model.checkpoint import open_checkpoint
 
-SPANS = ("0:4", "4:8", "8:12")
+REAL = CACHE_DIR / "real-model" / "SmolLM2-135M-Instruct"
+DRAFT_S = 0.002
+WINDOWS = (4, 8, 12, 16)
+RIGHT = (0.75, 0.88)
+HOPS = 3
 FUNCTION = '''def load(path, default=None):
     """Read a file as JSON. Return the default if there is none."""
     try:
@@ -45,11 +68,57 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 GREEDY = {"do_sample": False}
 
 
+@dataclass(slots=True)
+class Way:
+    """One way to generate, and its runs: tokens per second behind the first token, and all tokens."""
+
+    name: str
+    drafting: Drafting | None = None
+    limits: AheadLimits = field(default_factory=AheadLimits)
+    stock: bool = False
+    speeds: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    right: str = ""
+    trip: str = ""
+    computed: str = ""
+
+    @property
+    def speed(self) -> float:
+        """The median."""
+        return median(self.speeds)
+
+
+class Oracle:
+    """Knows the text, and is as right as it is told. Sleeps for each guess."""
+
+    def __init__(self, text: Sequence[int], right: float, seed: int) -> None:
+        rng = Random(seed)
+        self._wrong = [token if rng.random() < right else (token + 7) % 500 for token in text]
+
+    def propose(self, text: Sequence[int], guesses: Sequence[int], count: int) -> list[Guess]:
+        """As `Draft.propose`."""
+        known = len(text) + len(guesses)
+        found = self._wrong[known : known + count]
+        time.sleep(DRAFT_S * len(found))
+        return [Guess(token, 0) for token in found]
+
+
+class Silent:
+    """Finds nothing."""
+
+    def propose(self, text: Sequence[int], guesses: Sequence[int], count: int) -> list[Guess]:
+        """As `Draft.propose`."""
+        del text, guesses, count
+        return []
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--delays", default="0,25,100", help="milliseconds one way, each a ring of its own")
     arguments.add_argument("--tokens", type=int, default=96, help="of each text")
     arguments.add_argument("--rounds", type=int, default=3, help="of all ways in turn; the median counts")
+    arguments.add_argument("--real", action="store_true", help="the real model in the place of the demo's")
+    arguments.add_argument("--check", action="store_true", help="exit 1 unless the project's promises are kept")
     arguments.add_argument("--quick", action="store_true", help="a few tokens, to see that it works")
     arguments.add_argument("--json", type=Path, help="where the raw samples go")
     arguments.add_argument("--seed", type=int, default=SEED)
@@ -58,80 +127,157 @@ def main() -> None:
     if options.quick:
         delays, options.tokens, options.rounds = [5.0], 16, 1
     torch.set_num_threads(1)
+    checkpoint = REAL if options.real else CHECKPOINT
     rows: list[list[Any]] = []
+    samples: list[Samples] = []
+    failed: list[str] = []
     for delay_ms in delays:
-        with ring(delay_ms) as swarm:
-            rows += measured(swarm, delay_ms, options)
-    columns = ["ms one way", "text", "sampling", "guesses", "tokens/s", "of plain", "right", "computed a token", "same"]
-    table(
-        f"{options.tokens} tokens, medians of {options.rounds}", columns, [[str(each) for each in row] for row in rows]
-    )
-    write_json(options.json, "speculation", options.seed, [], columns=columns, rows=rows)
+        with ring(checkpoint, delay_ms) as swarm:
+            for text, sampling, ways in measured(checkpoint, swarm, options):
+                where = f"{delay_ms:g} ms, {text}, {sampling}"
+                rows += [[delay_ms, text, sampling, *row] for row in rows_of(ways)]
+                samples += [Samples(f"{where}, {way.name}", [1000 / each for each in way.speeds]) for way in ways]
+                failed += [f"{where}: {each}" for each in broken(ways, delay_ms)]
+                speeds = ", ".join(f"{way.name} {way.speed:.1f}" for way in ways)
+                print(f"{where}: {speeds}", file=sys.stderr, flush=True)
+    columns = ["ms one way", "text", "sampling", "guesses", "tokens/s", "of plain", "right", "tokens a trip",
+               "computed per kept", "same"]  # fmt: skip
+    title = f"{checkpoint.name}, {options.tokens} tokens, medians of {options.rounds}"
+    table(title, columns, [[str(each) for each in row] for row in rows])
+    write_json(options.json, "speculation", options.seed, samples, columns=columns, rows=rows, failed=failed)
+    for each in failed:
+        print(f"not kept: {each}")
+    if options.check and failed:
+        sys.exit(1)
 
 
 @contextmanager
-def ring(delay_ms: float) -> Iterator[LocalSwarm]:
+def ring(checkpoint: Path, delay_ms: float) -> Iterator[LocalSwarm]:
     """Start three servers, and proxies in front of them."""
+    blocks = open_checkpoint(checkpoint).n_blocks
+    cuts = [round(blocks * n / HOPS) for n in range(HOPS + 1)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-bench-")))
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(2 * len(SPANS))]
-        pairs = list(zip(addresses[: len(SPANS)], addresses[len(SPANS) :], strict=True))
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(2 * HOPS)]
+        pairs = list(zip(addresses[:HOPS], addresses[HOPS:], strict=True))
         stack.enter_context(delay_proxies(pairs, delay_ms, folder / "late.json"))
-        swarm = stack.enter_context(LocalSwarm(CHECKPOINT, log_level="warning"))
-        for span, (announced, listen) in zip(SPANS, pairs, strict=True):
-            swarm.start_server(span, "--dtype", "float32", "--listen", listen, "--announce-address", announced)
+        swarm = stack.enter_context(LocalSwarm(checkpoint, log_level="warning"))
+        for start, stop, (announced, listen) in zip(cuts, cuts[1:], pairs, strict=False):
+            options = ("--dtype", "float32", "--listen", listen, "--announce-address", announced)
+            swarm.start_server(f"{start}:{stop}", *options)
         for server in swarm.servers:
             server.wait_ready()
         yield swarm
 
 
-def measured(swarm: LocalSwarm, delay_ms: float, options: argparse.Namespace) -> list[list[Any]]:
-    """Generate each text in each way, in turns. Returns rows of the table."""
-    tokenizer, rows = AutoTokenizer.from_pretrained(CHECKPOINT), []
+def measured(checkpoint: Path, swarm: LocalSwarm, options: argparse.Namespace) -> Iterator[tuple[str, str, list[Way]]]:
+    """Generate each text in each way, in turns."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     join = {"initial_peers": swarm.initial_peers, "network": swarm.network, "dtype": torch.float32}
-    with (
-        AutoDistributedModel.from_pretrained(CHECKPOINT, draft="none", **join) as plain,
-        AutoDistributedModel.from_pretrained(CHECKPOINT, draft="lookup", **join) as ahead,
-    ):
-        for model in (plain, ahead):
-            model.generation_config.eos_token_id = None  # every text is as long
+    with AutoDistributedModel.from_pretrained(checkpoint, draft="none", **join) as model:
+        model.generation_config.eos_token_id = None  # every text is as long
         for text, prompt in PROMPTS.items():
             ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
             for sampling, how in (("greedy", GREEDY), ("seeded", SAMPLED)):
-                ways = {"none": generating(plain, ids, how, options), "look-up": generating(ahead, ids, how, options)}
-                runs: dict[str, list[tuple[float, torch.Tensor]]] = {way: [] for way in ways}
-                for _ in range(options.rounds + 1):
-                    for way, work in ways.items():
-                        runs[way].append(work())
-                speeds = {way: sorted(each[0] for each in run[1:])[options.rounds // 2] for way, run in runs.items()}
-                same = all(torch.equal(a[1], b[1]) for a, b in zip(*runs.values(), strict=True))
-                counts = ahead.last_speculation
-                assert counts is not None
-                guessed = counts.right + counts.wrong
-                rows.append([delay_ms, text, sampling, "none", round(speeds["none"], 1), 1.0, "", 1.0, ""])
-                rows.append(
-                    [delay_ms, text, sampling, "look-up", round(speeds["look-up"], 1),
-                     round(speeds["look-up"] / speeds["none"], 2), round(counts.right / guessed, 2) if guessed else "",
-                     round(counts.computed / max(1, counts.tokens), 2), same]
-                )  # fmt: skip
-    return rows
+                plain = Way("plain")
+                once(model, plain, ids, how, options)  # warms up, and tells the oracles
+                ways = [plain, *ways_of(text, plain.tokens[0], options.seed)]
+                plain.speeds.clear()
+                for _ in range(options.rounds):
+                    for way in ways:
+                        once(model, way, ids, how, options)
+                yield text, sampling, ways
 
 
-def generating(
-    model: DistributedModel, ids: torch.Tensor, how: dict[str, Any], options: argparse.Namespace
-) -> Callable[[], tuple[float, torch.Tensor]]:
-    """Return a function that generates once: tokens per second behind the first token, and all tokens."""
+def ways_of(text: str, tokens: list[int], seed: int) -> list[Way]:
+    """Return the ways in which a text is generated beside the plain one."""
+    lookup = Way("look-up", Drafting(Lookup))
+    if text == "edit":
+        return [lookup, Way("stock", stock=True)]
+    found = [lookup, Way("silent", Drafting(Silent))]
+    for right in RIGHT:
+        make = _oracle(tokens, right, seed)
+        for window in WINDOWS:
+            one = AheadLimits(
+                tokens_max=window, frame_tokens=window, frame_tokens_min=window, frames_max=1, cut_off=0.0
+            )
+            found.append(Way(f"one, {window}, {right}", Drafting(make), one))
+        found.append(Way(f"ahead, {right}", _ahead(tokens, right, seed)))
+    return [*found, Way("never", _ahead(tokens, 0.0, seed))]
 
-    def once() -> tuple[float, torch.Tensor]:
-        times: list[float] = []
-        torch.manual_seed(options.seed)
-        generate: Any = model.generate
-        tokens = generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.tokens, streamer=_Times(times), **how
-        )
-        return (len(times) - 2) / (times[-1] - times[1]), tokens
 
-    return once
+def _oracle(tokens: list[int], right: float, seed: int) -> Callable[[], Draft]:
+    return lambda: Oracle(tokens, right, seed)
+
+
+def _ahead(tokens: list[int], right: float, seed: int) -> Drafting:
+    return Drafting(Silent, slow=lambda _: Oracle(tokens, right, seed))
+
+
+def once(
+    model: DistributedModel, way: Way, ids: torch.Tensor, how: dict[str, Any], options: argparse.Namespace
+) -> None:
+    """Generate in one way."""
+    times: list[float] = []
+    torch.manual_seed(options.seed)
+    model._drafts.drafting = way.drafting
+    config = GenerationConfig(**{**model.generation_config.to_diff_dict(), **how, "max_new_tokens": options.tokens})
+    if way.stock:
+        config.prompt_lookup_num_tokens = 10  # in a config it is the stock method's
+    generate: Any = model.generate
+    with patch.object(client, "AHEAD", way.limits):
+        tokens = generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=_Times(times))
+    way.tokens.append(tokens[0].tolist())
+    way.speeds.append((options.tokens - 1) / (times[-1] - times[1]))
+    counts = model.last_speculation
+    if counts is not None and way.drafting is not None and counts.tokens:
+        guessed = counts.right + counts.wrong
+        way.right = f"{counts.right / guessed:.2f}" if guessed else ""
+        way.trip = f"{counts.tokens_a_trip:.2f}"
+        way.computed = f"{counts.computed / counts.tokens:.2f}"
+
+
+def rows_of(ways: list[Way]) -> Iterator[list[Any]]:
+    """Return the table's rows."""
+    plain = ways[0]
+    for way in ways:
+        same = way.tokens[-1] == plain.tokens[0] if way is not plain else ""
+        ratio = round(way.speed / plain.speed, 2)
+        yield [way.name, round(way.speed, 1), ratio, way.right, way.trip, way.computed, same]
+
+
+def broken(ways: list[Way], delay_ms: float) -> Iterator[str]:
+    """Return the promises that were not kept."""
+    by_name = {way.name: way for way in ways}
+    plain = ways[0]
+    for way in ways[1:]:
+        # The stock method draws other random numbers.
+        if not way.stock and any(tokens != plain.tokens[0] for tokens in way.tokens):
+            yield f"{way.name}: other tokens than plain"
+    for name, ratio in _least("stock" in by_name, delay_ms).items():
+        if name in by_name and by_name[name].speed < ratio * plain.speed:
+            yield f"{name}: {by_name[name].speed / plain.speed:.2f} times plain, and not {ratio}"
+    if delay_ms >= 25 and "stock" not in by_name:
+        yield from _not_worth_it(by_name)
+
+
+def _least(is_edit: bool, delay_ms: float) -> dict[str, float]:
+    """Return how many times as fast as plain each way is to be."""
+    least = {"never": 0.95, "silent": 0.98}
+    if delay_ms >= 25:
+        least |= {"look-up": 5.0} if is_edit else {"ahead, 0.75": 3.0, "ahead, 0.88": 6.0}
+    return least
+
+
+def _not_worth_it(by_name: dict[str, Way]) -> Iterator[str]:
+    """Compare windows in flight with the best single window."""
+    for right, ratio in zip(RIGHT, (1.15, 1.3), strict=True):
+        best = max(by_name[f"one, {window}, {right}"].speed for window in WINDOWS)
+        ahead = by_name[f"ahead, {right}"]
+        if ahead.speed < ratio * best:
+            yield f"{ahead.name}: {ahead.speed / best:.2f} times the best single window, and not {ratio}"
+        if right == RIGHT[0] and float(ahead.computed or 0) > 2.3:
+            yield f"{ahead.name}: {ahead.computed} tokens computed per kept, and not 2.3"
 
 
 class _Times:

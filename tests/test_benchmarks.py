@@ -57,6 +57,7 @@ ROOT = Path(__file__).resolve().parent.parent
             "gpu_check --device cpu",
             {"section wide", "section families", "decode, sessions, 2, past 8", "prefill, 16 tokens"},
         ),
+        ("speculation", {"5 ms, edit, greedy, stock", "5 ms, new, seeded, ahead, 0.75", "5 ms, new, greedy, never"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
 )
