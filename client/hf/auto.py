@@ -159,7 +159,7 @@ def _drafting(
             small = draft
         case _:
             small = load_draft(draft, device=device, **hub)
-    return drafting_by(small, ends.name_or_path, ends.config.get_text_config(decoder=True).vocab_size)
+    return drafting_by(small, ends.name_or_path or "", ends.config.get_text_config(decoder=True).vocab_size)
 
 
 def _check_blocks(checkpoint: Checkpoint, options: ClientOptions) -> None:

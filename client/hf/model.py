@@ -328,7 +328,7 @@ def distribute(model: PreTrainedModel, backend: Backend, drafting: Drafting | No
     model.backend = backend
     model._calls = threading.local()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    model._drafts = Drafts(model.name_or_path, vocabulary, drafting)
+    model._drafts = Drafts(model.name_or_path or "", vocabulary, drafting)
     model._latest = None
     replace_blocks(model, backend.traits, model._run_blocks)
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)

@@ -104,7 +104,6 @@ class Attempt:
         expansion: Expansion | None = None,
     ) -> None:
         """late: processes that did not connect in time, in any attempt of the session's. expansion: the plan's."""
-        self.connected = False  # hops of all blocks have answered
         self._circuit = circuit
         self._shared = shared
         self._finder = finder
@@ -134,7 +133,6 @@ class Attempt:
             empty = new | {index for index, leg in enumerate(legs) if not leg.is_whole}
             with self._spending("connecting"):
                 journals = await self._establish(new, empty - new, terms, past.step, rebuild=bool(past.pieces))
-            self.connected = True
             if ask_only:
                 for index in new:
                     legs[index].state = LegState.PLANNED

@@ -95,9 +95,8 @@ class Case:
     is_new: no step was answered yet. crowded: the client's other new sessions ask full hops. has_turn: to ask them.
     without: processes that failed or declined since the last wait. last: the last fault. busy: a hop that has all of
     the past, and takes no new neighbours for a moment. no_route: the error of an attempt that found no holder.
-    stuck_at: when one first found none, since hops of all blocks last answered. asked: holders have failed, and are
-    asked again. cut_off: no peer can be reached, so nothing is held against any; cut_off_at: the last time that it was
-    so.
+    stuck_at: when one first found none. asked: holders have failed, and are asked again. cut_off: no peer can be
+    reached, so nothing is held against any; cut_off_at: the last time that it was so.
     """
 
     patience: Patience
@@ -130,10 +129,6 @@ class Case:
         """Return the case when an attempt has found no holder."""
         asked = self.asked or bool(self.without) or no_route.passing
         return replace(self, no_route=no_route, stuck_at=now if self.stuck_at is None else self.stuck_at, asked=asked)
-
-    def connected(self) -> "Case":
-        """Return the case when hops of all blocks have answered: the wait for holders is over, or begins anew."""
-        return replace(self, stuck_at=None)
 
     def forgiven(self) -> "Case":
         """Return the case when the client has its connection back: its faults said nothing about hops."""
@@ -170,7 +165,8 @@ def decide(case: Case, now: float, limits: RecoveryLimits) -> Action:
     asked = case.asked or case.cut_off_at
     holders_s = max(case.patience.holders_s, limits.holders_s if asked else 0.0)
     assert case.stuck_at is not None
-    if now - max(case.stuck_at, case.cut_off_at) < holders_s:
+    since = case.patience.began if case.is_new else case.stuck_at  # a new session has nothing to lose
+    if now - max(since, case.cut_off_at) < holders_s:
         return Wait(min(limits.wait_most_s, limits.wait_first_s * 2.0**case.waits))
     return Fail(_error(case, case.no_route))
 

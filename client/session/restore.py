@@ -99,8 +99,7 @@ class Restorer:
                 break
             case = await self._act(action, case, turn)
         try:
-            if await self._attempt(action.without, ask_only=action.ask_only):
-                case = case.connected()
+            await self._attempt(action.without, ask_only=action.ask_only)
         except NoRoute as no_route:
             case = await self._without_holders(case, no_route, turn)
         if case.cut_off and not avoidance.cut_off:  # then the faults say nothing about hops
@@ -130,11 +129,8 @@ class Restorer:
                 await self.wait(action)
         return case.done(action)
 
-    async def _attempt(self, without: Collection[str], *, ask_only: bool) -> bool:
-        """Make one attempt; faults that arise meanwhile are reported. Returns whether all hops answered.
-
-        Raises NoRoute.
-        """
+    async def _attempt(self, without: Collection[str], *, ask_only: bool) -> None:
+        """Make one attempt; faults that arise meanwhile are reported. Raises NoRoute."""
         attempt = Attempt(self._circuit, self._shared, self._finder, self._late, self._spent, self._plan.expansion)
         terms = self._plan.terms(self.batch, self.positions_soon, is_first=not self.repairs)
         standing = None
@@ -147,13 +143,12 @@ class Restorer:
                 if not self._circuit.knows(fault):
                     self._circuit.report(fault)
         if standing is None or self._circuit.is_broken:
-            return attempt.connected
+            return
         self._circuit.standing = standing
         for leg in standing.layout.legs:
             leg.asked = False
         if terms.prefix is not None and standing.held:
             self._steps.begin(terms.prefix.ids[: min(standing.held, len(terms.prefix.ids) - 1)])
-        return True
 
     def _learn(self, case: Case) -> Case:
         """Take in the faults, and tell the client's other sessions."""

@@ -113,7 +113,7 @@ def leave_out_planned_attention(device: torch.device) -> None:
     and torch prefers cuDNN on Hopper: a step of 5 ms took 42 (benchmarks/results/gpu_check_planned.json).
     """
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def widened_attention(

@@ -187,14 +187,6 @@ def test_faults_add_up_until_the_next_wait_for_a_holder():
     assert stuck.done(Wait(1.0)) == replace(stuck, without=frozenset(), no_route=None, waits=1)
 
 
-def test_the_wait_for_holders_begins_anew_when_all_hops_have_answered():
-    stuck = learn(case(), BROKEN).stuck(NOBODY, BEGAN)
-    again = learn(stuck.done(Wait(1.0)), BROKEN).stuck(NOBODY, BEGAN + 20.0)
-    assert isinstance(decide(again, BEGAN + 20.0, LIMITS), Fail)
-    answered = learn(stuck.done(Wait(1.0)).connected(), BROKEN).stuck(NOBODY, BEGAN + 20.0)
-    assert isinstance(decide(answered, BEGAN + 20.0, LIMITS), Wait)
-
-
 def test_waits_may_be_as_many_as_the_user_is_patient():
     given = case(no_route=NOBODY, patience=Patience(BEGAN, DEADLINE, holders_s=1e9, room_s=7.0))
     for number in range(3000):

@@ -30,7 +30,7 @@ async def test_only_accepted_decode_steps_are_not_counted_as_bytes(first: Site, 
     await owner.output()
     assert take(session.owner, *step(request, 2, one, keep=4)) == Toll(free_bytes=one.nbytes)
     await owner.output()
-    refused = take(session.owner, *step(request, 3, one, keep=99))
+    refused = take(session.owner, *step(request, 3, activations(2, 1), keep=5))
     assert (refused.idle, refused.free_bytes, refused.payer) == (True, 0, session.owner)
 
 
