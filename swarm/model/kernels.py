@@ -110,7 +110,7 @@ def leave_out_planned_attention(device: torch.device) -> None:
     """Let torch attend without cuDNN on a GPU; for the whole process. Elsewhere nothing changes.
 
     cuDNN builds a plan for every new length of a past, some 40 ms on an H200. In a decode each step has a new length,
-    and torch prefers cuDNN on Hopper: a step of 5 ms took 42 (benchmarks/results/gpu_check_planned.json).
+    and torch prefers cuDNN on Hopper: a step of 5 ms took 42 (benchmarks/results/gpu_attention.json).
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
