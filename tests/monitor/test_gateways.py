@@ -23,7 +23,7 @@ from tests.monitor.test_app import World, running
 from tests.monitor.test_pages import get
 
 MARKUP = "<script>alert('x')</script>"
-LIMITS = GatewayLimits(every_s=0.02, timeout_s=0.5, bytes_max=10_000)
+LIMITS = GatewayLimits(every_s=0.02, timeout_s=10.0, bytes_max=10_000)
 FULL: dict[str, Any] = {
     "ready": True,
     "models": {"org/a": {"ready": True, "reason": ""}, "org/b": {"ready": False, "reason": "no server"}},
