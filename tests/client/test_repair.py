@@ -150,7 +150,7 @@ def test_replay_is_untouched_by_later_writes_to_the_callers_buffers(checkpoint, 
 
 
 def test_hop_that_died_without_a_replacement_is_named(checkpoint):
-    limits = SessionLimits(recovery=RecoveryLimits(holders_s=0.3))
+    limits = SessionLimits(recovery=RecoveryLimits(holders_s=3.0))
     with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client(limits=limits) as model, torch.no_grad():
         cache = model.new_cache()
         model(IDS, past_key_values=cache)
