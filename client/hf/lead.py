@@ -163,8 +163,9 @@ class Lead:
             while guesses := self._guesses():
                 self._sender.send(pipe.frame(guesses), None)
             is_guessed = self._drafts_slowly or self.is_ahead or len(frame.tokens) > 1
-        if self._slow is not None:
-            self._slow.thread.wake()
+        slow = self._slow  # its own thread gives it up when it fails
+        if slow is not None:
+            slow.thread.wake()
         assert frame.answer is not None
         self.pace.asked(asked, is_there=frame.answer.is_done)
         output = frame.answer.wait()
