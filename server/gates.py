@@ -9,7 +9,7 @@ A channel has checked before: whether it may read, the frame's size, the message
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.activations import Activations
 from swarm.net.channel import Channel
@@ -27,8 +27,9 @@ from swarm.server.session import Answer, HostedSession
 class Facts:
     """One message of a session's stream, and the measures of the gates. now: the loop's time, seconds.
 
-    activations: None for a step that is not to be computed. verdict: of the session's inbox or receiver, noted by the
-    first gate that asks.
+    activations: None for a step that is not to be computed; else `given` are the same. n_bytes, hidden_bytes: of all
+    its tensors that are to be computed, and of its hidden states alone. verdict: of the session's inbox or receiver,
+    noted by the first gate that asks.
     """
 
     channel: Channel
@@ -38,26 +39,18 @@ class Facts:
     accounts: Accounts
     limits: HostedLimits
     verdict: "Verdict[Answer] | Compute | Twice | Refuse | None" = None
+    given: Activations = field(init=False)
+    n_bytes: int = field(init=False, default=0)
+    hidden_bytes: int = field(init=False, default=0)
 
-    @property
-    def given(self) -> Activations:
-        """The activations of a message that is to be computed."""
-        assert self.activations is not None
-        return self.activations
-
-    @property
-    def n_bytes(self) -> int:
-        """Of all its tensors that are to be computed."""
-        return 0 if self.activations is None else self.activations.n_bytes
+    def __post_init__(self) -> None:
+        if self.activations is not None:
+            self.given = self.activations
+            self.n_bytes, self.hidden_bytes = self.activations.n_bytes, self.activations.hidden.nbytes
 
     def tokens(self, hidden_size: int) -> int:
         """Of all rows, that are to be computed. The shape need not be right yet."""
         return 0 if self.activations is None else self.activations.hidden.numel() // hidden_size
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Of its hidden states that are to be computed."""
-        return 0 if self.activations is None else self.activations.hidden.nbytes
 
 
 @dataclass(frozen=True, slots=True)
