@@ -10,7 +10,7 @@ from gpu_spans import Bench, name_of, noise, parted, tiny_checkpoint, tiny_span,
 from torch import Tensor
 
 from swarm.activations import Activations
-from swarm.compute.task import Forward, Tenure
+from swarm.compute.task import Forward, Place, Tenure
 from swarm.compute.thread import ComputeThread
 from swarm.errors import RollbackImpossible
 from swarm.model.packed import Segment
@@ -207,7 +207,7 @@ async def _threaded(span: Span) -> tuple[Tensor, Tensor]:
         counts = (10 + number, 1, 1, 1, 1)
         for part in parted(hidden[number], counts):
             future: asyncio.Future[Any] = loop.create_future()
-            thread.submit(Forward(tenure, Activations(part), keep=keep), future.set_result)
+            thread.submit(Forward(tenure, Activations(part), Place(keep)), future.set_result)
             result = await future
             if isinstance(result, Exception):
                 raise result

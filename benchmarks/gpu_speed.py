@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from swarm.activations import Activations
 from swarm.compute.queues import Queue
 from swarm.compute.scheduler import Part
-from swarm.compute.task import Forward, Tenure
+from swarm.compute.task import Forward, Place, Tenure
 from swarm.compute.thread import run
 from swarm.model.cache import SpanCache
 from swarm.model.packed import Segment
@@ -217,12 +217,12 @@ class Speed:
         prompt = Activations(noise(span, past, 1).cpu())
         with torch.inference_mode():
             for tenure in tenures:
-                Forward(tenure, prompt, keep=0, want=1).complete()
+                Forward(tenure, prompt, Place(0, want=1)).complete()
         new = [Activations(noise(span, 1, number).cpu()) for number in range(batch)]
 
         def step() -> None:
             tasks = [
-                Forward(tenure, hidden, keep=tenure.past.cache.length)
+                Forward(tenure, hidden, Place(tenure.past.cache.length))
                 for tenure, hidden in zip(tenures, new, strict=True)
             ]
             failed = run([Part(task, 1, _no_queue()) for task in tasks])

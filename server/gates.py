@@ -28,7 +28,8 @@ class Facts:
     """One message of a session's stream, and the measures of the gates. now: the loop's time, seconds.
 
     activations: None for a step that is not to be computed; else `given` are the same. n_bytes, hidden_bytes: of all
-    its tensors that are to be computed, and of its hidden states alone. verdict: of the session's inbox or receiver,
+    its tensors that are to be computed, and of its hidden states alone. n_tokens: of all its rows that are to be
+    computed; the shape need not be right yet. verdict: of the session's inbox or receiver,
     noted by the first gate that asks.
     """
 
@@ -42,15 +43,14 @@ class Facts:
     given: Activations = field(init=False)
     n_bytes: int = field(init=False, default=0)
     hidden_bytes: int = field(init=False, default=0)
+    n_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if self.activations is not None:
             self.given = self.activations
-            self.n_bytes, self.hidden_bytes = self.activations.n_bytes, self.activations.hidden.nbytes
-
-    def tokens(self, hidden_size: int) -> int:
-        """Of all rows, that are to be computed. The shape need not be right yet."""
-        return 0 if self.activations is None else self.activations.hidden.numel() // hidden_size
+            hidden = self.activations.hidden
+            self.n_bytes, self.hidden_bytes = self.activations.n_bytes, hidden.nbytes
+            self.n_tokens = hidden.numel() // hidden.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +146,7 @@ def _unread(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _account(session: HostedSession, facts: Facts) -> Stop | None:
     """The owner may take a step more, its tokens and its bytes in this second."""
-    return facts.accounts.charge_step(
-        session.peers.owner.peer, facts.tokens(session.span.hidden_size), facts.hidden_bytes, facts.now
-    )
+    return facts.accounts.charge_step(session.peers.owner.peer, facts.n_tokens, facts.hidden_bytes, facts.now)
 
 
 def _order(session: HostedSession, facts: Facts) -> Stop | None:
@@ -202,9 +200,7 @@ def _twice(session: HostedSession, facts: Facts) -> Stop | None:
 
 def _debt(session: HostedSession, facts: Facts) -> Stop | None:
     """The owner's account lends the piece's bytes."""
-    return facts.accounts.lend(
-        session.peers.owner.peer, facts.tokens(session.span.hidden_size), facts.hidden_bytes, facts.now
-    )
+    return facts.accounts.lend(session.peers.owner.peer, facts.n_tokens, facts.hidden_bytes, facts.now)
 
 
 def _place(_: HostedSession, facts: Facts) -> Stop | None:
@@ -254,12 +250,6 @@ class Gates:
     step: tuple[Gate, ...] = STEP_GATES
     rebuild: tuple[Gate, ...] = REBUILD_GATES
     void: tuple[Gate, ...] = STEP_GATES[: 1 + [gate.name for gate in STEP_GATES].index("order")]
-
-    def of(self, message: Step | Rebuild, *, is_void: bool) -> tuple[Gate, ...]:
-        """Return the list for a message."""
-        if is_void:
-            return self.void
-        return self.step if isinstance(message, Step) else self.rebuild
 
     def replaced(self, name: str, check: Check) -> "Gates":
         """Return the lists with another check under this name, in all: how tests change or watch one."""

@@ -202,9 +202,12 @@ class Handler:
                 send(channel, absent)
             return IDLE
         now = self._loop.time()
-        is_void = isinstance(message, Step) and session.is_void(message)
+        is_void, gates = False, self.gates.rebuild
+        if isinstance(message, Step):
+            is_void = session.is_void(message)
+            gates = self.gates.void if is_void else self.gates.step
         facts = Facts(channel, message, None if is_void else activations, now, self.accounts, self.limits.session)
-        for gate in self.gates.of(message, is_void=is_void):
+        for gate in gates:
             if (stop := gate.check(session, facts)) is not None:
                 return self._stopped(session, facts, stop)
         session.peers.used_at, session.peers.source = now, channel

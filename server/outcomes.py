@@ -57,7 +57,7 @@ class Outcomes:
     def skipped(self, session: HostedSession, facts: Facts) -> None:
         """Answer a step that a later one has taken back, and that was not computed. No journal has anything of it."""
         assert isinstance(facts.message, Step)
-        facts.accounts.give_back(session.owner.peer, facts.tokens(session.span.hidden_size))
+        facts.accounts.give_back(session.owner.peer, facts.n_tokens)
         pass_on(session, session.skip(facts.message), soon=self._others())
 
     def _failed(self, session: HostedSession, message: Step | Rebuild, error: Exception) -> None:

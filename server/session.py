@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from swarm.activations import Activations
-from swarm.compute.task import Forward, Tenure, Void
+from swarm.compute.task import Forward, Place, Tenure, Void
 from swarm.model.prefix import PastBlock
 from swarm.model.span import Span
 from swarm.net.channel import Channel
@@ -105,13 +105,13 @@ class HostedSession:
         if isinstance(message, Rebuild):
             self.length = message.start + tokens
             self.receiver.accept(message)
-            return Forward(self.tenure, activations, keep=message.start)
+            return Forward(self.tenure, activations, Place(message.start))
         self.length = message.keep + tokens
         self.inbox.accept(message.step)
         if message.skips:
             self.tenure.skip(message.keep)
         want = message.want if isinstance(self.seat.next, Client) else None
-        task = Forward(self.tenure, activations, keep=message.keep, rows=message.rows, want=want)
+        task = Forward(self.tenure, activations, Place(message.keep, message.rows, want))
         self.tenure.waiting.append(task)
         return task
 

@@ -32,6 +32,7 @@ class AheadSession:
         self._lead = Lead(session, embed, min(most, self._limits.tokens_max), positions_max, self._limits)
         self._can_guess = most > 0
         self._unread: list[tuple[int, list[int] | None]] = []  # steps that are not in the lead's text: keep, and ids
+        self._has_led = False  # since the last step that did not come through the lead
         self._embeds: bool | None = None  # whether tokens can be embedded ahead; None where it was not tried
 
     @property
@@ -56,17 +57,20 @@ class AheadSession:
         """
         is_plain = rows is None and activations.positions is None and activations.mask is None
         text = ids if is_plain and activations.hidden.shape[0] == 1 else None
-        pace = self._lead.pace
         if drafting is not None and text is not None and text.shape[1] == 1 and self._may_guess(drafting):
             if self._embeds is None:
                 self._embeds = torch.equal(self._embed(text, keep), activations.hidden)
             if self._embeds and self._reads(keep, drafting):
+                self._has_led = True
                 return self._lead.step(int(text[0, 0]), activations, processors)
-        self._lead.rest()
-        pace.asked(time.perf_counter())
+        if self._has_led:
+            self._has_led = False
+            self._lead.rest()
+        began = time.perf_counter()
         output = self._session.step(activations, keep=keep, rows=rows, want=want)
-        if activations.hidden.shape[1] == 1:
-            pace.returned(time.perf_counter(), is_guessed=False, is_trip=True)
+        if drafting is not None and activations.hidden.shape[1] == 1:
+            self._lead.pace.asked(began)
+            self._lead.pace.returned(time.perf_counter(), is_guessed=False, is_trip=True)
         self._unread.append((keep, None if text is None else text.tolist()[0]))
         return output
 

@@ -64,11 +64,12 @@ class RemoteCache(Cache):
             if self.length:
                 raise SessionClosed("it was interrupted")
             self._session = self._open_session(self._rollback_max)
-        rows = self._rows if self.length else None
+        length = self._layer.length
+        rows = self._rows if length else None
         try:
             output = self._session.step(
                 activations,
-                keep=self.length,
+                keep=length,
                 rows=rows,
                 want=want,
                 ids=ids,
@@ -141,12 +142,12 @@ class RemoteCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions that the servers hold."""
         del layer_idx
-        return self.length
+        return self._layer.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Length and offset of a mask; the servers make the mask itself."""
         del layer_idx
-        return self.length + query_length, 0
+        return self._layer.length + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether there is a past."""

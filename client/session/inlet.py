@@ -93,7 +93,7 @@ class Inlet:
             self._circuit.report(self._circuit.layout.legs[index].broken(wrong))
             return
         self._circuit.answered()
-        self._steps.answer(message.step, activations)
+        self._steps.answer(ticket, activations)
 
     def _relay(self, index: int, message: wire.Step | wire.Rebuild, activations: Activations | None) -> None:
         """Pass on activations that a hop cannot send to the next one itself."""

@@ -76,7 +76,7 @@ class Steps:
         """Wait for a step's answer. Returns the wanted positions; raises the error that it failed with."""
         outcome = ticket.outcome
         if outcome is None:
-            waiter = self._waiters[ticket.step] = self._loop.create_future()
+            waiter = self._waiters[ticket.message.step] = self._loop.create_future()
             outcome = await waiter
         if isinstance(outcome, Exception):
             raise outcome
@@ -91,10 +91,10 @@ class Steps:
         """Return a step that is not answered."""
         return self._outbox.get(step)
 
-    def answer(self, step: int, output: Activations | None) -> None:
+    def answer(self, ticket: Ticket, output: Activations | None) -> None:
         """Take the answer to a step that is awaited."""
-        ticket = self._outbox.awaits(step)
-        self.skipped = ticket is not None and ticket.is_skipped(output)
+        step = ticket.message.step
+        self.skipped = output is None and ticket.may_be_skipped
         if self.skipped:
             self._journal.void(step)
         self._outbox.answered(step, output)
@@ -113,8 +113,8 @@ class Steps:
         standing = self._circuit.standing
         if standing is not None:
             self.window = standing.window
-            self._outbox.resend(standing.epoch, standing.window)
-            self._send_due()
+            if self._outbox.resend(standing.epoch, standing.window):
+                self._send_due()
 
     def forget_guesses(self) -> None:
         """All steps in flight were guessed wrong: forget those that never left, and the outputs of the others."""
@@ -147,7 +147,7 @@ class Steps:
                 self._outbox.refused(ticket.step, failed)  # also if the fault is known already
 
     def _on_settled(self, ticket: Ticket) -> None:
-        waiter = self._waiters.pop(ticket.step, None)
+        waiter = self._waiters.pop(ticket.message.step, None)
         if waiter is not None and not waiter.done():
             assert ticket.outcome is not None
             waiter.set_result(ticket.outcome)

@@ -86,19 +86,15 @@ class Task(Protocol):
     tenure: whose tasks run in order; None where it belongs to no session. owner: the peer whose turn it takes. cost:
     tasks with the same take as long as each other; None where its cost tells nothing about others. rows: of its batch.
     tokens: positions of each row. done: how many of them are computed. has_past: whether the session has positions
-    before them. is_skipped: a later task of its session makes it pointless; it keeps its place all the same.
+    before these. is_skipped: a later task of its session makes it pointless; it keeps its place all the same.
     """
 
     owner: str
     rows: int
     tokens: int
     done: int
+    has_past: bool
     is_skipped: bool
-
-    @property
-    def has_past(self) -> bool:
-        """Whether the session has positions before these."""
-        ...
 
     @property
     def cost(self) -> Hashable | None:
@@ -155,19 +151,25 @@ class Checked(NamedTuple):
     finite: bool
 
 
+class Place(NamedTuple):
+    """Where a session's new positions go, and how many trailing ones come back: as in a Step. want: None for all."""
+
+    keep: int
+    rows: Sequence[int] | None = None
+    want: int | None = None
+
+
 class Forward:
     """New positions of a session on their way through its span: alone, packed with others', in pieces."""
 
     __slots__ = (
-        "_began",
-        "_keep",
         "_outputs",
-        "_rows",
-        "_want",
+        "_place",
         "activations",
         "cutting",
         "done",
         "finite",
+        "has_past",
         "is_skipped",
         "owner",
         "rows",
@@ -175,29 +177,19 @@ class Forward:
         "tokens",
     )
 
-    def __init__(
-        self,
-        tenure: Tenure,
-        activations: Activations,
-        *,
-        keep: int,
-        rows: Sequence[int] | None = None,
-        want: int | None = None,
-    ) -> None:
-        """keep, rows: as in a Step. want: trailing positions that are returned; None returns all."""
+    def __init__(self, tenure: Tenure, activations: Activations, place: Place) -> None:
+        """tenure: the past that they continue."""
         self.tenure = tenure
         self.owner = tenure.owner
         self.activations = activations
         self.rows, self.tokens, _ = activations.hidden.shape
         self.done = 0
+        self.has_past = place.keep > 0
         self.is_skipped = False
         self.finite = True  # whether all of the output's numbers are known to be finite
         self.cutting: Cutting | None = None  # blocks of the past to cut, once this is computed
-        self._keep = keep
-        self._rows = rows
-        self._want = want
-        self._began = False
-        self._outputs: list[Tensor] = []
+        self._place = place
+        self._outputs: list[Tensor] | None = None  # from when it is begun
 
     def complete(self) -> Tensor | None:
         """Run the remaining positions alone. Returns the result."""
@@ -209,18 +201,13 @@ class Forward:
         """Spans of as many blocks take as long."""
         return self.tenure.n_blocks
 
-    @property
-    def has_past(self) -> bool:
-        """Whether the session has positions before these."""
-        return self._keep > 0
-
     def skip(self, keep: int) -> bool:
         """Skip this if a later step keeps so few positions that none of these stays. Called in the loop, newest first.
 
         Returns False for a task that was begun, gathers rows, or has positions that stay: then those before it count.
         The compute thread may begin it in this very moment. Then it is computed as if this had not been called.
         """
-        if self._began or self._rows is not None or self._keep < keep:
+        if self._outputs is not None or self._place.rows is not None or self._place.keep < keep:
             return False
         self.is_skipped = True
         return True
@@ -260,25 +247,27 @@ class Forward:
         hidden, finite = output
         self.done += hidden.shape[1]
         self.finite = self.finite and finite
+        assert self._outputs is not None
         self._outputs.append(hidden)
 
     def result(self) -> Tensor | None:
         """Return the output on the host when all is computed; None once it is gone, or where it was skipped."""
-        if self.tenure.over or self.done < self.tokens:
+        if self.tenure.over or self.done < self.tokens or self._outputs is None:
             return None
         if self.cutting is not None:
             self.cutting.cut(self.tenure.past.cache)
         output = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs, dim=1)
-        if self._want is not None and self._want < self.tokens:
-            output = output[:, output.shape[1] - self._want :].clone()  # not to hold the rest
+        want = self._place.want
+        if want is not None and want < self.tokens:
+            output = output[:, output.shape[1] - want :].clone()  # not to hold the rest
         return output.to("cpu")
 
     def _begin(self) -> SpanPast:
         """Bring the session's past to where this task starts."""
         past = self.tenure.past
-        if not self._began:
-            past.rewind(self._keep, self._rows)
-            self._began = True
+        if self._outputs is None:
+            past.rewind(self._place.keep, self._place.rows)
+            self._outputs = []
         return past
 
 

@@ -94,9 +94,10 @@ class Ticket:
         rows, _, width = self.activations.hidden.shape
         return (rows, self.message.want, width) if self.message.want else None
 
-    def is_skipped(self, output: Activations | None) -> bool:
-        """Whether this answer says that a hop has skipped it, which no hop may do while it is wanted."""
-        return output is None and self.message.want > 0 and not self.wanted
+    @property
+    def may_be_skipped(self) -> bool:
+        """Whether an answer without an output says that a hop has skipped it: none may while it is wanted."""
+        return self.message.want > 0 and not self.wanted
 
 
 class Outbox:
@@ -211,8 +212,8 @@ class Outbox:
         """A hop had no room: have one step in flight, then two, and so on."""
         self._congestion_window = 1
 
-    def resend(self, epoch: int, window: int | None = None) -> None:
-        """Make all that is not answered due again, on this route.
+    def resend(self, epoch: int, window: int | None = None) -> bool:
+        """Make all that is not answered due again, on this route. Returns whether there is anything.
 
         window: the least of its hops' windows, in steps; None for no bound of theirs.
         """
@@ -223,6 +224,7 @@ class Outbox:
             ticket.is_sent = False
             if ticket.message.epoch != epoch:
                 ticket.message = ticket.message.model_copy(update={"epoch": epoch})
+        return bool(self._tickets)
 
     def truncate(self, after_step: int) -> None:
         """Drop the steps behind this one: forget those that never left, and the outputs of the others."""

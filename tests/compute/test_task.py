@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarm.activations import Activations
-from swarm.compute.task import Forward, Probe, Tenure, is_gone
+from swarm.compute.task import Forward, Place, Probe, Tenure, is_gone
 from tests.compute.support import Doubling
 
 
@@ -25,7 +25,7 @@ def activations(tokens: int, rows: int = 1, *, mask: bool = False, dtype: torch.
 
 def test_a_task_in_pieces_returns_all_its_positions(tenure: Tenure, span: Doubling):
     new = activations(5)
-    task = Forward(tenure, new, keep=0)
+    task = Forward(tenure, new, Place(0))
     for tokens in (2, 2, 1):
         task.run(tokens)
     assert (task.done, span.calls) == (5, [[2], [2], [1]])
@@ -34,18 +34,18 @@ def test_a_task_in_pieces_returns_all_its_positions(tenure: Tenure, span: Doubli
 
 def test_only_wanted_positions_are_returned(tenure: Tenure):
     new = activations(5)
-    assert Forward(tenure, new, keep=0, want=2).complete().equal(2 * new.hidden[:, 3:])
-    assert Forward(tenure, new, keep=5, want=9).complete().equal(2 * new.hidden)
+    assert Forward(tenure, new, Place(0, want=2)).complete().equal(2 * new.hidden[:, 3:])
+    assert Forward(tenure, new, Place(5, want=9)).complete().equal(2 * new.hidden)
 
 
 def test_tasks_continue_their_tenures_past(tenure: Tenure, span: Doubling):
-    Forward(tenure, activations(5), keep=0).complete()
-    Forward(tenure, activations(1), keep=5).complete()
+    Forward(tenure, activations(5), Place(0)).complete()
+    Forward(tenure, activations(1), Place(5)).complete()
     assert (tenure.past.cache.length, span.n_caches) == (6, 1)
 
 
 def test_a_task_of_an_ended_tenure_computes_nothing(tenure: Tenure, span: Doubling):
-    task = Forward(tenure, activations(2), keep=0)
+    task = Forward(tenure, activations(2), Place(0))
     assert not is_gone(task)
     tenure.over = True
     assert is_gone(task)
@@ -55,7 +55,7 @@ def test_a_task_of_an_ended_tenure_computes_nothing(tenure: Tenure, span: Doubli
 
 
 def test_a_result_does_not_count_once_the_tenure_is_over(tenure: Tenure):
-    task = Forward(tenure, activations(1), keep=0)
+    task = Forward(tenure, activations(1), Place(0))
     task.run(1)
     tenure.over = True
     assert task.result() is None
@@ -63,7 +63,7 @@ def test_a_result_does_not_count_once_the_tenure_is_over(tenure: Tenure):
 
 def test_packed_segments_carry_the_next_positions(tenure: Tenure, span: Doubling):
     new = activations(3)
-    task = Forward(tenure, new, keep=0)
+    task = Forward(tenure, new, Place(0))
     for tokens in (2, 1):
         (output,) = task.forward_packed([task.segment(tokens)])
         task.take(output)
@@ -72,7 +72,7 @@ def test_packed_segments_carry_the_next_positions(tenure: Tenure, span: Doubling
 
 
 def test_facts_of_a_task_are_its_activations_and_its_spans(tenure: Tenure):
-    task = Forward(tenure, activations(3, rows=2), keep=0)
+    task = Forward(tenure, activations(3, rows=2), Place(0))
     assert (task.owner, task.cost, task.rows, task.tokens, task.done) == ("peer", 3, 2, 3, 0)
     task.run(1)
     ready = task.ready(decodes=False)
@@ -81,20 +81,20 @@ def test_facts_of_a_task_are_its_activations_and_its_spans(tenure: Tenure):
 
 def test_looking_at_a_task_makes_no_cache_and_keeps_dtypes_apart(tenure: Tenure, span: Doubling):
     dtypes = torch.float32, torch.bfloat16, torch.float32
-    tasks = [Forward(tenure, activations(1, dtype=dtype), keep=0) for dtype in dtypes]
+    tasks = [Forward(tenure, activations(1, dtype=dtype), Place(0)) for dtype in dtypes]
     first, second, third = (task.ready(decodes=False).group for task in tasks)
     assert first == third != second
     assert span.n_caches == 0
 
 
 def test_padding_does_not_pack_even_in_the_past(tenure: Tenure, span: Doubling):
-    assert Forward(tenure, activations(1), keep=0).ready(decodes=False).packs
-    masked = Forward(tenure, activations(1, mask=True), keep=0)
+    assert Forward(tenure, activations(1), Place(0)).ready(decodes=False).packs
+    masked = Forward(tenure, activations(1, mask=True), Place(0))
     assert not masked.ready(decodes=False).packs
     masked.complete()
-    assert not Forward(tenure, activations(1), keep=1).ready(decodes=False).packs
+    assert not Forward(tenure, activations(1), Place(1)).ready(decodes=False).packs
     span.packs = False
-    assert not Forward(Tenure("peer", span, 0), activations(1), keep=0).ready(decodes=False).packs
+    assert not Forward(Tenure("peer", span, 0), activations(1), Place(0)).ready(decodes=False).packs
 
 
 def test_a_probe_runs_once_alone_and_teaches_nothing():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.compute.limits import SchedulerLimits
-from swarm.compute.task import Forward, Probe, Task, Tenure
+from swarm.compute.task import Forward, Place, Probe, Task, Tenure
 from swarm.compute.thread import ComputeThread, deliver
 from swarm.errors import ComputeFailed
 from tests.compute.support import Cache, Doubling
@@ -58,7 +58,7 @@ async def held(compute: ComputeThread) -> Held:
 
 
 def step(span: Doubling, value: float = 1.0, tenure: Tenure | None = None, keep: int = 0) -> Forward:
-    return Forward(tenure or Tenure("peer", span, 0), Activations(torch.full((1, 1, 2), value)), keep=keep)
+    return Forward(tenure or Tenure("peer", span, 0), Activations(torch.full((1, 1, 2), value)), Place(keep))
 
 
 async def test_steps_of_many_sessions_run_as_one(held: Held):
