@@ -1,6 +1,10 @@
 """Checkpoints: a local directory or a repository of the hub, opened without touching its weights."""
 
+import contextlib
+import hashlib
 import json
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +13,14 @@ from transformers import AutoConfig, PretrainedConfig
 
 from swarm import config as settings
 from swarm.blocks import Blocks
-from swarm.errors import BadBlocks, ModelNotFound, RootMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.errors import (
+    BadBlocks,
+    ChecksumMismatch,
+    ModelNotFound,
+    RootMismatch,
+    UnsupportedArchitecture,
+    UnsupportedCheckpoint,
+)
 from swarm.model.hollow import decoder_config
 from swarm.model.manifest import HashCache, Manifest, WeightIndex
 from swarm.model.traits import Traits, traits_of
@@ -41,6 +52,7 @@ class Checkpoint:
 
     model: str  # as the user wrote it
     config: PretrainedConfig
+    config_bytes: bytes  # of config.json, verified; the config was made of them
     traits: Traits
     manifest: Manifest
     index: WeightIndex | None  # None: all tensors are in one file
@@ -103,13 +115,15 @@ def open_checkpoint(
             endpoint=endpoint,
         )
     names = source.names()
-    weights, index = _weight_files(name, names, source)
-    config = decoder_config(_read_config(name, source.fetch((CONFIG_NAME,))[CONFIG_NAME]))
-    traits = traits_of(config)
-    manifest = source.manifest((CONFIG_NAME, *((INDEX_NAME,) if index is not None else ()), *weights))
+    small = {each: _read(name, each, path) for each, path in source.fetch(_small_files(names)).items()}
+    weights, index = _weight_files(name, names, small)
+    manifest = source.manifest((*small, *weights))
+    for each, data in small.items():  # these bytes and no others are used: the path is not read again
+        _verify(source, manifest, each, data)
     if root is not None and manifest.root != root:
         raise RootMismatch(name, root, manifest.root)
-    return Checkpoint(name, config, traits, manifest, index, source)
+    config = decoder_config(_read_config(name, small[CONFIG_NAME]))
+    return Checkpoint(name, config, small[CONFIG_NAME], traits_of(config), manifest, index, source)
 
 
 class LocalSource:
@@ -151,12 +165,45 @@ class LocalSource:
         """Do nothing: the file is the user's."""
 
 
-def _weight_files(model: str, names: tuple[str, ...], source: Source) -> tuple[tuple[str, ...], WeightIndex | None]:
+@contextlib.contextmanager
+def staged(name: str, data: bytes) -> Iterator[Path]:
+    """A directory of this process alone that has one file: `transformers` reads paths, and the bytes were verified."""
+    with tempfile.TemporaryDirectory(prefix="swarm-load-") as directory:
+        (Path(directory) / name).write_bytes(data)
+        yield Path(directory)
+
+
+def _small_files(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the files that say what the others mean."""
+    return (CONFIG_NAME, INDEX_NAME) if INDEX_NAME in names and SINGLE_NAME not in names else (CONFIG_NAME,)
+
+
+def _read(model: str, name: str, path: Path) -> bytes:
+    """Read a small file, once and as a whole. Raises UnsupportedCheckpoint."""
+    bytes_max = (4 if name == CONFIG_NAME else 64) << 20
+    with path.open("rb") as file:
+        data = file.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        raise UnsupportedCheckpoint(model, f"its {name} is larger than {bytes_max >> 20} MiB; get the model's own")
+    return data
+
+
+def _verify(source: Source, manifest: Manifest, name: str, data: bytes) -> None:
+    """Compare the bytes that were read with the manifest. Raises ChecksumMismatch."""
+    expected, actual = manifest.files[name], hashlib.sha256(data).hexdigest()
+    if actual != expected:
+        source.discard(name)
+        raise ChecksumMismatch(name, expected, actual)
+
+
+def _weight_files(
+    model: str, names: tuple[str, ...], small: Mapping[str, bytes]
+) -> tuple[tuple[str, ...], WeightIndex | None]:
     """Return the names of the weight files, and the index where there is one. Raises UnsupportedCheckpoint."""
     if SINGLE_NAME in names:
         return (SINGLE_NAME,), None
     if INDEX_NAME in names:
-        index = WeightIndex.parse(model, source.fetch((INDEX_NAME,))[INDEX_NAME].read_bytes())
+        index = WeightIndex.parse(model, small[INDEX_NAME])
         return index.files, index
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
         why = "its weights are pickles, which can run code when they are read; convert it to safetensors"
@@ -164,21 +211,20 @@ def _weight_files(model: str, names: tuple[str, ...], source: Source) -> tuple[t
     raise UnsupportedCheckpoint(model, f"it has neither {SINGLE_NAME} nor {INDEX_NAME}")
 
 
-def _read_config(model: str, path: Path) -> PretrainedConfig:
+def _read_config(model: str, data: bytes) -> PretrainedConfig:
     """Read a config without ever running code that comes with it."""
-    if path.stat().st_size > 4 << 20:  # read into memory as a whole
-        raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is larger than 4 MiB; get the model's own")
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} is not JSON: {error}") from None
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(model_type, str):
         raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} names no model_type")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            path.parent, trust_remote_code=False, local_files_only=True
-        )
+        with staged(CONFIG_NAME, data) as directory:
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                directory, trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # noqa: BLE001 - a family's config takes any JSON and may break in any way
         known = "its code is not part of transformers" if "auto_map" in raw else "this transformers does not know it"
         raise UnsupportedArchitecture(model_type, f"{known} ({_first_line(error)})") from None

@@ -3,26 +3,23 @@
 import contextlib
 import logging
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
-from swarm.model.checkpoint import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Checkpoint
+from swarm.model.checkpoint import CONFIG_NAME, SINGLE_NAME, Checkpoint, staged
 from swarm.model.hollow import absent_prefixes, blocks_of, class_for, decoder_of, hollow_class, skeleton, text_config
 from swarm.model.kernels import leave_out_planned_attention
-from swarm.model.ownership import own_weights
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
+from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
 
 Dtype = torch.dtype | str  # "auto": the checkpoint's
@@ -53,7 +50,10 @@ def load_span(
 def fetch_span(checkpoint: Checkpoint, blocks: Blocks) -> None:
     """Download and verify the files of these blocks, and load nothing. Raises as `load_span` does."""
     checkpoint.check(blocks)
-    _fetch(checkpoint, hollow_class(checkpoint.config, blocks), blocks)
+    files = _files(checkpoint, needed_tensors(checkpoint, blocks))
+    for name, path in checkpoint.source.fetch(files).items():
+        with _discarding(checkpoint, name):
+            checkpoint.manifest.verify(path, name)
 
 
 def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
@@ -75,8 +75,7 @@ def ends_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
 
 def ends_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the names of the files that `load_ends` needs."""
-    names = needed_tensors(checkpoint, hollow_class(checkpoint.config, None), None)
-    return (CONFIG_NAME, *_files_with(checkpoint, names))
+    return (CONFIG_NAME, *_files(checkpoint, needed_tensors(checkpoint, None)))
 
 
 def expected_dtype(checkpoint: Checkpoint, dtype: Dtype = "auto") -> torch.dtype:
@@ -92,25 +91,34 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
 
     Put something in the place of the blocks with `swarm.model.ends.replace_blocks`. Raises as `load_span` does.
     """
-    ends = _load(checkpoint, None, dtype, torch.device(device))
-    ends.name_or_path = ends.config.name_or_path = checkpoint.model  # it was loaded from a directory of links
-    return ends
+    ends: Any = _load(checkpoint, None, dtype, torch.device(device))
+    ends.name_or_path = ends.config.name_or_path = checkpoint.model  # it was loaded from memory
+    if ends.can_generate():
+        ends.generation_config = _generation_config(checkpoint)
+    loaded: PreTrainedModel = ends
+    return loaded
+
+
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """Return the checkpoint's generation config, or without one, what its config says of generation."""
+    name = "generation_config.json"
+    if name in checkpoint.source.names():
+        with staged(name, checkpoint.source.fetch((name,))[name].read_bytes()) as directory:
+            return GenerationConfig.from_pretrained(directory)
+    with staged(CONFIG_NAME, checkpoint.config_bytes) as directory:
+        return GenerationConfig.from_pretrained(directory, config_file_name=CONFIG_NAME, _from_model_config=True)
 
 
 def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
-    names, paths = _fetch(checkpoint, cls, blocks)
-    if blocks is None:
-        # Taken along for the client where it exists; not part of the manifest.
-        optional = tuple(name for name in ("generation_config.json",) if name in checkpoint.source.names())
-        paths |= checkpoint.source.fetch(optional)
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
-    with _staged(checkpoint, paths, names) as directory, _quiet(), torch.inference_mode(mode=False):
+    with _quiet(), torch.inference_mode(mode=False):
+        tensors = _read(checkpoint, needed_tensors(checkpoint, blocks))
         try:
             loaded: Any = cls.from_pretrained(
-                directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
+                None, config=checkpoint.config, dtype=dtype, state_dict=tensors, output_loading_info=True
             )
-        except (SafetensorError, RuntimeError, ValueError, KeyError, OSError, ImportError) as error:
+        except (RuntimeError, ValueError, KeyError, OSError, ImportError) as error:
             raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
     model, report = loaded
     idle = idle_prefixes(checkpoint, model) if blocks is not None else ()
@@ -119,37 +127,41 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
     with torch.inference_mode(mode=False):
-        own_weights(model, {str(path.resolve()) for path in paths.values()})
         # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
         on_device: PreTrainedModel = model.to(device).eval()
     return_free_memory()
     return on_device
 
 
-def _fetch(
-    checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None
-) -> tuple[set[str] | None, dict[str, Path]]:
-    """Make the files that a hollow model needs local, and verify them. Returns its tensors' names and the files."""
-    names = needed_tensors(checkpoint, cls, blocks)
-    files = _files_with(checkpoint, names)
-    paths = checkpoint.source.fetch((CONFIG_NAME, *files))
-    for name in files:
-        try:
-            checkpoint.manifest.verify(paths[name], name)
-        except ChecksumMismatch:
-            checkpoint.source.discard(name)
-            raise
-    return names, paths
+def _read(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> dict[str, Held]:
+    """Read the files of a hollow model once, verified as they are read. Returns the tensors that it needs."""
+    tensors: dict[str, Held] = {}
+    for name, path in checkpoint.source.fetch(_files(checkpoint, needs)).items():
+        with _discarding(checkpoint, name):
+            try:
+                found = read_tensors(path, checkpoint.manifest.files[name], needs)
+            except MalformedWeights as error:
+                raise UnsupportedCheckpoint(checkpoint.model, f"{name} does not load: {error}") from error
+        tensors |= {key: Held(tensor) for key, tensor in found.items()}
+    return tensors
 
 
-def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None) -> set[str] | None:
-    """Return the checkpoint's names of the tensors that a hollow model needs; None: there is but one file.
+@contextlib.contextmanager
+def _discarding(checkpoint: Checkpoint, name: str) -> Iterator[None]:
+    """Forget our copy of a file that turns out to be damaged."""
+    try:
+        yield
+    except ChecksumMismatch:
+        checkpoint.source.discard(name)
+        raise
+
+
+def needed_tensors(checkpoint: Checkpoint, blocks: Blocks | None) -> Callable[[str], bool]:
+    """Return what tells by the checkpoint's name of a tensor whether a hollow model needs it.
 
     By exclusion, so that all tensors of a hosted block stay in, such as a quantisation's scales.
     """
-    if checkpoint.index is None:
-        return None
-    hollow = skeleton(cls, checkpoint.config)
+    hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
     full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
     absent = absent_prefixes(hollow)
     if blocks is not None:
@@ -157,18 +169,26 @@ def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: B
     transforms = get_model_conversion_mapping(hollow)
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
-    needed = set()
-    for name in checkpoint.index.weight_map:
+
+    def needs(name: str) -> bool:
         target, _ = rename_source_key(name, renamings, converters, hollow.base_model_prefix, full)
         if target not in full and name in full:
             target = name
-        if not target.startswith(absent):
-            needed.add(name)
-    if not needed:
+        return not target.startswith(absent)
+
+    return needs
+
+
+def _files(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the names of the files that have a hollow model's tensors. Raises UnsupportedArchitecture."""
+    if checkpoint.index is None:
+        return (SINGLE_NAME,)
+    files = {file for name, file in checkpoint.index.weight_map.items() if needs(name)}
+    if not files:
         raise UnsupportedArchitecture(
             checkpoint.traits.model_type, "no tensor of the checkpoint belongs to these blocks"
         )
-    return needed
+    return tuple(sorted(files))
 
 
 def idle_prefixes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, ...]:
@@ -176,24 +196,6 @@ def idle_prefixes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, 
     decoder, _ = decoder_of(model)
     path = next(name for name, module in model.named_modules() if module is decoder)
     return tuple(f"{path}.{name}." if path else f"{name}." for name in checkpoint.traits.idle)
-
-
-def _files_with(checkpoint: Checkpoint, names: set[str] | None) -> tuple[str, ...]:
-    if checkpoint.index is None or names is None:
-        return (SINGLE_NAME,)
-    return tuple(sorted({checkpoint.index.weight_map[name] for name in names}))
-
-
-@contextlib.contextmanager
-def _staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | None) -> Iterator[Path]:
-    """A directory as `from_pretrained` wants it: links to the files, and an index that knows of nothing else."""
-    with tempfile.TemporaryDirectory(prefix="swarm-load-") as text:
-        directory = Path(text)
-        for name, path in paths.items():
-            (directory / name).symlink_to(path.resolve())
-        if checkpoint.index is not None and names is not None:
-            (directory / INDEX_NAME).write_bytes(checkpoint.index.only(names))
-        yield directory
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Checkpoints on disk: opened without their weights, hashed once, verified before use, refused with a reason."""
 
+import hashlib
 import json
 import os
 import pickle  # noqa: TID251 - to see one refused
@@ -53,6 +54,16 @@ def flip_a_byte(path: Path, *, keep_time: bool = False) -> None:
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+def swap_config(directory: Path) -> None:
+    """Give the config a value of the same length that computes something else; size and time stay."""
+    path = directory / "config.json"
+    times, config = path.stat(), path.read_text()
+    swapped = config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 9e-01')
+    assert swapped != config
+    path.write_text(swapped)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def rewrite_config(directory: Path, **changes: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -87,6 +98,56 @@ def test_a_byte_flipped_after_opening_is_noticed_when_the_span_is_loaded(llama: 
         load_span(open_checkpoint(llama), Blocks(2, 3))  # size and time are as they were: the remembered hash is used
     with pytest.raises(ChecksumMismatch):
         load_span(checkpoint, Blocks(2, 3))
+
+
+def test_a_config_swapped_behind_its_remembered_hash_is_refused(llama: Path) -> None:
+    root = open_checkpoint(llama).root
+    swap_config(llama)
+    with pytest.raises(ChecksumMismatch, match=r"config\.json"):
+        open_checkpoint(llama, root=root)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_carried_manifest_does_not_vouch_for_swapped_files(llama: Path, name: str) -> None:
+    checkpoint = open_checkpoint(llama)
+    checkpoint.manifest.save(llama)
+    (llama / name).write_bytes((llama / name).read_bytes() + b" ")
+    with pytest.raises(ChecksumMismatch, match=name):
+        open_checkpoint(llama, root=checkpoint.root)
+
+
+def test_weights_swapped_as_soon_as_they_are_verified_are_not_loaded(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(llama)
+    hidden = torch.randn(1, 4, 64)
+    expected = load_span(checkpoint, Blocks(2, 4)).forward(hidden, cache=None)
+    digests = set(checkpoint.manifest.files.values())
+    real, swapped = hashlib.sha256, list[str]()
+
+    class Swapping:
+        """SHA-256 of a disk that changes its files once it has been asked for the digest of one of them."""
+
+        def __init__(self, data: bytes = b"") -> None:
+            self.inner = real(data)
+            self.update = self.inner.update
+
+        def digest(self) -> bytes:
+            return self.inner.digest()
+
+        def hexdigest(self) -> str:
+            found = self.inner.hexdigest()
+            for path in shards(llama):
+                if found == checkpoint.manifest.files[path.name] in digests:
+                    tensors = {name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}
+                    save_file(tensors, path, metadata={"format": "pt"})
+                    swapped.append(path.name)
+            return found
+
+    monkeypatch.setattr(hashlib, "sha256", Swapping)
+    span = load_span(checkpoint, Blocks(2, 4))
+    assert swapped
+    assert difference(span.forward(hidden, cache=None), expected) == 0.0
 
 
 def test_a_file_changed_on_purpose_gives_another_root(llama: Path) -> None:

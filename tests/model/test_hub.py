@@ -80,6 +80,19 @@ def test_a_byte_flipped_on_the_way_refuses_to_start_and_is_fetched_again(
     assert load_span(checkpoint, Blocks(2, 3)).blocks == Blocks(2, 3)
 
 
+def test_a_config_that_is_not_the_listed_one_is_refused_and_fetched_again(
+    hub: Hub, open_from: Callable[..., Checkpoint], family_dir: FamilyDir
+) -> None:
+    expected = open_checkpoint(family_dir("llama")).root
+    hub.add(REPOSITORY, family_dir("llama"), lfs=("config.json",))
+    config = (family_dir("llama") / "config.json").read_bytes()
+    hub.flip_byte(REPOSITORY, "config.json", config.index(b"1e-06"))
+    with pytest.raises(ChecksumMismatch, match=r"config\.json"):
+        open_from(root=expected)
+    hub.heal()
+    assert open_from(root=expected).root == expected
+
+
 def test_a_limit_on_disk_space_is_kept(hub: Hub, open_from: Callable[..., Checkpoint], tmp_path: Path) -> None:
     checkpoint = open_from(max_disk_bytes=100_000)
     hub.forget_requests()

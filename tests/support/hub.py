@@ -69,9 +69,9 @@ class StoredFile:
     blob_id: str  # git's object id, of the LFS pointer for an LFS file
 
     @classmethod
-    def of(cls, name: str, content: bytes) -> Self:
-        """Hash a file as the hub does."""
-        lfs = name.endswith(LFS_SUFFIXES) or len(content) >= LFS_BYTES_MIN
+    def of(cls, name: str, content: bytes, *, lfs: bool = False) -> Self:
+        """Hash a file as the hub does. lfs: whatever it is called."""
+        lfs = lfs or name.endswith(LFS_SUFFIXES) or len(content) >= LFS_BYTES_MIN
         sha256 = hashlib.sha256(content).hexdigest()
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
         return cls(content, lfs, sha256, git_blob_id(pointer if lfs else content))
@@ -147,14 +147,17 @@ class Hub:
         revision: str = "main",
         access: Access = "public",
         token: str | None = None,
+        lfs: tuple[str, ...] = (),
     ) -> str:
         """Commit a directory's files, or these, and let `revision` point at them. Returns the commit's hash.
+
+        lfs: names of files that are stored as LFS, beside those that always are.
 
         The source is read now: later changes to the directory are not served. Whoever shows `token` may read a
         private or gated repository.
         """
         contents = read_directory(source) if isinstance(source, Path) else source
-        commit = {name: StoredFile.of(name, content) for name, content in sorted(contents.items())}
+        commit = {name: StoredFile.of(name, content, lfs=name in lfs) for name, content in sorted(contents.items())}
         listing = repo + "".join(f"{name}\0{file.blob_id}\n" for name, file in commit.items())
         sha = hashlib.sha1(listing.encode(), usedforsecurity=False).hexdigest()
         with self._lock:

@@ -1,6 +1,7 @@
 """The parsers of files and options: keys, lists of peers, manifests, configs."""
 
 import atexit
+import hashlib
 import json
 import shutil
 import tempfile
@@ -9,12 +10,16 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
+from safetensors.torch import save
+
 from swarm.access import Access, NetworkKey
 from swarm.blocks import Blocks
 from swarm.dht.records import canonical_json
 from swarm.errors import BadBlocks, BadConfiguration, UnsupportedArchitecture, UnsupportedCheckpoint
-from swarm.model.checkpoint import CONFIG_NAME, _read_config
+from swarm.model.checkpoint import _read_config
 from swarm.model.manifest import MANIFEST_NAME, Manifest, WeightIndex
+from swarm.model.reading import MalformedWeights, read_tensors
 from tests.fuzz.parsers.base import ALICE, BOB, Opened, Parser
 
 FOLDER = Path(__file__).parents[3]
@@ -37,10 +42,20 @@ def _folder() -> Path:
     return Path(folder)
 
 
-def _read_model_config(path: Path) -> object:
+def _read_model_config(data: bytes) -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers': about oddities of a config
-        return _read_config("a model", path)
+        return _read_config("a model", data)
+
+
+def _read_weights(data: bytes) -> object:
+    path = _folder() / "model.safetensors"
+    path.write_bytes(data)
+    return read_tensors(path, hashlib.sha256(data).hexdigest(), lambda _: True)
+
+
+def _weights() -> bytes:
+    return save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bool)})
 
 
 def _opened_json(data: bytes) -> Opened:
@@ -76,7 +91,8 @@ def _all() -> tuple[Parser, ...]:
             (_manifest(),),
             _opened_json,
         ),
-        Parser("config", _as_file(CONFIG_NAME, _read_model_config), checkpoint, (_demo("config.json"),), _opened_json),
+        Parser("config", _read_model_config, checkpoint, (_demo("config.json"),), _opened_json),
+        Parser("weights", _read_weights, (MalformedWeights,), (_weights(),)),
     )
 
 
