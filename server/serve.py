@@ -20,7 +20,7 @@ from swarm.dht.helper import serve_dial_back
 from swarm.dht.nearby import nearby
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.sequence import SequenceInFile
-from swarm.errors import ComputeFailed, NetworkError, RootMismatch, SwarmError
+from swarm.errors import ComputeFailed, NetworkError, SwarmError
 from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
@@ -42,6 +42,7 @@ from swarm.server.claims import Claims
 from swarm.server.limits import HandlerLimits, PrefixLimits
 from swarm.server.loader import Loaded, Opened, in_thread, open_model
 from swarm.server.metrics import answering, metrics_of
+from swarm.server.namesakes import Namesakes
 from swarm.server.reachable import Listening, Reachability
 from swarm.server.server import Server, ServerLimits, ServerOptions
 
@@ -98,7 +99,6 @@ async def serve(
                 try:
                     opened = await opening
                     here.root = opened.loader.checkpoint.root
-                    await _check_root(directory, opened.loader.checkpoint, arguments.checkpoint.root)
                     await serve_dial_back(node, me, traversal.dial, reach.offer)
                     host = _Host(arguments, traversal, reach, node, directory, opened, ready, stop)
                     await host.run(opened.loaded)
@@ -139,7 +139,7 @@ class _Host:
     ) -> None:
         self._traversal, self._reach, self._node = traversal, reach, node
         self._ready, self._stop, self._drain_timeout_s = ready, stop, arguments.drain_timeout
-        self._metrics = arguments.metrics
+        self._metrics, self._root_is_pinned = arguments.metrics, arguments.checkpoint.root is not None
         self._loader, self._length = opened.loader, opened.length
         every_s = arguments.rebalance_every if arguments.span.automatic else 0.0
         options = ServerOptions(
@@ -195,14 +195,23 @@ class _Host:
                     _announce(announcer, server, self._reach, self._node, self._loader.checkpoint, self._ready)
                 )
                 watching = group.create_task(server.watch())
+                warning = group.create_task(self._warn(server))
                 goal = await self._leave(server, announcer)
                 life.cancel()
                 watching.cancel()
+                warning.cancel()
             if goal is not None:
                 await self._claims.withdraw(loaded.span.blocks)
         finally:
             await server.stop(moving=goal is not None)
         return goal
+
+    async def _warn(self, server: Server) -> None:
+        """Say once that the swarm serves other files under this name; with --root they were chosen."""
+        if not self._root_is_pinned:
+            self._root_is_pinned = True
+            checkpoint, dialer = self._loader.checkpoint, server.handler.links.dialer
+            await Namesakes(self._claims.directory, checkpoint, dialer).warn()
 
     async def _leave(self, server: Server, announcer: Announcer) -> Blocks | None:
         """Wait until this server is to leave its span, and let its sessions move. Returns whereto, or None: to stop.
@@ -304,12 +313,3 @@ async def _announce(
         group.create_task(server.round_trips.run(announcer.directory, server.announcement("online")))
         group.create_task(reach.run(lambda: announcer.directory.latest))
         await announcer.run()
-
-
-async def _check_root(directory: Directory, checkpoint: Checkpoint, confirmed: str | None) -> None:
-    """Raise RootMismatch if the swarm serves other files under this name, unless our root was asked for."""
-    if confirmed is not None:
-        return
-    for entry in await directory.models(checkpoint.public_name):
-        if entry.root != checkpoint.root and await directory.servers(entry.root, entry.n_blocks):
-            raise RootMismatch(checkpoint.public_name, entry.root, checkpoint.root)

@@ -13,7 +13,7 @@
     │   └── BadConfiguration     a setting, a file or an environment variable
     ├── CheckpointError
     │   ├── ChecksumMismatch     a file differs from its manifest
-    │   ├── RootMismatch         this checkpoint is not the one that the swarm serves
+    │   ├── RootMismatch         this checkpoint is not the one that was asked for
     │   └── DownloadFailed       the hub, the connection or the disk
     ├── NetworkError
     │   ├── Unreachable          no answer at these addresses
@@ -178,8 +178,8 @@ class RootMismatch(CheckpointError):
 
     def __str__(self) -> str:
         return (
-            f"{self.model!r} here has root {self.actual}, the swarm serves root {self.expected}: the files differ; "
-            "get the same revision, or pass --root with your own root to serve yours beside it"
+            f"{self.model!r} here has root {self.actual}, and root {self.expected} was asked for: the files differ; "
+            "get the same revision"
         )
 
 

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from swarm.client.hf.auto import AutoDistributedModel
 from swarm.demo.local import LocalSwarm
-from swarm.errors import BadBlocks, BadConfiguration, NoRoute, PromptTooLong, RootMismatch, Unreachable, UsageError
+from swarm.errors import BadBlocks, BadConfiguration, NoRoute, PromptTooLong, Unreachable, UsageError
 from swarm.server.loader import in_thread
 from tests.families import make
 from tests.support import warm
 from tests.support.often import rest_is_long
+from tests.support.swarms import eventually
 
 DEADLINE_S = 90
 NOWHERE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWFMDVnT56zXjeXTfXZUPKEiFD6YCeEViLNE5eAq21BB3e"
@@ -234,17 +235,35 @@ def test_no_initial_peers_say_where_they_can_come_from(model, monkeypatch):
         AutoDistributedModel.from_pretrained(model, lan=False)
 
 
-def test_a_checkpoint_that_differs_from_the_swarms_is_refused_on_both_sides(tmp_path, model, swarm):
-    other = tmp_path / model.name
+@pytest.fixture(scope="module")
+def namesake(tmp_path_factory, model):
+    """Other files under the same name as the swarm's."""
+    other = tmp_path_factory.mktemp("other") / model.name
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(make("llama")).save_pretrained(other)
-    peers = ",".join(swarm.initial_peers)
-    code, line = serve(tmp_path, other, "--blocks", "0:1", "--initial-peers", peers)
-    assert code == 1
-    assert swarm.servers[0].ready["root"] in line
+    return other
+
+
+@pytest.mark.slow("starts a server as a process")
+def test_server_starts_whatever_is_announced_under_its_name(tmp_path, namesake, swarm):
+    ready, peers = tmp_path / "ready", ",".join(swarm.initial_peers)
+    line = line_of(tmp_path, (namesake, "--blocks", "0:1", "--initial-peers", peers, "--ready-file", ready))
+    server = warm.start(tmp_path, "swarm.server.cli", *line, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    try:
+        eventually(lambda: ready.exists() or server.process.poll() is not None, DEADLINE_S)
+        assert ready.exists(), server.printed()
+        eventually(lambda: swarm.servers[0].ready["root"] in server.printed(), DEADLINE_S)  # a warning: it answers
+    finally:
+        server.process.terminate()
+        server.ended(DEADLINE_S)
+
+
+def test_client_names_the_other_root_that_is_announced_under_its_name(namesake, swarm):
     with (
-        AutoDistributedModel.from_pretrained(other, initial_peers=swarm.initial_peers, network="local") as distributed,
-        pytest.raises(RootMismatch, match=swarm.servers[0].ready["root"]),
+        AutoDistributedModel.from_pretrained(
+            namesake, initial_peers=swarm.initial_peers, network="local"
+        ) as distributed,
+        pytest.raises(NoRoute, match=swarm.servers[0].ready["root"]),
     ):
         distributed.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
 

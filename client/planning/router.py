@@ -16,7 +16,7 @@ from swarm.client.planning.request import Request
 from swarm.client.planning.route import Hop, Route
 from swarm.client.planning.surveys import Surveys
 from swarm.dht.directory import Directory, Survey
-from swarm.errors import NetworkError, NoRoute, RootMismatch
+from swarm.errors import NetworkError, NoRoute
 from swarm.limits import limit
 
 
@@ -187,14 +187,18 @@ class Router:
         while len(self._rtts) > self.limits.rtts_max:
             del self._rtts[next(iter(self._rtts))]
 
-    async def diagnosed(self, failure: NoRoute) -> NoRoute | RootMismatch:
-        """Add to a failure: servers of another model of this name, or of another protocol, if there are any."""
+    async def diagnosed(self, failure: NoRoute) -> NoRoute:
+        """Add to a failure: records of other files under this name, and servers of another protocol, if there are any.
+
+        Records of other files are claims: they explain a failure, and never are one.
+        """
         name, why, survey = self._model.name, failure.why, self.surveys.latest
         if not survey.servers:
             with contextlib.suppress(NetworkError):
-                for entry in await self._directory.models(name):
-                    if entry.root != self._model.root:
-                        return RootMismatch(name, entry.root, self._model.root)
+                others = [entry.root for entry in await self._directory.models(name) if entry.root != self._model.root]
+                if others:
+                    why += f"; the files here have root {self._model.root}, others announce root {others[0]} under this"
+                    why += " name: if those are the ones that you want, get the same revision"
         if survey.other_protocols:
             why = f"{why}; servers of protocol {survey.other_protocols} were left out"
         return NoRoute(name, failure.missing, why)

@@ -87,7 +87,7 @@ class Membership:
         self._keeping: asyncio.Task[None] | None = None
 
     async def open(self, blocks: Blocks, plan: SessionPlan, limits: SessionLimits | None = None) -> Session:
-        """Open a session along the best route through `blocks`. Raises NoRoute, RootMismatch, HopFailed or Refused.
+        """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused.
 
         limits: this session's own; None for those of all.
         """

@@ -1,7 +1,8 @@
 """Keeps the list of models in step with the swarm: those that servers announce, and that this gateway may load.
 
 A server can announce any name. So a name alone makes the gateway neither load nor download anything: the model's files
-are on this disk, or the operator allows their download; and their root is the one that servers announce.
+are on this disk, or the operator allows their download. The files say which root the name has; records never do, and a
+model is listed while servers announce that root.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import structlog
 from huggingface_hub import try_to_load_from_cache
 
 from swarm.dht.directory import Directory, ModelEntry
-from swarm.errors import NetworkError, RootMismatch, SwarmError
+from swarm.errors import NetworkError, SwarmError
 from swarm.gateway.loading import ModelOptions
 from swarm.gateway.models import Models
 from swarm.limits import limit
@@ -109,15 +110,17 @@ class Following:
             return None
         try:
             checkpoint = await asyncio.to_thread(opened_here, name, self._options, may_download=is_allowed)
-            if checkpoint.root not in roots:
-                raise RootMismatch(name, min(roots), checkpoint.root)
         except SwarmError as error:
             self._failed[name] = now
             _log.warning("model left out", model=name, why=str(error))
             return None
         self._failed.pop(name, None)
-        self._opened[name] = checkpoint
-        return checkpoint
+        self._opened[name] = checkpoint  # kept whatever the records say: servers of these files may come any moment
+        if checkpoint.root in roots:
+            return checkpoint
+        self._failed[name] = now
+        _log.warning("no server announces the files that are here", model=name, root=checkpoint.root, theirs=min(roots))
+        return None
 
 
 def is_cached(name: str, options: ModelOptions) -> bool:

@@ -12,7 +12,7 @@ from swarm.client.session.avoidance import Avoidance
 from swarm.client.session.membership import Membership
 from swarm.client.session.plan import SessionPlan
 from swarm.dht.directory import Survey
-from swarm.errors import NoRoute, RootMismatch, Unreachable
+from swarm.errors import NoRoute, Unreachable
 from tests.client.test_route import server
 
 pytestmark = pytest.mark.virtual_clock
@@ -167,10 +167,10 @@ async def test_plans_at_the_same_time_share_a_look_up():
     assert directory.surveys == 1
 
 
-async def test_another_model_of_the_name_is_reported():
+async def test_another_root_under_the_name_explains_and_never_is_the_failure():
     swarm, directory = membership_of()
     directory.others = [SimpleNamespace(root="11" * 32)]
-    with pytest.raises(RootMismatch):
+    with pytest.raises(NoRoute, match="11" * 32):
         await swarm.open(Blocks(0, 6), PLAN)
 
 

@@ -269,6 +269,16 @@ async def test_same_name_with_another_root_is_not_the_model(disk):
     assert models.names == []
 
 
+async def test_strangers_record_of_another_root_delays_no_model(disk):
+    directory, models = Announced(ModelEntry("org/a", "6" * 64, 6)), Listed()
+    follows = following(directory, models)
+    await follows.refresh()
+    assert models.names == []
+    directory.entries = (ModelEntry("org/a", "6" * 64, 6), entry("a"))
+    await follows.refresh()
+    assert models.names == ["org/a"]
+
+
 async def test_models_with_a_route_are_listed_first(disk):
     models = Listed()
     models.without_route = {"org/a"}
