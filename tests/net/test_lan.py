@@ -135,7 +135,7 @@ def test_tag_hides_the_name_behind_a_key() -> None:
     st.lists(st.ip_addresses(v=4), max_size=20),
     st.integers(-1, 70000),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_text_is_never_believed(text: bytes, addresses: list[IPv4Address], port: int) -> None:
     assert heard(text, addresses=addresses, port=port) == ()
 
@@ -145,7 +145,7 @@ def test_random_text_is_never_believed(text: bytes, addresses: list[IPv4Address]
     st.lists(st.ip_addresses(v=4) | st.ip_addresses(v=4, network="192.168.1.0/24"), max_size=20),
     st.integers(-1, 70000),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_is_believed_is_near(fields: dict[str, object], addresses: list[IPv4Address], port: int) -> None:
     for peer in heard(addresses=addresses, port=port, **fields):
         _, _, host, _, at, _, named = peer.split("/")
