@@ -18,7 +18,7 @@ TOOLS := .venv-tools
 CLIENTS := .venv-clients
 SBOM := build/sbom.cdx.json
 
-.PHONY: help demo test test-long simulate fuzz docs lint format install clients real-model lock audit clean
+.PHONY: help demo test test-long simulate fuzz mutate docs lint format install clients real-model lock audit clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-long  what takes longer, the sweeps in full (less than 45 minutes on 2 cores)"
 	@echo "make simulate   swarms on a virtual clock, SEEDS=0:200 (docs/simulation.md)"
 	@echo "make fuzz       feed every PARSER for long: Hypothesis' CASES=100000, atheris' EXECUTIONS=10000000 or SECONDS=3600"
+	@echo "make mutate     break the code of SECURITY.md's guarantees; the tests that it names must notice (docs/mutants.md)"
 	@echo "make docs       write the documents' tables anew, from the code's limits and from benchmarks/results"
 	@echo "make lint       ruff, mypy and import-linter"
 	@echo "make format     let ruff rewrite what it can"
@@ -55,6 +56,9 @@ simulate: $(STAMP)
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(addprefix --parser ,$(PARSER)) \
 		--cases $(CASES) --executions $(EXECUTIONS) --seconds $(SECONDS)
+
+mutate: $(HEALTH)
+	$(BIN)/python -m tests.mutate
 
 docs: $(STAMP)
 	$(BIN)/python benchmarks/tables.py

@@ -87,7 +87,7 @@ def read_tensors(path: Path, expected: str, wants: Callable[[str], bool]) -> dic
 class _Stream:
     """A file that is hashed as it is read, from its first byte to its last."""
 
-    def __init__(self, file: FileIO, size: int, bar: "tqdm[Any]") -> None:
+    def __init__(self, file: FileIO, size: int, bar: tqdm) -> None:
         self.left = size
         self.position = 0
         self._file, self._bar = file, bar

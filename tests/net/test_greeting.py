@@ -12,7 +12,7 @@ from swarm.net.endpoint import Remote
 from swarm.net.frames import FRAME_BYTES_MAX, FrameReader, Sealer
 from swarm.net.greeting import HELLO_DOMAIN, MAGIC, PREFACE, Greeting
 from swarm.net.noise import ChannelKey, ChannelSecrets
-from swarm.protocol.codec import encode
+from swarm.protocol.codec import decode, encode
 from swarm.protocol.messages import Close, Hello
 from swarm.version import __version__
 from tests.net.support import endpoint, remote
@@ -168,11 +168,41 @@ def shaken(initiator):
     return side, Sealer(SECRETS.receive_key)
 
 
-def test_a_hello_of_the_same_direction_proves_nothing():
+def said_by(identity, initiator, secrets):
+    """The Hello that our own code says on a channel of these secrets."""
+    side = Side(endpoint(identity), Remote("a peer", ChannelKey().public) if initiator else None)
+    side.greeting.shaken(secrets)
+    reader = FrameReader("a peer", 1024)
+    reader.open_with(Sealer(secrets.send_key))
+    reader.feed(side.greeting.take_outgoing())
+    return decode(memoryview(reader.next()))[0]
+
+
+@pytest.mark.parametrize("initiator", [True, False])
+def test_a_hello_of_the_same_direction_proves_nothing(initiator):
     """A reflected one would make a peer believe that it talks to itself."""
-    side, sealer = shaken(initiator=False)
+    identity = Identity.generate()
+    said, (side, sealer) = said_by(identity, initiator, SECRETS), shaken(initiator)
+    if initiator:
+        side.greeting.remote = replace(side.greeting.remote, peer=identity.peer_id)
     with pytest.raises(HandshakeFailed, match="not proven"):
-        side.take(sealer.seal(encode(hello(Identity.generate(), initiator=False))))
+        side.take(sealer.seal(encode(said)))
+
+
+@pytest.mark.parametrize("initiator", [True, False])
+def test_a_hello_that_was_said_on_another_channel_proves_nothing(initiator):
+    """Else a peer that was greeted once could pass for the one that greeted it."""
+    identity = Identity.generate()
+    for digest, is_proven in ((SECRETS.handshake_hash, True), (b"x" * 32, False)):
+        said = said_by(identity, not initiator, replace(SECRETS, handshake_hash=digest))
+        side, sealer = shaken(initiator)
+        if initiator:
+            side.greeting.remote = replace(side.greeting.remote, peer=identity.peer_id)
+        try:
+            side.take(sealer.seal(encode(said)))
+        except HandshakeFailed:
+            assert not is_proven
+        assert (side.proven is not None) == is_proven
 
 
 @pytest.mark.parametrize(

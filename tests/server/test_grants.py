@@ -9,7 +9,7 @@ from swarm.activations import Activations
 from swarm.protocol.base import Message
 from swarm.protocol.messages import Failed, Open, Reroute, Rerouted
 from swarm.server.session import HostedSession
-from tests.server.sites import Peer, Site, activations, code, open_for, opened, rebuild, step
+from tests.server.sites import Peer, Site, activations, code, open_for, opened, rebuild, rebuilt, step
 
 OF_THE_GRANT = {"session", "epoch", "previous", "next_record", "relay", "lifetime_s", "tokens_max"}
 
@@ -129,6 +129,18 @@ async def test_a_grant_ends_with_its_tokens_and_those_of_all_rows_count(first: S
 
 async def test_a_past_that_is_rebuilt_is_part_of_the_grant(first: Site, owner: Peer):
     request = await opened(owner, first, after_step=1, rebuild=True, tokens_max=3)
+    piece = activations(1, 4)
+    assert code(await owner.ask(first, rebuild(request, 0, 4, piece), Activations(piece))) == "grant_over"
+    assert first.server.pool.used == 0
+    request = await opened(owner, first, after_step=1, rebuild=True, tokens_max=4)
+    assert await owner.ask(first, rebuild(request, 0, 4, piece), Activations(piece)) == rebuilt(request, 4)
+    assert first.session(request).seat.grant.tokens == 0
+    assert code(await owner.ask(first, *step(request, 2, activations(1, 1), keep=4))) == "grant_over"
+
+
+async def test_a_past_that_comes_after_its_grant_is_refused(first: Site, owner: Peer):
+    request = await opened(owner, first, after_step=1, rebuild=True, lifetime_s=60)
+    end_grant(first.session(request), within_s=60.0)
     piece = activations(1, 4)
     assert code(await owner.ask(first, rebuild(request, 0, 4, piece), Activations(piece))) == "grant_over"
     assert first.server.pool.used == 0

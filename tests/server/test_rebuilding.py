@@ -68,6 +68,29 @@ async def test_an_unexpected_past_is_refused_and_a_strangers_ignored(first: Site
     assert first.server.pool.used == 0
 
 
+async def test_a_past_comes_from_its_previous_hop_and_in_its_epoch_alone(first: Site, owner: Peer, stranger: Peer):
+    request = await opened(owner, first, epoch=5, previous=first.peer, after_step=1, rebuild=True)
+    piece = activations(1, 3)
+    for sender, epoch in ((stranger, 5), (owner, 5), (stranger, 4), (stranger, 6)):
+        (await sender.to(first)).send(
+            rebuild(request, 0, 3, piece).model_copy(update={"epoch": epoch}), Activations(piece)
+        )
+        await sender.settled(first)
+    again = Reroute(session=request.session, epoch=7, previous=stranger.peer, reset=True, after_step=1)
+    assert isinstance(await owner.ask(first, again), Rerouted)
+    for epoch in (5, 6, 8):
+        (await stranger.to(first)).send(
+            rebuild(request, 0, 3, piece).model_copy(update={"epoch": epoch}), Activations(piece)
+        )
+    await stranger.settled(first)
+    assert first.computed == 0
+    assert first.server.pool.used == 0
+    assert owner.inbox.empty()
+    granted = request.model_copy(update={"epoch": 7})
+    (await stranger.to(first)).send(rebuild(granted, 0, 3, piece), Activations(piece))
+    assert await stranger.next() == rebuilt(granted, 3)
+
+
 async def test_a_hop_confirms_a_passed_on_past_after_the_next(first: Site, owner: Peer, stranger: Peer):
     request = await opened(owner, first, previous=stranger.peer, relay=True, after_step=1, rebuild=True)
     channel, past = await stranger.to(first), activations(1, 8)

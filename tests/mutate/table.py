@@ -1,0 +1,395 @@
+"""The mutants of SECURITY.md's guarantees: code that breaks one, and the test that is to notice.
+
+A mutant replaces text of one file. The text stands there, else a test of this table fails: who changes the code that
+keeps a guarantee changes its mutants, too.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One broken guarantee.
+
+    guarantee: the first cell of its line in SECURITY.md. breaks: what the code no longer does. old, new: every
+    occurrence of the one in the file becomes the other. test: the name of the test that is to fail.
+    """
+
+    guarantee: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+def guarantees(page: str) -> dict[str, frozenset[str]]:
+    """Return the tests that SECURITY.md names for each guarantee. page: its text."""
+    lines = page.split("\n## Guarantees\n")[1].split("\n## ", maxsplit=1)[0].splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {
+        first: frozenset(word.strip("`") for word in last.split())
+        for first, *_, last in cells
+        if last.startswith("`test_")
+    }
+
+
+def mutants() -> tuple[Mutant, ...]:
+    """Return all of them, in the order of SECURITY.md."""
+    return tuple(Mutant(guarantee, *rest) for guarantee, several in _by_guarantee().items() for rest in several)
+
+
+def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
+    greeting, gates, session = "swarm/net/greeting.py", "server/gates.py", "server/session.py"
+    admission, hosting, handler = "server/admission.py", "server/hosting.py", "server/handler.py"
+    checkpoint, reading, validator = "swarm/model/checkpoint.py", "swarm/model/reading.py", "dht/validator.py"
+    return {
+        "A frame counts once, in order, in its direction, on its channel": [
+            (
+                "frames are not numbered",
+                "swarm/net/frames.py",
+                "self._number += 1",
+                "self._number += 0",
+                "test_a_frame_out_of_its_place_is_rejected",
+            ),
+        ],
+        "The other side is the peer that was asked for": [
+            (
+                "a hello counts for either role",
+                greeting,
+                '{True: b"swarm channel initiator", False: b"swarm channel responder"}',
+                '{True: b"swarm channel", False: b"swarm channel"}',
+                "test_a_hello_of_the_same_direction_proves_nothing",
+            ),
+            (
+                "the handshake's hash is not signed",
+                greeting,
+                "self._secrets.handshake_hash",
+                'b""',
+                "test_a_hello_that_was_said_on_another_channel_proves_nothing",
+            ),
+            (
+                "signatures are not verified",
+                greeting,
+                "if not verify(key, domain, self._secrets.handshake_hash, bytes.fromhex(hello.signature)):",
+                "if False:",
+                "test_a_hello_signed_for_another_channel_proves_nothing",
+            ),
+            (
+                "the initiator takes any peer",
+                greeting,
+                "if self.remote is not None and peer != self.remote.peer:",
+                "if False:",
+                "test_another_identity_behind_the_right_channel_key_is_rejected",
+            ),
+        ],
+        "Only the owner controls a session, only its previous hop feeds it": [
+            (
+                "any channel controls a session",
+                "server/registry.py",
+                "session is not None and session.owner is channel",
+                "session is not None",
+                "test_a_stranger_can_neither_push_into_a_session_nor_close_nor_open_it_again",
+            ),
+            (
+                "steps come from any peer",
+                gates,
+                'STEP_GATES: tuple[Gate, ...] = (\n    Gate("seat", _seat),\n',
+                "STEP_GATES: tuple[Gate, ...] = (\n",
+                "test_activations_count_from_the_named_previous_peer_only",
+            ),
+            (
+                "pieces of a past come from any peer, in any epoch",
+                gates,
+                'REBUILD_GATES: tuple[Gate, ...] = (\n    Gate("seat", _seat),\n',
+                "REBUILD_GATES: tuple[Gate, ...] = (\n",
+                "test_a_past_comes_from_its_previous_hop_and_in_its_epoch_alone",
+            ),
+            (
+                "pieces of a past come from the previous hop in any epoch",
+                gates,
+                "if sender == seat.previous and epoch == seat.epoch:",
+                "if sender == seat.previous and (epoch == seat.epoch or isinstance(facts.message, Rebuild)):",
+                "test_a_past_comes_from_its_previous_hop_and_in_its_epoch_alone",
+            ),
+            (
+                "any peer speaks as the next hop",
+                handler,
+                "session.peers.next is not channel or message.epoch",
+                "message.epoch",
+                "test_a_stranger_cannot_fail_a_session_by_speaking_as_its_next_hop",
+            ),
+        ],
+        "A previous hop feeds it no longer, and no more, than granted": [
+            (
+                "a grant's time does not count for a past",
+                gates,
+                '    Gate("twice", _twice),\n    Gate("time", _time),\n',
+                '    Gate("twice", _twice),\n',
+                "test_a_past_that_comes_after_its_grant_is_refused",
+            ),
+            (
+                "a grant's tokens do not bound a past",
+                gates,
+                '    Gate("window", _window),\n    Gate("tokens", _tokens),\n',
+                '    Gate("window", _window),\n',
+                "test_a_past_that_is_rebuilt_is_part_of_the_grant",
+            ),
+            (
+                "a past uses up no tokens",
+                session,
+                "if self.seat.grant.tokens is not None:",
+                "if self.seat.grant.tokens is not None and not isinstance(message, Rebuild):",
+                "test_a_past_that_is_rebuilt_is_part_of_the_grant",
+            ),
+            (
+                "a grant has no end",
+                gates,
+                "if facts.now > session.seat.grant.ends_at:",
+                "if False:",
+                "test_a_grant_ends_with_its_time_and_a_reroute_gives_another",
+            ),
+            (
+                "the tokens of one row count",
+                session,
+                "self.seat.spend(rows * tokens)",
+                "self.seat.spend(tokens)",
+                "test_a_grant_ends_with_its_tokens_and_those_of_all_rows_count",
+            ),
+        ],
+        "No peer takes a session's name from its owner": [
+            (
+                "names have no owner",
+                admission,
+                "and is_name_of(channel.peer, request.session):",
+                "and False:",
+                "test_whoever_takes_a_sessions_name_gives_way_to_whose_it_is",
+            ),
+        ],
+        "Only the owner reroutes or replays, and only with a later epoch": [
+            (
+                "any channel reroutes and replays",
+                "server/registry.py",
+                "session is not None and session.owner is channel",
+                "session is not None",
+                "test_a_stranger_can_neither_reroute_nor_replay_a_session",
+            ),
+            (
+                "a reroute may have any epoch",
+                handler,
+                "if request.epoch <= epoch:",
+                "if False:",
+                "test_a_reroute_needs_a_later_epoch",
+            ),
+            (
+                "steps of any epoch count",
+                gates,
+                "if sender == seat.previous and epoch == seat.epoch:",
+                "if sender == seat.previous:",
+                "test_after_a_reroute_the_old_epoch_and_the_old_neighbour_are_out",
+            ),
+        ],
+        "A server dials only addresses that the next hop has signed": [
+            (
+                "a next record of any age counts",
+                hosting,
+                "late_s=late_s)",
+                "late_s=1e12)",
+                "test_a_next_record_that_does_not_hold_is_refused",
+            ),
+            (
+                "the next record's signature is not verified",
+                hosting,
+                "late_s=late_s)",
+                "late_s=late_s, verified=True)",
+                "test_a_next_record_signed_by_somebody_else_is_refused",
+            ),
+            (
+                "the next record may be of another model",
+                hosting,
+                "if not served or stop not in record.span:",
+                "if stop not in record.span:",
+                "test_nor_is_it_taken_when_it_comes_by_a_reroute",
+            ),
+        ],
+        "No peer finds the kept prefixes of another": [
+            (
+                "prefixes have no owner",
+                "server/prefixes.py",
+                "session.owner.peer",
+                '"everybody"',
+                "test_another_peer_with_the_same_tags_finds_nothing",
+            ),
+        ],
+        "Infinite activations and NaN reach no cache": [
+            (
+                "numbers are not looked at",
+                "server/inputs.py",
+                "if not activations.is_finite():",
+                "if False:",
+                "test_activations_that_are_not_finite_are_refused_unapplied",
+            ),
+            (
+                "a past's numbers are not looked at",
+                gates,
+                '    Gate("debt", _debt),\n    Gate("tensors", _tensors),\n',
+                '    Gate("debt", _debt),\n',
+                "test_a_past_that_is_not_finite_is_refused",
+            ),
+        ],
+        "No peer announces in another's name, replaces, shortens or replays its record": [
+            (
+                "signatures of records are not verified",
+                validator,
+                "network=self.network, verified=ours)",
+                "network=self.network, verified=True)",
+                "test_records_that_do_not_hold_are_refused_and_displace_none",
+            ),
+            (
+                "an entry may outlive its record",
+                validator,
+                "abs(expiration - facts.expires) > self.limits.expiry_slack_s",
+                "False",
+                "test_records_that_do_not_hold_are_refused_and_displace_none",
+            ),
+            (
+                "an older record takes a newer one's place",
+                "dht/storage.py",
+                "if known.place.rank >= entry.place.rank:",
+                "if False:",
+                "test_a_replayed_older_record_does_not_delete_ours",
+            ),
+        ],
+        "A restarted server's record supersedes its last, even with an earlier clock": [
+            (
+                "sequence numbers begin anew",
+                "dht/sequence.py",
+                "return int(text) if",
+                "return 0 if",
+                "test_a_restarted_servers_record_supersedes_its_last_though_the_clock_went_back",
+            ),
+        ],
+        "No record changes a name's root, or keeps a server from starting": [
+            (
+                "a record alone leads to a warning",
+                "server/namesakes.py",
+                "            return False\n",
+                "            return True\n",
+                "test_a_record_of_nobody_is_no_namesake",
+            ),
+        ],
+        "Only a p2pd that hivemind published is started": [
+            (
+                "any program is started",
+                "swarm/net/program.py",
+                "if found != wanted:",
+                "if False:",
+                "test_another_p2pd_is_never_started",
+            ),
+        ],
+        "p2pd relays for no peer, within limits of memory and descriptors": [
+            (
+                "p2pd relays",
+                "swarm/net/p2p/daemon.py",
+                '"relayService": int(config.relay_service)',
+                '"relayService": 1',
+                "test_p2pd_relays_for_no_peer_and_has_limits",
+            ),
+        ],
+        "Config, index and weights are those that the root names": [
+            (
+                "a config is used that is not the one in the manifest",
+                checkpoint,
+                "    if actual != expected:",
+                "    if False:",
+                "test_a_carried_manifest_does_not_vouch_for_swapped_files",
+            ),
+            (
+                "weights are used that are not those in the manifest",
+                reading,
+                "    if actual != expected:",
+                "    if False:",
+                "test_a_byte_flipped_after_opening_is_noticed_when_the_span_is_loaded",
+            ),
+            (
+                "any root will do",
+                checkpoint,
+                "if root is not None and manifest.root != root:",
+                "if False:",
+                "test_another_root_than_expected_is_refused",
+            ),
+        ],
+        "A peer without the key is rejected at its first message, unanswered": [
+            (
+                "the network key is not part of the handshake",
+                greeting,
+                "psk=me.psk",
+                "psk=None",
+                "test_a_stranger_to_a_private_swarm_gets_no_answer",
+            ),
+        ],
+        "A peer not on the list is refused at the handshake, unprocessed": [
+            (
+                "the list is not looked at",
+                greeting,
+                "if not self.me.access.admits(peer):",
+                "if False:",
+                "test_an_unlisted_peer_is_refused_and_nothing_of_it_processed",
+            ),
+        ],
+        "Members of a public swarm dial no loopback or private address": [
+            (
+                "every address makes sense",
+                "swarm/net/reach.py",
+                "return address.is_global or not public",
+                "return True",
+                "test_a_public_swarms_members_do_not_dial_what_is_near",
+            ),
+        ],
+        "Without a known key nothing is read, computed or told": [
+            (
+                "keys are compared in the time that they take",
+                "swarm/gateway/keys.py",
+                "if hmac.compare_digest(known, digest):",
+                "if known == digest:",
+                "test_every_key_is_compared_in_constant_time",
+            ),
+        ],
+        "Pages of other sites cannot use it": [
+            (
+                "the gateway answers under any name",
+                "swarm/gateway/doors.py",
+                "if options.on_loopback and options.keys is None and not is_local(host):",
+                "if False:",
+                "test_rebound_name_is_refused_on_loopback",
+            ),
+            (
+                "pages of any origin may call",
+                "swarm/gateway/doors.py",
+                "if origin is not None and not is_allowed(origin, host, options.origins):",
+                "if False:",
+                "test_page_of_another_site_is_refused",
+            ),
+        ],
+        "No tenant continues another's conversation": [
+            (
+                "kept sessions have no owner",
+                "swarm/gateway/conversations.py",
+                "if kept.owner != owner:",
+                "if False:",
+                "test_kept_session_is_not_continued_for_another_owner",
+            ),
+        ],
+        "Announced names cause no download": [
+            (
+                "every announced name is opened",
+                "swarm/gateway/following.py",
+                "if not is_allowed and not await",
+                "if False and not await",
+                "test_only_models_on_this_disk_or_the_list_are_opened",
+            ),
+        ],
+    }
