@@ -132,7 +132,8 @@ class _Stream:
         if offset % dtype.itemsize:  # a file that is not aligned
             offset = 0
         part = room[offset : offset + n_bytes]
-        self.fill(memoryview(part.numpy()))
+        numbers: Any = part.numpy()  # a buffer, which numpy's types do not say
+        self.fill(memoryview(numbers))
         return part.view(dtype).view(facts.shape)
 
     def digest_of_all(self) -> str:
