@@ -42,6 +42,12 @@ from swarm.version import __version__
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="what the servers compute in"
 )
+@click.option(
+    "--wire",
+    type=click.Choice(("int8",)),
+    default=None,
+    help="send activations in 8.5 bits a number, for slow connections; the text may differ from a plain run's",
+)
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")

@@ -208,7 +208,8 @@ class Attempt:
         sender = None
         if groups and groups[0][0] == 0:
             limits = self._shared.limits.replay
-            sender = PastSender(session, epoch, past.pieces, groups[0][1], legs[0].past, limits, self._expansion)
+            hops, window = groups[0][1], legs[0].past
+            sender = PastSender(session, epoch, past.pieces, hops, window, limits, self._expansion, coding=terms.coding)
         circuit.rebuilding = Rebuilding(frozenset(needy), past.stop, sender)
         replies = [legs[index].expect(wire.Rebuilt) for index in sorted(needy)]
         for first, count in groups:
