@@ -3,8 +3,9 @@
     python benchmarks/speculation.py [--delays 0,25,100] [--tokens 96] [--real] [--check] [--quick] [--json PATH]
 
 Three servers of the demo's checkpoint, or of the real model (`make real-model`), with a delay on every edge of the
-ring, as in benchmarks/wan.py. Texts: "edit" is a function and the beginning of the same function again, so that
-look-up in the text finds most of it. "new" is the beginning of a function, of which look-up knows nothing at first.
+ring, as in benchmarks/wan.py. Texts: "edit" is a file that is written again with one change. No small model edits well,
+so a logits processor chooses its tokens: what is measured is how fast a known text comes. "new" is what the model
+writes behind the beginning of a function, of which look-up knows nothing at first.
 
     plain      no guesses                          look-up    draft="lookup"
     stock      prompt look-up by `transformers`    silent     a look-up that finds nothing
@@ -31,7 +32,7 @@ from unittest.mock import patch
 import torch
 from common import SEED, Samples, table, write_json
 from delay_proxy import delay_proxies
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from wan import free_ports
 
 from swarm.client import AutoDistributedModel
@@ -50,7 +51,7 @@ DRAFT_S = 0.002
 WINDOWS = (4, 8, 12, 16)
 RIGHT = (0.75, 0.88)
 HOPS = 3
-FUNCTION = '''def load(path, default=None):
+FILE = '''def load(path, default=None):
     """Read a file as JSON. Return the default if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -59,11 +60,17 @@ FUNCTION = '''def load(path, default=None):
         return default
 
 
+def save(path, value):
+    """Write a value as JSON, and replace the file only when all is written."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(value, file, indent=4)
+        file.write("\\n")
+    os.replace(file.name, path)
+
+
 '''
-PROMPTS = {
-    "edit": FUNCTION + FUNCTION.replace("load", "read")[:60],
-    "new": 'def walk(top, topdown=True, onerror=None):\n    """Directory tree generator.',
-}
+EDITED = FILE.replace("json.load(file)", "tomllib.load(file)")
+NEW = 'def walk(top, topdown=True, onerror=None):\n    """Directory tree generator.'
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 GREEDY = {"do_sample": False}
 
@@ -101,6 +108,20 @@ class Oracle:
         found = self._wrong[known : known + count]
         time.sleep(DRAFT_S * len(found))
         return [Guess(token, 0) for token in found]
+
+
+class Scripted(LogitsProcessor):
+    """Leaves no choice but a given text."""
+
+    def __init__(self, n_prompt: int, tokens: Sequence[int]) -> None:
+        self._n_prompt = n_prompt
+        self._tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Take the token behind so many."""
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, self._tokens[input_ids.shape[1] - self._n_prompt]] = 0.0
+        return chosen
 
 
 class Silent:
@@ -176,9 +197,12 @@ def measured(checkpoint: Path, swarm: LocalSwarm, options: argparse.Namespace) -
     join = {"initial_peers": swarm.initial_peers, "network": swarm.network, "dtype": torch.float32}
     with AutoDistributedModel.from_pretrained(checkpoint, draft="none", **join) as model:
         model.generation_config.eos_token_id = None  # every text is as long
-        for text, prompt in PROMPTS.items():
-            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-            for sampling, how in (("greedy", GREEDY), ("seeded", SAMPLED)):
+        new, old = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (NEW, FILE))
+        edited = tokenizer(EDITED)["input_ids"]
+        options.tokens = min(options.tokens, len(edited))
+        edit = {**GREEDY, "logits_processor": LogitsProcessorList([Scripted(old.shape[1], edited)])}
+        for text, ids, hows in (("edit", old, {"greedy": edit}), ("new", new, {"greedy": GREEDY, "seeded": SAMPLED})):
+            for sampling, how in hows.items():
                 plain = Way("plain")
                 once(model, plain, ids, how, options)  # warms up, and tells the oracles
                 ways = [plain, *ways_of(text, plain.tokens[0], options.seed)]
@@ -221,12 +245,20 @@ def once(
     times: list[float] = []
     torch.manual_seed(options.seed)
     model._drafts.drafting = way.drafting
+    how, processors = dict(how), how.get("logits_processor")
+    how.pop("logits_processor", None)
     config = GenerationConfig(**{**model.generation_config.to_diff_dict(), **how, "max_new_tokens": options.tokens})
     if way.stock:
         config.prompt_lookup_num_tokens = 10  # in a config it is the stock method's
     generate: Any = model.generate
     with patch.object(client, "AHEAD", way.limits):
-        tokens = generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=_Times(times))
+        tokens = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            logits_processor=processors,
+            streamer=_Times(times),
+        )
     way.tokens.append(tokens[0].tolist())
     way.speeds.append((options.tokens - 1) / (times[-1] - times[1]))
     counts = model.last_speculation

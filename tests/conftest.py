@@ -2,11 +2,17 @@
 
 import gc
 
+from hypothesis import HealthCheck, settings
+
 from swarm.loops import new_event_loop
 from tests.simulation.loop import VirtualLoop
 
 HORIZON_S = 24 * 3600.0
 pytest_plugins = ("tests.support.budget",)
+
+# Properties are about what comes out. How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_asyncio_loop_factories(config, item):

@@ -106,7 +106,7 @@ def covers(route):
     return len(peers) == len(route) and [b for hop in route for b in hop.blocks] == list(range(N_BLOCKS))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(drawn=st.lists(server_drawn, max_size=4), trips=trips_drawn, client=client_drawn)
 @example(
     drawn=[(0, 7, 5.0, 0.0), (2, 3, 1000.0, 0.0)], trips={(0, 1): 0.0}, client={}
@@ -130,7 +130,7 @@ def test_a_plan_takes_no_longer_than_any_other(drawn, trips, client):
         assert route.estimate_ms == pytest.approx(least)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     drawn=st.lists(server_drawn, min_size=1, max_size=4),
     trips=trips_drawn,
@@ -157,7 +157,7 @@ def test_throughput_spares_the_slowest_server_then_saves_time(drawn, trips, clie
             assert route.estimate_ms <= least * 1.000001
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     drawn=st.lists(server_drawn, min_size=1, max_size=3),
     trips=trips_drawn,
@@ -179,7 +179,7 @@ def test_the_search_keeps_to_each_servers_block_limit(drawn, trips, client, limi
         assert twin.latency([(in_order[part.server], part.start, part.stop) for part in path]) == pytest.approx(least)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(drawn=st.lists(server_drawn, min_size=1, max_size=4), trips=trips_drawn, client=client_drawn)
 def test_an_explanation_measures_the_best_route_through_each_server(drawn, trips, client):
     twin = Twin(drawn, trips, client)

@@ -152,7 +152,7 @@ async def test_an_idle_thread_holds_no_ended_session(compute: ComputeThread):
     compute.submit(task, lambda _: over.set_result(None))
     await over
     del task
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while tenure() is not None:
             await asyncio.sleep(0.001)
 

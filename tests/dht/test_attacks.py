@@ -126,9 +126,12 @@ async def short_store(attacker: Attacker, record: bytes) -> None:
 
 async def test_a_rejected_short_store_deletes_hiveminds_dictionary() -> None:
     async with stock() as attacker:
-        await attacker.store(entry(b"victim" * 50, time.time() + 60))
-        await short_store(attacker, b"victim" * 50)
-        assert (await attacker.find()).type == dht_pb2.NOT_FOUND
+        for _ in range(5):  # on a busy machine the short life may be over before the store comes
+            await attacker.store(entry(b"victim" * 50, time.time() + 60))
+            await short_store(attacker, b"victim" * 50)
+            if (await attacker.find()).type == dht_pb2.NOT_FOUND:
+                return
+        pytest.fail("the dictionary is still there")
 
 
 async def test_a_rejected_short_store_does_not_delete_ours(tmp_path: Path) -> None:

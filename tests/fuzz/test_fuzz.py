@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import structlog
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -185,7 +185,6 @@ KINDS = [kind for kind in Message.__subclasses__() if kind.__module__ in (wire._
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(deadline=None)
 @given(st.data())
 def test_a_message_comes_out_as_it_went_in(kind, data):
     message = data.draw(messages_of(kind))

@@ -75,7 +75,7 @@ def check_random_schema(schema, seed):
     jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
 
 
-QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck))
+QUIET = settings(suppress_health_check=list(HealthCheck))
 
 
 @settings(QUIET, max_examples=25)

@@ -196,7 +196,7 @@ OPENED = [(family, "") for family in FAMILIES]
 OPENED += [(family, begun) for family in FAMILIES if family.thought is not None for begun in family.thought.opened]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(MARKS, max_size=12), st.sampled_from(OPENED), st.integers(1, 7))
 def test_pieces_make_no_difference_and_words_are_kept(marks, opened, size):
     text, (family, prompt) = "".join(marks), opened

@@ -16,7 +16,7 @@ from swarm.gateway.generation import Sampling
 from swarm.gateway.sampler import Sampler, choose, cut
 
 VOCABULARY = 50
-often = settings(max_examples=60, deadline=None)
+often = settings(max_examples=60)
 SEEDS = st.integers(0, 1 << 30)
 SAMPLINGS = st.builds(
     Sampling,

@@ -25,7 +25,7 @@ Schedule = list[int]
 
 # Mostly single tokens, some chunks; long enough to fill sliding windows of 8.
 schedules = st.lists(st.sampled_from([1, 1, 1, 1, 1, 2, 5]), min_size=2, max_size=16)
-few = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+few = settings(max_examples=3, suppress_health_check=list(HealthCheck), derandomize=True)
 many = settings(few, max_examples=20)
 
 

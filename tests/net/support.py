@@ -32,7 +32,7 @@ def remote(me):
 
 async def until(condition):
     """Wait for something that happens soon."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
 

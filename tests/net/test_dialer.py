@@ -99,7 +99,7 @@ async def test_an_unused_channel_ends(place):
     await asyncio.sleep(0.1)
     assert not channel.closed, "it is used"
     dialer.release(channel)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await asyncio.shield(channel.ended)
     assert not dialer.has(place.remote)
 
@@ -159,7 +159,7 @@ async def test_a_doubted_channel_that_answers_first_is_kept(place, fails):
     dialer = Dialer(endpoint(), ignore, dial_once)
     channel = await dialer.connect(place.remote, place.addresses)
     dialer.doubt(channel)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await dialer.connect(place.remote, place.addresses) is channel
         assert await dialer.connect(place.remote, place.addresses) is channel
     dialer.doubt(channel)

@@ -135,7 +135,7 @@ def test_tag_hides_the_name_behind_a_key() -> None:
     st.lists(st.ip_addresses(v=4), max_size=20),
     st.integers(-1, 70000),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_text_is_never_believed(text: bytes, addresses: list[IPv4Address], port: int) -> None:
     assert heard(text, addresses=addresses, port=port) == ()
 
@@ -145,7 +145,7 @@ def test_random_text_is_never_believed(text: bytes, addresses: list[IPv4Address]
     st.lists(st.ip_addresses(v=4) | st.ip_addresses(v=4, network="192.168.1.0/24"), max_size=20),
     st.integers(-1, 70000),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_is_believed_is_near(fields: dict[str, object], addresses: list[IPv4Address], port: int) -> None:
     for peer in heard(addresses=addresses, port=port, **fields):
         _, _, host, _, at, _, named = peer.split("/")
@@ -260,7 +260,10 @@ async def test_two_hosts_are_found_by_a_third(lab: tuple[list[Host], Wire]) -> N
     (first, second, third), _ = lab
     peers = [Identity.generate().peer_id for _ in range(2)]
     async with told(first, peers[0]), told(second, peers[1], port=4001):
-        found = await look(third)
+        for _ in range(5):
+            found = await look(third)
+            if len(found) == 2:
+                break
     assert set(found) == {f"/ip4/10.78.0.1/tcp/31331/p2p/{peers[0]}", f"/ip4/10.78.0.2/tcp/4001/p2p/{peers[1]}"}
     assert await look(third, within_s=0.5) == (), "they have said goodbye"
 

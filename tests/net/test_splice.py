@@ -58,7 +58,7 @@ def test_bytes_that_come_before_both_are_joined_pass(loop_factory):
         right.sendall(b"to the left")
         await pair.splice.join(first, second)
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await loop.sock_recv(right, 100) == b"to the right"
             assert await loop.sock_recv(left, 100) == b"to the left"
         pair.splice.end()

@@ -202,7 +202,7 @@ def test_best_congestion_control_that_is_allowed_is_taken(allowed):
 async def test_a_silent_connection_is_ended():
     site = await Site(handshakes={"timeout_s": 0.1}).start()
     reader, writer = await asyncio.open_connection(site.listener.address.host, site.listener.address.port)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await reader.read() == b""
     writer.close()
     assert not site.admission.unproven
@@ -247,7 +247,7 @@ async def test_of_too_many_mute_connections_the_oldest_ends():
         mute.append(await asyncio.open_connection(site.listener.address.host, site.listener.address.port))
         await until(lambda count=count: len(site.admission.unproven) == count)
     channel = await site.dialled()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await mute[0][0].read() == b""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -275,7 +275,7 @@ async def test_a_mute_connection_by_an_anchor_takes_no_turn():
 
 @pytest.mark.parametrize("processes", [1, 6])
 async def test_a_silent_channel_is_cut_off_for_a_new_one(processes):
-    site = await Site(channels_per_peer_max=6, silent_s=0.3).start()
+    site = await Site(channels_per_peer_max=6, silent_s=1.5).start()
     most = 4 if processes == 1 else 6
     me = endpoint()
     mine = [me, *(endpoint(me.identity, key=ChannelKey()) for _ in range(processes - 1))]
@@ -283,7 +283,7 @@ async def test_a_silent_channel_is_cut_off_for_a_new_one(processes):
     channels = [await site.dialled(mine[i % processes]) for i in range(most)]
     await until(lambda: len(site.admission.proven[me.identity.peer_id]) == most)
     silent, *others = channels
-    await asyncio.sleep(0.35)
+    await asyncio.sleep(1.55)
     for channel in others:
         await channel.ping()
     channels.append(await site.dialled(me))

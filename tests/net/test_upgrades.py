@@ -48,7 +48,7 @@ class Relayed:
         return self.channel.carrier.way, self.taken.carrier.way
 
     async def works(self) -> bool:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await self.channel.ping() > 0 and await self.taken.ping() > 0
 
     async def fresh(self, me=None, on_message=ignore) -> Channel:

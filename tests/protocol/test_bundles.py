@@ -13,7 +13,7 @@ from swarm.protocol.messages import BUNDLE_MAX, Output, Step, Steps
 from swarm.protocol.tensors import meta_of
 from tests.protocol.test_messages import frame, raw_frame
 
-often = settings(max_examples=60, deadline=None)
+often = settings(max_examples=60)
 
 
 def hidden_of(seed, width=8, dtype=torch.float32):

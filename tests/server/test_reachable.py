@@ -174,7 +174,7 @@ class Journey:
 
 
 async def until(what: Callable[[], object]) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(30):
         while not what():
             await asyncio.sleep(0)
 
