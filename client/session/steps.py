@@ -34,6 +34,7 @@ class Steps:
     ) -> None:
         """others: whether the client has other sessions, whose steps these may travel with. coding: the session's."""
         self._others = others
+        self.coding: Coding | None = coding
         self.window = 1  # steps that may be in flight, on the route that stood last
         self.skipped = False  # the last answered step was skipped: some hops have its positions, and others do not
         self.held = 0  # positions of the prompt that all hops had when the session was opened

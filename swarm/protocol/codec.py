@@ -27,9 +27,8 @@ def encode(message: Message, activations: Activations | None = None) -> list[byt
     frame: list[bytes | memoryview] = [length.to_bytes(2, "big") + header + b" " * padding]
     if activations is not None:
         hidden, *beside = activations.tensors
-        assert isinstance(message, (Step, Rebuild, Output, Steps, Outputs))
-        assert message.hidden is not None
-        frame += [encode_tensor(hidden, message.hidden.coding), *map(encode_tensor, beside)]
+        coding = message.hidden.coding  # type: ignore[attr-defined]  # all messages with activations have it
+        frame += [encode_tensor(hidden, coding), *map(encode_tensor, beside)]
     return frame
 
 

@@ -106,7 +106,7 @@ def decode_tensors(metas: Sequence[TensorMeta | None], payload: memoryview) -> "
             tensors.append(None)
             continue
         count = math.prod(meta.shape)
-        end = offset + meta.sent_bytes
+        end = offset + (meta.n_bytes if meta.coding is None else meta.sent_bytes)
         if end > len(payload):
             raise InvalidMessage("tensor", f"{len(payload)} bytes where its shape says {end}")
         dtype: torch.dtype = getattr(torch, meta.dtype)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from swarm.client.planning.router import RouterLimits
 from swarm.client.session.limits import RecoveryLimits, SessionLimits
 from swarm.errors import NoRoute
 from swarm.net.address import parse
@@ -73,6 +74,23 @@ def test_hops_may_die_while_coded_tokens_come(checkpoint, local, victims):
             got = model.generate(ONE, **settings(After(3, strike)))
             assert struck
             assert not set(struck) & set(route_of(swarm, model))
+    assert torch.equal(got, local.generate(ONE, **settings()))
+
+
+def test_neighbours_that_die_are_replaced_where_they_met(checkpoint, local):
+    """One server of both their parts would make a shorter route, and round at one place less."""
+
+    def strike():
+        swarm.serve("2:6", coding="int8")
+        for server in route_of(swarm, model)[1:]:
+            swarm.crash(server)
+
+    with inprocess(checkpoint) as swarm:
+        coded(swarm, *CUTS, *CUTS[1:])
+        with swarm.client(coding="int8") as model:
+            model.backend.membership.router.limits = RouterLimits(survey_fresh_s=0.0, survey_age_s=0.0)
+            got = model.generate(ONE, **settings(After(3, strike)))
+            assert [str(hop.blocks) for hop in model.route] == list(CUTS)
     assert torch.equal(got, local.generate(ONE, **settings()))
 
 
