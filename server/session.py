@@ -160,9 +160,9 @@ class HostedSession:
         """Return the message that a step leads to: the same with new activations, or the output for the client."""
         coding = self.history.coding
         if not isinstance(self.seat.next, Client):
-            hidden = meta_of(output.hidden, coding)
             left_ms = max(0, step.budget_ms - int(took_s * 1000))
-            return Answer(step.model_copy(update={"budget_ms": left_ms, "hidden": hidden}), output)
+            changes = {"budget_ms": left_ms, "hidden": meta_of(output.hidden, coding)}
+            return Answer(step.model_copy(update=changes), output)
         hidden = meta_of(output.hidden, coding) if step.want else None
         last = Output(session=self.id, epoch=step.epoch, step=step.step, hidden=hidden)
         if hidden is None:
