@@ -36,8 +36,9 @@ from swarm.version import __version__
     "--draft",
     default="lookup",
     show_default=True,
-    metavar="lookup|none|MODEL",
-    help="what guesses next tokens: earlier text, or a small model; the text is the same, and comes sooner",
+    metavar="lookup|mtp|none|MODEL",
+    help="what guesses next tokens: earlier text, the checkpoint's own blocks for it, or a small model; "
+    "the text is the same, and comes sooner",
 )
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="what the servers compute in"

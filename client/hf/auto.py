@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from swarm.access import Access
 from swarm.blocks import Blocks
-from swarm.client.hf.drafting import drafting_by, load_draft
+from swarm.client.hf.drafting import drafting_by, drafting_by_mtp, load_draft
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
@@ -84,8 +84,9 @@ class AutoDistributedModel:
         "throughput" for the route whose slowest server is fastest, for batches. wire: "int8" sends activations in 8.5
         bits a number, for slow connections. It rounds them, so the text may differ from that of a plain run; only
         servers with `--wire int8` are used. draft: where guesses of the next tokens
-        come from, which travel ahead of the text: "lookup" in the text itself, "none", or a small model of the same
-        vocabulary: itself, a hub id or a directory. They change the time alone (docs/speculation.md).
+        come from, which travel ahead of the text: "lookup" in the text itself, "mtp" for the checkpoint's own blocks
+        that predict more than one token, "none", or a small model of the same vocabulary: itself, a hub id or a
+        directory. They change the time alone (docs/speculation.md).
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
@@ -118,13 +119,18 @@ class AutoDistributedModel:
         )
         _check_blocks(checkpoint, options)
         ends = load_ends(checkpoint, dtype=dtype, device=device)
-        drafting = _drafting(draft, ends, token=token, cache_dir=settings.cache_dir, device=device)
+        mtp = partial(drafting_by_mtp, checkpoint, ends)
+        drafting = (
+            mtp()
+            if draft == "mtp"
+            else _drafting(draft, ends, token=token, cache_dir=settings.cache_dir, device=device)
+        )
         local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
         join = partial(open_directory, settings.network, settings.initial_peers, access, way)
         swarm = Swarm(checkpoint, ends.dtype, join, me, options)
         backend = swarm if local is None else LocalFirst(local, swarm)
-        return distribute(ends, backend, drafting)
+        return distribute(ends, backend, drafting, mtp)
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel

@@ -105,7 +105,7 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
         optional = tuple(name for name in ("generation_config.json",) if name in checkpoint.source.names())
         paths |= checkpoint.source.fetch(optional)
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
-    with _staged(checkpoint, paths, names) as directory, _quiet(), torch.inference_mode(mode=False):
+    with staged(checkpoint, paths, names) as directory, quiet(), torch.inference_mode(mode=False):
         try:
             loaded: Any = cls.from_pretrained(
                 directory, config=checkpoint.config, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -131,6 +131,14 @@ def _fetch(
 ) -> tuple[set[str] | None, dict[str, Path]]:
     """Make the files that a hollow model needs local, and verify them. Returns its tensors' names and the files."""
     names = needed_tensors(checkpoint, cls, blocks)
+    return names, fetched(checkpoint, names)
+
+
+def fetched(checkpoint: Checkpoint, names: set[str] | None) -> dict[str, Path]:
+    """Make the config and the files with these tensors local, and verify them. names: None for the only file.
+
+    Raises ChecksumMismatch or DownloadFailed.
+    """
     files = _files_with(checkpoint, names)
     paths = checkpoint.source.fetch((CONFIG_NAME, *files))
     for name in files:
@@ -139,7 +147,7 @@ def _fetch(
         except ChecksumMismatch:
             checkpoint.source.discard(name)
             raise
-    return names, paths
+    return paths
 
 
 def needed_tensors(checkpoint: Checkpoint, cls: type[PreTrainedModel], blocks: Blocks | None) -> set[str] | None:
@@ -185,7 +193,7 @@ def _files_with(checkpoint: Checkpoint, names: set[str] | None) -> tuple[str, ..
 
 
 @contextlib.contextmanager
-def _staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | None) -> Iterator[Path]:
+def staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | None) -> Iterator[Path]:
     """A directory as `from_pretrained` wants it: links to the files, and an index that knows of nothing else."""
     with tempfile.TemporaryDirectory(prefix="swarm-load-") as text:
         directory = Path(text)
@@ -197,7 +205,7 @@ def _staged(checkpoint: Checkpoint, paths: dict[str, Path], names: set[str] | No
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Unexpected keys are the point here: keep the report about them off the terminal, and bars out of logs."""
     level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)

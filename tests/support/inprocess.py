@@ -6,11 +6,13 @@ Quicker to start than processes, and a test can look inside. What needs processe
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from swarm.blocks import Blocks
+from swarm.client.hf.drafting import drafting_by_mtp
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
@@ -118,7 +120,8 @@ class InProcessSwarm:
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
         first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None
         ends = load_ends(self.checkpoint, dtype=self.dtype)
-        return distribute(ends, swarm if first is None else LocalFirst(first, swarm), drafting)
+        backend = swarm if first is None else LocalFirst(first, swarm)
+        return distribute(ends, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))
 
     def close(self) -> None:
         """End every server."""
