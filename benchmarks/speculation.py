@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -31,9 +32,7 @@ from unittest.mock import patch
 
 import torch
 from common import SEED, Samples, table, write_json
-from delay_proxy import delay_proxies
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, LogitsProcessorList
-from wan import free_ports
 
 from swarm.client import AutoDistributedModel
 from swarm.client.hf import model as client
@@ -43,6 +42,7 @@ from swarm.client.speculation.drafts import Draft, Guess, Lookup
 from swarm.client.speculation.limits import AheadLimits
 from swarm.config import CACHE_DIR
 from swarm.demo.cli import CHECKPOINT
+from swarm.demo.distance import far_apart
 from swarm.demo.local import LocalSwarm
 from swarm.model.checkpoint import open_checkpoint
 
@@ -179,16 +179,9 @@ def ring(checkpoint: Path, delay_ms: float) -> Iterator[LocalSwarm]:
     cuts = [round(blocks * n / HOPS) for n in range(HOPS + 1)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-bench-")))
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(2 * HOPS)]
-        pairs = list(zip(addresses[:HOPS], addresses[HOPS:], strict=True))
-        stack.enter_context(delay_proxies(pairs, delay_ms, folder / "late.json"))
+        spans = [f"{start}:{stop}" for start, stop in pairwise(cuts)]
         swarm = stack.enter_context(LocalSwarm(checkpoint, log_level="warning"))
-        for start, stop, (announced, listen) in zip(cuts, cuts[1:], pairs, strict=False):
-            options = ("--dtype", "float32", "--listen", listen, "--announce-address", announced)
-            swarm.start_server(f"{start}:{stop}", *options)
-        for server in swarm.servers:
-            server.wait_ready()
-        yield swarm
+        yield stack.enter_context(far_apart(swarm, spans, delay_ms, folder / "late.json", ("--dtype", "float32")))
 
 
 def measured(checkpoint: Path, swarm: LocalSwarm, options: argparse.Namespace) -> Iterator[tuple[str, str, list[Way]]]:

@@ -8,7 +8,6 @@ last hop answers on the client's own connection, back through that hop's proxy.
 """
 
 import argparse
-import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,10 +15,11 @@ from pathlib import Path
 
 import torch
 from common import SEED, ByHand, Samples, decoder_step, even_cuts, interleaved, table, tiny_llama, write_json
-from delay_proxy import delay_proxies, late_ms
 from transformers import DynamicCache, PreTrainedModel
 
 from swarm.client import AutoDistributedModel
+from swarm.demo.delay_proxy import late_ms
+from swarm.demo.distance import far_apart
 from swarm.demo.local import LocalSwarm
 
 HOPS = 3
@@ -54,18 +54,10 @@ def main() -> None:
 
 
 def _ring(stack: ExitStack, folder: Path, delay_ms: float) -> LocalSwarm:
-    """Start the proxies, and a swarm of servers that announce them."""
-    ports = free_ports(2 * HOPS)
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    outside, inside = addresses[:HOPS], addresses[HOPS:]
-    pairs = list(zip(outside, inside, strict=True))
-    stack.enter_context(delay_proxies(pairs, delay_ms, folder / "late.json"))
+    """Start a swarm of servers that announce proxies."""
     swarm = stack.enter_context(LocalSwarm(folder, log_level="warning"))
-    for cut, (announced, listen) in zip(even_cuts(N_BLOCKS, HOPS), pairs, strict=True):
-        swarm.start_server(str(cut), "--listen", listen, "--announce-address", announced)
-    for server in swarm.servers:
-        server.wait_ready()
-    return swarm
+    cuts = [str(cut) for cut in even_cuts(N_BLOCKS, HOPS)]
+    return stack.enter_context(far_apart(swarm, cuts, delay_ms, folder / "late.json"))
 
 
 def measure(
@@ -115,15 +107,6 @@ def report(delay_ms: float, latencies: Sequence[float], samples: dict[str, Sampl
     )
     print("round trips to the hops:", ", ".join(f"{latency:.1f} ms" for latency in latencies), end="; ")
     print(f"the proxies were {late[0]:.2f} ms late beyond their delay (p95 {late[1]:.2f})")
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 if __name__ == "__main__":

@@ -36,11 +36,18 @@ from swarm.version import __version__
     "--draft",
     default="lookup",
     show_default=True,
-    metavar="lookup|none|MODEL",
-    help="what guesses next tokens: earlier text, or a small model; the text is the same, and comes sooner",
+    metavar="lookup|mtp|none|MODEL",
+    help="what guesses next tokens: earlier text, the checkpoint's own blocks for it, or a small model; "
+    "the text is the same, and comes sooner",
 )
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="what the servers compute in"
+)
+@click.option(
+    "--wire",
+    type=click.Choice(("int8",)),
+    default=None,
+    help="send activations in 8.5 bits a number, for slow connections; the text may differ from a plain run's",
 )
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")

@@ -99,7 +99,7 @@ class SwarmNode:
         """
         entries = tuple(entries)
         self._remember(entries)
-        async with self._deadline("storing records", self._config.limits.put_timeout_s):
+        async with _deadline(self._config, "storing records", self._config.limits.put_timeout_s):
             counts: list[int] = []
             for first in range(0, len(entries), CALLS.stores_max):
                 part = entries[first : first + CALLS.stores_max]
@@ -109,7 +109,7 @@ class SwarmNode:
     async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key, as stored. Raises Unreachable."""
         found: dict[str, tuple[bytes, ...]] = {}
-        async with self._deadline("looking up records", self._config.limits.get_timeout_s):
+        async with _deadline(self._config, "looking up records", self._config.limits.get_timeout_s):
             step = self._config.member_limits.search_keys_max
             for first in range(0, len(keys), step):
                 part = {key: key_id(key) for key in keys[first : first + step]}
@@ -144,7 +144,7 @@ class SwarmNode:
         async def opened(member: Member) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             return await member.daemon.open_stream(peer_id, name, CALLS.timeout_s)
 
-        async with self._deadline("opening a stream", self._config.limits.up_timeout_s + CALLS.timeout_s):
+        async with _deadline(self._config, "opening a stream", self._config.limits.up_timeout_s + CALLS.timeout_s):
             return await self._on_member(opened)
 
     async def meet(self, addresses: Sequence[str]) -> None:
@@ -280,13 +280,14 @@ class SwarmNode:
                     raise Unreachable("the swarm", self._config.initial_peers, 0.0, repr(error)[:200]) from None
                 _log.debug("once more on the next p2pd", error=repr(error)[:200])
 
-    @asynccontextmanager
-    async def _deadline(self, doing: str, timeout_s: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                yield
-        except TimeoutError:
-            raise Unreachable(f"the swarm ({doing})", self._config.initial_peers, timeout_s) from None
+
+@asynccontextmanager
+async def _deadline(config: NodeConfig, doing: str, timeout_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError:
+        raise Unreachable(f"the swarm ({doing})", config.initial_peers, timeout_s) from None
 
 
 @asynccontextmanager

@@ -39,6 +39,7 @@ class RecordLimits:
     skew_max_s: float = limit(30.0, "s", "clocks farther apart are reported as ClockSkew")
     addresses_max: int = limit(8, "addresses", "a record with more is rejected")
     anchors_max: int = limit(3, "anchors", "a record with more is rejected")
+    codings_max: int = limit(4, "codings of activations", "a record with more is rejected")
     rtts_max: int = limit(16, "round trips", "a record with more is rejected")
     public_name_chars: int = limit(64, "characters", "a record with a longer public name is rejected")
     device_chars: int = limit(64, "characters", "a record with a longer device name is rejected")
@@ -84,6 +85,7 @@ def _hex(n_bytes: int) -> StringConstraints:
 Hex32 = Annotated[str, _hex(32)]
 Printable = Annotated[str, AfterValidator(check_printable)]
 Address = Annotated[str, StringConstraints(max_length=128), AfterValidator(check_address)]
+CodingName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,16}$")]  # how activations may travel
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]  # every JSON reader represents these exactly
 Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Moment = Annotated[float, Field(gt=0, le=1e11, allow_inf_nan=False)]  # wall seconds since 1970
@@ -164,6 +166,7 @@ class Announcement(Envelope):
     load: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     batches: bool | None = Field(default=None, description="whether it runs steps of many sessions as one")
     state: Literal["joining", "online", "draining", "withdrawn"]
+    codings: Annotated[tuple[CodingName, ...], Field(max_length=RECORD.codings_max)] = ()
     automatic: bool = Field(default=False, description="the server chose the span itself and moves where it is needed")
     rtts: Annotated[tuple[Rtt, ...], Field(max_length=RECORD.rtts_max)] = ()
     public_name: Annotated[Printable, StringConstraints(max_length=RECORD.public_name_chars)] = ""

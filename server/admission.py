@@ -61,10 +61,10 @@ class Admission:
         holdings = Holdings(self._memory, request, channel.peer, self._limits.session.retry_after_s)
         return HostedSession(request, channel, part, holdings, self._limits.session, now)
 
-    def following(self, request: Open | Reroute, stop: int) -> Announcement | Declined | None:
-        """Read the record of the next hop, which must begin at block `stop`; None if there is none."""
-        late_s = self._limits.session.next_record_late_s
-        return self._hosting.following(request, stop, self._wall_clock(), late_s)
+    def following(self, request: Open | Reroute, session: HostedSession) -> Announcement | Declined | None:
+        """Read the record of the next hop, which must begin where the session's blocks stop; None if there is none."""
+        late_s, stop = self._limits.session.next_record_late_s, session.span.blocks.stop
+        return self._hosting.following(request, stop, session.history.coding, self._wall_clock(), late_s)
 
     def _taken(self, peer: str, request: Open, before: HostedSession | None) -> Declined | None:
         """Only the owner opens a name anew, for a later route: as after a connection that this side takes for alive."""

@@ -68,6 +68,7 @@ class ServeArguments:
     span: SpanArguments
     network: NetworkArguments
     public_name: str
+    wire: str | None  # a coding of activations that sessions may have
     journal_memory: int  # bytes
     prefix_share: float  # of the KV pool
     metrics: tuple[str, int] | None

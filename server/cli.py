@@ -140,6 +140,12 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 )
 @click.option("--device", default=None, help="cuda, cuda:1, cpu, ...; the first GPU if there is one")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
+@click.option(
+    "--wire",
+    type=click.Choice(("int8",)),
+    default=None,
+    help="also take sessions whose activations travel in 8.5 bits a number, for slow connections",
+)
 @click.option("--threads", type=click.IntRange(1, 1024), default=None, help="CPU threads of the compute thread")
 @click.option(
     "--cache-tokens",

@@ -96,7 +96,13 @@ def _time(session: HostedSession, facts: Facts) -> Stop | None:
 
 
 def _tensors(session: HostedSession, facts: Facts) -> Stop | None:
-    """The tensors have shapes and numbers that the span can compute. Gates behind this may read rows and tokens."""
+    """The tensors are coded as the session's are, and have shapes and numbers that the span can compute.
+
+    Gates behind this may read rows and tokens.
+    """
+    hidden, coding = facts.message.hidden, session.history.coding
+    if hidden is not None and hidden.coding != coding:
+        return Declined("bad_activations", f"activations sent as {hidden.coding}, the session's are {coding}")
     return inputs.objection(facts.given, session.tenure.span, facts.limits.step_bytes_max)
 
 

@@ -147,7 +147,7 @@ class Handler:
         if isinstance(session, Declined):
             send(channel, session.answer(request))
             return
-        following = self.admission.following(request, request.stop)
+        following = self.admission.following(request, session)
         if isinstance(following, Declined):
             send(channel, following.answer(request))
             return
@@ -165,7 +165,7 @@ class Handler:
         if request.epoch <= epoch:
             declined = Declined("not_yours", f"epoch {request.epoch} is not after {epoch}")
         declined = declined or self.accounts.charge_opening(channel.peer, self._loop.time())
-        following = declined or self.admission.following(request, session.span.blocks.stop)
+        following = declined or self.admission.following(request, session)
         if isinstance(following, Declined):
             send(channel, following.answer(request))
             return

@@ -7,6 +7,7 @@ the charge is the larger of both: the journal, and all that the replay found and
 from swarm.protocol.journal import Entry, Journal, cut_off
 from swarm.protocol.messages import Replay
 from swarm.protocol.replay import PastSender, ReplayWindow
+from swarm.protocol.tensors import Coding
 from swarm.server.holdings import Holdings
 from swarm.server.limits import HostedLimits
 
@@ -14,8 +15,9 @@ from swarm.server.limits import HostedLimits
 class History:
     """One session's journal, its replay, and the window of pieces that the next hops have not confirmed."""
 
-    def __init__(self, holdings: Holdings, limits: HostedLimits, *, keeps: bool) -> None:
-        """keeps: whether there is a journal, as at all hops but the last one."""
+    def __init__(self, holdings: Holdings, limits: HostedLimits, *, keeps: bool, coding: Coding | None = None) -> None:
+        """keeps: whether there is a journal, as at all hops but the last one. coding: of all that travels."""
+        self.coding: Coding | None = coding
         self.journal: Journal | None = Journal(limits.journal) if keeps else None
         self.sender: PastSender | None = None  # of this epoch's replay, also when it is done
         self.window = ReplayWindow(limits.replay)  # of a replay, or of a past that goes on from here
@@ -52,7 +54,9 @@ class History:
         if request.stop is not None:
             pieces = cut_off(pieces, request.stop)
         limits = self._limits.replay
-        self.sender = PastSender(request.session, request.epoch, pieces, request.hops, self.window, limits)
+        self.sender = PastSender(
+            request.session, request.epoch, pieces, request.hops, self.window, limits, coding=self.coding
+        )
         return self.sender
 
     def end_replay(self) -> None:

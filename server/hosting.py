@@ -8,34 +8,38 @@ from swarm.dht.records import Announcement, open_announcement
 from swarm.errors import BadBlocks, RecordError
 from swarm.model.span import Span
 from swarm.protocol.messages import Open, Reroute
+from swarm.protocol.tensors import Coding
 from swarm.server.refusals import Declined
 
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """What this server serves."""
+    """What this server serves. coding: of sessions that ask for it; all servers take sessions without."""
 
     root: str
     network: str
     span: Span
+    coding: Coding | None = None
 
     def part(self, request: Open) -> Span | Declined:
         """Return the blocks that a session asks for, or why they are not served."""
         if request.root != self.root:
             return Declined("not_served", f"this server has the model {self.root[:16]}...")
-        if request.numeric_class != str(self.span.numeric_class):
-            return Declined("not_served", f"this server computes in {self.span.numeric_class}")
+        plain = self.span.numeric_class
+        classes = dict.fromkeys((str(plain), str(plain.sent(self.coding))))
+        if request.numeric_class not in classes:
+            return Declined("not_served", f"this server computes in {' or '.join(classes)}")
         try:
             return self.span.part(Blocks(request.start, request.stop))
         except BadBlocks as error:
             return Declined("not_served", str(error))
 
     def following(
-        self, request: Open | Reroute, stop: int, now: float, late_s: float
+        self, request: Open | Reroute, stop: int, coding: Coding | None, now: float, late_s: float
     ) -> Announcement | Declined | None:
         """Read the record of the next hop, which must begin where this one stops; None if there is none.
 
-        now: seconds since 1970. late_s: for how long a record counts after it has expired.
+        coding: the session's. now: seconds since 1970. late_s: for how long a record counts after it has expired.
         """
         if request.next_record is None:
             return None
@@ -49,4 +53,6 @@ class Hosting:
         served = (record.root, record.numeric_class) == (self.root, str(self.span.numeric_class))
         if not served or stop not in record.span:
             return Declined("bad_request", f"the next hop does not serve block {stop} of this model and numeric class")
+        if coding is not None and coding not in record.codings:  # it would end the channel, which others share
+            return Declined("bad_request", f"the next hop does not take activations as {coding}")
         return record

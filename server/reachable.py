@@ -170,7 +170,7 @@ class Reachability:
         """
         async with asyncio.TaskGroup() as group:
             if self._mapped is not None:
-                group.create_task(self._watch_router(self._mapped))
+                group.create_task(_watch_router(self._mapped, self._again))
             async for change in self._changes:
                 self._moved(change)
 
@@ -199,11 +199,6 @@ class Reachability:
         self._own = self._listening.addresses
         self.on_change()
         self._again.set()
-
-    async def _watch_router(self, mapped: Mapped) -> None:
-        while True:
-            await mapped.changed(mapped.mappings)
-            self._again.set()
 
     def _candidates(self) -> tuple[str, ...]:
         """Where others may reach this server, before any has tried: at the home router's port, and here."""
@@ -305,3 +300,9 @@ class Reachability:
         if self._moorings_before < before:
             self._again.set()
         self.on_change()
+
+
+async def _watch_router(mapped: Mapped, news: asyncio.Event) -> None:
+    while True:
+        await mapped.changed(mapped.mappings)
+        news.set()

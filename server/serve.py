@@ -35,6 +35,7 @@ from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public
 from swarm.net.relay import RelayLimits
 from swarm.net.traversal import ListeningTraversal, TraversalLimits
+from swarm.protocol.tensors import coding_of
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
@@ -148,6 +149,7 @@ class _Host:
             public_name=arguments.public_name,
             journal_bytes=arguments.journal_memory,
             automatic=every_s > 0,
+            coding=coding_of(arguments.wire or ""),
             limits=ServerLimits(
                 handler=HandlerLimits(
                     gateways=dict(arguments.gateway), prefixes=PrefixLimits(pool_share=arguments.prefix_share)

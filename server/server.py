@@ -21,6 +21,7 @@ from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
 from swarm.net.traversal import ListeningTraversal
+from swarm.protocol.tensors import Coding
 from swarm.server.announcer import State
 from swarm.server.handler import Handler
 from swarm.server.holdings import Memory
@@ -51,7 +52,7 @@ class ServerOptions:
 
     cache_tokens, prices: the KV pool's capacity and its charges; None a token for each. journal_bytes: host memory
     for outputs that repairs replay. threads: cores for one operation; None leaves torch's choice. automatic: the server
-    chose the span itself, and may move.
+    chose the span itself, and may move. coding: of activations, for sessions that ask for it.
     """
 
     cache_tokens: int
@@ -60,6 +61,7 @@ class ServerOptions:
     public_name: str = ""
     journal_bytes: int = 1 << 30
     automatic: bool = False
+    coding: Coding | None = None
     prices: Prices | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
 
@@ -85,7 +87,7 @@ class Server:
         self.options = options
         self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
         self.handler = Handler(
-            Hosting(checkpoint.root, traversal.me.network, span),
+            Hosting(checkpoint.root, traversal.me.network, span, options.coding),
             self.executor,
             self.memory,
             lambda take: Dialer(traversal.me, take, traversal.dial),
@@ -208,6 +210,7 @@ def claim(
         channel_key=me.key.public.hex(),
         state="joining",
         automatic=options.automatic,
+        codings=() if options.coding is None else (options.coding,),
         public_name=options.public_name,
         sequence=0,
         issued=1,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from swarm.activations import Activations
+from swarm.activations import Activations, NumericClass
 from swarm.compute.task import Forward, Place, Tenure, Void
 from swarm.model.prefix import PastBlock
 from swarm.model.span import Span
@@ -20,7 +20,7 @@ from swarm.protocol.journal import Entry, Past
 from swarm.protocol.messages import POSITIONS_MAX, Open, Output, Progress, Rebuild, Reroute, Step
 from swarm.protocol.replay import PastReceiver
 from swarm.protocol.seat import Client, Seat
-from swarm.protocol.tensors import meta_of
+from swarm.protocol.tensors import coding_of, meta_of
 from swarm.server.history import History
 from swarm.server.holdings import Holdings
 from swarm.server.limits import HostedLimits
@@ -66,7 +66,8 @@ class HostedSession:
         self.excuses = Excuses(limits.inbox)
         self.receiver = PastReceiver(self.positions_max, rebuild=request.rebuild, limits=limits.replay)
         self.holdings = holdings
-        self.history = History(holdings, limits, keeps=self.seat.has_next)
+        coding = coding_of(NumericClass.parse(request.numeric_class).wire)  # Hosting has accepted it
+        self.history = History(holdings, limits, keeps=self.seat.has_next, coding=coding)
         self.tenure = Tenure(owner.peer, span, request.rollback_max, request.tenant)  # another one after a reset
 
     @property
@@ -157,10 +158,12 @@ class HostedSession:
 
     def answer(self, step: Step, output: Activations, took_s: float) -> Answer:
         """Return the message that a step leads to: the same with new activations, or the output for the client."""
+        coding = self.history.coding
         if not isinstance(self.seat.next, Client):
             left_ms = max(0, step.budget_ms - int(took_s * 1000))
-            return Answer(step.model_copy(update={"budget_ms": left_ms, "hidden": meta_of(output.hidden)}), output)
-        hidden = meta_of(output.hidden) if step.want else None
+            changes = {"budget_ms": left_ms, "hidden": meta_of(output.hidden, coding)}
+            return Answer(step.model_copy(update=changes), output)
+        hidden = meta_of(output.hidden, coding) if step.want else None
         last = Output(session=self.id, epoch=step.epoch, step=step.step, hidden=hidden)
         if hidden is None:
             return Answer(last, None)

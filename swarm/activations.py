@@ -5,7 +5,7 @@ torch is imported where a tensor is touched, and not before: a process that only
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ class NumericClass:
         if match is None:
             raise ValueError(f"{text!r} is not a numeric class")
         return cls(match[1], match[2] or "", match[3] or "")
+
+    def sent(self, wire: str | None) -> "NumericClass":
+        """Return the class of sessions whose activations travel so; the same for None."""
+        return self if wire is None else replace(self, wire=wire)
 
     def __str__(self) -> str:
         parts = [self.dtype, self.weights, self.wire]

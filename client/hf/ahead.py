@@ -62,13 +62,20 @@ class AheadSession:
                 self._embeds = torch.equal(self._embed(text, keep), activations.hidden)
             if self._embeds and self._reads(keep, drafting):
                 self._has_led = True
-                return self._lead.step(int(text[0, 0]), activations, processors)
+                output = self._lead.step(int(text[0, 0]), activations, processors)
+                if drafting.reads_outputs:
+                    self._lead.context.outputs.note(keep, output[0])
+                return output
         if self._has_led:
             self._has_led = False
             self._lead.rest()
-        began = time.perf_counter()
-        output = self._session.step(activations, keep=keep, rows=rows, want=want)
-        if drafting is not None and activations.hidden.shape[1] == 1:
+        reads = drafting is not None and drafting.reads_outputs and text is not None and self._can_guess
+        began, tokens = time.perf_counter(), activations.hidden.shape[1]
+        output = self._session.step(activations, keep=keep, rows=rows, want=tokens if reads else want)
+        if reads:
+            self._lead.context.outputs.note(keep, output[0])
+            output = output[:, tokens - want :]
+        if drafting is not None and tokens == 1:
             self._lead.pace.asked(began)
             self._lead.pace.returned(time.perf_counter(), is_guessed=False, is_trip=True)
         self._unread.append((keep, None if text is None else text.tolist()[0]))

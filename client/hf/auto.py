@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from swarm.access import Access
 from swarm.blocks import Blocks
-from swarm.client.hf.drafting import drafting_by, load_draft
+from swarm.client.hf.drafting import drafting_by, drafting_by_mtp, load_draft
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
@@ -27,6 +27,7 @@ from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_ends, load_span
 from swarm.net.lan import ways_in
+from swarm.protocol.tensors import Coding, coding_of
 
 
 class AutoDistributedModel:
@@ -60,6 +61,7 @@ class AutoDistributedModel:
         blocked_peers: Iterable[str] = (),
         trusted_peers: Mapping[str, Iterable[str]] | None = None,
         optimize: Optimize = "latency",
+        wire: Coding | None = None,
         draft: str | Path | PreTrainedModel = "lookup",
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
@@ -79,15 +81,19 @@ class AutoDistributedModel:
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
-        "throughput" for the route whose slowest server is fastest, for batches. draft: where guesses of the next tokens
-        come from, which travel ahead of the text: "lookup" in the text itself, "none", or a small model of the same
-        vocabulary: itself, a hub id or a directory. They change the time alone (docs/speculation.md).
+        "throughput" for the route whose slowest server is fastest, for batches. wire: "int8" sends activations in 8.5
+        bits a number, for slow connections. It rounds them, so the text may differ from that of a plain run; only
+        servers with `--wire int8` are used. draft: where guesses of the next tokens
+        come from, which travel ahead of the text: "lookup" in the text itself, "mtp" for the checkpoint's own blocks
+        that predict more than one token, "none", or a small model of the same vocabulary: itself, a hub id or a
+        directory. They change the time alone (docs/speculation.md).
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
         preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers)
+        coding = _coding(wire)
         settings = _settings(
             initial_peers=None if initial_peers is None else tuple(initial_peers),
             revision=revision or None,
@@ -105,19 +111,26 @@ class AutoDistributedModel:
         way = chosen(settings.directory)
         access = Access.load(settings.network_key, settings.allow_peers)
         settings = settings.model_copy(update={"initial_peers": _ways_in(settings, access)})
-        options = ClientOptions(settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access)
+        options = ClientOptions(
+            settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access, coding=coding
+        )
         checkpoint = open_checkpoint(
             name, revision=settings.revision, token=token, cache_dir=settings.cache_dir, root=root
         )
         _check_blocks(checkpoint, options)
         ends = load_ends(checkpoint, dtype=dtype, device=device)
-        drafting = _drafting(draft, ends, token=token, cache_dir=settings.cache_dir, device=device)
+        mtp = partial(drafting_by_mtp, checkpoint, ends)
+        drafting = (
+            mtp()
+            if draft == "mtp"
+            else _drafting(draft, ends, token=token, cache_dir=settings.cache_dir, device=device)
+        )
         local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
         join = partial(open_directory, settings.network, settings.initial_peers, access, way)
         swarm = Swarm(checkpoint, ends.dtype, join, me, options)
         backend = swarm if local is None else LocalFirst(local, swarm)
-        return distribute(ends, backend, drafting)
+        return distribute(ends, backend, drafting, mtp)
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel
@@ -140,6 +153,13 @@ def _ways_in(settings: Settings, access: Access) -> tuple[str, ...]:
         return loop.run(ways_in((), settings.network, access, lan=settings.lan))
     finally:
         loop.stop()
+
+
+def _coding(wire: str | None) -> Coding | None:
+    try:
+        return coding_of(wire or "")
+    except ValueError as error:
+        raise BadConfiguration("wire", str(error)) from None
 
 
 def _path(given: str | Path | None) -> Path | None:

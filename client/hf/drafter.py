@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from swarm.client.hf.draws import Draws
+from swarm.client.hf.outputs import Context
 from swarm.client.speculation.drafts import Guess
 from swarm.errors import BadConfiguration
 
@@ -44,17 +44,17 @@ class DraftModel:
         limit = getattr(config, "max_position_embeddings", None)
         return cls(model.eval(), limit, "logits_to_keep" in inspect.signature(model.forward).parameters)
 
-    def draft(self, draws: Draws) -> "ModelDraft":
-        """Return a draft for one text. draws: what sampling is about to draw for it."""
-        return ModelDraft(self, draws)
+    def draft(self, context: Context) -> "ModelDraft":
+        """Return a draft for one text."""
+        return ModelDraft(self, context)
 
 
 class ModelDraft:
     """The guesses of a small model for one text: what the caller would take if the small model were the large one."""
 
-    def __init__(self, small: DraftModel, draws: Draws) -> None:
+    def __init__(self, small: DraftModel, context: Context) -> None:
         self._small = small
-        self._draws = draws
+        self._draws = context.draws
         self._cache = DynamicCache()
         self._held: list[int] = []  # the tokens in the cache
         self._next: Guess | None = None  # behind them

@@ -1,5 +1,7 @@
 """Which drafts guess for a model, or for one call of `generate()`."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swarm.client.hf.drafter import DraftModel, unfit
 from swarm.client.hf.lead import Drafting
+from swarm.client.hf.mtp import MtpDraft
 from swarm.client.speculation.drafts import Lookup
-from swarm.errors import ModelNotFound
+from swarm.errors import BadConfiguration, ModelNotFound
+from swarm.model.checkpoint import Checkpoint
+from swarm.model.mtp import load_mtp
 
 
 class Drafts:
     """The drafts of one model."""
 
-    def __init__(self, name: str, vocabulary: int, drafting: Drafting | None) -> None:
-        """name: of the model, a hub id or a directory. vocabulary: its tokens. drafting: of calls that say nothing."""
+    def __init__(
+        self, name: str, vocabulary: int, drafting: Drafting | None, mtp: Callable[[], Drafting] | None = None
+    ) -> None:
+        """name: of the model, a hub id or a directory. vocabulary: its tokens. drafting: of calls that say nothing.
+
+        mtp: loads the blocks for multi-token prediction.
+        """
         self.drafting = drafting
+        self._load_mtp = mtp
+        self._mtp: Drafting | None = None
         self._name = name
         self._vocabulary = vocabulary
         self._latest: tuple[PreTrainedModel, Drafting] | None = None
@@ -35,9 +47,18 @@ class Drafts:
             del kwargs["prompt_lookup_num_tokens"]
             kwargs.pop("max_matching_ngram_size", None)
             return Drafting(Lookup, always=True)
+        if kwargs.pop("use_mtp", None):
+            return self._of_mtp()
         if kwargs.get("assistant_model") is not None and kwargs.get("assistant_tokenizer") is None:
             return self._of_model(kwargs.pop("assistant_model"))
         return self.drafting
+
+    def _of_mtp(self) -> Drafting:
+        if self._mtp is None:
+            if self._load_mtp is None:
+                raise BadConfiguration("use_mtp", "this model has no checkpoint to load these blocks from")
+            self._mtp = replace(self._load_mtp(), always=True)
+        return self._mtp
 
     def _of_model(self, small: PreTrainedModel) -> Drafting:
         latest = self._latest
@@ -56,6 +77,14 @@ def drafting_by(small: PreTrainedModel, name: str, vocabulary: int, *, always: b
     if ours is not None and theirs is not None and ours != theirs:
         raise unfit(draft, name, "their tokenizers have other vocabularies")
     return Drafting(Lookup, always, DraftModel.of(small, vocabulary, name).draft)
+
+
+def drafting_by_mtp(checkpoint: Checkpoint, ends: PreTrainedModel) -> Drafting:
+    """Return what guesses by the model's own blocks for multi-token prediction, and by look-up.
+
+    Raises as `load_mtp` does.
+    """
+    return Drafting(Lookup, slow=MtpDraft.of(load_mtp(checkpoint, ends), ends).draft, reads_outputs=True)
 
 
 def load_draft(draft: str | Path, *, device: torch.device | str, **hub: Any) -> PreTrainedModel:  # noqa: ANN401

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from swarm.activations import Activations
-from swarm.client.hf.draws import Draws
+from swarm.client.hf.outputs import Context
 from swarm.client.speculation.calibration import Calibration
 from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits
@@ -68,11 +68,13 @@ class Drafting:
     """Where guesses come from. make: a new draft, for one text. always: also where they seem to lose time.
 
     slow: makes a draft that takes its time, such as a model. It guesses in a thread, where the other one is silent.
+    reads_outputs: whether it guesses from final hidden states; then those of the prompt come back, too.
     """
 
     make: Callable[[], Draft]
     always: bool = False
-    slow: Callable[[Draws], Draft] | None = None
+    slow: Callable[[Context], Draft] | None = None
+    reads_outputs: bool = False
 
 
 Embed = Callable[[Tensor, int], Tensor]
@@ -87,9 +89,9 @@ class Lead:
     ) -> None:
         """most: tokens that may be in flight."""
         self.pace = Pace()
+        self.context = Context()
         self._sender = _Sender(session, embed, positions_max)
         self._limits = replace(limits, tokens_max=min(most, limits.tokens_max))
-        self._draws = Draws()
         self._pipe: Pipe[Pending] = Pipe(limits, Calibration())
         self._drafting: Drafting | None = None
         self._draft: Draft | None = None
@@ -147,9 +149,9 @@ class Lead:
         """
         pipe, position = self._pipe, len(self._pipe.text)
         if self._slow is not None and processors is not None:
-            self._draws.at(position + 1, processors)
+            self.context.draws.at(position + 1, processors)
         else:
-            self._draws.none()
+            self.context.draws.none()
         with self._lock:
             asked = time.perf_counter()
             is_right = self._feed(token)
@@ -226,7 +228,7 @@ class Lead:
         if drafting is not None:
             self._draft = drafting.make()
             if drafting.slow is not None:
-                self._slow = _Slow(drafting.slow(self._draws), Background(self._draft_on))
+                self._slow = _Slow(drafting.slow(self.context), Background(self._draft_on))
 
     def _turns(self, *, is_over: bool = False) -> None:
         """What the slow draft has guessed is behind a text that did not come. is_over: it is to wait."""

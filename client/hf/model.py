@@ -8,7 +8,7 @@ and hand-written loops use it as it is. Three things differ: block 0 is a call a
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -320,15 +320,23 @@ class DistributedModel(HollowModel):
         return output
 
 
-def distribute(model: PreTrainedModel, backend: Backend, drafting: Drafting | None = None) -> DistributedModel:
-    """Turn the client's part of a model into a distributed one. drafting: where guesses of next tokens come from."""
+def distribute(
+    model: PreTrainedModel,
+    backend: Backend,
+    drafting: Drafting | None = None,
+    mtp: Callable[[], Drafting] | None = None,
+) -> DistributedModel:
+    """Turn the client's part of a model into a distributed one. drafting: where guesses of next tokens come from.
+
+    mtp: loads the blocks for multi-token prediction, when a call asks for them.
+    """
     cls = type(model)
     model.__class__ = type(cls.__name__, (DistributedModel, cls), {"__module__": cls.__module__})
     assert isinstance(model, DistributedModel)
     model.backend = backend
     model._calls = threading.local()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    model._drafts = Drafts(model.name_or_path or "", vocabulary, drafting)
+    model._drafts = Drafts(model.name_or_path or "", vocabulary, drafting, mtp)
     model._latest = None
     replace_blocks(model, backend.traits, model._run_blocks)
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)

@@ -26,6 +26,7 @@ from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
 from swarm.protocol.messages import ROWS_MAX
+from swarm.protocol.tensors import Coding
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class ClientOptions:
     step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most a day.
     wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: the peers that the
     client uses, and the aim of its routes. local_blocks: the first ones, which run here. limits: how long sessions wait
-    and how often they try.
+    and how often they try. coding: of the activations on all edges; None sends them as they are.
     """
 
     network: str = "public"
@@ -45,6 +46,7 @@ class ClientOptions:
     local_blocks: int = 0
     access: Access = EVERYBODY
     limits: SessionLimits = field(default_factory=SessionLimits)
+    coding: Coding | None = None
 
     def __post_init__(self) -> None:
         most_s = 24 * 3600.0  # the most that a message can say
@@ -66,7 +68,7 @@ class Swarm:
         self._options = options
         self._latest: Session | None = None
         name = str(dtype).removeprefix("torch.")
-        wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, name)
+        wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, name, options.coding)
         joining = _joined(wanted, join, identity, options)
         self._loop = LoopThread()
         try:
@@ -83,6 +85,7 @@ class Swarm:
             rollback_max=rollback_max,
             step_timeout_s=self._options.step_timeout_s,
             wait_for_blocks_s=self._options.wait_for_blocks_s,
+            coding=self._options.coding,
         )
         return WaitingSession(self._loop, partial(self._open, blocks, plan))
 

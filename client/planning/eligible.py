@@ -24,6 +24,7 @@ class Reason(StrEnum):
     NOT_ONLINE = "not online"  # it joins or leaves
     NO_ADDRESS = "no address"  # and no anchor: it is behind a router, and has lost its moorings
     OTHER_CLASS = "other class"  # it computes in another numeric class
+    NO_CODING = "no coding"  # it takes activations only as they are, and the client asks for a coding
     ELSEWHERE = "elsewhere"  # it holds none of the wanted blocks
 
 
@@ -55,7 +56,9 @@ class Eligibility:
             return Reason.NO_ADDRESS
         if (key, "") in self._avoided or (key, announcement.channel_key) in self._avoided:
             return Reason.AVOIDED
-        return None if self._right_class(announcement.numeric_class) else Reason.OTHER_CLASS
+        if not self._right_class(announcement.numeric_class):
+            return Reason.OTHER_CLASS
+        return None if self._request.coding in {None, *announcement.codings} else Reason.NO_CODING
 
     def _unwanted(self, announcement: Announcement) -> Reason | None:
         """Return which of the user's preferences rules a server out."""
@@ -131,6 +134,9 @@ def no_route(request: Request) -> NoRoute:
         named = ", ".join(sorted(others))
         why = f"nobody serves them in {request.numeric_class or request.dtype}, but in {named}"
         return NoRoute(request.model, missing, why + ": pass that as dtype" * (request.numeric_class is None))
+    if held_by(None, Reason.NO_CODING):
+        why = f"their servers run without --wire {request.coding}: leave out wire, or start servers with it"
+        return NoRoute(request.model, missing, why)
     if held_by(None, Reason.NO_ADDRESS):
         why = "their servers are behind routers, and no anchor leads to them now"
         return NoRoute(request.model, missing, why, passing=True)

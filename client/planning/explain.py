@@ -33,6 +33,7 @@ class Explanation:
 
     route: Route
     rejected: tuple[Rejected, ...]
+    coding: str | None = None  # of the activations on all edges
     rows_max: int = 50  # rejected servers that the text lists
 
     @property
@@ -62,6 +63,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [str(self.route)]
+        if self.coding is not None:
+            lines.append(f"activations travel as {self.coding} on all edges, in 8.5 bits a number")
         if self.rejected:
             rows = [
                 (one.peer_id, str(one.blocks), one.reason.value, one.detail) for one in self.rejected[: self.rows_max]
@@ -109,7 +112,7 @@ def explanation(route: Route, request: Request) -> Explanation:
         rejected.append(Rejected(a.peer_id, a.span, reason, _detail(reason, a, slower_ms), slower_ms))
     order = list(Reason)
     rejected.sort(key=lambda one: (order.index(one.reason), one.slower_ms, one.peer_id))
-    return Explanation(route, tuple(rejected))
+    return Explanation(route, tuple(rejected), request.coding)
 
 
 def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tuple[str, tuple[int, int]], float]:
@@ -142,5 +145,6 @@ def _detail(reason: Reason, announcement: Announcement, slower_ms: float) -> str
         Reason.NO_ROOM: f"{announcement.free_tokens} tokens are free",
         Reason.NOT_ONLINE: announcement.state,
         Reason.OTHER_CLASS: announcement.numeric_class,
+        Reason.NO_CODING: "it runs without --wire",
     }
     return details.get(reason, "")

@@ -31,6 +31,7 @@ class Request:
     """The input of a plan.
 
     dtype: only classes that compute in it, as "float32". numeric_class: only this one, as the repair of a route needs.
+    coding: of activations; only servers that take them so.
     avoid: peer ids, or processes as in `Hop.process`. client_rtts: round trips in ms that the client has measured, by
     public key (hex). positions_needed: cached tokens; servers with less room are taken only where others leave blocks
     uncovered.
@@ -40,6 +41,7 @@ class Request:
     wanted: Blocks
     servers: tuple[SignedAnnouncement, ...]
     dtype: str | None = None
+    coding: str | None = None
     numeric_class: str | None = None
     avoid: Collection[str] = ()
     preferences: Preferences = field(default_factory=Preferences)

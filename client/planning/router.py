@@ -18,6 +18,7 @@ from swarm.client.planning.surveys import Surveys
 from swarm.dht.directory import Directory, Survey
 from swarm.errors import NetworkError, NoRoute
 from swarm.limits import limit
+from swarm.protocol.tensors import Coding
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,13 @@ class RouterLimits:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The model that routes are for. dtype: that of the client's ends, as "float32"."""
+    """The model that routes are for. dtype: that of the client's ends, as "float32". coding: of activations."""
 
     root: str
     name: str
     n_blocks: int
     dtype: str
+    coding: Coding | None = None
 
 
 class Avoided(Protocol):
@@ -211,6 +213,7 @@ class Router:
             wanted=blocks,
             servers=(),
             dtype=self._model.dtype,
+            coding=self._model.coding,
             numeric_class=numeric_class,
             avoid=avoid,
             preferences=self.preferences,

@@ -18,7 +18,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import TypeVar
 
 from swarm.blocks import Blocks
@@ -44,6 +44,7 @@ class Finder:
         """blocks: what the route is to cover."""
         self.blocks = blocks
         self.numeric_class: str | None = None  # of the whole session, once its route has stood
+        self.cuts: tuple[int, ...] = ()  # blocks at which hops are to meet, as far as others can take over there
         self._planner = planner
 
     async def splice(self, legs: Sequence[Leg], without: Collection[str]) -> list[Leg]:
@@ -53,21 +54,25 @@ class Finder:
         directory is read only if the servers that are known do not suffice either way.
         """
         kept = [leg for leg in legs if leg.is_usable(without)]
-        *attempts, last = product((False, True), (kept, []) if kept else ([],))
-        for fresh, keeping in attempts:
+        every_cuts = (self.cuts, ()) if self.cuts else ((),)
+        *attempts, last = product(every_cuts, (False, True), (kept, []) if kept else ([],))
+        for cuts, fresh, keeping in attempts:
             with contextlib.suppress(NoRoute):
-                return await self._filled(keeping, without, fresh)
-        fresh, keeping = last
-        return await self._filled(keeping, without, fresh)
+                return await self._filled(keeping, without, fresh, cuts)
+        cuts, fresh, keeping = last
+        return await self._filled(keeping, without, fresh, cuts)
 
-    async def _filled(self, kept: Sequence[Leg], without: Collection[str], fresh: bool) -> list[Leg]:
-        """Return these legs with planned ones in the gaps. Raises NoRoute."""
+    async def _filled(
+        self, kept: Sequence[Leg], without: Collection[str], fresh: bool, cuts: tuple[int, ...]
+    ) -> list[Leg]:
+        """Return these legs with planned ones in the gaps, which are cut there. Raises NoRoute."""
         taken = {leg.hop.peer_id for leg in kept}  # a peer holds one part of a session
         bounds = [self.blocks.start, *(at for leg in kept for at in (leg.hop.blocks.start, leg.hop.blocks.stop))]
         legs: list[Leg] = []
         for start, stop, leg in zip(bounds[::2], [*bounds[1::2], self.blocks.stop], [*kept, None], strict=True):
-            if start < stop:
-                hops = await self._planner(Blocks(start, stop), {*without, *taken}, self.numeric_class, fresh)
+            places = (start, *(cut for cut in cuts if start < cut < stop), stop)
+            for part in (Blocks(a, b) for a, b in pairwise(places) if a < b):
+                hops = await self._planner(part, {*without, *taken}, self.numeric_class, fresh)
                 taken |= {hop.peer_id for hop in hops}
                 legs += [Leg(hop) for hop in hops]
             legs += [leg] if leg is not None else []
@@ -142,13 +147,15 @@ class Attempt:
                     await self._rebuild(empty, journals, terms, past)
         finally:
             circuit.rebuilding = None
-        return self._stand(legs)
+        return self._stand(legs, terms)
 
-    def _stand(self, legs: Sequence[Leg]) -> Standing:
+    def _stand(self, legs: Sequence[Leg], terms: Terms) -> Standing:
         for leg in legs:
             if not leg.has_failed:
                 leg.state = LegState.WHOLE
         self._finder.numeric_class = legs[0].hop.announcement.numeric_class
+        if terms.coding is not None:  # which rounds where hops meet: at the same blocks, the numbers stay the same
+            self._finder.cuts = self._finder.cuts or tuple(leg.hop.blocks.start for leg in legs[1:])
         held = min(leg.held if leg.asked else 0 for leg in legs)
         return Standing(self._circuit.layout, min(leg.window for leg in legs), held)
 
@@ -208,7 +215,8 @@ class Attempt:
         sender = None
         if groups and groups[0][0] == 0:
             limits = self._shared.limits.replay
-            sender = PastSender(session, epoch, past.pieces, groups[0][1], legs[0].past, limits, self._expansion)
+            hops, window = groups[0][1], legs[0].past
+            sender = PastSender(session, epoch, past.pieces, hops, window, limits, self._expansion, coding=terms.coding)
         circuit.rebuilding = Rebuilding(frozenset(needy), past.stop, sender)
         replies = [legs[index].expect(wire.Rebuilt) for index in sorted(needy)]
         for first, count in groups:

@@ -15,6 +15,7 @@ from swarm.client.session.verdicts import (
     RefuseStep,
     View,
     judge,
+    wrong_coding,
     wrong_output,
     wrong_relay,
 )
@@ -89,7 +90,7 @@ class Inlet:
         ticket = self._steps.awaited(message.step)
         if ticket is None:
             return  # an answer out of order is sent again
-        if wrong := wrong_output(ticket, activations):
+        if wrong := wrong_output(ticket, activations, message.hidden):
             self._circuit.report(self._circuit.layout.legs[index].broken(wrong))
             return
         self._circuit.answered()
@@ -102,7 +103,7 @@ class Inlet:
             ticket = self._steps.in_flight(message.step)
             if ticket is None:
                 return  # it was answered
-        if wrong := wrong_relay(activations, ticket):
+        if wrong := wrong_coding(message.hidden, self._steps.coding) or wrong_relay(activations, ticket):
             self._circuit.report(legs[index].broken(wrong))
             return
         target = legs[index + 1]

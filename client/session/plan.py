@@ -9,6 +9,7 @@ from swarm.client.session.limits import ChunkLimits
 from swarm.protocol.journal import Expansion
 from swarm.protocol.marks import Prefix
 from swarm.protocol.seat import Terms
+from swarm.protocol.tensors import Coding
 
 Planner = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
 """`await planner(blocks, avoid, numeric_class, fresh)`: hops for blocks, without these peers or processes.
@@ -26,6 +27,7 @@ class SessionPlan:
     and positions of each, that hops are to have room for at once. expansion: makes embeddings from the token ids that
     come with each step, so that the client's journal keeps ids alone; None if it keeps embeddings. tenant: as in Open.
     prefix: the prompt that the session begins with, of which hops may have the past already; needs an expansion.
+    coding: of the activations on all edges. The planner must find hops that take it.
     """
 
     root: str
@@ -38,6 +40,7 @@ class SessionPlan:
     expansion: Expansion | None = None
     tenant: str | None = None
     prefix: Prefix | None = None
+    coding: Coding | None = None
 
     def sized(self, rows: int, tokens: int, limits: ChunkLimits) -> "SessionPlan":
         """Return the plan of a session whose first step has so many rows of so many tokens."""
@@ -50,4 +53,5 @@ class SessionPlan:
         is_first: no route has stood yet. Later the session has a length, which a kept past must not change.
         """
         prefix = self.prefix if is_first else None
-        return Terms(self.root, self.positions_max, self.rollback_max, batch, positions_soon, self.tenant, prefix)
+        size = self.positions_max, self.rollback_max, batch, positions_soon
+        return Terms(self.root, *size, self.tenant, prefix, self.coding)

@@ -49,7 +49,7 @@ class Session:
         self._error: SwarmError | None = None  # the reason for the session's end
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
-        steps = Steps(self._circuit, shared.limits, shared.others)
+        steps = Steps(self._circuit, shared.limits, shared.others, plan.coding)
         restorer = Restorer(self._circuit, shared, Finder(blocks, planner), plan, steps)
         self._travel = Travel(self._circuit, shared, steps, restorer)
         self._watcher = Watcher(self._circuit, steps, shared.limits.watch)

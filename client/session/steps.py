@@ -17,6 +17,7 @@ from swarm.client.session.limits import SessionLimits
 from swarm.errors import HopFailed
 from swarm.protocol.journal import Entry, Journal, Past
 from swarm.protocol.outbox import Answer, Dropped, Outbox, Ticket
+from swarm.protocol.tensors import Coding
 
 Outcome = Answer | Exception | Dropped
 
@@ -24,14 +25,21 @@ Outcome = Answer | Exception | Dropped
 class Steps:
     """One session's steps. Its methods send all that is due."""
 
-    def __init__(self, circuit: Circuit, limits: SessionLimits, others: Callable[[], bool] = lambda: False) -> None:
-        """others: whether the client has other sessions, whose steps these may travel with."""
+    def __init__(
+        self,
+        circuit: Circuit,
+        limits: SessionLimits,
+        others: Callable[[], bool] = lambda: False,
+        coding: Coding | None = None,
+    ) -> None:
+        """others: whether the client has other sessions, whose steps these may travel with. coding: the session's."""
         self._others = others
+        self.coding: Coding | None = coding
         self.window = 1  # steps that may be in flight, on the route that stood last
         self.skipped = False  # the last answered step was skipped: some hops have its positions, and others do not
         self.held = 0  # positions of the prompt that all hops had when the session was opened
         self._circuit = circuit
-        self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox)
+        self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox, coding)
         self._journal = Journal(limits.journal)
         self._waiters: dict[int, asyncio.Future[Outcome]] = {}
         self._loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@
     a hop refuses the session as a whole while it stands       -> HopFailed: it has lost the session
     ... while an attempt runs                                  -> Refused, that came behind another hop's fault
     a hop refuses a step that is in flight                     -> RefuseStep
-    the last hop answers with a wrong shape or no numbers      -> HopFailed
+    the last hop answers with a wrong shape, coding or number  -> HopFailed
     a hop hands the client wrong activations to relay          -> HopFailed
 
 All other refusals are consequences of earlier events: they are dropped.
@@ -26,6 +26,7 @@ from swarm.client.session.standing import Layout
 from swarm.errors import EdgeDown, Refused
 from swarm.protocol import messages as wire
 from swarm.protocol.outbox import Ticket
+from swarm.protocol.tensors import Coding, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,18 @@ def _judge_refused_session(fact: wire.Refused, view: View) -> Verdict | None:
     return _refusal(fact, view.leg) if fact.code != "bad_request" else None
 
 
-def wrong_output(ticket: Ticket, activations: Activations | None) -> str | None:
-    """Return the fault of an answer to a step; None if it is sound."""
+def wrong_coding(hidden: TensorMeta | None, coding: Coding | None) -> str | None:
+    """Return the fault of activations that are coded otherwise than the session's are; None if they are not."""
+    if hidden is None or hidden.coding == coding:
+        return None
+    return f"its activations are sent as {hidden.coding}, the session's are {coding}"
+
+
+def wrong_output(ticket: Ticket, activations: Activations | None, hidden: TensorMeta | None = None) -> str | None:
+    """Return the fault of an answer to a step; None if it is sound. hidden: how its activations were sent."""
+    sent = ticket.message.hidden
+    if hidden is not None and sent is not None and hidden.coding != sent.coding:
+        return wrong_coding(hidden, sent.coding)
     due = ticket.answer_shape
     got = None if activations is None else tuple(activations.hidden.shape)
     if got != due:

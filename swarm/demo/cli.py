@@ -29,18 +29,37 @@ PROMPT = '''def read_lines(path, encoding="utf-8"):
 @click.version_option(__version__)
 @click.option("--prompt", default=PROMPT, help="the start of some Python code")
 @click.option("--max-new-tokens", type=click.IntRange(1, 400), default=96, show_default=True)
+@click.option(
+    "--delay-ms",
+    type=click.FloatRange(0.0, 1000.0, min_open=True),
+    default=None,
+    help="put servers so far apart, one way, and compare generating with guesses that travel ahead and without",
+)
 @click.option("--gateway", is_flag=True, help="serve the swarm over HTTP until Ctrl-C, in the place of a generation")
 @click.option("--listen", type=HOST_PORT, default="127.0.0.1:8000", show_default=True, help="of the gateway")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
-def command(prompt: str, max_new_tokens: int, gateway: bool, listen: tuple[str, int], log_level: str) -> None:
+def command(
+    prompt: str,
+    max_new_tokens: int,
+    delay_ms: float | None,
+    gateway: bool,
+    listen: tuple[str, int],
+    log_level: str,
+) -> None:
     """Start a bootstrap node and four servers of a small checkpoint on this machine, and generate through them.
 
-    Half-way a server is killed, and another takes over. With --gateway, the swarm is served over HTTP instead. The
-    checkpoint comes with the package; nothing is downloaded, and nothing is left running.
+    Half-way a server is killed, and another takes over. With --gateway, the swarm is served over HTTP instead. With
+    --delay-ms, three servers are as far apart as in the world, and the same text comes twice: one token a trip, and
+    with guesses. The checkpoint comes with the package; nothing is downloaded, and nothing is left running.
     """
+    if gateway and delay_ms is not None:
+        raise click.UsageError("--delay-ms compares two generations, and --gateway makes none: give one of them")
     configure_logging(log_level)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes below are ended in order
     began = time.monotonic()
+    if delay_ms is not None:
+        _compare(prompt, max_new_tokens, delay_ms)
+        return
     # In float32, because in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
     with LocalSwarm(
         CHECKPOINT, SPANS, options=("--dtype", "float32"), on_start=lambda name: click.echo(f"starting {name}")
@@ -77,6 +96,37 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     if tokens.tolist() != expected.tolist():
         raise SwarmError("the swarm's tokens differ from the local model's")
     click.echo(f"the local model gives the same {tokens.shape[1]} tokens")
+
+
+def _compare(prompt: str, max_new_tokens: int, delay_ms: float) -> None:
+    """Generate the same text without guesses and with them, on a route of three servers that are far apart."""
+    from swarm.client.hf.auto import AutoDistributedModel  # noqa: PLC0415 - torch: while the servers load theirs
+    from swarm.client.hf.text import TextOptions, continue_prompt, load_tokenizer  # noqa: PLC0415
+    from swarm.demo.distance import far_apart  # noqa: PLC0415
+    from swarm.demo.streaming import TimedStreamer  # noqa: PLC0415
+
+    options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
+    tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
+    speeds, texts = [], []
+    with LocalSwarm(CHECKPOINT, log_level="warning", on_start=lambda name: click.echo(f"starting {name}")) as swarm:
+        report = swarm.folder / "late.json"
+        with far_apart(swarm, ("0:4", "4:8", "8:12"), delay_ms, report, ("--dtype", "float32")):
+            for draft, title in (("none", "one token a trip"), ("lookup", "with guesses that travel ahead")):
+                click.echo(f"\n{title}, {delay_ms:g} ms from peer to peer:\n")
+                with AutoDistributedModel.from_pretrained(
+                    CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network, dtype="float32", draft=draft
+                ) as model:
+                    streamer = TimedStreamer(tokenizer, half_way=max_new_tokens, then=lambda: None)
+                    texts.append(continue_prompt(model, tokenizer, prompt, options, streamer).tolist())
+                    speeds.append(streamer.tokens_per_s)
+                    counts = model.last_speculation
+    if texts[0] != texts[1]:
+        raise SwarmError("the tokens with guesses differ from those without")
+    right = f"; {counts.right} of {counts.right + counts.wrong} guesses were right" if counts is not None else ""
+    click.echo(
+        f"\nthe same {len(texts[0][0])} tokens: {speeds[0]:.1f} and {speeds[1]:.1f} a second, "
+        f"{speeds[1] / speeds[0]:.1f} times as fast{right}"
+    )
 
 
 def _serve(swarm: LocalSwarm, host: str, port: int) -> None:

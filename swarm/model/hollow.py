@@ -6,12 +6,14 @@ come from it, and weights are loaded by its own `from_pretrained`, which never m
 the model.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -126,6 +128,25 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
     """Build a model of this class on the meta device: all shapes, no weights (0.1 s for 671 billion parameters)."""
     with torch.device("meta"):
         return cls(config)
+
+
+def beyond_blocks(config: PretrainedConfig) -> re.Pattern[str] | None:
+    """Return what matches a checkpoint's names of the blocks for multi-token prediction, behind the last one; or None.
+
+    No part of the model itself needs them.
+    """
+    text = text_config(config)
+    count = getattr(text, "num_mtp_layers", None) or 0
+    if not count:
+        return None
+    whole = skeleton(class_for(config), config)
+    # The family's own patterns know its released sizes alone.
+    whole._keys_to_ignore_on_load_unexpected = [
+        *(type(whole)._keys_to_ignore_on_load_unexpected or ()),
+        *(rf"layers\.{block}\." for block in range(text.num_hidden_layers, text.num_hidden_layers + count)),
+    ]
+    pattern: re.Pattern[str] = MtpModel.get_mtp_weights_regex(whole)
+    return pattern
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:

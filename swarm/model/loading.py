@@ -16,7 +16,16 @@ from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import CONFIG_NAME, SINGLE_NAME, Checkpoint, staged
-from swarm.model.hollow import absent_prefixes, blocks_of, class_for, decoder_of, hollow_class, skeleton, text_config
+from swarm.model.hollow import (
+    absent_prefixes,
+    beyond_blocks,
+    blocks_of,
+    class_for,
+    decoder_of,
+    hollow_class,
+    skeleton,
+    text_config,
+)
 from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
 from swarm.model.reading import Held, MalformedWeights, read_tensors
@@ -112,8 +121,8 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
 def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
-    with _quiet(), torch.inference_mode(mode=False):
-        tensors = _read(checkpoint, needed_tensors(checkpoint, blocks))
+    with quiet(), torch.inference_mode(mode=False):
+        tensors = read_verified(checkpoint, needed_tensors(checkpoint, blocks))
         try:
             loaded: Any = cls.from_pretrained(
                 None, config=checkpoint.config, dtype=dtype, state_dict=tensors, output_loading_info=True
@@ -133,8 +142,11 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     return on_device
 
 
-def _read(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> dict[str, Held]:
-    """Read the files of a hollow model once, verified as they are read. Returns the tensors that it needs."""
+def read_verified(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> dict[str, Held]:
+    """Read the files with these tensors once, verified as they are read. Returns the tensors.
+
+    Raises ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint or UnsupportedArchitecture.
+    """
     tensors: dict[str, Held] = {}
     for name, path in checkpoint.source.fetch(_files(checkpoint, needs)).items():
         with _discarding(checkpoint, name):
@@ -170,7 +182,11 @@ def needed_tensors(checkpoint: Checkpoint, blocks: Blocks | None) -> Callable[[s
     renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
     converters = [item for item in transforms if isinstance(item, WeightConverter)]
 
+    beyond = beyond_blocks(checkpoint.config)
+
     def needs(name: str) -> bool:
+        if beyond is not None and beyond.search(name):
+            return False
         target, _ = rename_source_key(name, renamings, converters, hollow.base_model_prefix, full)
         if target not in full and name in full:
             target = name
@@ -199,7 +215,7 @@ def idle_prefixes(checkpoint: Checkpoint, model: PreTrainedModel) -> tuple[str, 
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Unexpected keys are the point here: keep the report about them off the terminal, and bars out of logs."""
     level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.ERROR)

@@ -33,7 +33,7 @@ def fits(message: Message) -> bool:
 
 
 def bundled(parts: Sequence[Part]) -> Iterator[Part]:
-    """Put neighbouring messages of one kind, dtype and width into one. All of them fit."""
+    """Put neighbouring messages of one kind, dtype, width and coding into one. All of them fit."""
     for _, run in groupby(parts, key=lambda part: (type(part[0]), _hidden(part[0]))):
         rest = list(run)
         while rest:
@@ -51,7 +51,8 @@ def unbundled(message: AnyMessage, activations: Activations | None) -> Sequence[
     assert isinstance(message, (Steps, Outputs))
     assert activations is not None
     finite = activations.is_finite()
-    one = TensorMeta.model_construct(dtype=message.hidden.dtype, shape=(1, *message.hidden.shape[1:]))
+    of_all = message.hidden
+    one = TensorMeta.model_construct(dtype=of_all.dtype, shape=(1, *of_all.shape[1:]), coding=of_all.coding)
     rows = activations.hidden.split(1)
     singles: list[Step | Output] = []
     singles += _outputs_of(message, one) if isinstance(message, Outputs) else _steps_of(message, one)
@@ -82,7 +83,8 @@ def _joined(parts: Sequence[Part]) -> Part:
     hidden = torch.cat([activations.hidden for _, activations in parts if activations is not None])
     first = _hidden(parts[0][0])
     assert first is not None
-    meta = TensorMeta.model_construct(dtype=first.dtype, shape=(len(parts), *first.shape[1:]))
+    shape = (len(parts), *first.shape[1:])
+    meta = TensorMeta.model_construct(dtype=first.dtype, shape=shape, coding=first.coding)
     activations = Activations(hidden)
     outputs = [message for message, _ in parts if isinstance(message, Output)]
     if outputs:

@@ -24,8 +24,12 @@ def encode(message: Message, activations: Activations | None = None) -> list[byt
     padding = -(2 + len(header)) % ALIGNMENT
     length = len(header) + padding
     assert length <= HEADER_BYTES_MAX
-    tensors = () if activations is None else map(encode_tensor, activations.tensors)
-    return [length.to_bytes(2, "big") + header + b" " * padding, *tensors]
+    frame: list[bytes | memoryview] = [length.to_bytes(2, "big") + header + b" " * padding]
+    if activations is not None:
+        hidden, *beside = activations.tensors
+        coding = message.hidden.coding  # type: ignore[attr-defined]  # all messages with activations have it
+        frame += [encode_tensor(hidden, coding), *map(encode_tensor, beside)]
+    return frame
 
 
 def decode(frame: memoryview) -> tuple[AnyMessage, Activations | None]:

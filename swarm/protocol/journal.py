@@ -27,7 +27,7 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.limits import limit
 from swarm.protocol.messages import Rebuild
-from swarm.protocol.tensors import CHUNK_BYTES, metas_of
+from swarm.protocol.tensors import CHUNK_BYTES, Coding, metas_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +210,15 @@ def rebuild_messages(
     hops: int,
     chunk_bytes: int | None = None,
     expansion: Expansion | None = None,
+    coding: Coding | None = None,
 ) -> Iterator[tuple[Rebuild, Activations]]:
-    """Write a past as messages of about CHUNK_BYTES, with their activations, each made when it is asked for."""
+    """Write a past as messages of about CHUNK_BYTES, with their activations, each made when it is asked for.
+
+    A journal keeps outputs as they were before they were coded: coded again, they are the same bytes.
+    """
     for kept in _chunks(pieces, chunk_bytes or CHUNK_BYTES, expansion):
         part = kept if expansion is None else expansion.of(kept)
-        metas = metas_of(part.activations)
+        metas = metas_of(part.activations, coding)
         message = Rebuild(
             session=session,
             epoch=epoch,

@@ -45,7 +45,7 @@ from enum import Enum
 from swarm.activations import Activations
 from swarm.limits import limit
 from swarm.protocol.messages import Step
-from swarm.protocol.tensors import metas_of
+from swarm.protocol.tensors import Coding, metas_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,18 @@ class Outbox:
     """The steps of one session that are not answered yet."""
 
     def __init__(
-        self, session: str, on_settled: Callable[[Ticket], None] = lambda _: None, limits: OutboxLimits | None = None
+        self,
+        session: str,
+        on_settled: Callable[[Ticket], None] = lambda _: None,
+        limits: OutboxLimits | None = None,
+        coding: Coding | None = None,
     ) -> None:
-        """on_settled: told of each ticket that gets an outcome. It must not call the outbox."""
+        """on_settled: told of each ticket that gets an outcome. It must not call the outbox. coding: the session's."""
         self.last_put = 0  # the last step's number
         self.last_answered = 0
         self._session = session
         self._on_settled = on_settled
+        self._coding: Coding | None = coding
         self._limits = limits or OutboxLimits()
         self._epoch = 0
         self._window = self._limits.in_flight_max  # of the route: the least of its hops'
@@ -147,7 +152,7 @@ class Outbox:
     ) -> Ticket:
         """Add a step, in the units of the message Step."""
         self.last_put += 1
-        metas = metas_of(activations)
+        metas = metas_of(activations, self._coding)
         message = Step(
             session=self._session,
             epoch=self._epoch,

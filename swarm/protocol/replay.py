@@ -40,7 +40,7 @@ from swarm.activations import Activations
 from swarm.limits import limit
 from swarm.protocol.journal import Expansion, Past, rebuild_messages
 from swarm.protocol.messages import Rebuild, RefusalCode
-from swarm.protocol.tensors import CHUNK_BYTES, meta_of
+from swarm.protocol.tensors import CHUNK_BYTES, Coding, meta_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +95,17 @@ class PastSender:
         window: ReplayWindow,
         limits: ReplayLimits | None = None,
         expansion: Expansion | None = None,
+        coding: Coding | None = None,
     ) -> None:
         """pieces: of the past, in order, as the journal has them. hops: how many lack it. window: to the first one.
 
-        expansion: makes the past from the pieces, where the journal keeps something smaller.
+        expansion: makes the past from the pieces, where the journal keeps something smaller. coding: the session's.
         """
         self.done = False  # nothing is left to take, and no piece of the journal is held any more
         self.window = window
         chunk_bytes = (limits or ReplayLimits()).chunk_bytes
         self._messages: Iterator[tuple[Rebuild, Activations]] = rebuild_messages(
-            session, epoch, pieces, hops, chunk_bytes, expansion
+            session, epoch, pieces, hops, chunk_bytes, expansion, coding
         )
 
     def take(self) -> tuple[Rebuild, Activations] | None:
@@ -224,7 +225,8 @@ def follow_up(piece: Rebuild, output: Activations, *, from_owner: bool) -> Follo
     is_last = _stop(piece) == piece.total
     onward = None
     if piece.hops > 1:
-        onward = piece.model_copy(update={"hops": piece.hops - 1, "hidden": meta_of(output.hidden)})
+        update = {"hops": piece.hops - 1, "hidden": meta_of(output.hidden, piece.hidden.coding)}
+        onward = piece.model_copy(update=update)
     confirm_owner = is_last and (piece.hops > 1 or not from_owner)
     return FollowUp(onward, _stop(piece), piece.hops == 1, confirm_owner, is_last)
 

@@ -28,9 +28,11 @@ The client calls `open` for the hops that are new and `reroute` for those that s
 from base64 import b64encode
 from dataclasses import dataclass, replace
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.protocol.marks import Prefix
 from swarm.protocol.messages import Open, Reroute
+from swarm.protocol.tensors import Coding
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The size of a session, in the units of Open. prefix: of which hops may have the past; None to ask none."""
+    """The size of a session, in the units of Open. prefix: of which hops may have the past; None to ask none.
+
+    coding: of the activations on all edges. It makes another numeric class of the hops' own.
+    """
 
     root: str
     positions_max: int
@@ -136,6 +141,7 @@ class Terms:
     positions_soon: int = 0
     tenant: str | None = None
     prefix: Prefix | None = None
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +179,16 @@ class Itinerary:
     def open(self, index: int, terms: Terms, *, rebuild: bool) -> Open:
         """Write the message that opens the session at hop `index`. rebuild: the past will come by Rebuild messages."""
         stop, beside = self.stops[index], self.neighbours(index)
+        numeric_class = str(NumericClass.parse(stop.numeric_class).sent(terms.coding))
         marks = None
         if terms.prefix is not None:
             upstream = [(each.peer, each.blocks) for each in self.stops[:index]]
-            marks = terms.prefix.marks(terms.root, stop.numeric_class, upstream)
+            marks = terms.prefix.marks(terms.root, numeric_class, upstream)
         return Open(
             session=self.session,
             epoch=self.epoch,
             root=terms.root,
-            numeric_class=stop.numeric_class,
+            numeric_class=numeric_class,
             start=stop.blocks.start,
             stop=stop.blocks.stop,
             positions_max=terms.positions_max,

@@ -96,6 +96,18 @@ def test_a_busy_server_is_left_to_others():
     assert planned(Blocks(0, 12), [busy, idle])[0].signed is idle
 
 
+def test_only_servers_that_take_the_coding_are_planned():
+    plain, coded = server(0, 12), server(0, 6)
+    takes = coded.announcement.model_copy(update={"codings": ("zip", "int8")})
+    coded = SignedAnnouncement(takes, b"")
+    rest = SignedAnnouncement(server(6, 12).announcement.model_copy(update={"codings": ("int8",)}), b"")
+    assert blocks_of(plain, coded, rest) == ["0:12"]
+    assert blocks_of(plain, coded, rest, coding="int8") == ["0:6", "6:12"]
+    with pytest.raises(NoRoute, match="--wire int8") as caught:
+        planned(Blocks(0, 12), [plain, coded], coding="int8")
+    assert caught.value.missing == tuple(range(6, 12))
+
+
 def test_numeric_classes_are_never_mixed():
     with pytest.raises(NoRoute, match="no single numeric class"):
         blocks_of(server(0, 6), server(6, 12, dtype="bfloat16"))

@@ -50,6 +50,26 @@ async def test_hops_that_can_go_on_are_kept():
     assert (found[1].hop.signed, found[1].hop.blocks) == (spare, Blocks(2, 4))
 
 
+async def test_coded_session_is_cut_where_it_was_as_long_as_others_can_take_over_there():
+    first, middle, last = server(0, 2), server(2, 4), server(4, 6)
+    large, spares = server(2, 6), (server(2, 4), server(4, 6))
+    as_before, as_planned = ["0:2", "2:4", "4:6"], ["0:2", "2:6"]
+    legs = open_legs(
+        *planned(Blocks(0, 2), [first]),
+        *planned(Blocks(2, 4), [middle]),
+        *planned(Blocks(4, 6), [last]),
+    )
+    dead = {leg.hop.process for leg in legs[1:]}
+    for known, cuts, expected in [
+        ((large, *spares), (), as_planned),  # the better route, where nothing is rounded
+        ((large, *spares), (2, 4), as_before),
+        ((large,), (2, 4), as_planned),
+    ]:
+        finder = Finder(Blocks(0, 6), planner(first, middle, last, *known))
+        finder.cuts = cuts
+        assert [str(leg.hop.blocks) for leg in await finder.splice(legs, dead)] == expected
+
+
 async def test_directory_is_read_only_if_no_known_hop_takes_over():
     first, middle, last, newcomer = server(0, 2), server(2, 4), server(2, 6), server(2, 4)
     legs = open_legs(

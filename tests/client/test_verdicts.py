@@ -17,12 +17,14 @@ from swarm.client.session.verdicts import (
     View,
     is_sound,
     judge,
+    wrong_coding,
     wrong_output,
     wrong_relay,
 )
 from swarm.errors import EdgeDown, HopFailed, Refused
 from swarm.protocol import messages as wire
 from swarm.protocol.outbox import Outbox
+from swarm.protocol.tensors import meta_of
 from tests.client.test_route import planned, server
 
 SESSION = "0" * 32
@@ -205,6 +207,15 @@ OUTPUTS = {
     "infinite ones": (put(), answer(1, 2, 4, fill=float("inf")), "its answer is of the wrong type"),
     "integers": (put(), answer(1, 2, 4, dtype=torch.int64, fill=1), "its answer is of the wrong type"),
 }
+
+
+@pytest.mark.parametrize(("asked", "sent"), [("int8", None), (None, "int8"), ("int8", "int8"), (None, None)])
+def test_activations_in_another_coding_than_the_sessions_are_wrong(asked, sent):
+    hidden = Activations(torch.zeros(1, 2, 4))
+    ticket = Outbox(SESSION, coding=asked).put(hidden, keep=0, rows=None, want=2, budget_ms=1)
+    meta = meta_of(hidden.hidden, sent)
+    for said in (wrong_output(ticket, hidden, meta), wrong_coding(meta, asked)):
+        assert said is None if asked == sent else f"sent as {sent}" in said
 
 
 @pytest.mark.parametrize("name", OUTPUTS)

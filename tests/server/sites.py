@@ -27,7 +27,7 @@ from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.protocol.base import Message
 from swarm.protocol.messages import AnyMessage, Open, Opened, Output, Rebuild, Rebuilt, Refused, Step
-from swarm.protocol.tensors import meta_of
+from swarm.protocol.tensors import Coding, meta_of
 from swarm.server.limits import HandlerLimits, HostedLimits
 from swarm.server.server import Server, ServerLimits, ServerOptions
 from swarm.server.session import HostedSession
@@ -90,11 +90,15 @@ class Site:
 
 @asynccontextmanager
 async def serving(
-    loaded: Loaded, blocks: Blocks, pool_tokens: int = POOL_TOKENS, limits: ServerLimits | None = None
+    loaded: Loaded,
+    blocks: Blocks,
+    pool_tokens: int = POOL_TOKENS,
+    limits: ServerLimits | None = None,
+    coding: Coding | None = None,
 ) -> AsyncIterator[Site]:
     identity = Identity.generate()
     me = Endpoint(identity, ChannelKey(), NETWORK)
-    options = ServerOptions(pool_tokens, limits=limits or ServerLimits())
+    options = ServerOptions(pool_tokens, limits=limits or ServerLimits(), coding=coding)
     server = Server(loaded.checkpoint, loaded.spans[blocks], unhidden(me, Listener(me, "127.0.0.1", 0)), options)
     await server.start()
     try:
@@ -208,6 +212,7 @@ def step(
     mask: Tensor | None = None,
     keep: int = 0,
     want: int = 1,
+    coding: Coding | None = None,
     **changes: object,
 ) -> tuple[Step, Activations]:
     message = Step(
@@ -217,7 +222,7 @@ def step(
         keep=keep,
         budget_ms=60_000,
         want=want,
-        hidden=meta_of(hidden),
+        hidden=meta_of(hidden, coding),
         positions=None if positions is None else meta_of(positions),
         mask=None if mask is None else meta_of(mask),
     )

@@ -38,6 +38,7 @@ from tests.server.sites import (
         {"root": "ab" * 32},
         {"numeric_class": "bfloat16"},
         {"numeric_class": "float32+gptq"},
+        {"numeric_class": "float32++int8"},
         {"start": 2, "stop": 4},
         {"start": 3, "stop": 6},
         {"start": 2, "stop": 1},

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks
 
@@ -64,7 +65,7 @@ class HashSpan:
 
     dtype = torch.float32
     device = torch.device("cpu")
-    numeric_class = NUMERIC_CLASS
+    numeric_class = NumericClass(NUMERIC_CLASS)
     hidden_size = HIDDEN_SIZE
     traits = SimpleNamespace(positions_max=POSITIONS_MAX)
 

@@ -6,11 +6,13 @@ Quicker to start than processes, and a test can look inside. What needs processe
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from swarm.blocks import Blocks
+from swarm.client.hf.drafting import drafting_by_mtp
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
@@ -26,6 +28,7 @@ from swarm.model.loading import load_ends, load_span
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
+from swarm.protocol.tensors import Coding
 from swarm.server.server import Server, ServerOptions
 from tests.support.ways import unhidden
 
@@ -56,13 +59,14 @@ class InProcessSwarm:
         cache_tokens: int = 100_000,
         identity: Identity | None = None,
         announce: tuple[str, ...] = (),
+        coding: Coding | None = None,
     ) -> Server:
         """Start a server of these blocks and announce it. announce: addresses, in the place of its own."""
         span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype)
 
         async def start() -> Server:
             me = Endpoint(identity, ChannelKey(), NETWORK)
-            options = ServerOptions(announce=announce, cache_tokens=cache_tokens, threads=1)
+            options = ServerOptions(announce=announce, cache_tokens=cache_tokens, threads=1, coding=coding)
             listener = Listener(me, "127.0.0.1", 0)
             server = Server(self.checkpoint, span, unhidden(me, listener), options)
             self._listeners[server] = listener
@@ -96,6 +100,7 @@ class InProcessSwarm:
         local_blocks: int = 0,
         limits: SessionLimits | None = None,
         drafting: Drafting | None = None,
+        coding: Coding | None = None,
     ) -> DistributedModel:
         """A distributed model; `close` it."""
 
@@ -110,11 +115,13 @@ class InProcessSwarm:
             preferences or Preferences(),
             local_blocks,
             limits=limits or SessionLimits(),
+            coding=coding,
         )
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
         first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None
         ends = load_ends(self.checkpoint, dtype=self.dtype)
-        return distribute(ends, swarm if first is None else LocalFirst(first, swarm), drafting)
+        backend = swarm if first is None else LocalFirst(first, swarm)
+        return distribute(ends, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))
 
     def close(self) -> None:
         """End every server."""

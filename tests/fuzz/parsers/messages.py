@@ -44,6 +44,7 @@ def messages() -> tuple[Message, ...]:
     columns = {"sessions": (SESSION, "0" * 32), "epochs": (3, 4), "steps": (1, 9)}
     hidden_of_two = TensorMeta(dtype="bfloat16", shape=(2, 1, 8))
     past = {"hidden": hidden, "positions": positions, "mask": mask}
+    coded = {**past, "hidden": TensorMeta(dtype="bfloat16", shape=(2, 3, 40), coding="int8")}
     record = b64encode(signed(BOB, now=NOW)).decode()
     return (
         hello(),
@@ -59,11 +60,13 @@ def messages() -> tuple[Message, ...]:
         wire.Rerouted(**of, journal=True),
         wire.Replay(**of, step=4, hops=2),
         wire.Rebuild(**of, start=0, total=3, hops=1, **past),
+        wire.Rebuild(**of, start=0, total=3, hops=1, **coded),
         wire.Rebuilt(**of, stop=3),
         wire.Inquiry(**of),
         wire.Progress(**of, applied=3, length=4, under_way=1, jobs_done=5, quiet_ms=6),
         wire.Leaving(**of),
         wire.Step(**of, step=1, keep=0, rows=(1, 0), budget_ms=100, want=1, **past),
+        wire.Step(**of, step=1, keep=0, budget_ms=100, want=1, **coded),
         wire.Output(**of, step=1, hidden=hidden),
         wire.Steps(**columns, keeps=(0, 4), budgets_ms=(100, 90), wants=(1, 0), hidden=hidden_of_two),
         wire.Outputs(**columns, hidden=hidden_of_two),
@@ -120,6 +123,9 @@ def _tensor_seeds() -> tuple[bytes, ...]:
         for dtype in ("float32", "int64", "uint8"):
             meta = TensorMeta(dtype=dtype, shape=shape)
             seeds.append(_METAS.dump_json((meta, None, meta)) + b"\n" + bytes(min(2 * meta.n_bytes, 1000)))
+    for shape in ((32,), (2, 3, 40), (1, 1, 1 << 26)):
+        meta = TensorMeta(dtype="bfloat16", shape=shape, coding="int8")
+        seeds.append(_METAS.dump_json((meta,)) + b"\n" + bytes(min(meta.sent_bytes, 1000)))
     return tuple(seeds)
 
 

@@ -1,6 +1,6 @@
 """A TCP proxy that makes every byte late, in both directions: a wide-area network on one machine.
 
-    python benchmarks/delay_proxy.py --delay-ms 25 --report late.json 127.0.0.1:7001=127.0.0.1:8001 ...
+    python -m swarm.demo.delay_proxy --delay-ms 25 --report late.json 127.0.0.1:7001=127.0.0.1:8001 ...
 
 It serves any number of LISTEN=TARGET pairs until SIGTERM, and then writes how late it was itself, beyond the delay.
 There is no limit of bandwidth.
@@ -25,16 +25,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarm.limits import limit
 from swarm.net.launch import command
 
-SAMPLES_MAX = 100_000
-AWAKE_S = 0.0005
-READ_BYTES = 1 << 16
-SO_TIMESTAMPNS = 35  # Linux: the kernel says when it got what is read
-TIMESPEC = struct.Struct("@ll")
+
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """How the proxy works."""
+
+    samples_max: int = limit(100_000, "samples", "of its lateness; the latest count")
+    awake_s: float = limit(0.0005, "s", "before bytes are due, it does not sleep any more")
+    read_bytes: int = limit(1 << 16, "bytes", "that are taken at once")
+    backlog_s: float = limit(0.001, "s", "until bytes are offered again to a receiver that takes none")
 
 
 def main() -> None:
+    """Run the command."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("pairs", nargs="+", metavar="LISTEN=TARGET")
     arguments.add_argument("--delay-ms", type=float, default=25.0, help="one way")
@@ -54,9 +60,18 @@ def main() -> None:
 def delay_proxies(pairs: Sequence[tuple[str, str]], delay_ms: float, report: Path) -> Iterator[None]:
     """Run proxies for (listen, target) pairs in a process of their own; `report` is there when the block has ended."""
     texts = [f"{listen}={target}" for listen, target in pairs]
-    program = (sys.executable, __file__, "--delay-ms", str(delay_ms), "--report", str(report), *texts)
-    line = command(*program, descriptors_max=1024, data_bytes_max=1 << 40)
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+    module = (sys.executable, "-m", "swarm.demo.delay_proxy")
+    line = command(
+        *module,
+        "--delay-ms",
+        str(delay_ms),
+        "--report",
+        str(report),
+        *texts,
+        descriptors_max=1024,
+        data_bytes_max=1 << 40,
+    )
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own command
         assert process.stdout is not None
         try:
             if process.stdout.readline() != "ready\n":
@@ -85,9 +100,13 @@ class Pipe:
 class Proxy:
     """All connections, in one thread."""
 
-    def __init__(self, delay_s: float) -> None:
-        self.late_ms: deque[float] = deque(maxlen=SAMPLES_MAX)
+    def __init__(self, delay_s: float, limits: ProxyLimits | None = None) -> None:
+        """delay_s: of every byte, one way."""
+        self._limits = limits or ProxyLimits()
+        self.late_ms: deque[float] = deque(maxlen=self._limits.samples_max)
         self._delay_s = delay_s
+        self._stamp = 35 if sys.platform == "linux" else None  # SO_TIMESTAMPNS: when the kernel got what is read
+        self._timespec = struct.Struct("@ll")
         self._listeners: dict[socket.socket, tuple[str, int]] = {}
         self._pipes: dict[socket.socket, Pipe] = {}  # by source
         self._stopped = False
@@ -108,7 +127,7 @@ class Proxy:
             now = time.time()
             due = min((pipe.queue[0][0] for pipe in self._pipes.values() if pipe.queue), default=now + 1.0)
             reading = [*self._listeners, *(source for source, pipe in self._pipes.items() if not pipe.ended)]
-            readable, _, _ = select.select(reading, (), (), max(0.0, due - now - AWAKE_S))
+            readable, _, _ = select.select(reading, (), (), max(0.0, due - now - self._limits.awake_s))
             for each in readable:
                 if each in self._listeners:
                     self._accept(each)
@@ -127,20 +146,21 @@ class Proxy:
         for end in (near, far):
             end.setblocking(False)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+            if self._stamp is not None:
+                end.setsockopt(socket.SOL_SOCKET, self._stamp, 1)
         self._pipes[near], self._pipes[far] = Pipe(near, far), Pipe(far, near)
 
     def _read(self, pipe: Pipe) -> None:
         arrived = time.time()
         try:
-            data, notes, _, _ = pipe.source.recvmsg(READ_BYTES, socket.CMSG_SPACE(TIMESPEC.size))
+            data, notes, _, _ = pipe.source.recvmsg(self._limits.read_bytes, socket.CMSG_SPACE(self._timespec.size))
         except BlockingIOError:
             return
         except OSError:
             data, notes = b"", []
         for _, kind, note in notes:
-            if kind == SO_TIMESTAMPNS and len(note) >= TIMESPEC.size:
-                seconds, nanoseconds = TIMESPEC.unpack_from(note)
+            if kind == self._stamp and len(note) >= self._timespec.size:
+                seconds, nanoseconds = self._timespec.unpack_from(note)
                 arrived = seconds + nanoseconds / 1e9
         pipe.ended = not data
         pipe.queue.append((arrived + self._delay_s, data))
@@ -161,7 +181,7 @@ class Proxy:
             except OSError:
                 return  # nobody reads it any more
             if sent < len(data):
-                pipe.queue.appendleft((now + 0.001, data[sent:]))
+                pipe.queue.appendleft((now + self._limits.backlog_s, data[sent:]))
             if sent:
                 self.late_ms.append(1000 * (now - due))
 
