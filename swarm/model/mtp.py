@@ -37,7 +37,9 @@ def load_mtp(checkpoint: Checkpoint, ends: PreTrainedModel) -> MtpModel:
             why = f"its blocks for multi-token prediction do not load: {error}"
             raise UnsupportedCheckpoint(checkpoint.model, why) from error
         model.tie_with_main_model(ends)
-        return model.to(ends.device).eval()
+        placed: Any = model.eval()
+        placed.to(ends.device)
+    return model
 
 
 def _loaded(checkpoint: Checkpoint, ends: PreTrainedModel, tensors: dict[str, Held]) -> MtpModel:
