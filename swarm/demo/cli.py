@@ -124,7 +124,7 @@ def _compare(prompt: str, max_new_tokens: int, delay_ms: float) -> None:
         raise SwarmError("the tokens with guesses differ from those without")
     right = f"; {counts.right} of {counts.right + counts.wrong} guesses were right" if counts is not None else ""
     click.echo(
-        f"\nthe same {len(texts[0][0])} tokens: {speeds[0]:.1f} and {speeds[1]:.1f} a second, "
+        f"\nthe same text: {speeds[0]:.1f} and {speeds[1]:.1f} tokens a second, "
         f"{speeds[1] / speeds[0]:.1f} times as fast{right}"
     )
 

@@ -47,9 +47,8 @@ def _loaded(checkpoint: Checkpoint, ends: PreTrainedModel, tensors: dict[str, He
     whole = skeleton(class_for(checkpoint.config), checkpoint.config)  # the layers are of its last block's class
     with torch.device("meta"):
         model = MtpModel(whole, text_config(checkpoint.config).num_mtp_layers)
-    options = LoadStateDictConfig(
-        weight_mapping=model.get_weight_conversions(whole), device_map={"": torch.device("cpu")}, dtype=ends.dtype
-    )
+    conversions: Any = model.get_weight_conversions(whole)
+    options = LoadStateDictConfig(weight_mapping=conversions, device_map={"": torch.device("cpu")}, dtype=ends.dtype)
     loading: Any = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=options)
     report = loading[0]
     model._adjust_missing_and_unexpected_keys(report)
