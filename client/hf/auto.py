@@ -1,6 +1,6 @@
 """`AutoDistributedModel.from_pretrained`: a `transformers` model whose blocks are all over the world."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -120,11 +120,7 @@ class AutoDistributedModel:
         _check_blocks(checkpoint, options)
         ends = load_ends(checkpoint, dtype=dtype, device=device)
         mtp = partial(drafting_by_mtp, checkpoint, ends)
-        drafting = (
-            mtp()
-            if draft == "mtp"
-            else _drafting(draft, ends, token=token, cache_dir=settings.cache_dir, device=device)
-        )
+        drafting = _drafting(draft, ends, mtp, token=token, cache_dir=settings.cache_dir, device=device)
         local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
         join = partial(open_directory, settings.network, settings.initial_peers, access, way)
@@ -167,14 +163,21 @@ def _path(given: str | Path | None) -> Path | None:
 
 
 def _drafting(
-    draft: str | Path | PreTrainedModel, ends: PreTrainedModel, *, device: torch.device | str, **hub: str | Path | None
+    draft: str | Path | PreTrainedModel,
+    ends: PreTrainedModel,
+    mtp: Callable[[], Drafting],
+    *,
+    device: torch.device | str,
+    **hub: str | Path | None,
 ) -> Drafting | None:
-    """Return where guesses come from. Raises BadConfiguration or ModelNotFound."""
+    """Return where guesses come from. Raises BadConfiguration, ModelNotFound, or as `load_mtp` does."""
     match draft:
         case "none":
             return None
         case "lookup":
             return Drafting(Lookup)
+        case "mtp":
+            return mtp()
         case PreTrainedModel():
             small = draft
         case _:

@@ -1,13 +1,12 @@
 """The model's own blocks for multi-token prediction guess the next tokens (DeepSeek-V3, section 2.2).
 
-The client has what they need: the final hidden states come back to it anyway, and it holds embeddings and head. A block
-predicts one token behind the one that is known. For each further one it takes its own output in the place of the hidden
-state that the model would have, as EAGLE does (2401.15077); so guesses are the less sure the deeper they are.
+The client has all that they need: the final hidden states come back to it anyway, and it holds embeddings and head. A
+block predicts one token behind the one that is known. For each further one it takes its own output in the place of the
+hidden state that the model would have, as EAGLE does (2401.15077); so guesses are the less sure the deeper they are.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from transformers.modeling_layers import MtpModel
 
 from swarm.client.hf.outputs import Context
 from swarm.client.speculation.drafts import Guess
+from swarm.errors import BadConfiguration
 from swarm.model.hollow import decoder_of
 
 
@@ -25,12 +25,14 @@ class MtpDraft:
     """The first of these blocks, for one text after the other."""
 
     model: MtpModel
-    norm: nn.Module  # the decoder's last one: the blocks take what has passed it
+    norm: nn.Module  # the decoder's last one: the blocks take its output
 
     @classmethod
     def of(cls, model: MtpModel, ends: PreTrainedModel) -> "MtpDraft":
-        """model: the blocks. ends: the client's part of the model that they belong to."""
-        norm: Any = decoder_of(ends)[0].norm
+        """model: the blocks. ends: the client's part of the model that they belong to. Raises BadConfiguration."""
+        norm = getattr(decoder_of(ends)[0], "norm", None)
+        if not isinstance(norm, nn.Module):
+            raise BadConfiguration("draft", f"{ends.config.model_type} models do not say which norm is their last one")
         return cls(model, norm)
 
     def draft(self, context: Context) -> "MtpGuesses":
