@@ -8,7 +8,7 @@ from swarm.loops import new_event_loop
 from tests.simulation.loop import VirtualLoop
 
 HORIZON_S = 24 * 3600.0
-pytest_plugins = ("tests.support.budget",)
+pytest_plugins = ("tests.support.budget", "tests.support.machine")
 
 # Properties are about what comes out. How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,57 @@
+"""What a run leaves out on a machine that is too slow for it, and says that it left out.
+
+`--until SECONDS` names a time, in seconds since the epoch, from which on no test begins: the others are skipped. So a
+run that has to end by some time ends by itself, and its result counts.
+
+Some tests let several processes of a swarm answer each other within the product's own limits of time. They are marked
+`real_time`. A virtual machine whose host gives the cores to others for most of the time cannot keep those limits: there
+they are skipped. Load inside the machine is no reason to skip: the scheduler shares the cores fairly, in slices of
+milliseconds. A run over several processes looks before it starts them.
+"""
+
+import os
+import time
+
+import pytest
+
+from tests.support.budget import Moment
+
+LOOKS_S = 2.0
+GAP_S = 1e-3  # longer than any interrupt
+LOST_MAX = 0.3
+LOST = "TESTS_LOST_SHARE"  # from the process that looks to those that test
+
+
+def lost_share(looks_s: float = LOOKS_S) -> float:
+    """Read the clock for so long. Returns the share of the time in which nothing in this machine ran."""
+    began = Moment.now()
+    last, gaps_s = began.wall_s, 0.0
+    while last < began.wall_s + looks_s:
+        now = time.monotonic()
+        if now - last > GAP_S:
+            gaps_s += now - last
+        last = now
+    ended = Moment.now()
+    contended_s = (ended.contended_s or 0.0) - (began.contended_s or 0.0)
+    return max(0.0, gaps_s - contended_s) / looks_s
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--until", type=float, metavar="SECONDS", help="begin no test after this time since the epoch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Look whether the machine keeps time, before the processes that test use its cores."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ[LOST] = str(lost_share() if config.getoption("numprocesses", None) else 0.0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what has no time left, and what this machine has no time for."""
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip("no time is left")
+    share = float(os.environ[LOST])
+    if share > LOST_MAX and item.get_closest_marker("real_time") is not None:
+        pytest.skip(f"this machine loses {share:.0%} of its time to others")
