@@ -229,6 +229,7 @@ class Noting(Prefixes):
         return super().begin(session, request, now)
 
 
+@pytest.mark.real_time  # a failure has to arrive with the answer before it
 async def test_all_hops_are_asked_anew_when_the_first_attempt_fails(checkpoint):
     with inprocess(checkpoint, "0:3", "3:6") as swarm:
         async with opener(swarm) as owner:

@@ -3,10 +3,10 @@
 `--until SECONDS` names a time, in seconds since the epoch, from which on no test begins: the others are skipped. So a
 run that has to end by some time ends by itself, and its result counts.
 
-Some tests let several processes of a swarm answer each other within the product's own limits of time. They are marked
-`real_time`. A virtual machine whose host gives the cores to others for most of the time cannot keep those limits: there
-they are skipped. Load inside the machine is no reason to skip: the scheduler shares the cores fairly, in slices of
-milliseconds. A run over several processes looks before it starts them.
+Some tests let clients and servers answer each other over sockets, within the product's own limits of time. They are
+marked `real_time`, by hand or by what their module uses. A virtual machine whose host gives the cores to others for
+most of the time cannot keep those limits: there they are skipped. Load inside the machine is no reason to skip: the
+scheduler shares the cores fairly, in slices of milliseconds. A run over several processes looks before it starts them.
 """
 
 import os
@@ -20,6 +20,9 @@ LOOKS_S = 2.0
 GAP_S = 1e-3  # longer than any interrupt
 LOST_MAX = 0.3
 LOST = "TESTS_LOST_SHARE"  # from the process that looks to those that test
+REAL = {f"tests.support.{name}" for name in ("inprocess", "swarms", "warm", "lab", "proxy", "router", "bridge")}
+FOLDERS = {"integration", "nat"}
+FIXTURES = {"swarm"}
 
 
 def lost_share(looks_s: float = LOOKS_S) -> float:
@@ -46,12 +49,26 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[LOST] = str(lost_share() if config.getoption("numprocesses", None) else 0.0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start swarms."""
+    for item in items:
+        if _starts_a_swarm(item):
+            item.add_marker("real_time")
+
+
+def _starts_a_swarm(item: pytest.Item) -> bool:
+    """Whether a test's module has a function or a class of those that do, or the test a fixture."""
+    if item.path.parent.name in FOLDERS or FIXTURES & set(getattr(item, "fixturenames", ())):
+        return True
+    return any(getattr(value, "__module__", None) in REAL for value in vars(getattr(item, "module", item)).values())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what has no time left, and what this machine has no time for."""
     until = item.config.getoption("--until")
     if until is not None and time.time() > until:
         pytest.skip("no time is left")
-    share = float(os.environ[LOST])
+    share = float(os.environ.get(LOST, "0"))
     if share > LOST_MAX and item.get_closest_marker("real_time") is not None:
         pytest.skip(f"this machine loses {share:.0%} of its time to others")

@@ -21,10 +21,18 @@ def test_where_time_is_kept():
     pass
 """
 
+WITH_A_SWARM = """
+from tests.support.proxy import ByteProxy
+
+def test_swarm():
+    pass
+"""
+
 
 def run(folder: Path, share: float, *options: str) -> str:
     (folder / "conftest.py").write_text(CONFTEST.format(share=share))
     (folder / "test_some.py").write_text(TESTS)
+    (folder / "test_swarm.py").write_text(WITH_A_SWARM)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    real_time: x\n")
     plugins = ("-p", "tests.support.machine", "-p", "xdist.plugin", "-p", "no:cacheprovider")
     line = [sys.executable, "-m", "pytest", "-rs", *plugins, *options, str(folder)]
@@ -36,15 +44,15 @@ def run(folder: Path, share: float, *options: str) -> str:
 
 def test_no_test_begins_when_time_is_over(tmp_path: Path) -> None:
     printed = run(tmp_path, 0.0, "--until", "1")
-    assert "2 skipped" in printed, printed
+    assert "3 skipped" in printed, printed
     assert "no time is left" in printed
 
 
 def test_a_machine_that_loses_its_time_to_others_is_not_asked_to_keep_it(tmp_path: Path) -> None:
     printed = run(tmp_path, 0.7, "--numprocesses", "1")
-    assert "1 passed, 1 skipped" in printed, printed
+    assert "1 passed, 2 skipped" in printed, printed
     assert "this machine loses 70% of its time to others" in printed
 
 
 def test_other_machines_leave_nothing_out(tmp_path: Path) -> None:
-    assert "2 passed" in run(tmp_path, 0.2, "--numprocesses", "1", "--until", "99999999999")
+    assert "3 passed" in run(tmp_path, 0.2, "--numprocesses", "1", "--until", "99999999999")
