@@ -34,6 +34,7 @@ class SpanArguments:
     num_blocks: int | None  # only with AUTO; None: as many as fit
     device: str | None
     dtype: str
+    quantize: str
     threads: int | None
     cache_tokens: int | None
     cache_memory: int | None  # bytes

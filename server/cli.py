@@ -141,6 +141,13 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 @click.option("--device", default=None, help="cuda, cuda:1, cpu, ...; the first GPU if there is one")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
 @click.option(
+    "--quantize",
+    type=click.Choice(("none", "int8")),
+    default="none",
+    show_default=True,
+    help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors)",
+)
+@click.option(
     "--wire",
     type=click.Choice(("int8",)),
     default=None,

@@ -15,10 +15,12 @@ import torch
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration
+from swarm.model import integer
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
+from swarm.model.classes import numeric_class_of
 from swarm.model.kernels import choose_kernels
 from swarm.model.loading import block_bytes, expected_dtype, fetch_span, load_span
-from swarm.model.span import Span, numeric_class_of
+from swarm.model.span import Span
 from swarm.server.arguments import ServeArguments, SpanArguments
 from swarm.server.measure import blocks_that_fit, cache_prices, tokens_that_fit
 from swarm.server.pool import Prices
@@ -49,6 +51,10 @@ class Loader:
     """Loads spans of one checkpoint on one device."""
 
     def __init__(self, arguments: SpanArguments, checkpoint: Checkpoint, device: torch.device) -> None:
+        """Raise BadConfiguration where the device has no kernels for the weights that are asked for."""
+        if quantize_of(arguments) is not None and not (device.type == "cpu" and integer.is_supported()):
+            why = f"{device} has no kernels for it here, which take an x86 processor: leave it out"
+            raise BadConfiguration(f"--quantize {arguments.quantize}", why)
         self.checkpoint = checkpoint
         self._arguments, self._device = arguments, device
 
@@ -56,7 +62,7 @@ class Loader:
     def numeric_class(self) -> NumericClass:
         """The numeric class of all of its spans."""
         dtype = expected_dtype(self.checkpoint, dtype_of(self._arguments))
-        return numeric_class_of(self.checkpoint.config, dtype)
+        return numeric_class_of(self.checkpoint.config, dtype, quantize_of(self._arguments))
 
     async def fetch(self, blocks: Blocks) -> None:
         """Download and verify the files of a span, and load nothing. Raises SwarmError."""
@@ -74,7 +80,13 @@ class Loader:
         """Load a span, and see how many tokens its KV pool can hold. Blocks the thread. Raises SwarmError."""
         arguments = self._arguments
         try:
-            span = load_span(self.checkpoint, blocks, dtype=dtype_of(arguments), device=self._device)
+            span = load_span(
+                self.checkpoint,
+                blocks,
+                dtype=dtype_of(arguments),
+                device=self._device,
+                quantize=quantize_of(arguments),
+            )
         except (torch.OutOfMemoryError, MemoryError):
             why = f"blocks {blocks} do not fit into the memory of {self._device}; host fewer"
             raise BadConfiguration("--blocks", why) from None
@@ -107,7 +119,7 @@ def open_model(arguments: ServeArguments) -> Opened:
     if wanted.num_blocks is not None:
         checkpoint.check(Blocks(0, wanted.num_blocks))
         return Opened(loader, wanted.num_blocks)
-    one = block_bytes(checkpoint, dtype_of(wanted))
+    one = block_bytes(checkpoint, dtype_of(wanted), quantize_of(wanted))
     fit = blocks_that_fit(one, device)
     if fit == 0:
         raise BadConfiguration("--blocks auto", f"one block takes {one >> 20} MB, and {device} has no room for it")
@@ -117,6 +129,11 @@ def open_model(arguments: ServeArguments) -> Opened:
 def dtype_of(arguments: SpanArguments) -> torch.dtype | str:
     """Return the dtype that was asked for, or "auto"."""
     return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+
+
+def quantize_of(arguments: SpanArguments) -> str | None:
+    """Return what weights become while they are loaded; None: they stay as they are."""
+    return None if arguments.quantize == "none" else arguments.quantize
 
 
 def device_of(name: str | None) -> torch.device:

@@ -96,6 +96,11 @@ class Route(Sequence[Hop]):
         return len(self.hops)
 
     @property
+    def numeric_class(self) -> str:
+        """How all hops compute, as "float32+int8"."""
+        return self.hops[0].announcement.numeric_class
+
+    @property
     def estimate_ms(self) -> float:
         """Estimated time of one token, once around the route."""
         return sum(hop.total_ms for hop in self.estimates) + self.home_ms
@@ -120,7 +125,8 @@ class Route(Sequence[Hop]):
         ]
         return "\n".join(
             [
-                f"{len(self)} hops, {self.estimate_ms:.1f} ms a token by estimate, planned for {self.optimize}",
+                f"{len(self)} hops in {self.numeric_class}, {self.estimate_ms:.1f} ms a token by estimate,"
+                f" planned for {self.optimize}",
                 "",
                 *table(("hop", "blocks", "latency ms", "trip", "compute", "queue", "software", "estimate ms"), rows),
                 f"and {self.home_ms:.1f} ms from the last hop to the client",

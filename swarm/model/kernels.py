@@ -28,7 +28,7 @@ from swarm.blocks import Blocks
 from swarm.limits import limit
 from swarm.model.allocator import return_free_memory
 from swarm.model.hollow import blocks_of
-from swarm.model.probe import TOLERANCES, samples_of
+from swarm.model.probe import TOLERANCES, outputs_of, samples_of
 from swarm.model.span import Span
 
 WIDENED = "swarm_widened"  # an attention implementation
@@ -86,11 +86,12 @@ def choose_kernels(span: Span, limits: KernelLimits = KernelLimits(), quickest: 
     layers = blocks_of(span.model)
     linears = {index: list(_linears(layers[index])) for index in span.blocks}
     everything = [linear for found in linears.values() for linear in found]
-    n_bytes = sum(linear.weight.nbytes for linear in everything)
-    if n_bytes < limits.pack_bytes_min or not torch.backends.mkldnn.is_available():
+    if span.weight_bytes < limits.pack_bytes_min or not torch.backends.mkldnn.is_available():
         return False
     with torch.inference_mode():
         _choose_attention(span, limits, quickest)
+        if not everything:  # they are int8, or on a GPU
+            return False
         try:
             if not _is_faster(everything, limits, quickest):
                 return False
@@ -160,10 +161,10 @@ def _choose_attention(span: Span, limits: KernelLimits, quickest: Quickest) -> N
     if stock_s < limits.gain_min * widened_s:
         return
     parts = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
-    expected = [_outputs(part) for part in parts]
+    expected = [outputs_of(part) for part in parts]
     changed = span.shared.change_attention("sdpa", WIDENED)
     try:
-        agree = all(_agree(_outputs(part), outputs) for part, outputs in zip(parts, expected, strict=True))
+        agree = all(_agree(outputs_of(part), outputs) for part, outputs in zip(parts, expected, strict=True))
     except Exception:  # noqa: BLE001 - a family may look at the name
         agree = False
     if changed and not agree:
@@ -216,11 +217,11 @@ def _is_faster(linears: Iterable[nn.Linear], limits: KernelLimits, quickest: Qui
 def _proved(part: Span, linears: list[nn.Linear], limits: KernelLimits) -> bool:
     """Pack one block, and compare its outputs before and after; where they differ, leave it as it was."""
     weights = [linear.weight for linear in linears]
-    expected = _outputs(part)
+    expected = outputs_of(part)
     for linear in linears:
         _pack(linear, limits)
     try:
-        agree = _agree(_outputs(part), expected)
+        agree = _agree(outputs_of(part), expected)
     except Exception:  # noqa: BLE001 - a family may use its layers in any way
         agree = False
     if not agree:
@@ -229,14 +230,6 @@ def _proved(part: Span, linears: list[nn.Linear], limits: KernelLimits) -> bool:
             linear.weight = weight
             vars(linear).pop("packed", None)
     return agree
-
-
-def _outputs(part: Span) -> list[Tensor]:
-    """A short prefill and one token behind it."""
-    generator = torch.Generator().manual_seed(2)
-    cache = part.new_cache()
-    steps = [torch.randn(1, tokens, part.hidden_size, generator=generator).to(part.dtype) for tokens in (9, 1)]
-    return [part.forward_through_parent(step, cache=cache) for step in steps]
 
 
 def _pack(linear: nn.Linear, limits: KernelLimits) -> None:

@@ -28,6 +28,7 @@ from swarm.model.hollow import (
 )
 from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
+from swarm.model.quantising import quantise, quantised_bytes, refuse_to_quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
 
@@ -40,15 +41,21 @@ def load_span(
     *,
     dtype: Dtype = "auto",
     device: torch.device | str = "cpu",
+    quantize: str | None = None,
     limits: SpanLimits = SpanLimits(),  # noqa: B008 - frozen
 ) -> Span:
     """Fetch, verify and load some blocks of a model.
 
+    quantize: "int8" gives linear layers such weights; only on a CPU that has kernels for it (`integer.is_supported`).
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture.
     """
     checkpoint.check(blocks)
     leave_out_planned_attention(torch.device(device))
+    if quantize is not None:  # before anything is downloaded
+        refuse_to_quantise(checkpoint.model, skeleton(class_for(checkpoint.config), checkpoint.config), blocks)
     model = _load(checkpoint, blocks, dtype, torch.device(device))
+    if quantize is not None:
+        quantise(checkpoint.model, model, checkpoint.traits, blocks)
     span = Span.of(model, checkpoint.traits, blocks, limits)
     check_span(span)
     prove_direct_path(span)
@@ -65,13 +72,15 @@ def fetch_span(checkpoint: Checkpoint, blocks: Blocks) -> None:
             checkpoint.manifest.verify(path, name)
 
 
-def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto") -> int:
+def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto", quantize: str | None = None) -> int:
     """Return the bytes of the largest block's weights, from their shapes alone: nothing is downloaded for it.
 
-    Quantised weights count as if they were not quantised.
+    quantize: as of `load_span`. The weights of a checkpoint that is quantised itself count as if they were not.
     """
     item = expected_dtype(checkpoint, dtype).itemsize
     layers = blocks_of(skeleton(class_for(checkpoint.config), checkpoint.config))
+    if quantize is not None:
+        return max(quantised_bytes(layer, item) for layer in layers)
     return max(sum(weight.numel() for weight in (*layer.parameters(), *layer.buffers())) for layer in layers) * item
 
 

@@ -194,11 +194,11 @@ class PackedMask:
 class Packing:
     """Turns one model to packed attention for the time of a call. Used by the model's one compute thread."""
 
-    def __init__(self, configs: Sequence[PretrainedConfig]) -> None:
-        """configs: all that the model's modules look at."""
+    def __init__(self, configs: Sequence[PretrainedConfig], *, joins: bool = True) -> None:
+        """configs: all that the model's modules look at. joins: whether one call may attend to many short pasts."""
         self._configs = [(config, str(config._attn_implementation)) for config in configs]
         self.solo = {id(config): name for config, name in self._configs}
-        self.together = Together()
+        self.together = Together() if joins else None
 
     @contextmanager
     def on(self) -> Iterator[None]:

@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks
 from swarm.limits import limit
 from swarm.model.cache import SpanCache, new_cache
+from swarm.model.classes import class_of_model
 from swarm.model.direct import DirectLimits, DirectPath
 from swarm.model.growing import GrowingLimits
 from swarm.model.hollow import Placeholder, decoder_of
+from swarm.model.integer import bytes_of_integers, has_integers
 from swarm.model.packed import PackedCache, Packing, Segment, configs_of, packed_positions
 from swarm.model.traits import Traits
 
@@ -51,7 +53,7 @@ class Weights:
         wide = (tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1)
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return cls(next(wide, torch.float32), device, sum(storages.values()))
+        return cls(next(wide, torch.float32), device, sum(storages.values()) + bytes_of_integers(model))
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class Shared:
         configs = [config for config in configs_of(self.model) if config._attn_implementation == old]
         for config in configs:
             config._attn_implementation_internal = new
-        self.packing = Packing(configs_of(self.model))
+        self.packing = Packing(configs_of(self.model), joins=self.packing.together is not None)
         return bool(configs)
 
 
@@ -101,8 +103,9 @@ class Span:
     def of(cls, model: PreTrainedModel, traits: Traits, blocks: Blocks, limits: SpanLimits = SpanLimits()) -> "Span":
         """Take over a hollow model whose `blocks` are loaded."""
         weights = Weights.of(model)
-        numeric_class = numeric_class_of(model.config, weights.dtype)
-        packing = Packing(configs_of(model))
+        numeric_class = class_of_model(model, weights.dtype)
+        # Attention to pasts that are joined adds up in another order: steps of integers give the same bits as alone.
+        packing = Packing(configs_of(model), joins=not has_integers(model))
         return cls(Shared(model, traits, blocks, limits, weights, numeric_class, packing), blocks)
 
     @property
@@ -312,15 +315,3 @@ def with_blocks(decoder: PreTrainedModel, list_name: str, blocks: list[nn.Module
 def originals(layers: nn.ModuleList) -> list[nn.Module]:
     """Return the blocks; for those that are elsewhere, the originals of their placeholders."""
     return [layer.original if isinstance(layer, Placeholder) else layer for layer in layers]
-
-
-def numeric_class_of(config: PretrainedConfig, dtype: torch.dtype) -> NumericClass:
-    """Return dtype and quantisation: spans of different classes compute different numbers."""
-    name = str(dtype).removeprefix("torch.")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return NumericClass(name)
-    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    bits = [f"{width}bit" for width in (4, 8) if facts.get(f"load_in_{width}bit") or facts.get("bits") == width]
-    method = facts.get("quant_method", "quantized")
-    return NumericClass(name, weights="-".join([str(getattr(method, "value", method)), *bits]))

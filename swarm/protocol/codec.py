@@ -27,7 +27,8 @@ def encode(message: Message, activations: Activations | None = None) -> list[byt
     frame: list[bytes | memoryview] = [length.to_bytes(2, "big") + header + b" " * padding]
     if activations is not None:
         hidden, *beside = activations.tensors
-        coding = message.hidden.coding  # type: ignore[attr-defined]  # all messages with activations have it
+        meta = message.hidden  # type: ignore[attr-defined]  # all messages with activations have it
+        coding = None if meta is None else meta.coding
         frame += [encode_tensor(hidden, coding), *map(encode_tensor, beside)]
     return frame
 

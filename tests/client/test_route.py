@@ -352,7 +352,8 @@ def test_a_printed_route_is_the_table_that_explains_it():
     route = ExplainedRoute.of(estimated([measured, Hop(asked.servers[1], Blocks(6, 12))], asked), asked)
     assert repr(route) == str(route)
     assert str(route) == route.explain()  # no other server is there to be compared with
-    _, _, _, first, second, home = str(route).splitlines()
+    head, _, _, first, second, home = str(route).splitlines()
+    assert head == "2 hops in float32, 261.0 ms a token by estimate, planned for latency"
     assert first.split() == [route[0].peer_id, "0:6", "12.3", "20.0", "50.0", "100.0", "0.5", "170.5"]
     assert second.split() == [route[1].peer_id, "6:12", "20.0", "50.0", "0.0", "0.5", "70.5"]
     assert home == "and 20.0 ms from the last hop to the client"

@@ -60,9 +60,10 @@ class InProcessSwarm:
         identity: Identity | None = None,
         announce: tuple[str, ...] = (),
         coding: Coding | None = None,
+        quantize: str | None = None,
     ) -> Server:
         """Start a server of these blocks and announce it. announce: addresses, in the place of its own."""
-        span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype)
+        span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype, quantize=quantize)
 
         async def start() -> Server:
             me = Endpoint(identity, ChannelKey(), NETWORK)

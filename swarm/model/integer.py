@@ -1,0 +1,209 @@
+"""Weights in int8: half of bfloat16's memory, and numbers that do not depend on the batch.
+
+A weight matrix has one scale for each output: its largest weight is 127 steps. A row of activations is rounded to steps
+of 1/7938 of its largest number, some 14 bits, in two parts of 7 bits that are multiplied as integers:
+
+    high = round(63 x / peak)    low = round(126 (63 x / peak - high))    x ~ (high + low / 126) peak / 63
+
+Sums of integers have no order. So a row's result is the same alone and in a batch, and nearly the same on every
+processor. Seven bits, because processors without VNNI add up pairs of products in 16.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from swarm.limits import limit
+
+
+class IntegerFormat:
+    """The numbers of the rounding. Others would be another numeric class."""
+
+    name: Final = "int8"
+    experts: Final = "swarm_int8"  # an implementation in `transformers`' sense
+    weight_steps: Final = 127  # on either side of zero
+    high: Final = 63
+    low: Final = 126.0
+    least: Final = 2.0**-100  # of a scale or a peak: rows of zeros have one, too
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerLimits:
+    """Which layers get int8 weights, and when a block is refused them."""
+
+    outputs_min: int = limit(16, "outputs", "smaller layers choose experts or open gates: they stay as they are")
+    share_min: float = limit(0.5, "share", "of a block's weights that has to become int8: the rest keeps its size")
+    error_max: float = limit(0.1, "of the norm", "8 bits change a block's outputs by a hundredth; more is a mistake")
+
+
+def is_supported() -> bool:
+    """Whether torch has the kernels on this processor."""
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix [out, in] to int8. Returns the integers and the float32 scale of each output.
+
+    Halves go to the even step. The same bits on every processor: division and rounding are IEEE's.
+    """
+    weight = weight.detach().float()
+    scales = (weight.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+
+class IntegerMatrix:
+    """A weight [out, in] in int8, in the order of torch's kernels."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Round a weight of any float dtype."""
+        self.n_outputs, self.n_inputs = weight.shape
+        self._packed = _packed(*rounded(weight))
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that it takes."""
+        return integer_bytes(self.n_outputs, self.n_inputs)
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
+        rows = input.reshape(-1, self.n_inputs).float()
+        count = rows.shape[0]
+        peak = rows.abs().amax(-1, keepdim=True).clamp_(min=IntegerFormat.least)
+        parts = rows.new_empty(2 * count, self.n_inputs)
+        high, low = parts[:count], parts[count:]
+        steps = rows * (IntegerFormat.high / peak)
+        torch.round(steps, out=high)
+        torch.sub(steps, high, out=low).mul_(IntegerFormat.low).round_()
+        both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            parts, 1.0, IntegerFormat.high + 1, self._packed
+        )
+        # One operation at a time: fused ones round otherwise at the end of a vector.
+        output = both[count:].mul_(1 / IntegerFormat.low).add_(both[:count]).mul_(peak / IntegerFormat.high)
+        return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
+
+
+class IntegerLinear(nn.Linear):
+    """A linear layer whose weight is an `IntegerMatrix`. Made of an `nn.Linear` by `to_integers`."""
+
+    integers: tuple[IntegerMatrix]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply; [..., in] -> [..., out]."""
+        output = self.integers[0].multiply(input)
+        return output if self.bias is None else output + self.bias
+
+
+def integer_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:  # noqa: ANN401
+    """Send each position through its experts: an implementation for `transformers`' expert modules.
+
+    experts: a module with `integers`. hidden: [positions, hidden_size]. chosen: int64 [positions, k], experts' numbers.
+    shares: [positions, k]. A position's experts are added up by their numbers, whatever else is in the batch.
+    """
+    output = torch.zeros_like(hidden)
+    for expert in chosen.unique().tolist():  # in order
+        up, down = experts.integers[2 * expert : 2 * expert + 2]
+        positions, places = torch.where(chosen == expert)
+        inner = up.multiply(hidden[positions])
+        if experts.has_bias:
+            inner += (experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias)[expert]
+        inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        outer = down.multiply(inner)
+        if experts.has_bias:
+            outer += experts.down_proj_bias[expert]
+        if experts.has_post_expert_norm:
+            outer = experts.post_expert_norm(outer)
+        output.index_add_(0, positions, (outer * shares[positions, places, None]).to(output.dtype))
+    return output
+
+
+ALL_EXPERTS_FUNCTIONS.register(IntegerFormat.experts, integer_experts)
+
+
+def has_integers(model: nn.Module) -> bool:
+    """Whether some weights of a model are int8."""
+    return any("integers" in vars(module) for module in model.modules())
+
+
+def bytes_of_integers(model: nn.Module) -> int:
+    """Return the memory of all int8 weights of a model."""
+    return sum(matrix.n_bytes for module in model.modules() for matrix in vars(module).get("integers", ()))
+
+
+def to_integers(module: nn.Module) -> None:
+    """Round the weights of one of `rounded_of`'s modules. As they were they are dropped."""
+    if isinstance(module, nn.Linear):
+        vars(module)["integers"] = (IntegerMatrix(module.weight),)
+        _empty(module, "weight")
+        module.__class__ = IntegerLinear
+        return
+    experts: Any = module
+    up, down = (getattr(experts, name) for name in _names(experts))
+    pairs = zip(up, down, strict=True)
+    vars(experts)["integers"] = tuple(IntegerMatrix(weight) for pair in pairs for weight in pair)
+    for name in _names(experts):
+        _empty(experts, name)
+    experts.config._experts_implementation_internal = IntegerFormat.experts
+
+
+def _empty(module: nn.Module, name: str) -> None:
+    """Let a parameter keep shape, dtype and device, but no memory.
+
+    It is NaN everywhere, so that code that goes around the integers is found out by the proof.
+    """
+    weight = getattr(module, name)
+    with torch.inference_mode(mode=False):
+        nothing = torch.full((1,) * weight.dim(), float("nan"), dtype=weight.dtype).expand(weight.shape)
+        setattr(module, name, nn.Parameter(nothing, requires_grad=weight.requires_grad))
+
+
+def rounded_of(block: nn.Module, limits: IntegerLimits = IntegerLimits()) -> list[nn.Module]:
+    """Return the modules of a block whose weights become int8: plain linear layers, and experts.
+
+    No subclass of a linear layer, which has its reason.
+    """
+    return [
+        module
+        for module in block.modules()
+        if (type(module) is nn.Linear and module.out_features >= limits.outputs_min) or _are_experts(module)
+    ]
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Return the weights of one of `rounded_of`'s modules that become int8: [out, in] or [experts, out, in]."""
+    names = ("weight",) if isinstance(module, nn.Linear) else _names(module)
+    return [getattr(module, name) for name in names]
+
+
+def integer_bytes(n_outputs: int, n_inputs: int) -> int:
+    """Return the memory of a weight as int8. Each output has a scale, a zero point and a sum beside its integers."""
+    return n_outputs * (n_inputs + 12)
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether a module has its experts' weights in two tensors, each [experts, out, in], and lets others compute."""
+    if getattr(module, "is_transposed", True) or not hasattr(module, "_apply_gate"):
+        return False
+    weights = [getattr(module, name, None) for name in _names(module)]
+    return all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
+
+
+def _names(experts: nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
+
+
+def _packed(integers: Tensor, scales: Tensor) -> torch.ScriptObject:
+    zeros = torch.zeros(scales.shape, dtype=torch.long)
+    engine = torch.backends.quantized.engine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to make such tensors in another package one day
+        quantised = torch._make_per_channel_quantized_tensor(integers, scales.double(), zeros, 0)
+        torch.backends.quantized.engine = "fbgemm"
+        try:
+            packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantised, None)
+        finally:
+            torch.backends.quantized.engine = engine
+    return packed

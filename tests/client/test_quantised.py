@@ -1,0 +1,58 @@
+"""Routes of servers with int8 weights: what is computed depends on the weights alone."""
+
+import pytest
+import torch
+
+from swarm.errors import NoRoute
+from swarm.model.integer import is_supported
+from tests.client.test_repair import ONE, After, route_of, settings
+from tests.support.inprocess import inprocess
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
+
+CUTS = ("0:2", "2:4", "4:6")
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Text and logits of one server that has all blocks."""
+    with inprocess(checkpoint) as swarm:
+        swarm.serve("0:6", quantize="int8")
+        with swarm.client() as model, torch.no_grad():
+            return model.generate(ONE, **settings()), model(ONE).logits
+
+
+def test_wherever_a_route_is_cut_the_text_is_the_same(checkpoint, alone):
+    with inprocess(checkpoint) as swarm:
+        for blocks in CUTS:
+            swarm.serve(blocks, quantize="int8")
+        with swarm.client() as model, torch.no_grad():
+            assert torch.equal(model.generate(ONE, **settings()), alone[0])
+            got = model(ONE).logits
+            assert {str(server.span.numeric_class) for server in route_of(swarm, model)} == {"float32+int8"}
+    assert (got - alone[1]).norm() < 1e-3 * alone[1].norm()
+
+
+def test_hops_may_die_while_tokens_come(checkpoint, alone):
+    struck = []
+
+    def strike():
+        struck.extend(route_of(swarm, model)[:2])
+        for server in struck:
+            swarm.crash(server)
+
+    with inprocess(checkpoint) as swarm:
+        for blocks in CUTS * 2:
+            swarm.serve(blocks, quantize="int8")
+        with swarm.client() as model:
+            got = model.generate(ONE, **settings(After(3, strike)))
+            assert struck
+            assert not set(struck) & set(route_of(swarm, model))
+    assert torch.equal(got, alone[0])
+
+
+def test_classes_are_not_mixed(checkpoint):
+    with inprocess(checkpoint, "0:3") as swarm:
+        swarm.serve("3:6", quantize="int8")
+        with swarm.client() as model, pytest.raises(NoRoute):
+            model.generate(ONE, **settings())

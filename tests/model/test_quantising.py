@@ -1,0 +1,187 @@
+"""Spans with int8 weights: what they compute, what they take, and who is refused them."""
+
+import hashlib
+
+import pytest
+import torch
+from torch import nn
+
+from swarm.blocks import Blocks
+from swarm.errors import UnsupportedCheckpoint
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.classes import numeric_class_of
+from swarm.model.integer import has_integers, is_supported, rounded, rounded_of, to_integers
+from swarm.model.loading import block_bytes, load_span
+from swarm.model.packed import Segment
+from tests.support.swarms import DEMO_CHECKPOINT
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
+
+DENSE = ("llama", "qwen3", "gemma3_text", "phi3", "olmo2")
+SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+BLOCKS = Blocks(1, 5)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def span_of(family_dir):
+    made = {}
+
+    def get(name, dtype=torch.float32):
+        if (name, dtype) not in made:
+            made[name, dtype] = load_span(open_checkpoint(family_dir(name)), BLOCKS, dtype=dtype, quantize="int8")
+        return made[name, dtype]
+
+    return get
+
+
+def through(span, *chunks):
+    cache = span.new_cache()
+    with torch.inference_mode():
+        return torch.cat([span.forward(chunk, cache=cache) for chunk in chunks], dim=1)
+
+
+def test_the_rounding_is_what_it_always_was():
+    integers, scales = rounded(random(64, 96, seed=3))
+    digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest()[:16] for part in (integers, scales)]
+    assert digests == ["242f850c32a58306", "6ccd9bb14dc6d0ef"]
+
+
+def test_halves_go_to_the_even_step_and_rows_of_zeros_stay_zero():
+    integers, scales = rounded(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0]]))
+    assert integers.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
+    assert scales[0] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_multiplies_by_the_rounded_weights(dtype):
+    linear = nn.Linear(96, 64).to(dtype)
+    integers, scales = rounded(linear.weight)
+    exact = integers.double() * scales.double()[:, None]
+    to_integers(linear)
+    rows = random(5, 96, seed=1) * torch.tensor([1e-6, 1.0, 40.0, 0.0, 1e6])[:, None]
+    rows[:, 7] *= 30  # an outlier, as real models have
+    rows = rows.to(dtype)
+    with torch.inference_mode():
+        got = linear(rows)
+    expected = rows.double() @ exact.t() + linear.bias.double()
+    assert got.dtype is dtype
+    error = (got.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < (1e-3 if dtype is torch.float32 else 4e-3)
+
+
+def test_a_row_is_the_same_alone_and_beside_any_other():
+    linear = nn.Linear(256, 128, bias=False)
+    to_integers(linear)
+    rows = random(33, 256, seed=2)
+    rows[5] *= 1e4  # a stranger's
+    with torch.inference_mode():
+        together = linear(rows)
+        assert all(torch.equal(linear(rows[index : index + 1])[0], together[index]) for index in range(len(rows)))
+
+
+@pytest.mark.parametrize("name", DENSE + SPARSE)
+def test_blocks_of_a_family_compute_nearly_the_same(name, span_of, family_dir):
+    span, last = span_of(name), Blocks(4, 5)
+    plain = load_span(open_checkpoint(family_dir(name)), last, dtype=torch.float32)
+    hidden = random(1, 24, span.hidden_size)
+    got, expected = through(span.part(last), hidden), through(plain, hidden)
+    errors = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert 0 < errors.median() < 0.02  # now and then another expert is chosen
+    assert str(span.numeric_class) == "float32+int8"
+    assert has_integers(span.model)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_steps_of_many_sessions_are_the_same_as_alone_to_the_last_bit(name, span_of):
+    assert all(torch.equal(*pair) for pair in alone_and_packed(span_of(name)))
+
+
+@pytest.mark.parametrize("name", [name for name in SPARSE if name != "deepseek_v3"])  # its steps are not packed
+def test_steps_of_experts_are_nearly_the_same_as_alone(name, span_of):
+    """The choice of experts is in float32, and is added up otherwise in a batch."""
+    errors = [float((one - other).norm() / one.norm()) for one, other in alone_and_packed(span_of(name).part(BLOCKS))]
+    assert sorted(errors)[1] < 1e-2
+
+
+def alone_and_packed(span):
+    """The outputs of some sessions' steps, each alone and as one."""
+    assert span.packs
+    prompts = [random(1, tokens, span.hidden_size, seed=tokens) for tokens in (7, 3, 11)]
+    steps = [random(1, 1, span.hidden_size, seed=tokens + 50) for tokens in (7, 3, 11)]
+    alone, caches = [], []
+    with torch.inference_mode():
+        for prompt, step in zip(prompts, steps, strict=True):
+            cache = span.new_cache()
+            span.forward(prompt, cache=cache)
+            alone.append(span.forward(step, cache=cache))
+            caches.append(span.new_cache())
+            span.forward(prompt, cache=caches[-1])
+        packed = span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
+    return list(zip(alone, packed, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "gemma3_text"])  # windows add up in another order
+def test_chunks_are_the_same_as_the_whole_to_the_last_bit(name, span_of):
+    span = span_of(name)
+    hidden = random(1, 24, span.hidden_size)
+    assert torch.equal(through(span, hidden[:, :16], hidden[:, 16:]), through(span, hidden))
+
+
+def test_one_thread_and_two_compute_the_same(span_of):
+    span = span_of("llama")
+    hidden = random(1, 24, span.hidden_size)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            results.append(through(span, hidden))
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_class_and_size_are_known_before_anything_is_loaded(dtype):
+    checkpoint = open_checkpoint(DEMO_CHECKPOINT)
+    span = load_span(checkpoint, Blocks(3, 5), dtype=dtype, quantize="int8")
+    assert span.numeric_class == numeric_class_of(checkpoint.config, dtype, "int8")
+    assert span.dtype is dtype
+    assert span.weight_bytes / 2 == pytest.approx(block_bytes(checkpoint, dtype, "int8"), rel=0.03)
+    plain = block_bytes(checkpoint, torch.bfloat16)
+    assert block_bytes(checkpoint, torch.bfloat16, "int8") < 0.56 * plain  # a small model: scales weigh more
+
+
+def test_no_copy_of_a_weight_stays(span_of):
+    for name in ("llama", "mixtral"):
+        span = span_of(name)
+        left = [weight for weight in span.model.parameters() if weight.dim() > 1 and not weight.isnan().all()]
+        assert sum(weight.numel() for weight in left) < 0.02 * span.weight_bytes  # routers
+        for weight in span.model.parameters():
+            if weight.isnan().all():
+                assert weight.untyped_storage().nbytes() == weight.element_size()
+
+
+@pytest.mark.parametrize(("name", "why"), [("gpt_oss", "int8 is for linear layers"), ("gpt2", "and experts")])
+def test_families_whose_weights_are_elsewhere_are_refused(name, why, family_dir):
+    with pytest.raises(UnsupportedCheckpoint, match=why):
+        load_span(open_checkpoint(family_dir(name)), Blocks(0, 2), quantize="int8")
+
+
+def test_a_block_that_goes_around_its_layers_is_refused(family_dir, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    def around(self, hidden):
+        return self.down_proj(nn.functional.linear(hidden, self.up_proj.weight))
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", around)
+    with pytest.raises(UnsupportedCheckpoint, match="computes something else with int8 weights"):
+        load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize="int8")
+
+
+def test_gates_stay_as_they_are():
+    block = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+    assert rounded_of(block) == [block[0]]
