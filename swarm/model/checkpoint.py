@@ -21,6 +21,7 @@ from swarm.errors import (
     UnsupportedArchitecture,
     UnsupportedCheckpoint,
 )
+from swarm.model.classes import refuse_quantisation
 from swarm.model.hollow import decoder_config
 from swarm.model.manifest import HashCache, Manifest, WeightIndex
 from swarm.model.traits import Traits, traits_of
@@ -38,6 +39,9 @@ class Source(Protocol):
 
     def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
         """Make files local. Raises DownloadFailed."""
+
+    def size(self, names: tuple[str, ...]) -> int:
+        """Return how many bytes these files have together, without fetching them."""
 
     def manifest(self, names: tuple[str, ...]) -> Manifest:
         """Return the hashes of these files, without fetching weights."""
@@ -72,6 +76,11 @@ class Checkpoint:
     def root(self) -> str:
         """The manifest's digest, 64 hex digits: the model's name in the swarm."""
         return self.manifest.root
+
+    @property
+    def weight_files(self) -> tuple[str, ...]:
+        """The names of the files that have its tensors."""
+        return (SINGLE_NAME,) if self.index is None else self.index.files
 
     def check(self, blocks: Blocks) -> None:
         """Raise BadBlocks where the model does not have these blocks."""
@@ -123,6 +132,7 @@ def open_checkpoint(
     if root is not None and manifest.root != root:
         raise RootMismatch(name, root, manifest.root)
     config = decoder_config(_read_config(name, small[CONFIG_NAME]))
+    refuse_quantisation(name, config)
     return Checkpoint(name, config, small[CONFIG_NAME], traits_of(config), manifest, index, source)
 
 
@@ -148,6 +158,10 @@ class LocalSource:
             if not (self.directory / name).is_file():
                 raise UnsupportedCheckpoint(str(self.directory), f"{name} is missing")
         return {name: self.directory / name for name in names}
+
+    def size(self, names: tuple[str, ...]) -> int:
+        """Return the files' bytes together. Raises UnsupportedCheckpoint for one that is not there."""
+        return sum(path.stat().st_size for path in self.fetch(names).values())
 
     def manifest(self, names: tuple[str, ...]) -> Manifest:
         """Return the manifest that the directory carries, or hash its files. Raises ChecksumMismatch."""

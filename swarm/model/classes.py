@@ -8,6 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from swarm.activations import NumericClass
+from swarm.errors import UnsupportedCheckpoint
 from swarm.model.integer import IntegerFormat, has_integers
 
 
@@ -17,15 +18,11 @@ def numeric_class_of(config: PretrainedConfig, dtype: Dtype, quantize: str | Non
     quantize: what its weights become while they are loaded, as "int8".
     """
     name = str(dtype).removeprefix("torch.")
-    if quantize is not None:
-        return NumericClass(name, weights=quantize)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None or is_dequantised(quantization):
-        return NumericClass(name)
-    facts = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    facts = quantisation_of(config)
+    if quantize is not None or facts is None:
+        return NumericClass(name, weights=quantize or "")
     bits = [f"{width}bit" for width in (4, 8) if facts.get(f"load_in_{width}bit") or facts.get("bits") == width]
-    method = facts.get("quant_method", "quantized")
-    return NumericClass(name, weights="-".join([str(getattr(method, "value", method)), *bits]))
+    return NumericClass(name, weights="-".join([_method(facts), *bits]))
 
 
 def class_of_model(model: PreTrainedModel, dtype: Dtype) -> NumericClass:
@@ -33,14 +30,36 @@ def class_of_model(model: PreTrainedModel, dtype: Dtype) -> NumericClass:
     return numeric_class_of(model.config, dtype, IntegerFormat.name if has_integers(model) else None)
 
 
-def is_dequantised(quantization: Any) -> bool:  # noqa: ANN401 - a dictionary, or any of `transformers`' own
-    """Whether `transformers` turns such weights into plain ones where it loads them on this machine.
+def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return how a checkpoint's weights are quantised once they are loaded here; None: they are plain.
 
-    It does so for FP8 and MXFP4 where no GPU has kernels for them.
+    `transformers` turns FP8 and MXFP4 into plain weights where no GPU has kernels for them.
     """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return None
+    facts = _facts(quantisation)
     try:
-        quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantization), pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantisation), pre_quantized=True)
         quantizer.validate_environment()
-    except Exception:  # noqa: BLE001 - a package is missing, or the method unknown: loading says so
-        return False
-    return bool(getattr(quantizer.quantization_config, "dequantize", False))
+    except Exception:  # noqa: BLE001 - a package is missing: loading says which
+        return facts
+    return None if getattr(quantizer.quantization_config, "dequantize", False) else facts
+
+
+def refuse_quantisation(name: str, config: PretrainedConfig) -> None:
+    """Raise UnsupportedCheckpoint where weights are quantised in a way that blocks cannot be loaded in one by one."""
+    quantisation = getattr(config, "quantization_config", None)
+    runs = ("bitsandbytes", "fp8", "mxfp4")
+    if quantisation is not None and (method := _method(_facts(quantisation))) not in runs:
+        why = f"its weights are quantised by {method}, and spans run {', '.join(runs)}; take the plain checkpoint"
+        raise UnsupportedCheckpoint(name, why)
+
+
+def _facts(quantisation: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or any of `transformers`' own
+    return quantisation if isinstance(quantisation, dict) else dict(quantisation.to_dict())
+
+
+def _method(facts: dict[str, Any]) -> str:
+    method = facts.get("quant_method", "bitsandbytes")  # the first of them did not say
+    return str(getattr(method, "value", method))

@@ -82,6 +82,10 @@ class HubSource:
         paths = self.fetch(plain)
         return Manifest(files={name: digest or sha256_of(paths[name]) for name, digest in hashes.items()})
 
+    def size(self, names: tuple[str, ...]) -> int:
+        """Return the files' bytes together, as the hub tells them."""
+        return sum(self._file(name).size_bytes for name in names)
+
     def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
         """Download the files that are not in the cache, with progress bars. Raises DownloadFailed; no half files."""
         paths = {name: self._cached(name) for name in names}

@@ -15,7 +15,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
-from swarm.model.checkpoint import CONFIG_NAME, SINGLE_NAME, Checkpoint, staged
+from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, staged
+from swarm.model.classes import quantisation_of
 from swarm.model.hollow import (
     absent_prefixes,
     beyond_blocks,
@@ -75,8 +76,11 @@ def fetch_span(checkpoint: Checkpoint, blocks: Blocks) -> None:
 def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto", quantize: str | None = None) -> int:
     """Return the bytes of the largest block's weights, from their shapes alone: nothing is downloaded for it.
 
-    quantize: as of `load_span`. The weights of a checkpoint that is quantised itself count as if they were not.
+    quantize: as of `load_span`. Where a checkpoint is quantised itself, its files tell what a block takes on average.
     """
+    if quantize is None and quantisation_of(checkpoint.config) is not None:
+        files = checkpoint.source.size(checkpoint.weight_files)
+        return max(0, files - ends_bytes(checkpoint, dtype)) // checkpoint.n_blocks
     item = expected_dtype(checkpoint, dtype).itemsize
     layers = blocks_of(skeleton(class_for(checkpoint.config), checkpoint.config))
     if quantize is not None:
@@ -207,7 +211,7 @@ def needed_tensors(checkpoint: Checkpoint, blocks: Blocks | None) -> Callable[[s
 def _files(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> tuple[str, ...]:
     """Return the names of the files that have a hollow model's tensors. Raises UnsupportedArchitecture."""
     if checkpoint.index is None:
-        return (SINGLE_NAME,)
+        return checkpoint.weight_files
     files = {file for name, file in checkpoint.index.weight_map.items() if needs(name)}
     if not files:
         raise UnsupportedArchitecture(

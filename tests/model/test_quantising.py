@@ -1,11 +1,18 @@
 """Spans with int8 weights: what they compute, what they take, and who is refused them."""
 
+import copy
+import dataclasses
 import hashlib
+import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import UnsupportedCheckpoint
 from swarm.model.checkpoint import open_checkpoint
@@ -13,6 +20,7 @@ from swarm.model.classes import numeric_class_of
 from swarm.model.integer import has_integers, is_supported, rounded, rounded_of, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.packed import Segment
+from tests.families import BASE
 from tests.support.swarms import DEMO_CHECKPOINT
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
@@ -185,3 +193,47 @@ def test_a_block_that_goes_around_its_layers_is_refused(family_dir, monkeypatch)
 def test_gates_stay_as_they_are():
     block = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
     assert rounded_of(block) == [block[0]]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "torchao", "hqq", "quanto", "eetq"])
+def test_checkpoints_that_spans_cannot_run_are_refused_by_name(method, family_dir, tmp_path):
+    shutil.copytree(family_dir("llama"), tmp_path / "copy")
+    changed(tmp_path / "copy" / "config.json", quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(UnsupportedCheckpoint, match=f"quantised by {method}"):
+        open_checkpoint(tmp_path / "copy")
+
+
+def test_fp8_is_announced_as_what_it_becomes(tmp_path):
+    config = AutoConfig.for_model("llama", **BASE | {"hidden_size": 128, "intermediate_size": 256}, dtype="bfloat16")
+    plain = AutoModelForCausalLM.from_config(config).bfloat16()
+    tensors = dict(plain.state_dict())
+    for name in [name for name, tensor in tensors.items() if "layers" in name and tensor.dim() == 2]:
+        weight = tensors[name].float()
+        squares = weight.view(-(-weight.shape[0] // 128), -1, weight.shape[1] // 128, 128)
+        scales = squares.abs().amax((1, 3)) / 448
+        tensors[name] = (squares / scales[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    plain.save_pretrained(tmp_path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    changed(tmp_path / "config.json", quantization_config=how)
+    checkpoint = open_checkpoint(tmp_path)
+    span = load_span(checkpoint, Blocks(0, 3))
+    assert span.numeric_class == numeric_class_of(checkpoint.config, torch.bfloat16) == NumericClass("bfloat16")
+    assert span.weight_bytes / 3 == pytest.approx(block_bytes(checkpoint), rel=0.03)
+    with pytest.raises(UnsupportedCheckpoint, match="quantised already"):
+        load_span(checkpoint, Blocks(0, 3), quantize="int8")
+
+
+def test_files_tell_the_size_of_blocks_that_are_quantised():
+    checkpoint = open_checkpoint(DEMO_CHECKPOINT)
+    plain = block_bytes(checkpoint, "auto")
+    config = copy.deepcopy(checkpoint.config)
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    quantised = dataclasses.replace(checkpoint, config=config)
+    assert block_bytes(quantised, "auto") == pytest.approx(plain, rel=0.03)  # these files are as large as plain ones
+    assert str(numeric_class_of(config, torch.bfloat16)) == "bfloat16+bitsandbytes-4bit"
+
+
+def changed(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -28,6 +28,8 @@ from swarm.protocol.messages import Close
 from tests.net.places import limits, places, refusing
 from tests.net.support import SESSION, endpoint, remote, until
 
+pytestmark = pytest.mark.real_time
+
 
 async def test_caller_and_hidden_peer_punch():
     async with places() as made:

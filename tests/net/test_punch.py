@@ -9,6 +9,8 @@ import pytest
 from swarm.net.address import Tcp
 from swarm.net.punch import Failures, Here, PunchLimits, _neighbours, punch
 
+pytestmark = pytest.mark.real_time
+
 PATIENT = PunchLimits(most_s=5.0)
 
 

@@ -21,6 +21,8 @@ from swarm.net.ports import EVERY, has_ipv6
 from swarm.protocol.messages import Close
 from tests.net.support import SESSION, endpoint, remote, step, until
 
+pytestmark = pytest.mark.real_time
+
 
 class Site:
     """A listener, and the messages that it has taken."""

@@ -22,6 +22,8 @@ from swarm.protocol.messages import Close, Inquiry
 from tests.net.places import Place, Places, limits, places
 from tests.net.support import SESSION, endpoint, remote, until
 
+pytestmark = pytest.mark.real_time
+
 SOON = UpgradeLimits(first_s=0.2, most_s=0.3)
 NEVER = UpgradeLimits(tries_max=0)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from swarm.activations import Activations
 from swarm.protocol.messages import Close, Opened, Reroute
@@ -62,7 +63,8 @@ async def test_a_step_refused_downstream_is_retransmitted_and_computed_once_each
         (await stranger.to(second)).send(Close(session=holder.session))
         await stranger.settled(second)
         (await owner.to(first)).send(*message)
-        assert torch.equal(await owner.output(), local(loaded, hidden))
+        # Where a frame happens to lie in memory decides in which order kernels add up.
+        assert_close(await owner.output(), local(loaded, hidden), rtol=1e-4, atol=1e-4)
         assert (first.computed, second.computed) == (1, 2)
 
 

@@ -60,7 +60,8 @@ def _starts_a_swarm(item: pytest.Item) -> bool:
     """Whether a test's module has a function or a class of those that do, or the test a fixture."""
     if item.path.parent.name in FOLDERS or FIXTURES & set(getattr(item, "fixturenames", ())):
         return True
-    return any(getattr(value, "__module__", None) in REAL for value in vars(getattr(item, "module", item)).values())
+    values = vars(getattr(item, "module", item)).values()
+    return any(str(getattr(value, name, "")) in REAL for value in values for name in ("__module__", "__name__"))
 
 
 @pytest.hookimpl(tryfirst=True)

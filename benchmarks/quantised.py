@@ -1,0 +1,187 @@
+"""What int8 weights cost and gain: quality on held-out text, speed, memory and start, against plain ones in one run.
+
+    python benchmarks/quantised.py [--model DIRECTORY] [--windows 24] [--hidden 768] [--blocks 12] [--quick] [--check]
+
+Quality: the demo model, or another checkpoint, reads held-out windows of 512 tokens of Python's standard library. All
+its blocks are one span; embeddings and head are plain. KL is that of the next token to float32's, in nats.
+
+Speed: a random llama's blocks on one thread, behind 64 positions: a step of one session, a packed step of four, and a
+prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for the kernels that an
+older processor would have.
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SEED, Samples, interleaved, table, write_json
+from load import save_checkpoint
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from swarm.blocks import Blocks
+from swarm.demo import train
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.kernels import choose_kernels
+from swarm.model.loading import load_ends, load_span
+from swarm.model.packed import Segment
+from swarm.model.span import Span
+
+DEMO = Path(train.__file__).with_name("checkpoint")
+WINDOW = 512
+CLASSES: dict[str, tuple[torch.dtype, str | None]] = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "float32+int8": (torch.float32, "int8"),
+    "bfloat16+int8": (torch.bfloat16, "int8"),
+}
+KL_MAX, PERPLEXITY_MAX = 0.0005, 1.002
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How a class reads text. kl: to float32, nats a token. same: the share of tokens with float32's first choice."""
+
+    perplexity: float
+    kl: float
+    same: float
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--model", type=Path, default=DEMO, help="a checkpoint whose quality is measured")
+    arguments.add_argument("--windows", type=int, default=24, help="of 512 tokens")
+    arguments.add_argument("--hidden", type=int, default=768, help="width of the random llama")
+    arguments.add_argument("--blocks", type=int, default=12)
+    arguments.add_argument("--count", type=int, default=20, help="samples of each step")
+    arguments.add_argument("--no-speed", action="store_true", help="quality alone")
+    arguments.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
+    arguments.add_argument("--check", action="store_true", help="exit with 1 where int8 is further from float32")
+    arguments.add_argument("--json", type=Path, help="where the raw samples go")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    qualities = quality_of(options.model, 2 if options.quick else options.windows)
+    exact = qualities["float32"].perplexity
+    rows = [
+        (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}")
+        for name, q in qualities.items()
+    ]
+    table("held-out text", ("class", "perplexity", "to float32's", "KL", "same first choice"), rows)
+    samples: list[Samples] = []
+    if not options.no_speed:
+        hidden, blocks = (256, 2) if options.quick else (options.hidden, options.blocks)
+        samples = speed_of(hidden, blocks, 2 if options.quick else options.count)
+    write_json(
+        options.json,
+        "quantised",
+        SEED,
+        samples,
+        quality={name: [q.perplexity, q.kl, q.same] for name, q in qualities.items()},
+        kernels={
+            name: os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY") if name in os.environ
+        },
+    )
+    integer = qualities["float32+int8"]
+    if options.check and not (integer.kl <= KL_MAX and integer.perplexity / exact <= PERPLEXITY_MAX):
+        sys.exit("int8 is further from float32 than it may be")
+
+
+def quality_of(model: Path, windows: int) -> dict[str, Quality]:
+    """Read held-out text in each class."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    held_out = train.split(train.library_sources())[1]
+    ids = torch.tensor(tokenizer("\n".join(held_out), add_special_tokens=False)["input_ids"])
+    rows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    rows = rows[torch.linspace(0, len(rows) - 1, windows).long()]
+    checkpoint = open_checkpoint(model)
+    found: dict[str, Quality] = {}
+    expected: list[Tensor] = []
+    for name, (dtype, quantize) in CLASSES.items():
+        span = load_span(checkpoint, Blocks(0, checkpoint.n_blocks), dtype=dtype, quantize=quantize)
+        ends: Any = load_ends(checkpoint, dtype=dtype)
+        loss = kl = same = 0.0
+        for number, row in enumerate(rows):
+            with torch.inference_mode():
+                hidden = span.forward(ends.get_input_embeddings()(row[None]), cache=span.new_cache())
+                logits = ends.get_output_embeddings()(ends.get_decoder().norm(hidden))[0, :-1].float()
+            likely = logits.log_softmax(-1)
+            if name == "float32":
+                expected.append(likely)
+            reference = expected[number]
+            loss -= float(likely.gather(1, row[1:, None]).mean())
+            kl += float((reference.exp() * (reference - likely)).sum(-1).mean())
+            same += float((likely.argmax(-1) == reference.argmax(-1)).float().mean())
+        found[name] = Quality(math.exp(loss / windows), kl / windows, same / windows)
+    return found
+
+
+def speed_of(hidden: int, blocks: int, count: int) -> list[Samples]:
+    """Time a random model's blocks in all classes, in turns."""
+    shape = {"hidden_size": hidden, "intermediate_size": 4 * hidden if hidden >= 2048 else 8 * hidden // 3}
+    shape |= {"num_hidden_layers": blocks, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
+    spans: dict[str, Span] = {}
+    loads: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
+        save_checkpoint(Path(folder), "llama", torch.bfloat16, SEED, **shape)
+        checkpoint = open_checkpoint(folder)
+        for name, (dtype, quantize) in CLASSES.items():
+            began = time.perf_counter()
+            spans[name] = load_span(checkpoint, Blocks(0, blocks), dtype=dtype, quantize=quantize)
+            loads[name] = time.perf_counter() - began
+            choose_kernels(spans[name])
+    samples: list[Samples] = []
+    rows = []
+    with torch.inference_mode():
+        works = {name: works_of(span) for name, span in spans.items()}
+        timed = {}
+        for what, times in (("1 session", count), ("4 sessions", count), ("prompt of 512", max(1, count // 5))):
+            turns = {f"{what}, {name}": works[name][what] for name in spans}
+            interleaved(1, turns)  # warms up
+            timed |= interleaved(times, turns)
+    samples += timed.values()
+    for name, span in spans.items():
+        best = [min(timed[f"{what}, {name}"].ms) for what in ("1 session", "4 sessions", "prompt of 512")]
+        plain = [min(timed[f"{what}, bfloat16"].ms) for what in ("1 session", "4 sessions", "prompt of 512")]
+        ratios = [f"{ms:.2f} ({base / ms:.2f}x)" for ms, base in zip(best, plain, strict=True)]
+        rows.append((name, f"{span.weight_bytes / 1e6:.0f}", f"{loads[name]:.1f}", *ratios))
+    columns = ("class", "weights, MB", "load, s", "1 session, ms", "4 sessions, ms", "prompt of 512, ms")
+    table(f"{blocks} blocks of width {hidden}: quickest, and in times of bfloat16's speed", columns, rows)
+    return samples
+
+
+def works_of(span: Span) -> dict[str, Callable[[], object]]:
+    """Return what is timed. Steps leave their caches as long as they were."""
+    token = torch.randn(1, 1, span.hidden_size).to(span.dtype)
+    prompt = torch.randn(1, 512, span.hidden_size).to(span.dtype)
+    caches = [span.new_cache(rollback_max=1) for _ in range(5)]
+    for cache in caches:
+        span.forward(prompt[:, :64], cache=cache)
+    lone, *together = caches
+
+    def alone() -> None:
+        span.forward(token, cache=lone)
+        lone.keep(64)
+
+    def packed() -> None:
+        span.forward_packed([Segment(token, cache) for cache in together])
+        for cache in together:
+            cache.keep(64)
+
+    return {
+        "1 session": alone,
+        "4 sessions": packed,
+        "prompt of 512": lambda: span.forward(prompt, cache=span.new_cache()),
+    }
+
+
+if __name__ == "__main__":
+    main()
