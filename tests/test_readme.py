@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.real_time
+
 ROOT = Path(__file__).parent.parent
 README, START = ROOT / "README.md", ROOT / "docs" / "start.md"
 CHECKPOINT = ROOT / "swarm" / "demo" / "checkpoint"

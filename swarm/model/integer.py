@@ -37,7 +37,6 @@ class IntegerLimits:
 
     outputs_min: int = limit(16, "outputs", "smaller layers choose experts or open gates: they stay as they are")
     share_min: float = limit(0.5, "share", "of a block's weights that has to become int8: the rest keeps its size")
-    error_max: float = limit(0.1, "of the norm", "8 bits change a block's outputs by a hundredth; more is a mistake")
 
 
 def is_supported() -> bool:
@@ -50,9 +49,14 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Halves go to the even step. The same bits on every processor: division and rounding are IEEE's.
     """
-    weight = weight.detach().float()
-    scales = (weight.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
-    return (weight / scales[:, None]).round_().to(torch.int8), scales
+    integers, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
+    rows = max(1, (1 << 20) // weight.shape[1])  # as many as a cache has room for
+    for start in range(0, len(weight), rows):
+        part = weight[start : start + rows].detach().float()
+        scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
+        scales[start : start + rows] = scale
+        integers[start : start + rows] = (part / scale[:, None]).round_()
+    return integers, scales
 
 
 class IntegerMatrix:
@@ -133,10 +137,13 @@ def bytes_of_integers(model: nn.Module) -> int:
     return sum(matrix.n_bytes for module in model.modules() for matrix in vars(module).get("integers", ()))
 
 
-def to_integers(module: nn.Module) -> None:
-    """Round the weights of one of `rounded_of`'s modules. As they were they are dropped."""
+def to_integers(module: nn.Module, rounded: IntegerMatrix | None = None) -> None:
+    """Round the weights of one of `rounded_of`'s modules. As they were they are dropped.
+
+    rounded: the weight of a linear layer, where that was rounded as it was read.
+    """
     if isinstance(module, nn.Linear):
-        vars(module)["integers"] = (IntegerMatrix(module.weight),)
+        vars(module)["integers"] = (rounded or IntegerMatrix(module.weight),)
         _empty(module, "weight")
         module.__class__ = IntegerLinear
         return
@@ -156,8 +163,12 @@ def _empty(module: nn.Module, name: str) -> None:
     """
     weight = getattr(module, name)
     with torch.inference_mode(mode=False):
-        nothing = torch.full((1,) * weight.dim(), float("nan"), dtype=weight.dtype).expand(weight.shape)
-        setattr(module, name, nn.Parameter(nothing, requires_grad=weight.requires_grad))
+        setattr(module, name, nn.Parameter(nothing(weight.shape, weight.dtype), requires_grad=weight.requires_grad))
+
+
+def nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of NaN that takes no memory."""
+    return torch.full((1,) * len(shape), float("nan"), dtype=dtype).expand(shape)
 
 
 def rounded_of(block: nn.Module, limits: IntegerLimits = IntegerLimits()) -> list[nn.Module]:

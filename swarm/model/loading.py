@@ -29,7 +29,7 @@ from swarm.model.hollow import (
 )
 from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
-from swarm.model.quantising import quantise, quantised_bytes, refuse_to_quantise
+from swarm.model.quantising import Rounding, prove_rounded, quantised_bytes, refuse_to_quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
 
@@ -52,12 +52,14 @@ def load_span(
     """
     checkpoint.check(blocks)
     leave_out_planned_attention(torch.device(device))
-    if quantize is not None:  # before anything is downloaded
-        refuse_to_quantise(checkpoint.model, skeleton(class_for(checkpoint.config), checkpoint.config), blocks)
-    model = _load(checkpoint, blocks, dtype, torch.device(device))
+    rounding = None
     if quantize is not None:
-        quantise(checkpoint.model, model, checkpoint.traits, blocks)
-    span = Span.of(model, checkpoint.traits, blocks, limits)
+        hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
+        refuse_to_quantise(checkpoint.model, hollow, blocks)  # before anything is downloaded
+        rounding = Rounding(hollow, blocks, expected_dtype(checkpoint, dtype))
+    span = Span.of(_load(checkpoint, blocks, dtype, torch.device(device), rounding), checkpoint.traits, blocks, limits)
+    if rounding is not None:
+        prove_rounded(checkpoint.model, span)
     check_span(span)
     prove_direct_path(span)
     prove_packing(span)
@@ -131,11 +133,19 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
         return GenerationConfig.from_pretrained(directory, config_file_name=CONFIG_NAME, _from_model_config=True)
 
 
-def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: torch.device) -> PreTrainedModel:
+def _load(
+    checkpoint: Checkpoint,
+    blocks: Blocks | None,
+    dtype: Dtype,
+    device: torch.device,
+    rounding: Rounding | None = None,
+) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
     with quiet(), torch.inference_mode(mode=False):
-        tensors = read_verified(checkpoint, needed_tensors(checkpoint, blocks))
+        names = _Names(checkpoint, blocks)
+        keep = None if rounding is None else lambda name, tensor: rounding.read(names.alone(name), tensor)
+        tensors = read_verified(checkpoint, names.needed, keep)
         try:
             loaded: Any = cls.from_pretrained(
                 None, config=checkpoint.config, dtype=dtype, state_dict=tensors, output_loading_info=True
@@ -148,6 +158,8 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     missing += sorted(str(item) for item in report["mismatched_keys"])
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
+    if rounding is not None:
+        rounding.finish(model)
     with torch.inference_mode(mode=False):
         # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
         on_device: PreTrainedModel = model.to(device).eval()
@@ -155,16 +167,21 @@ def _load(checkpoint: Checkpoint, blocks: Blocks | None, dtype: Dtype, device: t
     return on_device
 
 
-def read_verified(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> dict[str, Held]:
+def read_verified(
+    checkpoint: Checkpoint,
+    needs: Callable[[str], bool],
+    keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+) -> dict[str, Held]:
     """Read the files with these tensors once, verified as they are read. Returns the tensors.
 
+    keep: what is kept of a tensor, as soon as it has been read, and before its file is known to be right.
     Raises ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint or UnsupportedArchitecture.
     """
     tensors: dict[str, Held] = {}
     for name, path in checkpoint.source.fetch(_files(checkpoint, needs)).items():
         with _discarding(checkpoint, name):
             try:
-                found = read_tensors(path, checkpoint.manifest.files[name], needs)
+                found = read_tensors(path, checkpoint.manifest.files[name], needs, keep)
             except MalformedWeights as error:
                 raise UnsupportedCheckpoint(checkpoint.model, f"{name} does not load: {error}") from error
         tensors |= {key: Held(tensor) for key, tensor in found.items()}
@@ -182,30 +199,42 @@ def _discarding(checkpoint: Checkpoint, name: str) -> Iterator[None]:
 
 
 def needed_tensors(checkpoint: Checkpoint, blocks: Blocks | None) -> Callable[[str], bool]:
-    """Return what tells by the checkpoint's name of a tensor whether a hollow model needs it.
+    """Return what tells by the checkpoint's name of a tensor whether a hollow model needs it."""
+    return _Names(checkpoint, blocks).needed
 
-    By exclusion, so that all tensors of a hosted block stay in, such as a quantisation's scales.
-    """
-    hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
-    full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
-    absent = absent_prefixes(hollow)
-    if blocks is not None:
-        absent += idle_prefixes(checkpoint, hollow)
-    transforms = get_model_conversion_mapping(hollow)
-    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
-    converters = [item for item in transforms if isinstance(item, WeightConverter)]
 
-    beyond = beyond_blocks(checkpoint.config)
+class _Names:
+    """The checkpoint's names of tensors, and a hollow model's."""
 
-    def needs(name: str) -> bool:
-        if beyond is not None and beyond.search(name):
+    def __init__(self, checkpoint: Checkpoint, blocks: Blocks | None) -> None:
+        self._hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
+        self._full = skeleton(class_for(checkpoint.config), checkpoint.config).state_dict()
+        self._absent = absent_prefixes(self._hollow)
+        if blocks is not None:
+            self._absent += idle_prefixes(checkpoint, self._hollow)
+        transforms = get_model_conversion_mapping(self._hollow)
+        self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        self._beyond = beyond_blocks(checkpoint.config)
+
+    def needed(self, name: str) -> bool:
+        """Whether the model needs the tensor.
+
+        By exclusion, so that all tensors of a hosted block stay in, such as a quantisation's scales.
+        """
+        if self._beyond is not None and self._beyond.search(name):
             return False
-        target, _ = rename_source_key(name, renamings, converters, hollow.base_model_prefix, full)
-        if target not in full and name in full:
-            target = name
-        return not target.startswith(absent)
+        return not self._target(name)[0].startswith(self._absent)
 
-    return needs
+    def alone(self, name: str) -> str | None:
+        """The model's name of a tensor that becomes one there as it is; None: it is joined with others, or split."""
+        target, converter = self._target(name)
+        return target if converter is None else None
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        prefix = self._hollow.base_model_prefix
+        target, converter = rename_source_key(name, self._renamings, self._converters, prefix, self._full)
+        return (name, None) if target not in self._full and name in self._full else (target, converter)
 
 
 def _files(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> tuple[str, ...]:

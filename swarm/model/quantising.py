@@ -1,49 +1,76 @@
 """Weights that become int8 as a span is loaded (`swarm.model.integer`)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarm.blocks import Blocks
 from swarm.errors import UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
 from swarm.model.hollow import blocks_of
-from swarm.model.integer import IntegerLimits, integer_bytes, rounded_of, to_integers, weights_of
+from swarm.model.integer import (
+    IntegerLimits,
+    IntegerMatrix,
+    integer_bytes,
+    nothing,
+    rounded_of,
+    to_integers,
+    weights_of,
+)
 from swarm.model.probe import outputs_of, samples_of
 from swarm.model.span import Span
-from swarm.model.traits import Traits
 
 
-def quantise(
-    name: str,
-    model: PreTrainedModel,
-    traits: Traits,
-    blocks: Blocks,
-    limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
-) -> None:
-    """Round the weights of a loaded model's blocks to int8, one layer at a time.
+class Rounding:
+    """Rounds the weights of some blocks of one model: linear layers' as they are read, experts' once they are loaded.
 
-    name: of the model, for errors. Raises UnsupportedCheckpoint where int8 reaches little of a block, or where a block
-    then computes something else.
+    So linear layers never take the memory that they have in the checkpoint. Experts come in many tensors, which
+    `transformers` joins.
     """
-    refuse_to_quantise(name, model, blocks)
-    before = Span.of(model, traits, blocks)
-    indices = samples_of(before)
-    with torch.inference_mode():
-        expected = [outputs_of(before.part(Blocks(index, index + 1))) for index in indices]
-    layers = blocks_of(model)
-    for index in blocks:
-        for module in rounded_of(layers[index], limits):
-            to_integers(module)
-    return_free_memory()
-    after = Span.of(model, traits, blocks)
-    for index, outputs in zip(indices, expected, strict=True):
+
+    def __init__(
+        self,
+        skeleton: PreTrainedModel,
+        blocks: Blocks,
+        dtype: torch.dtype,
+        limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
+    ) -> None:
+        """skeleton: the hollow model, on the meta device. dtype: in which it is loaded."""
+        self._limits, self._dtype, self._blocks = limits, dtype, blocks
+        chosen = set(map(id, self._modules(skeleton)))
+        self._linears = {
+            f"{name}.weight"
+            for name, module in skeleton.named_modules()
+            if id(module) in chosen and isinstance(module, nn.Linear)
+        }
+        self._read: dict[str, IntegerMatrix] = {}
+
+    def read(self, name: str | None, tensor: Tensor) -> Tensor:
+        """Return what is loaded in a tensor's place. name: in the model, where it becomes one tensor there."""
+        if name not in self._linears or tensor.dim() != 2 or not tensor.is_floating_point():
+            return tensor
+        self._read[name] = IntegerMatrix(tensor)
+        return nothing(tensor.shape, self._dtype)
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Round what was not rounded as it was read."""
+        names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+        for module in self._modules(model):
+            to_integers(module, self._read.pop(names[id(module)], None))
+        return_free_memory()
+
+    def _modules(self, model: PreTrainedModel) -> list[nn.Module]:
+        layers = blocks_of(model)
+        return [module for index in self._blocks for module in rounded_of(layers[index], self._limits)]
+
+
+def prove_rounded(name: str, span: Span) -> None:
+    """Run a few blocks. Raises UnsupportedCheckpoint where one goes around the layers that were rounded."""
+    for index in samples_of(span):
         with torch.inference_mode():
-            got = outputs_of(after.part(Blocks(index, index + 1)))
-        error = max(float((new - old).norm() / old.norm()) for new, old in zip(got, outputs, strict=True))
-        if not error < limits.error_max:  # NaN is no error that small either
-            why = f"block {index} computes something else with int8 weights ({error:.0%} off)"
-            raise UnsupportedCheckpoint(name, why)
+            outputs = outputs_of(span.part(Blocks(index, index + 1)))
+        if not all(bool(output.isfinite().all()) for output in outputs):
+            raise UnsupportedCheckpoint(name, f"block {index} reads weights that int8 has taken: leave --quantize out")
 
 
 def refuse_to_quantise(

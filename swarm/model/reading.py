@@ -55,10 +55,15 @@ class _Facts(BaseModel):
     data_offsets: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]]
 
 
-def read_tensors(path: Path, expected: str, wants: Callable[[str], bool]) -> dict[str, Tensor]:
+def read_tensors(
+    path: Path,
+    expected: str,
+    wants: Callable[[str], bool],
+    keep: Callable[[str, Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Read a safetensors file, and return the tensors that are wanted, by name. Shows a progress bar for large files.
 
-    expected: the file's SHA-256 in hex. wants: whether the tensor of this name is kept.
+    expected: the file's SHA-256 in hex. wants: whether a tensor of this name is kept. keep: what is kept in its place.
     Raises ChecksumMismatch, or MalformedWeights where the digest is right.
     """
     size = path.stat().st_size
@@ -71,7 +76,8 @@ def read_tensors(path: Path, expected: str, wants: Callable[[str], bool]) -> dic
         try:
             for name, facts, dtype in _contents(stream):
                 if wants(name):
-                    tensors[name] = stream.tensor(facts, dtype)
+                    tensor = stream.tensor(facts, dtype)
+                    tensors[name] = tensor if keep is None else keep(name, tensor)
                 else:
                     stream.skip(facts.data_offsets[1] - facts.data_offsets[0])
         except MalformedWeights as error:

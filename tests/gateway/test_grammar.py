@@ -14,6 +14,8 @@ from swarm.gateway.grammar import GrammarLimits
 from swarm.gateway.schemas import SchemaLimits, closed
 from tests.gateway.random_model import EOS, LEANING, PADDING, PLAIN, chat_of, made, said, walk
 
+pytestmark = pytest.mark.real_time  # compiling has the product's limit of time
+
 # --- schemas ---------------------------------------------------------------------------------------------------------
 
 WORDS = st.text('abc "\\é{}', min_size=1, max_size=6)

@@ -15,6 +15,8 @@ from swarm.gateway.parts import Called
 from tests.gateway.random_model import NAME, chat_of, leaning, made, random_model, said, tokenizer_of
 from tests.gateway.scripted import CHATML, ScriptedModels, running
 
+pytestmark = pytest.mark.real_time  # compiling has the product's limit of time
+
 TOOLS = (
     Tool(
         "get_weather",

@@ -21,6 +21,8 @@ from swarm.gateway.keys import KeyLimits, Keys, digest_of
 from swarm.gateway.upstream import HEADER, UpstreamLimits, Upstreams, configured, order_of, polled
 from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
 
+pytestmark = pytest.mark.real_time
+
 CHAT = "/v1/chat/completions"
 HELLO = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]}
 STREAM = b'data: {"choices": [{"delta": {"content": "from upstream"}}]}\n\ndata: [DONE]\n\n'

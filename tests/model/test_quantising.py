@@ -17,9 +17,11 @@ from swarm.blocks import Blocks
 from swarm.errors import UnsupportedCheckpoint
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
+from swarm.model.hollow import blocks_of
 from swarm.model.integer import has_integers, is_supported, rounded, rounded_of, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.packed import Segment
+from swarm.model.quantising import Rounding
 from tests.families import BASE
 from tests.support.swarms import DEMO_CHECKPOINT
 
@@ -163,6 +165,23 @@ def test_class_and_size_are_known_before_anything_is_loaded(dtype):
     assert block_bytes(checkpoint, torch.bfloat16, "int8") < 0.56 * plain  # a small model: scales weigh more
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2", torch.bfloat16)])
+def test_linear_layers_never_take_their_plain_memory(name, dtype, family_dir, monkeypatch):
+    taken = []
+    finish = Rounding.finish
+
+    def look(self, model):
+        blocks = [blocks_of(model)[index] for index in BLOCKS]
+        linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+        taken.extend(linear.weight.untyped_storage().nbytes() for linear in linears)
+        finish(self, model)
+
+    monkeypatch.setattr(Rounding, "finish", look)
+    span = load_span(open_checkpoint(family_dir(name)), BLOCKS, dtype=dtype, quantize="int8")
+    assert taken == [dtype.itemsize] * len(taken) != []
+    assert span.numeric_class.weights == "int8"
+
+
 def test_no_copy_of_a_weight_stays(span_of):
     for name in ("llama", "mixtral"):
         span = span_of(name)
@@ -186,7 +205,7 @@ def test_a_block_that_goes_around_its_layers_is_refused(family_dir, monkeypatch)
         return self.down_proj(nn.functional.linear(hidden, self.up_proj.weight))
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", around)
-    with pytest.raises(UnsupportedCheckpoint, match="computes something else with int8 weights"):
+    with pytest.raises(UnsupportedCheckpoint, match="reads weights that int8 has taken"):
         load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize="int8")
 
 

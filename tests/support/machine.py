@@ -14,13 +14,13 @@ import time
 
 import pytest
 
-from tests.support.budget import Moment
+from tests.support.budget import LOST, Moment, lost
 
 LOOKS_S = 2.0
 GAP_S = 1e-3  # longer than any interrupt
 LOST_MAX = 0.3
-LOST = "TESTS_LOST_SHARE"  # from the process that looks to those that test
 REAL = {f"tests.support.{name}" for name in ("inprocess", "swarms", "warm", "lab", "proxy", "router", "bridge")}
+REAL |= {"tests.dht.support", "tests.dht.liars"}
 FOLDERS = {"integration", "nat"}
 FIXTURES = {"swarm"}
 
@@ -70,6 +70,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     until = item.config.getoption("--until")
     if until is not None and time.time() > until:
         pytest.skip("no time is left")
-    share = float(os.environ.get(LOST, "0"))
+    share = lost()
     if share > LOST_MAX and item.get_closest_marker("real_time") is not None:
         pytest.skip(f"this machine loses {share:.0%} of its time to others")

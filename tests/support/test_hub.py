@@ -88,6 +88,7 @@ def test_metadata_give_the_size_and_the_sha256_of_every_weight_file(hub: Hub, ch
     assert "notes/training.md" not in {entry.path for entry in api.list_repo_tree(REPO)}
 
 
+@pytest.mark.real_time
 def test_transformers_loads_a_model_in_a_process_whose_endpoint_it_is(hub: Hub, tmp_path: Path) -> None:
     code = (
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
