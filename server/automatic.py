@@ -14,7 +14,8 @@ from swarm.dht.records import Announcement
 from swarm.errors import NetworkError
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
-from swarm.server.placement import candidates, choose_span, holders_of, should_move
+from swarm.server.placement import Holder, candidates, choose_span, holders_of, should_move
+from swarm.server.proofs import Proofs
 
 Claim = Callable[[Blocks], Awaitable[object]]
 """`claim(blocks)`: announce that a span will be here, instead of the one that was claimed before."""
@@ -41,11 +42,13 @@ class Automatic:
         numeric_class: NumericClass,
         every_s: float,
         random: Random,
+        proofs: Proofs,
         limits: AutomaticLimits = AutomaticLimits(),
     ) -> None:
         """key: our public key, hex. every_s: between two looks, more or less; 0: never look again."""
         self._directory, self._checkpoint, self._key = directory, checkpoint, key
         self._numeric_class, self._every_s, self._random, self._limits = numeric_class, every_s, random, limits
+        self._proofs = proofs
 
     async def first(self, length: int, claim: Claim) -> Blocks:
         """Choose and claim the first span. Raises NetworkError.
@@ -56,7 +59,7 @@ class Automatic:
         claimed: Blocks | None = None
         for _ in range(self._limits.claims_max):
             there = [a for a in await self._survey() if a.state != "joining" or a.public_key < self._key]
-            holders = holders_of(there, self._numeric_class)
+            holders = await self._holders(there)
             blocks = choose_span(self._checkpoint.n_blocks, length, holders, self._key)
             if blocks == claimed:
                 break
@@ -79,13 +82,19 @@ class Automatic:
             except NetworkError as error:
                 _log.warning("cannot see where servers are needed", why=str(error))
                 continue
-            holders = holders_of(announcements, self._numeric_class)
+            holders = await self._holders(announcements)
             n_blocks = self._checkpoint.n_blocks
             # In a thread: a large swarm takes tenths of a second.
             queue = await asyncio.to_thread(candidates, n_blocks, holders)
             blocks, patience = should_move(queue, self._key, patience)
             if blocks is not None:
                 return blocks
+
+    async def _holders(self, announcements: list[Announcement]) -> tuple[Holder, ...]:
+        """Return who counts as holding what, after calls to some of those that have proven nothing yet."""
+        others = [a for a in announcements if a.public_key != self._key]
+        proofs = {**await self._proofs.look(others), self._key: True}
+        return holders_of(announcements, self._numeric_class, proofs=proofs)
 
     async def _survey(self) -> list[Announcement]:
         survey = await self._directory.survey(self._checkpoint.root, self._checkpoint.n_blocks)

@@ -17,7 +17,7 @@ from swarm.errors import NetworkError
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.dialer import Dialer
-from swarm.net.endpoint import Remote
+from swarm.server.proofs import answers
 
 _log = structlog.get_logger("swarm.server")
 
@@ -74,13 +74,5 @@ class Namesakes:
         return tuple(found)
 
     async def _any_answers(self, servers: Sequence[Announcement]) -> bool:
-        return any(await asyncio.gather(*map(self._answers, servers)))
-
-    async def _answers(self, server: Announcement) -> bool:
-        try:
-            async with asyncio.timeout(self._limits.peer_timeout_s):
-                remote = Remote(server.peer_id, bytes.fromhex(server.channel_key))
-                self._dialer.release(await self._dialer.connect(remote, server.ways))
-        except (NetworkError, TimeoutError):
-            return False
-        return True
+        calls = (answers(self._dialer, server, self._limits.peer_timeout_s) for server in servers)
+        return any(await asyncio.gather(*calls))

@@ -26,7 +26,7 @@ reason to move on, and the simulation in `benchmarks/placement.py` shows that th
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -51,7 +51,11 @@ class PlacementLimits:
     move_gain: float = limit(0.02, "share", "of the mover's share of the power that a move must add to the level")
     looks_per_rank: int = limit(2, "looks", "that a candidate waits for each one before it")
     floor_share: float = limit(1e-4, "share", "of its fair share that an unserved block counts with")
-    power_spread_max: float = limit(100.0, "times", "the median power; a claim of more counts as that much")
+    power_spread_max: float = limit(20.0, "times", "the median power; a claim of more counts as that much")
+    silent_share: float = limit(
+        0.01, "share", "of its claim, and of the median power, that a silent server counts with"
+    )
+    holders_min: int = limit(2, "holders", "of a block that a server leaves; fewer only where others have fewer still")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +77,27 @@ def holders_of(
     announcements: Iterable[Announcement],
     numeric_class: NumericClass | None = None,
     limits: PlacementLimits = PlacementLimits(),
+    proofs: Mapping[str, bool] | None = None,
 ) -> tuple[Holder, ...]:
     """Return the servers that hold or will soon hold blocks: online or joining, of one numeric class.
 
     A server that has not measured yet counts with the median power, and none with more than power_spread_max times it.
+    proofs: by public key, who has proven to be there and who was silent (`swarm.server.proofs`). A server that has
+    proven nothing counts with the median power of those that have at most, and a silent one with nearly none. Without
+    proofs all are believed.
     """
     wanted = None if numeric_class is None else str(numeric_class)
     there = [a for a in announcements if a.state in {"online", "joining"} and wanted in {None, a.numeric_class}]
-    measured = [a.decode_tps * len(a.span) for a in there if a.decode_tps is not None]
+    believed = [a for a in there if proofs is None or proofs.get(a.public_key)]
+    measured = [a.decode_tps * len(a.span) for a in believed or there if a.decode_tps is not None]
     typical = median(measured) if measured else 1.0
 
     def power(a: Announcement) -> float:
         claimed = typical if a.decode_tps is None else a.decode_tps * len(a.span)
-        return min(claimed, limits.power_spread_max * typical)
+        proven = True if proofs is None else proofs.get(a.public_key)
+        if proven:
+            return min(claimed, limits.power_spread_max * typical)
+        return min(claimed, typical) * (1.0 if proven is None else limits.silent_share)
 
     return tuple(
         Holder(a.public_key, a.span, power(a) / len(a.span), a.automatic)
@@ -142,7 +154,7 @@ def candidates(
     rows = max(1, (1 << 20) // n_blocks)  # many servers are looked at in slices: matrices of a million numbers
     for at in range(0, len(movable), rows):
         part = movable[at : at + rows]
-        gains = _gains(n_blocks, holders, part, limits)
+        gains = np.where(_allowed(n_blocks, holders, part, limits), _gains(n_blocks, holders, part, limits), -np.inf)
         starts = gains.argmax(axis=1)
         for row, (i, start) in enumerate(zip(part, starts.tolist(), strict=True)):
             gain = float(gains[row, start])
@@ -163,6 +175,34 @@ def should_move(
         if candidate == key:
             return (blocks, 0) if patience >= rank * limits.looks_per_rank else (None, patience + 1)
     return None, 0
+
+
+def _allowed(
+    n_blocks: int, holders: Sequence[Holder], movers: Sequence[int], limits: PlacementLimits
+) -> NDArray[np.bool_]:
+    """Return whether a mover may go to a start without leaving blocks to too few holders: [movers, starts].
+
+    A block with c holders lacks max(0, holders_min - c) squared. Where a move makes some lack more, it has to make
+    others lack less by a greater sum. So one strong server that lies does not draw all others from a block.
+    """
+    count = served(n_blocks, [replace(holder, tps=1.0) for holder in holders])
+    start, length = (
+        np.array([value(holders[i].blocks) for i in movers])[:, None] for value in (lambda b: b.start, len)
+    )
+    at = np.arange(n_blocks)
+    mine = (at >= start) & (at < start + length)
+    without = count - mine
+    lack = np.maximum(0.0, limits.holders_min - without) ** 2 - np.maximum(0.0, limits.holders_min - without - 1) ** 2
+    stop = np.minimum(at + length, n_blocks)
+
+    def within(values: Rates) -> Rates:
+        sums = np.zeros((len(movers), n_blocks + 1))
+        np.cumsum(values, axis=1, out=sums[:, 1:])
+        return np.take_along_axis(sums, stop, axis=1) - sums[:, :-1]
+
+    left = np.where(mine, lack, 0.0)
+    total = left.sum(axis=1, keepdims=True)
+    return (total - within(left) <= _EXACT) | (within(lack) > total + _EXACT)
 
 
 def _gains(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int], limits: PlacementLimits) -> Rates:

@@ -27,6 +27,8 @@ from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.addresses import changes
 from swarm.net.anchor import AnchorLimits
+from swarm.net.channel import ignore
+from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
 from swarm.net.mapping import Mapped, map_ports
@@ -44,6 +46,7 @@ from swarm.server.limits import HandlerLimits, PrefixLimits
 from swarm.server.loader import Loaded, Opened, in_thread, open_model
 from swarm.server.metrics import answering, metrics_of
 from swarm.server.namesakes import Namesakes
+from swarm.server.proofs import Proofs
 from swarm.server.reachable import Listening, Reachability
 from swarm.server.server import Server, ServerLimits, ServerOptions
 
@@ -159,10 +162,19 @@ class _Host:
         checkpoint, numeric_class = opened.loader.checkpoint, opened.loader.numeric_class
         self._claims = Claims(directory, checkpoint, traversal.me, numeric_class, options)
         key = traversal.me.identity.public_key.hex()
-        self._automatic = Automatic(directory, checkpoint, key, numeric_class, every_s, Random())  # noqa: S311 - when to look is no secret
+        random = Random()  # noqa: S311 - whom to call and when to look is no secret
+        self._dialer = Dialer(traversal.me, ignore, traversal.dial)
+        proofs = Proofs(self._dialer, random)
+        self._automatic = Automatic(directory, checkpoint, key, numeric_class, every_s, random, proofs)
 
     async def run(self, loaded: Loaded | None) -> None:
         """Serve one span after the other until asked to stop; then withdraw."""
+        try:
+            await self._run(loaded)
+        finally:
+            await self._dialer.close()
+
+    async def _run(self, loaded: Loaded | None) -> None:
         if loaded is None:
             loaded = await self._load(await self._automatic.first(self._length, self._claims.make))
         try:

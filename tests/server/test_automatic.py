@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ import torch
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
+from swarm.dht.records import Announcement
 from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
@@ -19,6 +21,7 @@ from swarm.model.loading import block_bytes, load_span
 from swarm.server import measure
 from swarm.server.automatic import Automatic, AutomaticLimits
 from swarm.server.measure import blocks_that_fit
+from swarm.server.proofs import Proofs
 from tests.dht.support import NETWORK, ROOT, announcement
 from tests.support.swarms import DEMO_CHECKPOINT
 
@@ -30,6 +33,13 @@ def store() -> MemoryStore:
     return MemoryStore.make(NETWORK, time.time)
 
 
+class Believing:
+    """Takes every server for one that has proven to be there. Real calls are in test_proofs.py."""
+
+    async def look(self, servers: Iterable[Announcement]) -> dict[str, bool]:
+        return {server.public_key: True for server in servers}
+
+
 class Newcomer:
     """A server that is about to start."""
 
@@ -38,7 +48,14 @@ class Newcomer:
         self.directory = Directory(store, identity=self.identity, network=NETWORK, clock=time.time)
         key = self.identity.public_key.hex()
         self.automatic = Automatic(
-            self.directory, TWELVE, key, NumericClass("float32"), every_s, Random(1), AutomaticLimits(claim_s=0.01)
+            self.directory,
+            TWELVE,
+            key,
+            NumericClass("float32"),
+            every_s,
+            Random(1),
+            cast(Proofs, Believing()),
+            AutomaticLimits(claim_s=0.01),
         )
 
     async def announce(self, blocks: Blocks, state: str = "joining", **more: Any) -> None:

@@ -1,6 +1,7 @@
 """Servers choose the span that the swarm needs most, move when that wins enough, and stop moving."""
 
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import pytest
@@ -80,7 +81,44 @@ def test_a_server_that_has_not_measured_yet_counts_with_the_usual_power():
     assert sorted(held.tps for held in holders_of(records)) == [5.0, 10.0]
 
 
+def records_of(*servers: tuple[bytes, int, int, float]):
+    return [
+        announcement(Identity(key * 32), start, stop, n_blocks=32, decode_tps=tps) for key, start, stop, tps in servers
+    ]
+
+
+def test_a_silent_server_counts_for_nearly_nothing_and_an_unproven_one_for_the_usual():
+    records = records_of((b"a", 0, 4, 10.0), (b"b", 0, 4, 12.0), (b"c", 0, 4, 1000.0), (b"d", 4, 8, 1000.0))
+    keys = [Identity(key * 32).public_key.hex() for key in (b"a", b"b", b"c", b"d")]
+    held = {h.key: h.tps for h in holders_of(records, proofs={keys[0]: True, keys[1]: True, keys[2]: False})}
+    assert [held[key] for key in keys] == [10.0, 12.0, 11.0 * PlacementLimits().silent_share, 11.0]
+
+
+def test_claims_of_nobody_do_not_change_what_is_usual():
+    true = records_of((b"a", 0, 4, 10.0), (b"b", 0, 4, 10.0))
+    lies = records_of(*((bytes([byte]), 0, 4, 1e6) for byte in range(40, 60)))
+    proofs = {record.public_key: True for record in true} | {record.public_key: False for record in lies}
+    assert max(h.tps for h in holders_of([*true, *lies], proofs=proofs)) == 10.0
+
+
 # Moving
+
+
+@pytest.mark.parametrize("proven", [True, False], ids=["a strong server that answers", "a record of nobody"])
+def test_one_strong_server_does_not_draw_all_others_from_its_blocks(proven):
+    honest = [(bytes([byte]), start, start + 8, 10.0) for byte, start in enumerate([0, 0, 8, 8, 16, 16, 24, 24], 65)]
+    records = records_of(*honest, (b"z", 0, 16, 200.0))
+    liar = Identity(b"z" * 32).public_key.hex()
+    records = [record.model_copy(update={"automatic": record.public_key != liar}) for record in records]
+    proofs = {record.public_key: record.public_key != liar or proven for record in records}
+    holders = holders_of(records, proofs=proofs)
+    for _ in range(50):
+        queue = candidates(32, holders)
+        if not queue:
+            break
+        key, blocks = queue[0]
+        holders = tuple(replace(h, blocks=blocks) if h.key == key else h for h in holders)
+    assert served(32, [h for h in holders if h.key != liar]).min() > 0, "a block without an honest holder"
 
 
 def test_a_server_moves_to_a_gap():
@@ -147,6 +185,17 @@ def test_a_hundred_servers_come_within_a_tenth_of_an_annealer_and_stop(speeds, n
     bottleneck = served(n_blocks, settled.holders).min()
     assert bottleneck >= 0.9 * anneal(n_blocks, holders, 1, 60_000)
     assert bottleneck <= power_bound(n_blocks, holders)
+
+
+def test_one_fifth_of_records_of_nobody_takes_nothing_from_the_bottleneck():
+    """All of them claim the same half of the model, and twenty times the usual power."""
+    honest = random_swarm(100, 32, 40, "lognormal")
+    usual = median(holder.power for holder in honest)
+    claimed = PlacementLimits().silent_share * usual / 16  # as `holders_of` counts them
+    liars = [Holder(f"{1 << 20 | i:064x}", Blocks(0, 16), claimed) for i in range(10)]
+    left, alone = (simulate(32, [*honest, *others], 1).holders for others in (liars, []))
+    bottleneck = served(32, [holder for holder in left if holder.blocks and holder.tps != claimed]).min()
+    assert bottleneck >= 0.9 * served(32, alone).min()
 
 
 def test_servers_that_join_one_after_the_other_are_well_placed_at_once():
