@@ -29,6 +29,8 @@ class CallLimits:
     handled_max: int = limit(64, "calls", "of others at one time; more are refused")
     per_s: float = limit(50.0, "1/s", "others' calls, per peer; a stored entry counts like a call")
     burst: float = limit(400.0, "calls", "of one peer at once; more are refused")
+    answered_per_s: float = limit(512 << 10, "bytes/s", "of records in answers to one peer; more calls are refused")
+    answered_burst: float = limit(16 << 20, "bytes", "the same, at once: three surveys of the largest model")
 
 
 CALLS = CallLimits()

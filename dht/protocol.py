@@ -89,6 +89,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         self._handling = 0
         self._has_handlers: bool = False
         self._rates = RateLimit(limits.per_s, limits.burst)
+        self._answered = RateLimit(limits.answered_per_s, limits.answered_burst)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -97,14 +98,14 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     # --- others call us ----------------------------------------------------------------------------------------------
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
-        """Answer with our id and clock; if asked to, say whether the caller can be called back."""
+        """Answer with our id and clock.
+
+        hivemind lets a caller ask to be called back. Nobody is: callers that then keep silent would hold all the places
+        for calls. A node learns in another way whether others reach it (`swarm.dht.dialback`).
+        """
         async with self._admitted(context.remote_id, 1):
-            response = dht_pb2.PingResponse(peer=self.node_info, dht_time=self.clock(), available=False)
-            if request.validate and request.peer.node_id:
-                pong = await self.ping(context.remote_id)
-                response.available = pong is not None and pong.node_id == node_id_of(context.remote_id)
             self._meet(request.peer.node_id, context.remote_id)
-            return response
+            return dht_pb2.PingResponse(peer=self.node_info, dht_time=self.clock(), available=False)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """Keep the entries that hold; one that does not hold never affects another."""
@@ -130,18 +131,20 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             raise InvalidMessage("find request", f"more than {keys_max} keys, or a key that is not a hash")
         async with self._admitted(context.remote_id, max(1, len(request.keys))):
             self._meet(request.peer.node_id, context.remote_id)
+            held = {key: self.records.entries(key) for key in request.keys}
+            n_bytes = sum(len(entry.data) for entries in held.values() for entry in entries)
+            self._pay(self._answered, context.remote_id, min(n_bytes, self.limits.answer_bytes_max))
             response = dht_pb2.FindResponse(peer=self.node_info)
             left = self.limits.answer_bytes_max
             for key in request.keys:
-                result = self._find_one(key, left, exclude=node_id_of(context.remote_id))
+                result = self._find_one(key, held[key], left, exclude=node_id_of(context.remote_id))
                 left -= len(result.value)
                 response.results.append(result)
             return response
 
     @asynccontextmanager
     async def _admitted(self, peer: PeerID, cost: float) -> AsyncIterator[None]:
-        if not self._rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost):
-            raise TooBusy("too many requests; slow down")
+        self._pay(self._rates, peer, cost)
         if self.client_mode:
             raise TooBusy("this node answers no calls; forget it")
         if self._handling >= self.limits.handled_max:
@@ -152,14 +155,17 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         finally:
             self._handling -= 1
 
+    def _pay(self, rates: RateLimit, peer: PeerID, cost: float) -> None:
+        if not rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost):
+            raise TooBusy("too many requests; slow down")
+
     def _store_one(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> bool:
         try:
             return self.records.put(self.gate.admit(key, subkey, value, expiration))
         except RecordError:
             return False
 
-    def _find_one(self, key: bytes, bytes_max: int, exclude: DHTID) -> dht_pb2.FindResult:
-        entries = self.records.entries(key)
+    def _find_one(self, key: bytes, entries: Sequence[Entry], bytes_max: int, exclude: DHTID) -> dht_pb2.FindResult:
         value = pack_dictionary(entries) if entries else b""
         if value and len(value) <= bytes_max:
             expires = max(entry.facts.expires for entry in entries)

@@ -1,5 +1,7 @@
 """A node that strangers write to: thousands of records that do not hold, and thousands that do."""
 
+import asyncio
+import contextlib
 import gc
 import random
 from collections.abc import Iterator, Sequence
@@ -12,8 +14,10 @@ from hivemind.proto import dht_pb2
 
 from swarm.dht.format import CALLS
 from swarm.dht.node import SwarmNode
+from swarm.dht.protocol import node_id_of
 from swarm.dht.records import RECORD, key_id, packed_text, span_key, span_subkey
 from swarm.dht.validator import pack_value
+from swarm.errors import TooBusy
 from swarm.identity import Identity
 from tests.dht.memory import MemoryNetwork
 from tests.dht.support import NETWORK, ROOT, signed
@@ -147,3 +151,45 @@ async def test_stores_grow_a_node_by_64_mib_at_most(stores: int) -> None:
         print(f"{stores} stores, {accepted} kept: {grown / 2**20:.1f} MiB")
         assert accepted > 10_000
         assert grown <= 64 << 20
+
+
+async def test_a_peer_that_asks_for_full_keys_again_and_again_is_refused() -> None:
+    clock, source, network = Clock(), random.Random(2), MemoryNetwork()
+    async with network.node(clock=clock) as victim:
+        assert victim.member is not None
+        protocol = victim.member.protocol
+        held = [true_store(Identity(source.randbytes(32)), clock.now, public_name="x" * 64) for _ in range(100)]
+        assert await send(victim, held) == len(held)
+        greedy, modest = (P2PContext("", protocol.p2p.peer_id, stranger()) for _ in "ab")
+        request = dht_pb2.FindRequest(keys=[KEY])
+        size = sum(len(entry.data) for entry in victim.storage.entries(KEY))
+        answered = 0
+        with contextlib.suppress(TooBusy):
+            while answered <= 2 * CALLS.answered_burst:
+                await protocol.rpc_find(request, greedy)
+                answered += size
+        assert answered <= CALLS.answered_burst + 10 * CALLS.answered_per_s
+        assert (await protocol.rpc_find(request, modest)).results[0].value
+
+
+async def test_callers_that_ask_to_be_called_back_hold_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silence(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    network = MemoryNetwork()
+    async with network.node() as victim:
+        assert victim.member is not None
+        protocol = victim.member.protocol
+        monkeypatch.setattr(protocol, "ping", silence)
+        for _ in range(2 * CALLS.handled_max):
+            silent = stranger()
+            node = dht_pb2.NodeInfo(node_id=node_id_of(silent).to_bytes())
+            async with asyncio.timeout(1.0):
+                answer = await protocol.rpc_ping(
+                    dht_pb2.PingRequest(peer=node, validate=True), P2PContext("", protocol.p2p.peer_id, silent)
+                )
+            assert not answer.available
+
+
+def stranger() -> PeerID:
+    return PeerID.from_base58(Identity.generate().peer_id)
