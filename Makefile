@@ -95,6 +95,10 @@ $(CLIENTS)/%/.installed: $(TOOLS)/.installed
 real-model: $(HEALTH)
 	$(BIN)/python -m tests.support.real_model
 
+# uv, where it is installed, takes a tenth of pip's time.
+UV := $(shell command -v uv 2>/dev/null)
+INSTALL := $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
+
 # Debian's python3 cannot put pip into an environment unless python3-venv is installed; its pip can, from outside.
 define make_venv
 $(PYTHON) -m venv --clear $(VENV) 2>/dev/null \
@@ -103,14 +107,13 @@ endef
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(make_venv)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -c constraints.txt -e '.[dev]'
 	touch $@
 
 # All extras in one go where there is nothing yet.
 $(HEALTH): setup.cfg pyproject.toml constraints.txt
 	test -e $(STAMP) && test $(STAMP) -nt setup.cfg && test $(STAMP) -nt constraints.txt || { $(make_venv); }
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
-		-e '.[dev,health,gateway,real-model,browser,clients]'
+	$(INSTALL) -c constraints.txt -e '.[dev,health,gateway,real-model,browser,clients]'
 	touch $(STAMP) $@
 
 # Everything that the project may install, on any platform, with the hashes of every file that the index has of it.
