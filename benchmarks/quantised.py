@@ -82,18 +82,20 @@ def main() -> None:
         return
     qualities = quality_of(options.model, 2 if options.quick else options.windows)
     exact = qualities["float32"].perplexity
+    flips = flips_of(options.model)
+    columns = (
+        "class",
+        "perplexity",
+        "to float32's",
+        "KL, nats",
+        "same first choice",
+        f"flips of {FLIP_WINDOWS * WINDOW:,}",
+    )
     rows = [
-        (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}")
+        (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}", str(flips[name]))
         for name, q in qualities.items()
     ]
-    table("held-out text", ("class", "perplexity", "to float32's", "KL", "same first choice"), rows)
-    flips = flips_of(options.model)
-    total = FLIP_WINDOWS * WINDOW
-    table(
-        f"first choices of {total:,} that other kernels flip",
-        ("class", "flips"),
-        [(n, str(f)) for n, f in flips.items()],
-    )
+    table("held-out text", columns, rows)
     samples: list[Samples] = []
     if not options.no_speed:
         hidden, blocks = (256, 2) if options.quick else (options.hidden, options.blocks)
@@ -103,8 +105,8 @@ def main() -> None:
         "quantised",
         SEED,
         samples,
-        flips=flips,
-        quality={name: [q.perplexity, q.kl, q.same] for name, q in qualities.items()},
+        columns=columns,
+        rows=rows,
         kernels={
             name: os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY") if name in os.environ
         },

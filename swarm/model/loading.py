@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -141,10 +142,13 @@ def _load(
     rounding: Rounding | None = None,
 ) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
+    names = _Names(checkpoint, blocks)
+
+    def keep(name: str, tensor: Tensor) -> Tensor:
+        return tensor if rounding is None else rounding.read(names.alone(name), tensor)
+
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
     with quiet(), torch.inference_mode(mode=False):
-        names = _Names(checkpoint, blocks)
-        keep = None if rounding is None else lambda name, tensor: rounding.read(names.alone(name), tensor)
         tensors = read_verified(checkpoint, names.needed, keep)
         try:
             loaded: Any = cls.from_pretrained(
@@ -170,7 +174,7 @@ def _load(
 def read_verified(
     checkpoint: Checkpoint,
     needs: Callable[[str], bool],
-    keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    keep: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, Held]:
     """Read the files with these tensors once, verified as they are read. Returns the tensors.
 
