@@ -202,7 +202,8 @@ def _allowed(
 
     left = np.where(mine, lack, 0.0)
     total = left.sum(axis=1, keepdims=True)
-    return (total - within(left) <= _EXACT) | (within(lack) > total + _EXACT)
+    allowed: NDArray[np.bool_] = (total - within(left) <= _EXACT) | (within(lack) > total + _EXACT)
+    return allowed
 
 
 def _gains(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int], limits: PlacementLimits) -> Rates:

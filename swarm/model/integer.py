@@ -86,7 +86,7 @@ class IntegerMatrix:
             parts, 1.0, IntegerFormat.high + 1, self._packed
         )
         # One operation at a time: fused ones round otherwise at the end of a vector.
-        output = both[count:].mul_(1 / IntegerFormat.low).add_(both[:count]).mul_(peak / IntegerFormat.high)
+        output: Tensor = both[count:].mul_(1 / IntegerFormat.low).add_(both[:count]).mul_(peak / IntegerFormat.high)
         return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
 
 

@@ -11,6 +11,8 @@ scheduler shares the cores fairly, in slices of milliseconds. A run over several
 
 import os
 import time
+from functools import cache
+from types import ModuleType
 
 import pytest
 
@@ -60,7 +62,12 @@ def _starts_a_swarm(item: pytest.Item) -> bool:
     """Whether a test's module has a function or a class of those that do, or the test a fixture."""
     if item.path.parent.name in FOLDERS or FIXTURES & set(getattr(item, "fixturenames", ())):
         return True
-    values = vars(getattr(item, "module", item)).values()
+    return _uses_one(item.module) if isinstance(item, pytest.Function) else False
+
+
+@cache
+def _uses_one(module: ModuleType) -> bool:
+    values = vars(module).values()
     return any(str(getattr(value, name, "")) in REAL for value in values for name in ("__module__", "__name__"))
 
 
