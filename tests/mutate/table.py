@@ -275,10 +275,42 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
         "No record changes a name's root, or keeps a server from starting": [
             (
                 "a record alone leads to a warning",
-                "server/namesakes.py",
-                "            return False\n",
-                "            return True\n",
+                "server/proofs.py",
+                "        return False\n",
+                "        return True\n",
                 "test_a_record_of_nobody_is_no_namesake",
+            ),
+        ],
+        "Records without a server move no other server": [
+            (
+                "a block may be left to one holder",
+                "server/placement.py",
+                "    return allowed\n",
+                "    return allowed | True\n",
+                "test_one_strong_server_does_not_draw_all_others_from_its_blocks",
+            ),
+            (
+                "a silent server counts as one that was not called yet",
+                "server/placement.py",
+                "1.0 if proven is None else limits.silent_share",
+                "1.0",
+                "test_a_silent_server_counts_for_nearly_nothing_and_an_unproven_one_for_the_usual",
+            ),
+        ],
+        "Small questions cost a DHT node little": [
+            (
+                "answers cost nothing",
+                "dht/protocol.py",
+                "self._pay(self._answered, context.remote_id, min(",
+                "self._pay(self._answered, context.remote_id, 0 * min(",
+                "test_a_peer_that_asks_for_full_keys_again_and_again_is_refused",
+            ),
+            (
+                "a caller is called back on demand",
+                "dht/protocol.py",
+                "            return dht_pb2.PingResponse(",
+                "            await self.ping(context.remote_id)\n            return dht_pb2.PingResponse(",
+                "test_callers_that_ask_to_be_called_back_hold_no_places",
             ),
         ],
         "Only a p2pd that hivemind published is started": [
