@@ -24,6 +24,7 @@ def test_make_lint_runs_these_tools(planned: list[str]) -> None:
     assert all(line.startswith(tool) for line, tool in zip(planned, TOOLS, strict=True))
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.slow("without a cache mypy reads torch and transformers, too")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_lint_finds_nothing(planned: list[str], tool: str) -> None:
