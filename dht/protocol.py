@@ -100,8 +100,8 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
         """Answer with our id and clock.
 
-        hivemind lets a caller ask to be called back. Nobody is: callers that then keep silent would hold all the places
-        for calls. A node learns in another way whether others reach it (`swarm.dht.dialback`).
+        hivemind lets a caller ask to be called back. This node does not: callers that then keep silent would hold all
+        places for calls. A node learns in another way whether others reach it (`swarm.dht.dialback`).
         """
         async with self._admitted(context.remote_id, 1):
             self._meet(request.peer.node_id, context.remote_id)
@@ -133,7 +133,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             self._meet(request.peer.node_id, context.remote_id)
             held = {key: self.records.entries(key) for key in request.keys}
             n_bytes = sum(len(entry.data) for entries in held.values() for entry in entries)
-            self._pay(self._answered, context.remote_id, min(n_bytes, self.limits.answer_bytes_max))
+            _pay(self._answered, context.remote_id, min(n_bytes, self.limits.answer_bytes_max))
             response = dht_pb2.FindResponse(peer=self.node_info)
             left = self.limits.answer_bytes_max
             for key in request.keys:
@@ -144,7 +144,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
 
     @asynccontextmanager
     async def _admitted(self, peer: PeerID, cost: float) -> AsyncIterator[None]:
-        self._pay(self._rates, peer, cost)
+        _pay(self._rates, peer, cost)
         if self.client_mode:
             raise TooBusy("this node answers no calls; forget it")
         if self._handling >= self.limits.handled_max:
@@ -154,10 +154,6 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             yield
         finally:
             self._handling -= 1
-
-    def _pay(self, rates: RateLimit, peer: PeerID, cost: float) -> None:
-        if not rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost):
-            raise TooBusy("too many requests; slow down")
 
     def _store_one(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> bool:
         try:
@@ -266,6 +262,12 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             return None
         self._meet(response.peer.node_id, peer)
         return response
+
+
+def _pay(rates: RateLimit, peer: PeerID, cost: float) -> None:
+    """Take the cost of a request from a peer's tokens. Raises TooBusy."""
+    if not rates.take(peer.to_bytes().hex(), asyncio.get_running_loop().time(), cost):
+        raise TooBusy("too many requests; slow down")
 
 
 class DenyAll(RecordValidatorBase):  # type: ignore[misc]

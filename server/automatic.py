@@ -50,6 +50,10 @@ class Automatic:
         self._numeric_class, self._every_s, self._random, self._limits = numeric_class, every_s, random, limits
         self._proofs = proofs
 
+    async def close(self) -> None:
+        """Call no server any more."""
+        await self._proofs.close()
+
     async def first(self, length: int, claim: Claim) -> Blocks:
         """Choose and claim the first span. Raises NetworkError.
 

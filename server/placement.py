@@ -11,7 +11,8 @@ are served alike, and rises whenever any block is served better, the more the wo
 of corners in which a sharp one gets stuck; the sharp ones look at the bottleneck. (Petals compares sorted lists of
 throughputs, which has no scale on which a gain could be too small to be worth it.)
 
-**The mover.** Every server computes the same queue of candidates from the same public state: of each automatic server
+**The mover.** Every server computes a queue of candidates, nearly the same from the same records (each has called other
+servers, so it trusts others of the claims): of each automatic server
 its best other span, if that raises the level by more than `move_gain` of the server's own share of the swarm's power
 (one that brings 1 % of the power moves for 0.02 % more), the largest gain first, then by key. The first one moves. The
 r-th one waits for `looks_per_rank` r looks in a row: so a first one that never moves, because it lies or hangs, delays
@@ -82,9 +83,9 @@ def holders_of(
     """Return the servers that hold or will soon hold blocks: online or joining, of one numeric class.
 
     A server that has not measured yet counts with the median power, and none with more than power_spread_max times it.
-    proofs: by public key, who has proven to be there and who was silent (`swarm.server.proofs`). A server that has
-    proven nothing counts with the median power of those that have at most, and a silent one with nearly none. Without
-    proofs all are believed.
+    proofs: by public key, whether a server has proven to be there or was silent (`swarm.server.proofs`). A server that
+    has proven nothing counts with the median power of those that have at most, and a silent one with nearly none.
+    Without proofs all are believed.
     """
     wanted = None if numeric_class is None else str(numeric_class)
     there = [a for a in announcements if a.state in {"online", "joining"} and wanted in {None, a.numeric_class}]

@@ -1,6 +1,6 @@
 """Which announced servers are there: they have proven it to this one, by a handshake at an address of their record.
 
-A record costs nothing, so what it says counts for little until then (`swarm.server.placement.holders_of`).
+A record costs nothing, so its claims count for little until then (`swarm.server.placement.holders_of`).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class ProofLimits:
 
     at_once_max: int = limit(8, "calls", "to other servers at one time; more wait")
     calls_max: int = limit(64, "calls", "of one look; the other servers stay unproven until the next one")
-    look_s: float = limit(10.0, "s", "for all calls of a look; who was not reached by then stays unproven")
+    look_s: float = limit(10.0, "s", "for all calls of a look; a server not reached by then stays unproven")
     peer_timeout_s: float = limit(5.0, "s", "a server that has proven nothing by then is silent")
     proven_s: float = limit(3600.0, "s", "that a proof counts")
     silent_s: float = limit(600.0, "s", "that a silent server is left alone")
@@ -40,7 +40,7 @@ class Proofs:
     async def look(self, servers: Iterable[Announcement]) -> Mapping[str, bool]:
         """Call some of those that have not been called lately, at random.
 
-        Returns by public key who has proven to be there and who was silent; nobody knows of the others.
+        Returns by public key whether a server has proven to be there, False where it was silent; without the others.
         """
         now = asyncio.get_running_loop().time()
         self._proven_until = {key: until for key, until in self._proven_until.items() if until > now}
@@ -64,6 +64,10 @@ class Proofs:
         return dict.fromkeys(there.keys() & self._proven_until, True) | dict.fromkeys(
             there.keys() & (self._silent_until.keys() | waits), False
         )
+
+    async def close(self) -> None:
+        """End the channels of the calls."""
+        await self._dialer.close()
 
     async def _call(self, server: Announcement, turns: asyncio.Semaphore) -> None:
         async with turns:

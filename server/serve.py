@@ -163,8 +163,7 @@ class _Host:
         self._claims = Claims(directory, checkpoint, traversal.me, numeric_class, options)
         key = traversal.me.identity.public_key.hex()
         random = Random()  # noqa: S311 - whom to call and when to look is no secret
-        self._dialer = Dialer(traversal.me, ignore, traversal.dial)
-        proofs = Proofs(self._dialer, random)
+        proofs = Proofs(Dialer(traversal.me, ignore, traversal.dial), random)
         self._automatic = Automatic(directory, checkpoint, key, numeric_class, every_s, random, proofs)
 
     async def run(self, loaded: Loaded | None) -> None:
@@ -172,7 +171,7 @@ class _Host:
         try:
             await self._run(loaded)
         finally:
-            await self._dialer.close()
+            await self._automatic.close()
 
     async def _run(self, loaded: Loaded | None) -> None:
         if loaded is None:

@@ -178,7 +178,7 @@ def read_verified(
 ) -> dict[str, Held]:
     """Read the files with these tensors once, verified as they are read. Returns the tensors.
 
-    keep: what is kept of a tensor, as soon as it has been read, and before its file is known to be right.
+    keep: makes of a tensor the one that is kept, as soon as it has been read, and before its file is known to be right.
     Raises ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint or UnsupportedArchitecture.
     """
     tensors: dict[str, Held] = {}

@@ -46,14 +46,14 @@ class Rounding:
         self._read: dict[str, IntegerMatrix] = {}
 
     def read(self, name: str | None, tensor: Tensor) -> Tensor:
-        """Return what is loaded in a tensor's place. name: in the model, where it becomes one tensor there."""
+        """Return the tensor that is loaded in its place. name: in the model, where it becomes one tensor there."""
         if name not in self._linears or tensor.dim() != 2 or not tensor.is_floating_point():
             return tensor
         self._read[name] = IntegerMatrix(tensor)
         return nothing(tensor.shape, self._dtype)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Round what was not rounded as it was read."""
+        """Round the other weights: experts, and linear layers that are joined from several tensors."""
         names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
         for module in self._modules(model):
             to_integers(module, self._read.pop(names[id(module)], None))

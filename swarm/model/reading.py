@@ -63,7 +63,7 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read a safetensors file, and return the tensors that are wanted, by name. Shows a progress bar for large files.
 
-    expected: the file's SHA-256 in hex. wants: whether a tensor of this name is kept. keep: what is kept in its place.
+    expected: the file's SHA-256 in hex. wants: whether a tensor of this name is kept. keep: makes the one that is kept.
     Raises ChecksumMismatch, or MalformedWeights where the digest is right.
     """
     size = path.stat().st_size

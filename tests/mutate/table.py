@@ -301,8 +301,8 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "answers cost nothing",
                 "dht/protocol.py",
-                "self._pay(self._answered, context.remote_id, min(",
-                "self._pay(self._answered, context.remote_id, 0 * min(",
+                "_pay(self._answered, context.remote_id, min(",
+                "_pay(self._answered, context.remote_id, 0 * min(",
                 "test_a_peer_that_asks_for_full_keys_again_and_again_is_refused",
             ),
             (
