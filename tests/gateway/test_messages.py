@@ -285,6 +285,7 @@ def test_body_that_is_too_long_is_refused_in_its_form(says_ok):
     assert (response.status_code, response.json()["error"]["type"]) == (413, "request_too_large")
 
 
+@pytest.mark.real_time
 def test_slow_model_is_pinged_for():
     limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))
     with scripted(lambda _: "All is well.", token_s=0.2, limits=limits) as (url, _):

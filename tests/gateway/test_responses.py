@@ -300,6 +300,7 @@ def test_error_after_the_first_byte_fails_the_response():
     assert failed["response"]["error"]["code"] == "server_error"
 
 
+@pytest.mark.real_time
 def test_silent_stream_is_kept_alive_from_its_first_second():
     limits = GatewayLimits(streams=StreamLimits(keep_alive_s=0.02))
     with scripted(lambda _: "All is well.", prompt_s=0.2, limits=limits) as (url, _):

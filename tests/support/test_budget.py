@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.budget import Moment, charge_s
+from tests.support.budget import LOST, Moment, charge_s
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -17,7 +17,7 @@ import time
 import pytest
 
 def compute():
-    until = time.process_time() + 0.1
+    until = time.process_time() + 0.5
     while time.process_time() < until:
         pass
 
@@ -42,7 +42,7 @@ def run(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_some.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow(reason): x\n    long: x\n")
     line = [sys.executable, "-m", "pytest", "-p", "tests.support.budget", "-p", "no:cacheprovider", str(folder)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", LOST: "0"}
     return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
