@@ -64,12 +64,18 @@ class Dialer:
         """
         task = self._dials.get(remote)
         if task is None:
+            self._end_oldest_attempt()
             most = self._limits.peers_max
             if len(self._dials) >= most and not self._close_one_idle():
                 raise Unreachable(remote.peer, _texts(addresses), 0.0, f"already connected to {most} peers")
             task = self._dials[remote] = asyncio.create_task(self._dial(remote, addresses))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its users may have gone
-        channel = await asyncio.shield(task)
+        try:
+            channel = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled() or _is_cancelled():
+                raise
+            raise Unreachable(remote.peer, _texts(addresses), 0.0, "newer attempts took its place") from None
         if channel.closed:
             raise ChannelClosed(remote.peer, channel.ended.result())
         self._users[channel] = self._users.get(channel, 0) + 1
@@ -113,7 +119,8 @@ class Dialer:
         try:
             channel = await (self._first(remote, addresses) if old is None else self._renewed(old, remote, addresses))
         except BaseException:
-            self._dials.pop(remote, None)
+            if self._dials.get(remote) is asyncio.current_task():
+                del self._dials[remote]
             raise
         doubted = self._doubted.pop(remote, None)
         self._users.setdefault(channel, 0)
@@ -165,6 +172,12 @@ class Dialer:
             raise Unreachable(remote.peer, (), 0.0, "it announces no address that can be dialled")
         return await (ways[0][1]() if len(ways) == 1 else race(ways, Channel.close))
 
+    def _end_oldest_attempt(self) -> None:
+        """Make room: addresses that never answer, which strangers name, must not keep others from connecting."""
+        opening = [remote for remote, attempt in self._dials.items() if not attempt.done()]
+        if len(opening) >= self._limits.opening_max:
+            self._dials.pop(opening[0]).cancel()
+
     def _close_one_idle(self) -> bool:
         """Make room: end the channel that was opened first of the unused ones. Returns whether there is one."""
         idle = next((channel for channel, users in self._users.items() if users == 0 and not channel.closed), None)
@@ -200,6 +213,12 @@ class Dialer:
 
 def _texts(addresses: Sequence[Address]) -> tuple[str, ...]:
     return tuple(map(str, addresses))
+
+
+def _is_cancelled() -> bool:
+    """Whether the task that runs now is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _made(attempt: "asyncio.Task[Channel]", channel: Channel) -> bool:

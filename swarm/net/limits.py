@@ -91,6 +91,7 @@ class DialerLimits:
     timeout_s: float = limit(4.0, "s", "for connection and handshake: three round trips and one lost packet")
     addresses_max: int = limit(4, "addresses", "of one peer that are tried")
     peers_max: int = limit(1024, "peers", "then an unused channel ends for a new one, or connecting fails")
+    opening_max: int = limit(512, "peers", "that have not answered yet; the oldest attempt ends for a new one")
     idle_s: float = limit(90.0, "s", "an unused channel waits for its next user: longer than round trips are apart")
     address_after_s: float = limit(0.25, "s", "the next address is tried beside one that is silent for so long")
     anchor_after_s: float = limit(1.0, "s", "the next anchor is asked beside the way before it")

@@ -214,3 +214,27 @@ async def test_a_full_table_ends_an_unused_channel_only():
     await dialer.close()
     for place in places:
         await place.listener.close()
+
+
+async def test_addresses_that_never_answer_keep_nobody_from_connecting(place):
+    """A client may have a server dial whatever a record names."""
+    silent = parse("127.0.0.1:1")
+
+    async def dials(address, remote, me, on_message):
+        if address == silent:
+            await asyncio.get_running_loop().create_future()
+        return await dial(address, remote, me, on_message)
+
+    dialer = Dialer(endpoint(), ignore, dials, limits=DialerLimits(peers_max=4, opening_max=3))
+    strangers = [Remote(f"stranger {number}", ChannelKey().public) for number in range(4)]
+    waiting = [asyncio.create_task(dialer.connect(stranger, [silent])) for stranger in strangers]
+    await asyncio.sleep(0)
+    assert not (await dialer.connect(place.remote, place.addresses)).closed
+    for oldest in waiting[:2]:
+        with pytest.raises(Unreachable, match="newer attempts"):
+            await oldest
+    assert not any(task.done() for task in waiting[2:])
+    await dialer.close()
+    for task in waiting[2:]:
+        with pytest.raises(Unreachable):
+            await task
