@@ -1,6 +1,7 @@
 """The client's event loop, in a thread of its own: so `generate()` stays an ordinary call, in a notebook as well."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
@@ -16,9 +17,10 @@ INTERRUPTED_WITHIN_S = 1.0  # on Windows: a thread that waits there notices Ctrl
 
 
 class LoopThread:
-    """An event loop that runs until `stop`."""
+    """An event loop that runs until `stop`, in the process that made it: a forked one has no such thread."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         self._loop = new_event_loop()
         self._takes_work = True
         # Held to hand the loop anything: it all comes before `stop`. Reentrant: finalizers call `start` anywhere.
@@ -45,7 +47,7 @@ class LoopThread:
 
         if not self._hand(start):
             work.close()
-            raise SessionClosed("this model has left the swarm", "load it again")
+            raise self._ended()
         try:
             task = _first(done)
         except BaseException:
@@ -71,24 +73,27 @@ class LoopThread:
             future.add_done_callback(done.put)
 
         if not self._hand(start):
-            raise SessionClosed("this model has left the swarm", "load it again")
+            raise self._ended()
         return Begun(done)
 
     def start(self, work: Coroutine[Any, Any, object]) -> None:
         """Run `work` in the loop without waiting; for clean-ups. Does nothing once the loop takes no work."""
-        with self._handing:
-            if self._takes_work:
-                asyncio.run_coroutine_threadsafe(work, self._loop)
-                return
+        if not self._is_forked:
+            with self._handing:
+                if self._takes_work:
+                    asyncio.run_coroutine_threadsafe(work, self._loop)
+                    return
         work.close()
 
     @property
     def alive(self) -> bool:
         """Whether the loop takes work."""
-        return self._takes_work
+        return self._takes_work and not self._is_forked
 
     def stop(self) -> None:
         """End the loop and its thread."""
+        if self._is_forked:
+            return
         with self._handing:
             if self._takes_work:
                 self._takes_work = False
@@ -97,10 +102,21 @@ class LoopThread:
 
     def _hand(self, callback: Callable[[], None]) -> bool:
         """Have the loop call this. Returns whether it takes work; else it will not."""
+        if self._is_forked:  # another thread may have held the lock, and the loop's descriptors are the parent's, too
+            return False
         with self._handing:
             if self._takes_work:
                 self._loop.call_soon_threadsafe(callback)
             return self._takes_work
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
+    def _ended(self) -> SessionClosed:
+        if self._is_forked:
+            return SessionClosed("this process was forked from the one that loaded the model", "load it here, too")
+        return SessionClosed("this model has left the swarm", "load it again")
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

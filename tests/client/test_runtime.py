@@ -1,8 +1,11 @@
 """The client's loop: whoever waits for work in it learns of its end, whenever that comes."""
 
 import asyncio
+import os
+import signal
 import threading
 from concurrent.futures import CancelledError
+from contextlib import suppress
 
 import pytest
 
@@ -72,3 +75,31 @@ def test_a_task_begun_during_cancellation_ends_with_the_loop():
     assert began.wait(10)
     loop.stop()
     assert ended.wait(5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_told_so_and_leaves_its_parent_alone():
+    async def answer():
+        return 42
+
+    def in_child(loop):
+        assert not loop.alive
+        loop.start(answer())
+        loop.stop()
+        for hand in (lambda: loop.run(answer()), lambda: loop.begin(asyncio.Future)):
+            with pytest.raises(SessionClosed, match="forked"):
+                hand()
+
+    loop = LoopThread()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        failed = True
+        with suppress(BaseException):
+            in_child(loop)
+            failed = False
+        os._exit(failed)
+    assert os.waitpid(child, 0)[1] == 0
+    assert loop.run(answer()) == 42
+    loop.stop()
