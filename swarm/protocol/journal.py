@@ -12,14 +12,17 @@ Gathers and rollbacks are not carried out when they happen. `past_after` plays t
 `rebuild_messages` gathers it piece by piece, as pieces are sent: a past that is gathered may be many times as large as
 the log. Only a repair asks for it.
 
-If more than `steps_unfolded_max` steps are there, the older half is folded into one, with its gathers carried out. So
-the past is known after the last half of them only, which is more than all windows of steps in flight. A hop whose
-memory has no room for an entry drops the journal, never the session: then the next journal upstream is replayed.
+If more than `steps_unfolded_max` steps are there, the older half is folded into one piece, with its gathers carried
+out. So the past is known after the last half of them only, which is more than all windows of steps in flight. Pieces
+that were folded before stay as they are, unless a later step took back or gathered a part of them: the event loop has
+no time to copy a whole past. A hop whose memory has no room for an entry drops the journal, never the session: then the
+next journal upstream is replayed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -115,6 +118,7 @@ class Journal:
 
     def __init__(self, limits: JournalLimits | None = None) -> None:
         self.n_bytes = 0
+        self._folded: list[Past] = []  # in order
         self._entries: list[Entry] = []
         self._unfolded_max = (limits or JournalLimits()).steps_unfolded_max
 
@@ -149,8 +153,10 @@ class Journal:
         if len(self._entries) < self._unfolded_max:
             return self.n_bytes + entry.past.n_bytes
         count = (len(self._entries) + 1) // 2  # as `add` will have it
-        folded = _joined_bytes(self.past_after(self._entries[count - 1].step))
-        return folded + sum(each.past.n_bytes for each in (*self._entries[count:], entry))
+        groups = self._groups(self.past_after(self._entries[count - 1].step))
+        return sum(_joined_bytes(group) for group in groups) + sum(
+            each.past.n_bytes for each in (*self._entries[count:], entry)
+        )
 
     def output_of(self, step: int) -> Activations:
         """Return the activations that went on with one of the last `steps_unfolded_max` // 2 steps."""
@@ -164,11 +170,10 @@ class Journal:
         pieces: list[Past] = []
         stop: int | None = None  # the later steps left the positions before it
         order: Tensor | None = None  # and of those, these rows
+        folded = ((past, None) for past in reversed(self._folded))
+        steps = ((entry.past, entry.rows) for entry in reversed(self._entries) if entry.step <= step)
         # Backwards, since then a gather changes one order, and not that of all pieces before it.
-        for entry in reversed(self._entries):
-            past = entry.past
-            if entry.step > step:
-                continue
+        for past, gathered in chain(steps, folded):
             if stop is None or past.start < stop:
                 kept = past if stop is None or past.stop <= stop else past.part(past.start, stop)
                 if kept.start < kept.stop:
@@ -176,18 +181,32 @@ class Journal:
                 stop = past.start
             if stop == 0:
                 break
-            if entry.rows is not None:
-                rows = torch.tensor(entry.rows)
+            if gathered is not None:
+                rows = torch.tensor(gathered)
                 order = rows if order is None else rows[order]
         return tuple(reversed(pieces))
 
     def _fold(self, count: int) -> None:
         """Put the first `count` steps together."""
-        last = self._entries[count - 1].step
-        pieces = self.past_after(last)
-        folded = [Entry(last, None, _joined(pieces, _beside(pieces)))] if pieces else []
-        self._entries = [*folded, *self._entries[count:]]
-        self.n_bytes = sum(entry.past.n_bytes for entry in self._entries)
+        groups = self._groups(self.past_after(self._entries[count - 1].step))
+        known = self._known
+        self._folded = [group[0] if id(group[0]) in known else _joined(group, _beside(group)) for group in groups]
+        self._entries = self._entries[count:]
+        self.n_bytes = sum(past.n_bytes for past in (*self._folded, *(entry.past for entry in self._entries)))
+
+    def _groups(self, pieces: Sequence[Past]) -> list[list[Past]]:
+        """Group neighbouring pieces that are to be one. One that is folded already stays alone."""
+        groups: list[list[Past]] = []
+        known = self._known
+        for is_folded, some in groupby(pieces, lambda piece: id(piece) in known):
+            neighbours = list(some)
+            groups += [[piece] for piece in neighbours] if is_folded else [neighbours]
+        return groups
+
+    @property
+    def _known(self) -> set[int]:
+        """The folded pieces, by identity: one that was cut or gathered since is another piece."""
+        return set(map(id, self._folded))
 
 
 def cut_off(pieces: Sequence[Past], stop: int) -> tuple[Past, ...]:

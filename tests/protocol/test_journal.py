@@ -86,6 +86,18 @@ def test_folded_journal_tells_the_same_past(rng):
         assert torch.equal(hidden_after(folded, entry.step), past.hidden)
 
 
+def test_a_long_past_is_not_copied_again_and_again():
+    journal, copied = Journal(JournalLimits(steps_unfolded_max=8)), 0
+    places: set[int] = set()
+    for step in range(1, 401):
+        journal.add(Entry(step, None, Past(step - 1, Activations(torch.full((1, 1, WIDTH), float(step))))))
+        pieces = [piece for piece in journal.past_after(step) if piece.activations.tokens > 1]
+        copied += sum(piece.activations.tokens for piece in pieces if piece.activations.hidden.data_ptr() not in places)
+        places = {piece.activations.hidden.data_ptr() for piece in pieces}
+    assert hidden_after(journal, 400)[0, :, 0].tolist() == list(range(1, 401))
+    assert copied <= 400
+
+
 @logs
 @given(RANDOM, st.sampled_from([1, 40, 1 << 20]))
 def test_messages_tell_the_past_as_it_is(rng, chunk_bytes):
