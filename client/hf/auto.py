@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from swarm.access import Access
 from swarm.blocks import Blocks
+from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.hf.drafting import drafting_by, drafting_by_mtp, load_draft
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
@@ -63,6 +64,7 @@ class AutoDistributedModel:
         optimize: Optimize = "latency",
         wire: Coding | None = None,
         draft: str | Path | PreTrainedModel = "lookup",
+        audit: float = 0.02,
     ) -> DistributedModel:
         """Load embeddings, final norm and head of a model, and join the swarm that serves its blocks.
 
@@ -86,7 +88,8 @@ class AutoDistributedModel:
         servers with `--wire int8` are used. draft: where guesses of the next tokens
         come from, which travel ahead of the text: "lookup" in the text itself, "mtp" for the checkpoint's own blocks
         that predict more than one token, "none", or a small model of the same vocabulary: itself, a hub id or a
-        directory. They change the time alone (docs/speculation.md).
+        directory. They change the time alone (docs/speculation.md). audit: the share of sessions that other servers
+        compute once more after their end, to find servers that compute wrongly (docs/audits.md); 0 for none.
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
@@ -112,7 +115,14 @@ class AutoDistributedModel:
         access = Access.load(settings.network_key, settings.allow_peers)
         settings = settings.model_copy(update={"initial_peers": _ways_in(settings, access)})
         options = ClientOptions(
-            settings.network, step_timeout_s, wait_for_blocks_s, preferences, local_blocks, access, coding=coding
+            settings.network,
+            step_timeout_s,
+            wait_for_blocks_s,
+            preferences,
+            local_blocks,
+            access,
+            coding=coding,
+            audits=AuditLimits(share=audit),
         )
         checkpoint = open_checkpoint(
             name, revision=settings.revision, token=token, cache_dir=settings.cache_dir, root=root

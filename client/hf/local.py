@@ -9,6 +9,7 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
+from swarm.client.auditing.ledger import Audits
 from swarm.client.hf.lead import Pending, RemoteSession
 from swarm.client.hf.ranges import Backend
 from swarm.client.planning.explain import ExplainedRoute
@@ -43,6 +44,11 @@ class LocalFirst:
     def route(self) -> ExplainedRoute:
         """Return the hops behind the local blocks."""
         return self._behind.route()
+
+    @property
+    def audits(self) -> Audits:
+        """As `Backend.audits`, of the blocks behind the local ones."""
+        return self._behind.audits
 
     def close(self) -> None:
         """Leave the swarm."""

@@ -20,6 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
+from swarm.client.auditing.ledger import Audits
 from swarm.client.hf.ahead import AheadSession
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache
 from swarm.client.hf.drafting import Drafts
@@ -89,6 +90,14 @@ class DistributedModel(HollowModel):
         Printed, it is a table. `route.explain()` adds why other servers were not chosen.
         """
         return self.backend.route()
+
+    @property
+    def audits(self) -> Audits:
+        """What audits have shown: how many sessions others agree with, and the peers that computed wrongly.
+
+        A share of the sessions is computed once more on other servers, after they have ended.
+        """
+        return self.backend.audits
 
     @property
     def last_speculation(self) -> Counts | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
+from swarm.client.auditing.ledger import Audits
 from swarm.client.hf.lead import RemoteSession
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.errors import UsageError
@@ -25,6 +26,11 @@ class Backend(Protocol):
 
     def route(self) -> ExplainedRoute:
         """Return the hops of the latest session, or a fresh plan where there was none."""
+        ...
+
+    @property
+    def audits(self) -> Audits:
+        """What the audits of this client's sessions have shown."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from swarm.access import EVERYBODY, Access
 from swarm.activations import Activations
 from swarm.blocks import Blocks
+from swarm.client.auditing.auditor import AuditLimits
+from swarm.client.auditing.ledger import Audits
 from swarm.client.hf.runtime import Begun, LoopThread
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
@@ -36,7 +38,8 @@ class ClientOptions:
     step_timeout_s: the longest that one step may take, with all its waiting and repairs, at most a day.
     wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: the peers that the
     client uses, and the aim of its routes. local_blocks: the first ones, which run here. limits: how long sessions wait
-    and how often they try. coding: of the activations on all edges; None sends them as they are.
+    and how often they try. coding: of the activations on all edges; None sends them as they are. audits: the share of
+    sessions that are computed once more on other servers, and how far.
     """
 
     network: str = "public"
@@ -47,12 +50,15 @@ class ClientOptions:
     access: Access = EVERYBODY
     limits: SessionLimits = field(default_factory=SessionLimits)
     coding: Coding | None = None
+    audits: AuditLimits = field(default_factory=AuditLimits)
 
     def __post_init__(self) -> None:
         most_s = 24 * 3600.0  # the most that a message can say
         if not 0 < self.step_timeout_s <= most_s:
             why = f"{self.step_timeout_s}; it is more than 0 and at most {most_s:.0f} seconds"
             raise BadConfiguration("step_timeout_s", why)
+        if not 0 <= self.audits.share <= 1:
+            raise BadConfiguration("audit", f"{self.audits.share}; it is a share of sessions, between 0 and 1")
 
 
 class Swarm:
@@ -95,6 +101,11 @@ class Swarm:
             return self.membership.router.explained(hops)
         return self._loop.run(self._route())
 
+    @property
+    def audits(self) -> Audits:
+        """What the audits of this client's sessions have shown."""
+        return self.membership.auditor.audits
+
     def close(self) -> None:
         """Leave the swarm. Closing twice is fine."""
         if self._loop.alive:
@@ -120,7 +131,7 @@ class Swarm:
 @asynccontextmanager
 async def _joined(wanted: Wanted, join: Join, identity: Identity, options: ClientOptions) -> AsyncIterator[Membership]:
     joining = joined(join, identity, network=options.network, access=options.access, limits=options.limits)
-    async with joining as member, member.of(wanted, options.preferences) as membership:
+    async with joining as member, member.of(wanted, options.preferences, options.audits) as membership:
         yield membership
 
 

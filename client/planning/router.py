@@ -55,6 +55,11 @@ class Avoided(Protocol):
         """Whether the client itself has lost its connection."""
         ...
 
+    @property
+    def banned(self) -> frozenset[str]:
+        """The ids of peers that are never taken."""
+        ...
+
 
 class Reading(Enum):
     """Whether a plan needs the directory."""
@@ -201,6 +206,8 @@ class Router:
                 if others:
                     why += f"; the files here have root {self._model.root}, others announce root {others[0]} under this"
                     why += " name: if those are the ones that you want, get the same revision"
+        if self._avoided.banned:
+            why += f"; {len(self._avoided.banned)} peers were left out, whose outputs others contradict"
         if survey.other_protocols:
             why = f"{why}; servers of protocol {survey.other_protocols} were left out"
         return NoRoute(name, failure.missing, why)
@@ -215,7 +222,7 @@ class Router:
             dtype=self._model.dtype,
             coding=self._model.coding,
             numeric_class=numeric_class,
-            avoid=avoid,
+            avoid={*avoid, *self._avoided.banned},
             preferences=self.preferences,
             client_rtts=dict(self._rtts),
             positions_needed=positions_needed,

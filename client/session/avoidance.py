@@ -36,6 +36,7 @@ class Avoidance:
         self._limits = limits or AvoidanceLimits()
         self._clock = clock
         self._heard_at = heard_at
+        self.banned: frozenset[str] = frozenset()  # ids of peers whose outputs are wrong: they are never taken
         self._entries: dict[str | Edge, _Entry] = {}
         self._lost: dict[str, _Lost] = {}
 
@@ -66,6 +67,10 @@ class Avoidance:
         now = self._clock()
         entry = self._entry(process, now)
         entry.until = max(entry.until, now + min(for_s, self._limits.avoid_s_max))
+
+    def ban(self, peer: str) -> None:
+        """Others contradict it: leave it out for good."""
+        self.banned |= {peer}
 
     def block(self, edge: Edge) -> None:
         """Two hops that both live cannot reach each other: the client relays this edge."""

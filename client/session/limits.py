@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from swarm.client.session.transcript import TranscriptLimits
 from swarm.limits import limit
 from swarm.protocol.journal import JournalLimits
 from swarm.protocol.outbox import OutboxLimits
@@ -91,3 +92,4 @@ class SessionLimits:
     outbox: OutboxLimits = field(default_factory=OutboxLimits)
     replay: ReplayLimits = field(default_factory=ReplayLimits)
     journal: JournalLimits = field(default_factory=JournalLimits)
+    transcript: TranscriptLimits = field(default_factory=TranscriptLimits)

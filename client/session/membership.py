@@ -18,6 +18,7 @@ from typing import Self
 
 from swarm.access import EVERYBODY, Access
 from swarm.blocks import Blocks
+from swarm.client.auditing.auditor import AuditLimits, Auditor
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Hop
@@ -73,16 +74,19 @@ class Member:
     directory: Directory
     sessions: Sessions
 
-    def of(self, model: Wanted, preferences: Preferences | None = None) -> "Membership":
-        """Return the membership for one model's routes, to be entered."""
-        return Membership(Router(model, self.directory, self.sessions.avoidance, preferences), self.sessions)
+    def of(
+        self, model: Wanted, preferences: Preferences | None = None, audits: AuditLimits | None = None
+    ) -> "Membership":
+        """Return the membership for one model's routes, to be entered. audits: of its sessions; none without it."""
+        return Membership(Router(model, self.directory, self.sessions.avoidance, preferences), self.sessions, audits)
 
 
 class Membership:
     """Opens sessions along planned routes through one model. While it is entered, it keeps its survey fresh."""
 
-    def __init__(self, router: Router, sessions: Sessions) -> None:
+    def __init__(self, router: Router, sessions: Sessions, audits: AuditLimits | None = None) -> None:
         self.router = router
+        self.auditor = Auditor(router, sessions, audits or AuditLimits(share=0.0))
         self.sessions = sessions
         self._keeping: asyncio.Task[None] | None = None
 
@@ -98,11 +102,13 @@ class Membership:
             needed = plan.batch * plan.positions_soon
             return (await self.router.plan(missing, avoid, numeric_class, fresh, positions_needed=needed)).hops
 
+        plan = self.auditor.drawn(plan)
         try:
             session = await self.sessions.open(plan, blocks, planner, limits)
         except NoRoute as failure:  # diagnosed only now: servers may come while a session waits for them
             raise await self.router.diagnosed(failure) from None
         self.router.remember(session.route)
+        self.auditor.opened(session, blocks, plan)
         return session
 
     async def route(self, blocks: Blocks, hops: Sequence[Hop] = ()) -> ExplainedRoute:
@@ -111,11 +117,13 @@ class Membership:
 
     async def __aenter__(self) -> Self:
         self._keeping = asyncio.create_task(self._keep_fresh())
+        await self.auditor.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._keeping is not None
         self._keeping.cancel()
+        await self.auditor.__aexit__()
 
     async def _keep_fresh(self) -> None:
         """Read the directory again and again while sessions are open: a repair must not have to wait for the DHT."""

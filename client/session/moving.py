@@ -1,4 +1,4 @@
-"""Moves a session away from hops that are about to leave: between two steps, while they still serve."""
+"""Moves a session away from hops between two steps: of those that are about to leave, and of those that lie."""
 
 import asyncio
 
@@ -25,6 +25,7 @@ class Mover:
         self._lock = lock
         self._timeout_s = timeout_s
         self._leaving: set[str] = set()  # processes
+        self._expelled: set[str] = set()  # those of them whose outputs are wrong
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._rested_at = self._loop.time()  # when the last step was over
@@ -37,6 +38,11 @@ class Mover:
         """A hop is about to leave."""
         self._leaving.add(process)
         self._move_soon()
+
+    def expel(self, process: str) -> None:
+        """A hop computes wrongly."""
+        self._expelled.add(process)
+        self.ask(process)
 
     @property
     def is_asked(self) -> bool:
@@ -60,7 +66,12 @@ class Mover:
     async def _move(self) -> None:
         async with self._lock:
             leaving, self._leaving = self._leaving & {hop.process for hop in self._circuit.layout.hops}, set()
-            if self._circuit.is_closed or not self._circuit.is_standing or not leaving:
+            if self._circuit.is_closed or not leaving:
+                return
+            if leaving & self._expelled:
+                self._circuit.leave()  # the next step opens it anew elsewhere, from the client's own journal
+                return
+            if not self._circuit.is_standing:
                 return
             deadline = self._loop.time() + self._timeout_s
             try:

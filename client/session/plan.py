@@ -27,7 +27,8 @@ class SessionPlan:
     and positions of each, that hops are to have room for at once. expansion: makes embeddings from the token ids that
     come with each step, so that the client's journal keeps ids alone; None if it keeps embeddings. tenant: as in Open.
     prefix: the prompt that the session begins with, of which hops may have the past already; needs an expansion.
-    coding: of the activations on all edges. The planner must find hops that take it.
+    coding: of the activations on all edges. The planner must find hops that take it. audited: what the hops answer is
+    kept, to be compared with what others compute.
     """
 
     root: str
@@ -41,6 +42,7 @@ class SessionPlan:
     tenant: str | None = None
     prefix: Prefix | None = None
     coding: Coding | None = None
+    audited: bool = False
 
     def sized(self, rows: int, tokens: int, limits: ChunkLimits) -> "SessionPlan":
         """Return the plan of a session whose first step has so many rows of so many tokens."""

@@ -29,6 +29,7 @@ from swarm.client.session.moving import Mover
 from swarm.client.session.plan import Planner, SessionPlan
 from swarm.client.session.restore import Restorer
 from swarm.client.session.steps import Steps
+from swarm.client.session.transcript import Testimony, Transcript
 from swarm.client.session.travel import Travel
 from swarm.client.session.watch import Watcher
 from swarm.errors import HopFailed, NoRoute, PromptTooLong, SessionClosed, StepTimeout, SwarmError
@@ -49,7 +50,8 @@ class Session:
         self._error: SwarmError | None = None  # the reason for the session's end
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
-        steps = Steps(self._circuit, shared.limits, shared.others, plan.coding)
+        transcript = Transcript(shared.limits.transcript) if plan.audited else None
+        steps = Steps(self._circuit, shared.limits, shared.others, plan.coding, transcript)
         restorer = Restorer(self._circuit, shared, Finder(blocks, planner), plan, steps)
         self._travel = Travel(self._circuit, shared, steps, restorer)
         self._watcher = Watcher(self._circuit, steps, shared.limits.watch)
@@ -148,6 +150,18 @@ class Session:
         (chunk,) = self._cut(activations, keep, None, tokens if want is None else want, ids)
         restart, self.length = keep < self.length, keep + tokens
         return self._flight.put(chunk, restart=restart)
+
+    def testimony(self) -> Testimony | None:
+        """Return what the hops have answered until now, and to what. None where that is not known."""
+        transcript = self._travel.steps.transcript
+        if transcript is None or not transcript.is_complete or not transcript.outputs:
+            return None
+        past = tuple(self._travel.steps.past)
+        return Testimony(past, dict(transcript.outputs), tuple(transcript.routes), self._plan.expansion)
+
+    def expel(self, process: str) -> None:
+        """Have a process compute no more of the session, and no hop keep what followed from its outputs."""
+        self._mover.expel(process)
 
     async def close(self) -> None:
         """End the session and free its leases. Closing twice is fine."""

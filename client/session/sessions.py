@@ -84,6 +84,13 @@ class Sessions:
             raise
         return session
 
+    def expel(self, process: str) -> None:
+        """Do without a peer from now on: a process of it has computed wrongly. Its sessions begin anew elsewhere."""
+        self.avoidance.ban(process.partition("/")[0])
+        for session in self.open_sessions:
+            if any(hop.process == process for hop in session.route):
+                session.expel(process)
+
     async def close(self) -> None:
         """End all sessions and all channels."""
         for session in list(self._by_id.values()):

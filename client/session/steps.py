@@ -14,6 +14,7 @@ from swarm.activations import Activations
 from swarm.client.session.chunks import Chunk
 from swarm.client.session.circuit import Circuit
 from swarm.client.session.limits import SessionLimits
+from swarm.client.session.transcript import Transcript
 from swarm.errors import HopFailed
 from swarm.protocol.journal import Entry, Journal, Past
 from swarm.protocol.outbox import Answer, Dropped, Outbox, Ticket
@@ -31,10 +32,15 @@ class Steps:
         limits: SessionLimits,
         others: Callable[[], bool] = lambda: False,
         coding: Coding | None = None,
+        transcript: Transcript | None = None,
     ) -> None:
-        """others: whether the client has other sessions, whose steps these may travel with. coding: the session's."""
+        """others: whether the client has other sessions, whose steps these may travel with. coding: the session's.
+
+        transcript: notes the answers, if the session is to be audited.
+        """
         self._others = others
         self.coding: Coding | None = coding
+        self.transcript = transcript
         self.window = 1  # steps that may be in flight, on the route that stood last
         self.skipped = False  # the last answered step was skipped: some hops have its positions, and others do not
         self.held = 0  # positions of the prompt that all hops had when the session was opened
@@ -105,6 +111,10 @@ class Steps:
         self.skipped = output is None and ticket.may_be_skipped
         if self.skipped:
             self._journal.void(step)
+        if self.transcript is not None:
+            told, message = None if output is None else output.hidden, ticket.message
+            tokens = ticket.activations.tokens
+            self.transcript.note(message.keep, gathered=message.rows is not None, tokens=tokens, output=told)
         self._outbox.answered(step, output)
         self._send_due()
 
@@ -121,6 +131,8 @@ class Steps:
         standing = self._circuit.standing
         if standing is not None:
             self.window = standing.window
+            if self.transcript is not None:
+                self.transcript.stands(standing.layout.hops)
             if self._outbox.resend(standing.epoch, standing.window):
                 self._send_due()
 

@@ -70,6 +70,13 @@ from swarm.version import __version__
     show_default=True,
     help="seconds, repairs included",
 )
+@click.option(
+    "--audit",
+    type=click.FloatRange(0, 1),
+    default=0.02,
+    show_default=True,
+    help="share of sessions that other servers compute once more, to find wrong ones",
+)
 @click.option("--threads", type=click.IntRange(1), default=None, help="cores for the models' heads; torch's choice")
 @directory_option
 @running_options

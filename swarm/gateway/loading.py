@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.hf.text import load_tokenizer
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import Member, Membership
@@ -33,6 +34,7 @@ class ModelOptions:
     cache_dir: Path | None = None
     dtype: str = "auto"
     ends_bytes_max: int | None = None
+    audits: AuditLimits = field(default_factory=AuditLimits)
     routes: RouteLimits = field(default_factory=RouteLimits)
 
     @property
@@ -90,7 +92,7 @@ class Loader:
             stop |= {tokenizer.eos_token_id}
         wanted = Wanted(checkpoint.root, name, checkpoint.n_blocks, str(ends.dtype).removeprefix("torch."))
         entered = AsyncExitStack()
-        membership: Membership = await entered.enter_async_context(self._member.of(wanted))
+        membership: Membership = await entered.enter_async_context(self._member.of(wanted, audits=options.audits))
         engine = Engine(checkpoint, ends, membership, self._compute, self._limits)
         resident = Resident(engine, entered, ends.n_bytes, self._now())
         model = Model(name, checkpoint.root, resident, tokenizer, stop, TokenTexts(tokenizer))

@@ -14,6 +14,7 @@ from functools import partial
 import psutil
 import structlog
 
+from swarm.client.auditing.ledger import Audits
 from swarm.client.session.membership import Member
 from swarm.compute.thread import ComputeThread
 from swarm.errors import ModelNotFound, SwarmError
@@ -38,6 +39,7 @@ class Models:
         self, member: Member, compute: ComputeThread, options: ModelOptions, limits: EngineLimits | None = None
     ) -> None:
         self._now = time.monotonic
+        self._member = member
         self._loader = Loader(member, compute, options, limits, self._now)
         self._routes = Routes(member, options.torch_dtype, options.routes, self._now)
         self._bytes_max = options.ends_bytes_max or psutil.virtual_memory().total // 2
@@ -120,6 +122,13 @@ class Models:
         tokens = "Tokens of them, which servers hold."
         recorder.gauge("conversations_tokens", tokens, lambda: sum(r.engine.conversations.tokens for r in self._here()))
 
+        agreed = "Audits of models in memory that no server contradicted."
+        recorder.gauge("audits_agreed", agreed, lambda: sum(each.agreed for each in self._audits()))
+        disputed = "Audits of models in memory that some server contradicted."
+        recorder.gauge("audits_disputed", disputed, lambda: sum(each.disputed for each in self._audits()))
+        avoidance = self._member.sessions.avoidance
+        recorder.gauge("servers_wrong", "Peers left out for wrong outputs.", lambda: len(avoidance.banned))
+
     async def close(self) -> None:
         """End all sessions and memberships."""
         tasks = list(self._loading.values())
@@ -128,6 +137,9 @@ class Models:
         await asyncio.gather(*tasks, return_exceptions=True)
         while self._loaded:
             await self._loaded.popitem()[1].resident.end()
+
+    def _audits(self) -> list[Audits]:
+        return [resident.engine.swarm.auditor.audits for resident in self._here()]
 
     def _here(self) -> list[Resident]:
         return [loaded.resident for loaded in self._loaded.values()]

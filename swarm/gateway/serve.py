@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from swarm.access import Access
+from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.session.membership import joined
 from swarm.commands import Reading, Ready, Stop
 from swarm.compute.thread import ComputeThread
@@ -76,6 +77,7 @@ def arguments_of(
     cache_dir: Path | None,
     dtype: str,
     step_timeout: float,
+    audit: float,
     threads: int | None,
     directory: Way,
 ) -> GatewayArguments:
@@ -85,7 +87,12 @@ def arguments_of(
         models=model,
         reading=reading,
         options=ModelOptions(
-            revision=revision, token=token, cache_dir=cache_dir, dtype=dtype, ends_bytes_max=ends_memory
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            dtype=dtype,
+            ends_bytes_max=ends_memory,
+            audits=AuditLimits(share=audit),
         ),
         keys=keys,
         is_open=no_keys,

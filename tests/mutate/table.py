@@ -240,6 +240,45 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_a_past_that_is_not_finite_is_refused",
             ),
         ],
+        "A server that two others contradict gets nothing more": [
+            (
+                "a wrong server is not banned",
+                "client/session/sessions.py",
+                'self.avoidance.ban(process.partition("/")[0])',
+                "pass",
+                "test_server_that_leaves_a_block_out_is_found_and_left",
+            ),
+            (
+                "plans take banned peers",
+                "client/planning/router.py",
+                "avoid={*avoid, *self._avoided.banned}",
+                "avoid=avoid",
+                "test_nothing_is_taken_from_a_wrong_server_though_there_is_no_other",
+            ),
+            (
+                "a session on a wrong server keeps its pasts",
+                "client/session/moving.py",
+                "self._circuit.leave()",
+                "pass",
+                "test_chat_on_a_wrong_server_begins_anew_elsewhere",
+            ),
+        ],
+        "A lying auditor gets no honest server left out alone": [
+            (
+                "the reference is right without a third",
+                "client/auditing/inquest.py",
+                "return Verdict(doubted=rivals | accused)",
+                "return Verdict(wrong=accused)",
+                "test_without_a_third_holder_both_are_doubted",
+            ),
+            (
+                "the reference is always right",
+                "client/auditing/inquest.py",
+                "if agree(third.outputs, base.outputs):",
+                "if True:",
+                "test_the_server_that_contradicts_may_be_the_wrong_one",
+            ),
+        ],
         "No peer announces in another's name, replaces, shortens or replays its record": [
             (
                 "signatures of records are not verified",

@@ -4,7 +4,7 @@ Quicker to start than processes, and a test can look inside. What needs processe
 """
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from swarm.blocks import Blocks
+from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.hf.drafting import drafting_by_mtp
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
@@ -25,6 +26,7 @@ from swarm.dht.store import MemoryStore
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
+from swarm.model.span import Span
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
@@ -34,6 +36,7 @@ from tests.support.ways import unhidden
 
 NETWORK = "inprocess"
 BEGAN = time.time()
+NO_AUDITS = AuditLimits(share=0.0)
 
 
 def unhurried() -> float:
@@ -61,9 +64,14 @@ class InProcessSwarm:
         announce: tuple[str, ...] = (),
         coding: Coding | None = None,
         quantize: str | None = None,
+        lie: Callable[[Span], object] = lambda _: None,
     ) -> Server:
-        """Start a server of these blocks and announce it. announce: addresses, in the place of its own."""
+        """Start a server of these blocks and announce it. announce: addresses, in the place of its own.
+
+        lie: changes what the span computes.
+        """
         span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype, quantize=quantize)
+        lie(span)
 
         async def start() -> Server:
             me = Endpoint(identity, ChannelKey(), NETWORK)
@@ -102,6 +110,7 @@ class InProcessSwarm:
         limits: SessionLimits | None = None,
         drafting: Drafting | None = None,
         coding: Coding | None = None,
+        audits: AuditLimits = NO_AUDITS,
     ) -> DistributedModel:
         """A distributed model; `close` it."""
 
@@ -117,6 +126,7 @@ class InProcessSwarm:
             local_blocks,
             limits=limits or SessionLimits(),
             coding=coding,
+            audits=audits,
         )
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
         first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None

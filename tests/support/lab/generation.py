@@ -72,6 +72,7 @@ def main() -> None:
             initial_peers=request.initial_peers,
             network=request.network,
             dtype=torch.float32,
+            audit=0.0,
             **request.options,
         )
         say(file, joined_s=time.monotonic() - began)

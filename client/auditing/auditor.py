@@ -1,0 +1,213 @@
+"""Audits a share of a client's sessions when they have ended, one after the other, and leaves wrong servers out.
+
+    draw -> open a session -> opened      one of fifty sessions keeps what its hops answer
+    its end -> inquest -> replays         on routes of other servers
+    verdict -> ledger -> sessions         without the servers that are wrong
+
+Nobody waits for an audit. A replay is a session of its own, with the audited one's positions as its prompt.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Self
+
+import structlog
+from torch import Tensor, cat
+
+from swarm.activations import NumericClass
+from swarm.blocks import Blocks
+from swarm.client.auditing.bounds import bounds_of, distance
+from swarm.client.auditing.inquest import Ask, Outputs, Replay, Verdict, inquest, processes_of
+from swarm.client.auditing.ledger import Audits, Ledger
+from swarm.client.planning.route import Hop
+from swarm.client.planning.router import Router
+from swarm.client.session.plan import Planner, SessionPlan
+from swarm.client.session.session import Session
+from swarm.client.session.sessions import Sessions
+from swarm.client.session.transcript import Testimony
+from swarm.errors import NoRoute, SwarmError
+from swarm.limits import limit
+from swarm.protocol.journal import rebuild_messages
+from swarm.protocol.tensors import Coding
+
+_log = structlog.get_logger("swarm.audits")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditLimits:
+    """How much a client audits."""
+
+    share: float = limit(0.02, "of sessions", "are audited; servers compute their positions once more")
+    waiting_max: int = limit(4, "sessions", "wait for their audit; more that end meanwhile are not audited")
+    positions_max: int = limit(8192, "positions", "of all rows; longer sessions are not audited")
+    doubted_s: float = limit(600.0, "s", "a server that may be wrong is left out for so long")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A session that has ended."""
+
+    testimony: Testimony
+    blocks: Blocks
+    plan: SessionPlan
+
+
+class Auditor:
+    """Audits some of a client's sessions through one model, while it is entered."""
+
+    def __init__(
+        self,
+        router: Router,
+        sessions: Sessions,
+        limits: AuditLimits = AuditLimits(),
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        """chance: returns a number in [0, 1) that says whether the next session is audited."""
+        self._router = router
+        self._sessions = sessions
+        self._limits = limits
+        self._chance = chance
+        self._ledger = Ledger()
+        self._cases: asyncio.Queue[_Case] = asyncio.Queue(limits.waiting_max)
+        self._auditing: asyncio.Task[None] | None = None
+
+    @property
+    def audits(self) -> Audits:
+        """What was found so far."""
+        return self._ledger.audits
+
+    def drawn(self, plan: SessionPlan) -> SessionPlan:
+        """Return the plan of a session that is audited, or is not: servers cannot know which."""
+        return replace(plan, audited=self._chance() < self._limits.share)
+
+    def opened(self, session: Session, blocks: Blocks, plan: SessionPlan) -> None:
+        """Audit a session when it has ended, if it was drawn."""
+        if plan.audited:
+            session.ended.add_done_callback(lambda _: self._ended(session, blocks, plan))
+
+    async def __aenter__(self) -> Self:
+        if self._limits.share:
+            self._auditing = asyncio.create_task(self._audit_all())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._auditing is not None:
+            self._auditing.cancel()
+            await asyncio.wait({self._auditing})
+
+    def _ended(self, session: Session, blocks: Blocks, plan: SessionPlan) -> None:
+        testimony = session.testimony()
+        if testimony is None or self._cases.full():
+            return
+        if testimony.length * testimony.rows <= self._limits.positions_max:
+            self._cases.put_nowait(_Case(testimony, blocks, plan))
+
+    async def _audit_all(self) -> None:
+        while True:
+            case = await self._cases.get()
+            try:
+                self._note(await self._verdict(case))
+            except Exception:  # noqa: BLE001 - the next ones must not end with it
+                _log.exception("an audit has failed")
+
+    def _note(self, verdict: Verdict) -> None:
+        """Leave wrong servers out for good, and those that may be wrong for a while."""
+        sessions = self._sessions
+        wrong = self._ledger.note(verdict)
+        for process in sorted(wrong):
+            _log.warning("server computes wrongly", peer=process.partition("/")[0])
+            sessions.expel(process)
+        for process in verdict.doubted - wrong:
+            sessions.avoidance.declined(process, self._limits.doubted_s)
+
+    async def _verdict(self, case: _Case) -> Verdict:
+        """Carry out an inquest."""
+        routes = case.testimony.routes
+        agree = _agreement([hop for hops in routes for hop in hops], case.plan.coding)
+        course = inquest(case.testimony.outputs, routes[-1], agree)
+        ask = next(course)
+        while True:
+            replay = await self._replay(ask, case)
+            try:
+                ask = course.send(replay)
+            except StopIteration as end:
+                verdict: Verdict = end.value
+                return verdict
+
+    async def _replay(self, ask: Ask, case: _Case) -> Replay | None:
+        """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails."""
+        plan = replace(case.plan, audited=False, prefix=None, expansion=None, wait_for_blocks_s=0.0)
+        testimony, sessions = case.testimony, self._sessions
+        plan = plan.sized(testimony.rows, testimony.length, sessions.limits.chunks)
+        try:
+            hops = await self._hops(ask, case.blocks, testimony.routes[-1][0].announcement.numeric_class, plan)
+            session = await sessions.open(plan, case.blocks, _fixed(hops))
+            try:
+                outputs = await _computed(testimony, session)
+            finally:
+                await session.close()
+        except SwarmError as error:
+            _log.info("no audit on this route", why=str(error))
+            return None
+        return Replay(hops, outputs)
+
+    async def _hops(self, ask: Ask, blocks: Blocks, numeric_class: str, plan: SessionPlan) -> tuple[Hop, ...]:
+        """Return a route with the hops that are to be kept. Raises NoRoute or NetworkError."""
+        hops: list[Hop] = []
+        needed, avoid = plan.batch * plan.positions_soon, {*ask.without, *processes_of(ask.kept)}
+        at = blocks.start
+        for kept in (*ask.kept, None):
+            until = kept.blocks.start if kept is not None else blocks.stop
+            if at < until:
+                part = Blocks(at, until)
+                hops += (await self._router.plan(part, avoid, numeric_class, fresh=True, positions_needed=needed)).hops
+            if kept is not None:
+                hops.append(kept)
+                at = kept.blocks.stop
+        return tuple(hops)
+
+
+def _fixed(hops: tuple[Hop, ...]) -> Planner:
+    """Return a planner for one route, of which nothing is ever replaced."""
+
+    async def planner(
+        missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
+    ) -> tuple[Hop, ...]:
+        del numeric_class, fresh
+        if missing != Blocks(hops[0].blocks.start, hops[-1].blocks.stop) or processes_of(hops) & set(avoid):
+            raise NoRoute("", tuple(missing), "an audit replaces no hop")
+        return hops
+
+    return planner
+
+
+async def _computed(testimony: Testimony, session: Session) -> Outputs:
+    """Send a session's positions as one prompt. Returns the outputs of the positions that were told."""
+    outputs: dict[int, Tensor] = {}
+    first = next(iter(testimony.outputs))
+    for message, activations in rebuild_messages("0" * 32, 0, testimony.past, 1, expansion=testimony.expansion):
+        stop = message.start + activations.tokens
+        want = max(0, min(activations.tokens, stop - first))
+        hidden = await session.step(activations, want=want)
+        told = range(stop - want, stop)
+        outputs |= {at: hidden[:, at - told.start] for at in told if at in testimony.outputs}
+    return outputs
+
+
+def _table(outputs: Outputs) -> Tensor:
+    """Return outputs as [positions * rows, hidden_size]."""
+    return cat([outputs[at] for at in sorted(outputs)])
+
+
+def _agreement(hops: Collection[Hop], coding: Coding | None) -> Callable[[Outputs, Outputs], bool]:
+    """Return what tells whether two routes' outputs are of the same computation."""
+    bounds = bounds_of([NumericClass.parse(hop.announcement.numeric_class).sent(coding) for hop in hops])
+
+    def agree(told: Outputs, computed: Outputs) -> bool:
+        if told.keys() != computed.keys():
+            return False
+        return bounds.allow(distance(_table(told), _table(computed)))
+
+    return agree

@@ -1,0 +1,116 @@
+"""Servers that compute wrongly, over real sockets: audits find them, and sessions leave them."""
+
+from contextlib import contextmanager
+from threading import Thread
+
+import pytest
+import torch
+
+from swarm.client.auditing.auditor import AuditLimits
+from swarm.client.planning.router import RouterLimits
+from swarm.errors import NoRoute
+from tests.client.test_repair import ONE, SPANS, After, route_of, settings
+from tests.support.inprocess import inprocess
+from tests.support.swarms import eventually
+
+ALL = AuditLimits(share=1.0)
+
+
+def leaves_a_block_out(span):
+    """A block whose attention and feed-forward add nothing."""
+    for name, parameter in span.model.named_parameters():
+        if f"layers.{span.blocks.start}." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.data.zero_()
+
+
+def is_off_at_times(span):
+    """One of the first eight steps of one token has outputs that are 5 % off, and so on."""
+    steps = 0
+
+    def hook(module, inputs, output):
+        nonlocal steps
+        steps += output.shape[1] == 1
+        if steps % 8 != 5 or output.shape[1] > 1:
+            return output
+        return output + 0.05 * output.norm() / output.shape[-1] ** 0.5 * torch.randn_like(output)
+
+    blocks = {name.rpartition("layers.")[2]: module for name, module in span.model.named_modules()}
+    blocks[f"{span.blocks.start}.mlp"].register_forward_hook(hook)
+
+
+def n_audits(model):
+    audits = model.audits
+    return audits.agreed + audits.disputed + audits.unaudited
+
+
+@contextmanager
+def audited(swarm):
+    """A client that audits every session."""
+    with swarm.client(audits=ALL) as model:
+        yield model
+
+
+def generate(model, *criteria):
+    """Generate, and wait until the session is audited."""
+    before = n_audits(model)
+    ids = model.generate(ONE, **settings(*criteria))
+    eventually(lambda: n_audits(model) > before, 60)
+    return ids
+
+
+def test_honest_servers_agree(checkpoint, full):
+    with inprocess(checkpoint, *SPANS, "0:6") as swarm, audited(swarm) as model:
+        assert torch.equal(generate(model), full.generate(ONE, **settings()))
+        generate(model)
+        assert (model.audits.agreed, model.audits.disputed, model.audits.wrong) == (2, 0, ())
+
+
+def test_server_that_leaves_a_block_out_is_found_and_left(checkpoint, full):
+    with inprocess(checkpoint, *SPANS) as swarm, audited(swarm) as model:
+        liar = swarm.serve("0:6", lie=leaves_a_block_out)
+        swarm.serve("0:3")
+        swarm.serve("3:6")
+        for _ in range(2):
+            generate(model)
+        assert model.audits.wrong == (liar.me.identity.peer_id,)
+        assert torch.equal(generate(model), full.generate(ONE, **settings()))
+        assert liar not in route_of(swarm, model)
+
+
+def test_chat_on_a_wrong_server_begins_anew_elsewhere(checkpoint, full):
+    with inprocess(checkpoint) as swarm, audited(swarm) as model:
+        model.backend.membership.router.limits = RouterLimits(survey_fresh_s=0.0, survey_age_s=0.0)
+        liar = swarm.serve("0:6", lie=leaves_a_block_out)
+        with model.inference_session(max_length=64):
+            said = model.generate(ONE, **settings())
+            assert not torch.equal(said, full.generate(ONE, **settings()))
+            for blocks in (*SPANS, "0:3", "3:6"):
+                swarm.serve(blocks)
+            beside = Thread(target=generate, args=(model,))
+            beside.start()
+            eventually(lambda: model.audits.wrong == (liar.me.identity.peer_id,), 120)
+            beside.join()
+            assert torch.equal(model.generate(said, **settings()), full.generate(said, **settings()))
+            assert not liar.handler.sessions
+
+
+def test_server_that_is_wrong_at_times_is_doubted_and_left(checkpoint):
+    def others():
+        for blocks in ("0:3", "3:6"):
+            swarm.serve(blocks)
+
+    with inprocess(checkpoint, "0:2", "4:6") as swarm, audited(swarm) as model:
+        liar = swarm.serve("2:4", lie=is_off_at_times)
+        generate(model, After(3, others))
+        assert (model.audits.disputed, model.audits.wrong) == (1, ())
+        avoided = model.backend.membership.sessions.avoidance.processes
+        assert any(process.startswith(liar.me.identity.peer_id) for process in avoided)
+
+
+def test_nothing_is_taken_from_a_wrong_server_though_there_is_no_other(checkpoint):
+    with inprocess(checkpoint) as swarm, audited(swarm) as model:
+        liar = swarm.serve("0:6", lie=leaves_a_block_out)
+        model.generate(ONE, **settings())
+        model.backend.membership.sessions.avoidance.ban(liar.me.identity.peer_id)
+        with pytest.raises(NoRoute, match="others contradict"):
+            model.generate(ONE, **settings())

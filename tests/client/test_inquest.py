@@ -1,0 +1,162 @@
+"""Who was wrong, from replays on other routes. Outputs are the names of the wrong servers that took part."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from swarm.blocks import Blocks
+from swarm.client.auditing.inquest import Replay, Verdict, inquest, processes_of, with_hop
+from swarm.client.auditing.ledger import Ledger, LedgerLimits
+from swarm.client.planning.route import Hop
+from swarm.identity import Identity
+from tests.client.test_route import server
+
+
+def hop(start, stop):
+    return Hop(server(start, stop, identity=Identity.generate()), Blocks(start, stop))
+
+
+@dataclass
+class World:
+    """Servers that answer replays. wrong: those that lie in each. at_times: those that lie in the session only."""
+
+    servers: tuple[Hop, ...]
+    wrong: tuple[Hop, ...] = ()
+
+    def outputs(self, route):
+        return {0: processes_of(route) & processes_of(self.wrong)}
+
+    def replay(self, ask):
+        hops, at = [], 0
+        for kept in (*ask.kept, None):
+            until = 12 if kept is None else kept.blocks.start
+            while at < until:
+                found = next((each for each in self.servers if self.takes(each, at, ask)), None)
+                if found is None:
+                    return None
+                hops.append(Hop(found.signed, Blocks(at, min(until, found.blocks.stop))))
+                at = hops[-1].blocks.stop
+            if kept is not None:
+                hops.append(kept)
+                at = kept.blocks.stop
+        return Replay(tuple(hops), self.outputs(hops))
+
+    @staticmethod
+    def takes(each, at, ask):
+        return at in each.blocks and each.process not in {*ask.without, *processes_of(ask.kept)}
+
+    def verdict(self, route, claim=None):
+        course, asked = inquest(claim or self.outputs(route), route, lambda a, b: a == b), 0
+        ask = next(course)
+        while True:
+            asked += 1
+            try:
+                ask = course.send(self.replay(ask))
+            except StopIteration as end:
+                assert asked <= 3 * len(route) + 5
+                return end.value
+
+
+A, B, C = hop(0, 4), hop(4, 8), hop(8, 12)
+ROUTE = (A, B, C)
+D, E = hop(0, 6), hop(6, 12)
+F = hop(0, 12)
+LIED = {0: frozenset({"somebody"})}
+
+
+def names(*hops):
+    return processes_of(hops)
+
+
+def test_servers_that_agree_with_others_are_cleared():
+    assert World((*ROUTE, D, E)).verdict(ROUTE) == Verdict(cleared=names(A, B, C, D, E))
+
+
+@pytest.mark.parametrize("liar", ROUTE, ids=["first", "second", "third"])
+def test_a_third_holder_shows_who_is_wrong(liar):
+    verdict = World((*ROUTE, D, E, F), (liar,)).verdict(ROUTE)
+    assert verdict.wrong == names(liar)
+    assert not verdict.doubted
+
+
+def test_two_wrong_servers_are_both_found():
+    assert World((*ROUTE, D, E, F), (A, C)).verdict(ROUTE).wrong == names(A, C)
+
+
+def test_the_server_that_contradicts_may_be_the_wrong_one():
+    verdict = World((A, D, F, B, C), (D,)).verdict((A, hop(4, 12)))
+    assert verdict.wrong == names(D)
+
+
+def test_without_a_third_holder_both_are_doubted():
+    verdict = World((*ROUTE, D, E), (A,)).verdict(ROUTE)
+    assert (verdict.wrong, verdict.doubted) == (frozenset(), names(A, D))
+
+
+def test_three_that_differ_are_all_doubted():
+    class Each(World):
+        def outputs(self, route):
+            return {0: next(iter(processes_of(route)))}
+
+    one, two, three = hop(0, 12), hop(0, 12), hop(0, 12)
+    assert Each((one, two, three)).verdict((one,)).doubted == names(one, two, three)
+
+
+def test_a_hop_that_was_wrong_once_is_one_of_the_route():
+    assert World((*ROUTE, D, E)).verdict(ROUTE, LIED).doubted == names(A, B, C)
+
+
+def test_a_reference_that_was_wrong_once_is_doubted():
+    class Fickle(World):
+        count = 0
+
+        def outputs(self, route):
+            self.count += D.process in processes_of(route)
+            return {0: self.count if D.process in processes_of(route) and self.count == 1 else 0}
+
+    assert Fickle((D, E, hop(0, 12))).verdict((F,), {0: 0}).doubted == names(D, E)
+
+
+def test_one_hop_is_audited_where_no_other_route_exists():
+    other = hop(4, 8)
+    assert World((*ROUTE, other)).verdict(ROUTE).cleared >= names(B, other)
+    assert World((*ROUTE, other, hop(4, 8)), (B,)).verdict(ROUTE).wrong == names(B)
+
+
+def test_nothing_is_said_where_nobody_else_can_be_asked():
+    assert World(ROUTE).verdict(ROUTE, LIED) == Verdict()
+
+
+def test_a_hop_takes_the_place_of_parts_of_others():
+    assert [str(each.blocks) for each in with_hop((D, E), B)] == ["0:4", "4:8", "8:12"]
+    assert [each.process for each in with_hop((D, E), B)] == [D.process, B.process, E.process]
+
+
+def test_doubts_in_different_companies_show_who_was_in_all_of_them():
+    ledger = Ledger()
+    assert not ledger.note(Verdict(doubted=frozenset({"a/1", "b/1", "c/1"})))
+    assert not ledger.note(Verdict(doubted=frozenset({"a/1", "b/1"})))
+    assert ledger.note(Verdict(doubted=frozenset({"b/1", "d/1"}))) == {"b/1"}
+    assert (ledger.audits.wrong, ledger.audits.disputed) == (("b",), 3)
+
+
+def test_one_doubt_shows_nobody():
+    assert not Ledger().note(Verdict(doubted=frozenset({"a/1"})))
+
+
+def test_audits_are_counted_by_what_they_showed():
+    ledger = Ledger()
+    ledger.note(Verdict(cleared=frozenset({"a/1"})))
+    ledger.note(Verdict())
+    assert ledger.note(Verdict(wrong=frozenset({"b/1"}))) == {"b/1"}
+    ledger.note(Verdict(wrong=frozenset({"b/2"})))
+    audits = ledger.audits
+    assert (audits.agreed, audits.disputed, audits.unaudited, audits.wrong) == (1, 2, 1, ("b",))
+
+
+def test_doubts_are_bounded():
+    ledger = Ledger(LedgerLimits(processes_max=2))
+    ledger.note(Verdict(doubted=frozenset({"a/1"})))
+    for name in ("b/1", "c/1"):
+        ledger.note(Verdict(doubted=frozenset({name})))
+    assert not ledger.note(Verdict(doubted=frozenset({"a/1"})))

@@ -1,0 +1,58 @@
+"""What is kept of a session for an audit."""
+
+import torch
+
+from swarm.blocks import Blocks
+from swarm.client.planning.route import Hop
+from swarm.client.session.transcript import Transcript, TranscriptLimits
+from tests.client.test_route import server
+
+
+def output(*values):
+    return torch.tensor([[[float(value)] for value in values]])
+
+
+def told(transcript):
+    return {at: tensor.item() for at, tensor in transcript.outputs.items()}
+
+
+def test_the_wanted_positions_are_the_last_ones_of_a_step():
+    transcript = Transcript()
+    transcript.note(0, gathered=False, tokens=4, output=output(2, 3))
+    transcript.note(4, gathered=False, tokens=1, output=output(4))
+    transcript.note(5, gathered=False, tokens=1, output=None)
+    assert told(transcript) == {2: 2.0, 3: 3.0, 4: 4.0}
+
+
+def test_positions_that_are_taken_back_are_forgotten():
+    transcript = Transcript()
+    transcript.note(0, gathered=False, tokens=3, output=output(0, 1, 2))
+    transcript.note(1, gathered=False, tokens=1, output=output(9))
+    assert told(transcript) == {0: 0.0, 1: 9.0}
+    transcript.note(1, gathered=False, tokens=1, output=None)
+    assert told(transcript) == {0: 0.0}
+
+
+def test_rows_that_change_places_make_earlier_outputs_useless():
+    transcript = Transcript()
+    transcript.note(0, gathered=False, tokens=2, output=output(0, 1))
+    transcript.note(2, gathered=True, tokens=1, output=output(2))
+    assert told(transcript) == {2: 2.0}
+
+
+def test_the_first_positions_are_forgotten_first():
+    transcript = Transcript(TranscriptLimits(output_bytes=8))
+    for at in range(5):
+        transcript.note(at, gathered=False, tokens=1, output=output(at))
+    assert told(transcript) == {3: 3.0, 4: 4.0}
+
+
+def test_routes_are_noted_once_each():
+    transcript, hop = Transcript(TranscriptLimits(routes_max=2)), Hop(server(0, 4), Blocks(0, 4))
+    transcript.stands((hop,))
+    transcript.stands((Hop(hop.signed, hop.blocks, 7.0),))
+    assert len(transcript.routes) == 1
+    for _ in range(4):
+        transcript.stands((Hop(server(0, 4), Blocks(0, 4)),))
+    assert not transcript.is_complete
+    assert len(transcript.routes) == 3
