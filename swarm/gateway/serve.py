@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from swarm.access import Access
+from swarm.client.planning.preferences import Quality
 from swarm.client.session.membership import joined
 from swarm.commands import Reading, Ready, Stop
 from swarm.compute.thread import ComputeThread
@@ -75,6 +76,8 @@ def arguments_of(
     token: str | None,
     cache_dir: Path | None,
     dtype: str,
+    quality: Quality,
+    exact: bool,
     step_timeout: float,
     threads: int | None,
     directory: Way,
@@ -85,7 +88,13 @@ def arguments_of(
         models=model,
         reading=reading,
         options=ModelOptions(
-            revision=revision, token=token, cache_dir=cache_dir, dtype=dtype, ends_bytes_max=ends_memory
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            dtype=dtype,
+            ends_bytes_max=ends_memory,
+            quality=quality,
+            exact=exact,
         ),
         keys=keys,
         is_open=no_keys,
