@@ -146,13 +146,13 @@ def no_route(request: Request) -> NoRoute:
         return NoRoute(request.model, missing, "only peers serve them that trusted_peers does not name for them")
     if held_by(None, Reason.BLOCKED, Reason.NOT_ALLOWED):
         return NoRoute(request.model, missing, "only peers outside allowed_peers or in blocked_peers serve them")
-    if others := held_by(None, Reason.OTHER_CLASS) - {a.numeric_class for a in usable}:
-        named = ", ".join(sorted(others))
-        kept = ", ".join(sorted({held for _, held in request.held}))
-        why = f"nobody serves them in {kept or request.dtype}, but in {named}"
+    kept = ", ".join(sorted({held for _, held in request.held}))
+    others = held_by(None, Reason.OTHER_CLASS) - {a.numeric_class for a in usable}
+    if others and (kept or request.dtype):
+        why = f"nobody serves them in {kept or request.dtype}, but in {', '.join(sorted(others))}"
         return NoRoute(request.model, missing, why + ": pass that as dtype" * (not kept))
-    if others := _in_another_tier(request, [a for a, reason in reasons if reason is Reason.OTHER_TIER]):
-        why = f"servers have them with fewer bits only, in {', '.join(others)}"
+    if farther := _in_another_tier(request, [a for a, reason in reasons if reason is Reason.OTHER_TIER]):
+        why = f"servers have them only in another tier's classes, {', '.join(farther)}"
         return NoRoute(request.model, missing, why + ': pass quality="any" to take those' * (not request.held))
     if held_by(None, Reason.NO_CODING):
         why = f"their servers run without --wire {request.coding}: leave out wire, or start servers with it"

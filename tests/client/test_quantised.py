@@ -140,12 +140,26 @@ def test_a_repair_in_another_class_is_told(checkpoint):
 
 
 def test_an_exact_route_refuses_to_mix(checkpoint):
-    exact, limits = Preferences(exact=True), SessionLimits(recovery=RecoveryLimits(holders_s=1.0))
-    with mixed(checkpoint) as swarm, swarm.client(preferences=exact, limits=limits) as model:
-        with pytest.raises(NoRoute, match=r"exact mixes none \(bfloat16, float32, float32\+int8\)"):
-            model.generate(ONE, **settings())
-        for blocks in ("0:2", "4:6"):
+    with (
+        mixed(checkpoint) as swarm,
+        swarm.client(preferences=Preferences(exact=True)) as model,
+        pytest.raises(NoRoute, match=r"exact mixes none \(bfloat16, float32, float32\+int8\)"),
+    ):
+        model.generate(ONE, **settings())
+
+
+def test_an_exact_repair_refuses_to_cross_classes(checkpoint):
+    exact, limits = Preferences(exact=True), SessionLimits(recovery=RecoveryLimits(holders_s=5.0))
+
+    def strike():
+        swarm.serve("2:4")
+        swarm.crash(route_of(swarm, model)[1])
+
+    with inprocess(checkpoint) as swarm:
+        for blocks in CUTS:
             swarm.serve(blocks, quantize="int8")
-        death = After(3, lambda: (swarm.serve("2:4"), swarm.crash(route_of(swarm, model)[1])))
-        with pytest.raises(NoRoute, match=r"nobody serves them in float32\+int8, but in "):
-            model.generate(ONE, **settings(death))
+        with swarm.client(preferences=exact, limits=limits) as model:
+            death = After(3, strike)
+            with pytest.raises(NoRoute, match=r"nobody serves them in float32\+int8, but in float32"):
+                model.generate(ONE, **settings(death))
+            assert death.left <= 0
