@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from swarm.blocks import Blocks
 from swarm.client.hf.swarm import Swarm
 from swarm.client.planning.costs import estimated
+from swarm.client.planning.promise import Held
 from swarm.client.planning.route import Hop, Route
 from swarm.client.planning.router import Router
 
@@ -73,14 +74,14 @@ class ByHand(Router):
         self,
         blocks: Blocks,
         avoid: Collection[str] = (),
-        numeric_class: str | None = None,
+        held: Held = (),
         fresh: bool = False,
         *,
         positions_needed: int = 0,
     ) -> Route:
         """As told, or as planned."""
         if self.by_hand is None:
-            return await super().plan(blocks, avoid, numeric_class, fresh, positions_needed=positions_needed)
+            return await super().plan(blocks, avoid, held, fresh, positions_needed=positions_needed)
         return estimated(self.by_hand, self._request(blocks, avoid))
 
 

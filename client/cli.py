@@ -15,10 +15,22 @@ from swarm.commands import (
     directory_option,
     ending_at_once,
     looking_option,
+    option_group,
     peers_option,
     run_click,
 )
 from swarm.version import __version__
+
+class_options = option_group(
+    click.option(
+        "--quality",
+        type=click.Choice(("full", "any")),
+        default="full",
+        show_default=True,
+        help="any: servers with weights in 4 bits, too, if they make the better route",
+    ),
+    click.option("--exact", is_flag=True, help="all servers compute in one class of numbers, and those that take over"),
+)
 
 
 @click.command("swarm-generate")
@@ -41,8 +53,13 @@ from swarm.version import __version__
     "the text is the same, and comes sooner",
 )
 @click.option(
-    "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="what the servers compute in"
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="auto",
+    show_default=True,
+    help="what the servers compute in; auto: whatever is as close to float32 as bfloat16",
 )
+@class_options
 @click.option(
     "--wire",
     type=click.Choice(("int8",)),

@@ -3,6 +3,7 @@
 from base64 import b64decode
 from dataclasses import dataclass
 
+from swarm.activations import tier_of
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, open_announcement
 from swarm.errors import BadBlocks, RecordError
@@ -50,9 +51,10 @@ class Hosting:
             record = open_announcement(data, now=now, network=self.network, late_s=late_s)
         except (RecordError, ValueError) as error:
             return Declined("bad_request", f"the next hop's record: {error}")
-        served = (record.root, record.numeric_class) == (self.root, str(self.span.numeric_class))
-        if not served or stop not in record.span:
-            return Declined("bad_request", f"the next hop does not serve block {stop} of this model and numeric class")
+        is_near = tier_of(record.numeric_class) == tier_of(str(self.span.numeric_class))
+        if record.root != self.root or not is_near or stop not in record.span:
+            why = f"the next hop does not serve block {stop} of this model in a numeric class of this tier"
+            return Declined("bad_request", why)
         if coding is not None and coding not in record.codings:  # it would end the channel, which others share
             return Declined("bad_request", f"the next hop does not take activations as {coding}")
         return record

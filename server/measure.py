@@ -1,9 +1,12 @@
 """The speed of a span, and the memory of a cached token: measured, never assumed."""
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from statistics import median
 
 import psutil
@@ -57,12 +60,35 @@ def measure_throughput(
     return Throughput(round(1 / decode_s, 2), round(limits.prefill_tokens / prefill_s, 2))
 
 
-def device_name(device: torch.device) -> str:
-    """Return the device's name for people: "cpu", "mps" or the name of a GPU."""
-    if device.type != "cuda":
+def device_name(device: torch.device, facts: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the device's name for people: of the GPU or the processor, or "cpu" or "mps".
+
+    Behind a processor's stand the instructions that torch uses there and torch's version: machines with all three the
+    same compute alike (`swarm.client.planning.promise`). facts: where Linux tells the processor's name.
+    """
+    if device.type == "cuda":
+        return _shown(torch.cuda.get_device_name(device))
+    processor = _processor(facts) if device.type == "cpu" else None
+    if processor is None:
         return device.type
-    name = torch.cuda.get_device_name(device)
-    return "".join(letter for letter in name if letter.isprintable()).strip()[: RECORD.device_chars].strip()
+    kernels = f", {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__.partition('+')[0]}"
+    return _shown(processor)[: RECORD.device_chars - len(kernels)].strip() + kernels
+
+
+@cache
+def _processor(facts: Path) -> str | None:
+    """Return the processor's name, as Linux tells it."""
+    try:
+        found = re.search(r"^model name\s*:\s*(\S.*)$", facts.read_text(), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if found is None else re.sub(r"\((?:R|TM)\)|@.*|\bCPU\b", "", found[1])
+
+
+def _shown(name: str) -> str:
+    """Return a name as records can carry it."""
+    printable = "".join(letter for letter in " ".join(name.split()) if letter.isprintable())
+    return printable.strip()[: RECORD.device_chars].strip()
 
 
 def cache_prices(span: Span, limits: MeasureLimits = MeasureLimits()) -> Prices:

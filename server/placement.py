@@ -34,7 +34,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.activations import NumericClass
+from swarm.activations import NumericClass, tier_of
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement
 from swarm.limits import limit
@@ -80,15 +80,15 @@ def holders_of(
     limits: PlacementLimits = PlacementLimits(),
     proofs: Mapping[str, bool] | None = None,
 ) -> tuple[Holder, ...]:
-    """Return the servers that hold or will soon hold blocks: online or joining, of one numeric class.
+    """Return the servers that hold or will soon hold blocks: online or joining, of the tier of a numeric class.
 
     A server that has not measured yet counts with the median power, and none with more than power_spread_max times it.
     proofs: by public key, whether a server has proven to be there or was silent (`swarm.server.proofs`). A server that
     has proven nothing counts with the median power of those that have at most, and a silent one with nearly none.
     Without proofs all are believed.
     """
-    wanted = None if numeric_class is None else str(numeric_class)
-    there = [a for a in announcements if a.state in {"online", "joining"} and wanted in {None, a.numeric_class}]
+    tier = None if numeric_class is None else tier_of(str(numeric_class))
+    there = [a for a in announcements if a.state in {"online", "joining"} and tier in {None, tier_of(a.numeric_class)}]
     believed = [a for a in there if proofs is None or proofs.get(a.public_key)]
     measured = [a.decode_tps * len(a.span) for a in believed or there if a.decode_tps is not None]
     typical = median(measured) if measured else 1.0

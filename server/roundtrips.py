@@ -10,6 +10,7 @@ from random import Random
 
 import structlog
 
+from swarm.activations import tier_of
 from swarm.blocks import Blocks
 from swarm.dht.directory import Directory
 from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement
@@ -115,10 +116,11 @@ def _by_rank(
     """Return the peers right next to our span on one side, and the others that hold the block there."""
     mine = me.span
     edge, block = (mine.stop, mine.stop) if after else (mine.start, mine.start - 1)
+    tier = tier_of(me.numeric_class)
     ranks: tuple[list[SignedAnnouncement], list[SignedAnnouncement]] = ([], [])
     for signed in servers:
         a = signed.announcement
-        usable = a.state == "online" and a.numeric_class == me.numeric_class and a.public_key != me.public_key
+        usable = a.state == "online" and tier_of(a.numeric_class) == tier and a.public_key != me.public_key
         if usable and a.public_key not in silent and block in a.span:
             ranks[0 if edge == _near_edge(a.span, after=after) else 1].append(signed)
     return ranks

@@ -1,11 +1,14 @@
 """Activations, the one thing that travels along a route, and the numeric class in which a span computes them.
 
+Classes whose numbers are about as close to float32's as each other's are of one *tier*: routes may mix them.
+
 torch is imported where a tensor is touched, and not before: a process that only shakes hands and pings does without.
 """
 
 import math
 import re
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -105,7 +108,7 @@ def is_finite(tensor: "Tensor") -> bool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class NumericClass:
-    """How a span computes: spans of different classes compute different numbers, and no route mixes them.
+    """How a span computes: spans of different classes compute different numbers, and those of one tier may be mixed.
 
     dtype: of hidden states and arithmetic, as "float32". weights: how the weights are stored where that is another way,
     as "bitsandbytes-4bit". wire: how activations travel where that is another way.
@@ -132,3 +135,36 @@ class NumericClass:
         while not parts[-1]:
             parts.pop()
         return "+".join(parts)
+
+
+class Tier(StrEnum):
+    """The tiers of known classes, by their distance to float32 (docs/quantisation.md)."""
+
+    FULL = "full"  # KL below 0.001 nats: as close as bfloat16
+    FLOAT8 = "fp8"  # computed with weights in FP8: 0.004
+    FOUR_BITS = "4 bits"  # 0.03 and more
+
+
+def tier_of(numeric_class: str) -> str:
+    """Return the tier of a class, of which servers may be in one route; for an unknown class a tier of its own.
+
+    numeric_class: as `str` of a NumericClass prints it, or any text of a record.
+    """
+    try:
+        parsed = NumericClass.parse(numeric_class)
+    except ValueError:
+        return f"{numeric_class} alone"
+    if parsed.dtype not in {"float32", "bfloat16", "float16"}:
+        return f"{parsed.dtype} alone"
+    match parsed.weights:
+        case "" | "int8" | "q8_0":
+            return Tier.FULL
+        case "fp8":
+            return Tier.FLOAT8
+        case "int4" | "q4_0" | "q4_1" | "iq4_nl" | "nf4" | "mxfp4":
+            return Tier.FOUR_BITS
+        case other if other.endswith("-8bit"):
+            return Tier.FULL
+        case other if other.endswith("-4bit"):
+            return Tier.FOUR_BITS
+    return f"{parsed.weights} alone"

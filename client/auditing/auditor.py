@@ -21,7 +21,8 @@ from swarm.blocks import Blocks
 from swarm.client.auditing.bounds import bounds_of, distance
 from swarm.client.auditing.inquest import Ask, Outputs, Replay, Verdict, inquest, processes_of
 from swarm.client.auditing.ledger import Audits, Ledger
-from swarm.client.planning.route import Hop
+from swarm.client.planning.promise import Held
+from swarm.client.planning.route import Hop, classes_of
 from swarm.client.planning.router import Router
 from swarm.client.session.plan import Planner, SessionPlan
 from swarm.client.session.session import Session
@@ -124,9 +125,8 @@ class Auditor:
 
     async def _verdict(self, case: _Case) -> Verdict:
         """Carry out an inquest."""
-        routes = case.testimony.routes
-        agree = _agreement([hop for hops in routes for hop in hops], case.plan.coding)
-        course = inquest(case.testimony.outputs, routes[-1], agree)
+        testimony, earlier = case.testimony, [hop for hops in case.testimony.routes for hop in hops]
+        course = inquest(Replay(testimony.routes[-1], testimony.outputs), _agreement(earlier, case.plan.coding))
         ask = next(course)
         while True:
             replay = await self._replay(ask, case)
@@ -142,7 +142,7 @@ class Auditor:
         testimony, sessions = case.testimony, self._sessions
         plan = plan.sized(testimony.rows, testimony.length, sessions.limits.chunks)
         try:
-            hops = await self._hops(ask, case.blocks, testimony.routes[-1][0].announcement.numeric_class, plan)
+            hops = await self._hops(ask, case.blocks, classes_of(testimony.routes[-1]), plan)
             session = await sessions.open(plan, case.blocks, _fixed(hops))
             try:
                 outputs = await _computed(testimony, session)
@@ -153,8 +153,11 @@ class Auditor:
             return None
         return Replay(hops, outputs)
 
-    async def _hops(self, ask: Ask, blocks: Blocks, numeric_class: str, plan: SessionPlan) -> tuple[Hop, ...]:
-        """Return a route with the hops that are to be kept. Raises NoRoute or NetworkError."""
+    async def _hops(self, ask: Ask, blocks: Blocks, held: Held, plan: SessionPlan) -> tuple[Hop, ...]:
+        """Return a route with the hops that are to be kept. Raises NoRoute or NetworkError.
+
+        held: the numeric classes of the session's route; others of their tier where those have no servers.
+        """
         hops: list[Hop] = []
         needed, avoid = plan.batch * plan.positions_soon, {*ask.without, *processes_of(ask.kept)}
         at = blocks.start
@@ -162,7 +165,7 @@ class Auditor:
             until = kept.blocks.start if kept is not None else blocks.stop
             if at < until:
                 part = Blocks(at, until)
-                hops += (await self._router.plan(part, avoid, numeric_class, fresh=True, positions_needed=needed)).hops
+                hops += (await self._router.plan(part, avoid, held, fresh=True, positions_needed=needed)).hops
             if kept is not None:
                 hops.append(kept)
                 at = kept.blocks.stop
@@ -172,10 +175,8 @@ class Auditor:
 def _fixed(hops: tuple[Hop, ...]) -> Planner:
     """Return a planner for one route, of which nothing is ever replaced."""
 
-    async def planner(
-        missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
-    ) -> tuple[Hop, ...]:
-        del numeric_class, fresh
+    async def planner(missing: Blocks, avoid: Collection[str], held: Held, fresh: bool) -> tuple[Hop, ...]:
+        del held, fresh
         if missing != Blocks(hops[0].blocks.start, hops[-1].blocks.stop) or processes_of(hops) & set(avoid):
             raise NoRoute("", tuple(missing), "an audit replaces no hop")
         return hops
@@ -201,13 +202,17 @@ def _table(outputs: Outputs) -> Tensor:
     return cat([outputs[at] for at in sorted(outputs)])
 
 
-def _agreement(hops: Collection[Hop], coding: Coding | None) -> Callable[[Outputs, Outputs], bool]:
-    """Return what tells whether two routes' outputs are of the same computation."""
-    bounds = bounds_of([NumericClass.parse(hop.announcement.numeric_class).sent(coding) for hop in hops])
+def _agreement(earlier: Collection[Hop], coding: Coding | None) -> Callable[[Replay, Replay], bool]:
+    """Return what tells whether two routes' outputs are of the same computation.
 
-    def agree(told: Outputs, computed: Outputs) -> bool:
-        if told.keys() != computed.keys():
+    earlier: hops of the session's other routes, which may have computed in other classes.
+    """
+
+    def agree(told: Replay, computed: Replay) -> bool:
+        if told.outputs.keys() != computed.outputs.keys():
             return False
-        return bounds.allow(distance(_table(told), _table(computed)))
+        hops = (*earlier, *told.route, *computed.route)
+        bounds = bounds_of({NumericClass.parse(hop.numeric_class).sent(coding) for hop in hops})
+        return bounds.allow(distance(_table(told.outputs), _table(computed.outputs)))
 
     return agree

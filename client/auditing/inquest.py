@@ -55,25 +55,26 @@ class Verdict:
     doubted: frozenset[str] = frozenset()
 
 
-Agree = Callable[[Outputs, Outputs], bool]
+Agree = Callable[[Replay, Replay], bool]
 Inquest = Generator[Ask, Replay | None, Verdict]
 
 
-def inquest(claim: Outputs, route: tuple[Hop, ...], agree: Agree) -> Inquest:
+def inquest(claim: Replay, agree: Agree) -> Inquest:
     """Ask for replays, one after the other; a replay that cannot be had is None. Returns the verdict.
 
-    claim: what the route has answered. agree: whether outputs are of the same computation.
+    claim: what the session's route has answered. agree: whether outputs are of the same computation.
     """
+    route = claim.route
     reference = yield from _reference(route)
     if reference is None:
         return Verdict()
     suspects = [hop for hop in route if hop.process not in processes_of(reference.route)]
-    if agree(claim, reference.outputs):
+    if agree(claim, reference):
         return Verdict(cleared=processes_of((*suspects, *reference.route)))
     if verdicts := (yield from _accusations(suspects, reference, agree)):
         return _joined(verdicts)
     again = yield Ask(route)
-    if again is None or not agree(again.outputs, claim):
+    if again is None or not agree(again, claim):
         return Verdict(doubted=processes_of(suspects))
     others = [hop for hop in reference.route if hop.process not in processes_of(route)]
     if verdicts := (yield from _accusations(others, again, agree)):
@@ -118,7 +119,7 @@ def _accusations(hops: Sequence[Hop], base: Replay, agree: Agree) -> Generator[A
     verdicts = []
     for hop in hops:
         swapped = yield Ask(with_hop(base.route, hop))
-        if swapped is not None and not agree(swapped.outputs, base.outputs):
+        if swapped is not None and not agree(swapped, base):
             verdicts.append((yield from _third(hop, swapped, base, agree)))
     return verdicts
 
@@ -134,9 +135,9 @@ def _third(hop: Hop, swapped: Replay, base: Replay, agree: Agree) -> Generator[A
     accused = frozenset({hop.process})
     if third is None:
         return Verdict(doubted=rivals | accused)
-    if agree(third.outputs, base.outputs):
+    if agree(third, base):
         return Verdict(cleared=rivals, wrong=accused)
-    if agree(third.outputs, swapped.outputs):
+    if agree(third, swapped):
         return Verdict(cleared=accused, wrong=rivals) if len(rivals) == 1 else Verdict(accused, doubted=rivals)
     newcomers = processes_of(third.route) - processes_of(beside)
     return Verdict(doubted=rivals | accused | newcomers)

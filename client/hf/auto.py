@@ -1,6 +1,7 @@
 """`AutoDistributedModel.from_pretrained`: a `transformers` model whose blocks are all over the world."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import ClientOptions, Swarm
-from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.preferences import Preferences, Quality
 from swarm.client.planning.route import Optimize
 from swarm.client.speculation.drafts import Lookup
 from swarm.config import Settings, Way, load_settings
@@ -62,6 +63,8 @@ class AutoDistributedModel:
         blocked_peers: Iterable[str] = (),
         trusted_peers: Mapping[str, Iterable[str]] | None = None,
         optimize: Optimize = "latency",
+        quality: Quality = "full",
+        exact: bool = False,
         wire: Coding | None = None,
         draft: str | Path | PreTrainedModel = "lookup",
         audit: float = 0.02,
@@ -71,7 +74,7 @@ class AutoDistributedModel:
         model: a hub id or a local directory. initial_peers: multiaddrs of nodes to join through. Where they, revision,
         cache_dir, network, network_key, allow_peers, lan, identity or directory are left out they come from SWARM_* or
         swarm.toml. lan: without initial peers, look for servers of the swarm on this network, for two seconds at most.
-        dtype: of the whole computation; only servers that compute in it are used. "auto": the checkpoint's.
+        dtype: of embeddings and head, and of all servers. "auto": the checkpoint's, and servers may compute in others.
         root: the checkpoint's, if it must be this one. network_key: key file of a private swarm. allow_peers: file with
         the ids of all peers that this client deals with. identity: key file; by default a fresh identity for this
         model, which is on no server's list. directory: how to read the servers' records. "light" needs no p2pd, and
@@ -83,7 +86,11 @@ class AutoDistributedModel:
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
         repairs, which fail rather than leave them. trusted_peers: the same for ranges of blocks, such as
         {"0:4": [peer_id]}: these blocks go to these peers alone. optimize: "latency" for the least time per token,
-        "throughput" for the route whose slowest server is fastest, for batches. wire: "int8" sends activations in 8.5
+        "throughput" for the route whose slowest server is fastest, for batches.
+        quality: "full" uses servers whose numbers are as close to float32's as bfloat16's are, int8 weights among
+        them. "any" takes servers of fewer bits, too, if those make the better route. A route never mixes the two.
+        exact: all servers of a route, and those that take over from them, compute in one numeric class, in `dtype`.
+        `exactness` says what a route promises. wire: "int8" sends activations in 8.5
         bits a number, for slow connections. It rounds them, so the text may differ from that of a plain run; only
         servers with `--wire int8` are used. draft: where guesses of the next tokens
         come from, which travel ahead of the text: "lookup" in the text itself, "mtp" for the checkpoint's own blocks
@@ -91,11 +98,11 @@ class AutoDistributedModel:
         directory. They change the time alone (docs/speculation.md). audit: the share of sessions that other servers
         compute once more after their end, to find servers that compute wrongly (docs/audits.md); 0 for none.
 
-        Returns an instance of the model's own class. It is a context manager, and has `route`, `blocks`,
+        Returns an instance of the model's own class. It is a context manager, and has `route`, `exactness`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
-        preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers)
+        preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers, quality, exact=exact)
         coding = _coding(wire)
         settings = _settings(
             initial_peers=None if initial_peers is None else tuple(initial_peers),
@@ -134,6 +141,8 @@ class AutoDistributedModel:
         local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
         join = partial(open_directory, settings.network, settings.initial_peers, access, way)
+        if exact or dtype != "auto":
+            options = replace(options, dtype=str(ends.dtype).removeprefix("torch."))
         swarm = Swarm(checkpoint, ends.dtype, join, me, options)
         backend = swarm if local is None else LocalFirst(local, swarm)
         return distribute(ends, backend, drafting, mtp)

@@ -28,6 +28,7 @@ from swarm.client.hf.hollow import HollowModel, without_gradient
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.ranges import Backend, RemoteBlockList, padding
 from swarm.client.planning.explain import ExplainedRoute
+from swarm.client.planning.promise import Exactness
 from swarm.client.speculation.limits import AheadLimits
 from swarm.client.speculation.pipe import Counts
 from swarm.errors import PromptTooLong, UsageError
@@ -85,7 +86,7 @@ class DistributedModel(HollowModel):
 
     @property
     def route(self) -> ExplainedRoute:
-        """The hops that the model runs through; each has `peer_id`, `blocks` and `latency_ms`.
+        """The hops that the model runs through; each has `peer_id`, `blocks`, `numeric_class` and `latency_ms`.
 
         Printed, it is a table. `route.explain()` adds why other servers were not chosen.
         """
@@ -98,6 +99,14 @@ class DistributedModel(HollowModel):
         A share of the sessions is computed once more on other servers, after they have ended.
         """
         return self.backend.audits
+
+    @property
+    def exactness(self) -> Exactness:
+        """What stays the same if other servers of the same numeric classes have the blocks: "bits", "tokens" or "tier".
+
+        Of the route that `route` returns: a repair may change it (docs/quantisation.md).
+        """
+        return self.route.exactness
 
     @property
     def last_speculation(self) -> Counts | None:
@@ -286,11 +295,6 @@ class DistributedModel(HollowModel):
             return embedded.hidden
         raise AssertionError("the blocks were not called")
 
-    @property
-    def _has_wide_residual(self) -> bool:
-        """Whether the family's blocks hand on fp32 whatever they compute in, as Mamba's do; its own ends expect it."""
-        return bool(getattr(self.config.get_text_config(decoder=True), "residual_in_fp32", False))
-
     def _run_blocks(self, hidden: Tensor) -> Tensor:
         """Stand for all blocks: hidden states [batch, tokens, hidden_size] go once around the route."""
         return without_gradient(hidden, self._around(hidden))
@@ -321,7 +325,7 @@ class DistributedModel(HollowModel):
                 output = session.step(activations, keep=0, rows=None, want=want)
             finally:
                 session.close()
-        if not self._has_wide_residual:
+        if not self.backend.traits.has_wide_residual:
             output = output.to(self.backend.dtype)  # the ends of most families fail on any other
         missing = tokens - output.shape[1]
         if missing:

@@ -26,6 +26,7 @@ class MtpDraft:
 
     model: MtpModel
     norm: nn.Module  # the decoder's last one: the blocks take its output
+    dtype: torch.dtype  # of both: hops may compute in others
 
     @classmethod
     def of(cls, model: MtpModel, ends: PreTrainedModel) -> "MtpDraft":
@@ -33,7 +34,7 @@ class MtpDraft:
         norm = getattr(decoder_of(ends)[0], "norm", None)
         if not isinstance(norm, nn.Module):
             raise BadConfiguration("draft", f"{ends.config.model_type} models do not say which norm is their last one")
-        return cls(model, norm)
+        return cls(model, norm, ends.dtype)
 
     def draft(self, context: Context) -> "MtpGuesses":
         """Return a draft for one text."""
@@ -82,7 +83,8 @@ class MtpGuesses:
             outputs = self._context.outputs.of(range(known.start + self._sure, known.stop))
             if outputs is None:
                 return False
-            self._feed(behind[self._sure : len(known)], self._mtp.norm(outputs.to(self._mtp.model.device))[None])
+            outputs = self._mtp.norm(outputs.to(self._mtp.model.device, self._mtp.dtype))
+            self._feed(behind[self._sure : len(known)], outputs[None])
             self._sure = len(known)
         while len(self._tokens) < len(behind):
             assert self._last is not None

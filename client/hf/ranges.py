@@ -60,7 +60,7 @@ class RemoteRange:
             )
         session = backend.open_session(self.blocks, positions_max=hidden.shape[1], rollback_max=0)
         try:
-            return session.step(
+            output = session.step(
                 Activations(hidden.to(backend.dtype), position_ids, padding(attention_mask, hidden.shape[1])),
                 keep=0,
                 rows=None,
@@ -68,6 +68,7 @@ class RemoteRange:
             )
         finally:
             session.close()
+        return output if backend.traits.has_wide_residual else output.to(backend.dtype)  # hops may compute in others
 
 
 class RemoteBlockList:

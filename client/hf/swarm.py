@@ -18,6 +18,7 @@ from swarm.client.auditing.ledger import Audits
 from swarm.client.hf.runtime import Begun, LoopThread
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.promise import Crossing
 from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Wanted
 from swarm.client.session.limits import SessionLimits
@@ -27,6 +28,7 @@ from swarm.client.session.session import Session
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
+from swarm.model.traits import has_experts
 from swarm.protocol.messages import ROWS_MAX
 from swarm.protocol.tensors import Coding
 
@@ -39,7 +41,8 @@ class ClientOptions:
     wait_for_blocks_s: how long to wait for a server of blocks that no server has. preferences: the peers that the
     client uses, and the aim of its routes. local_blocks: the first ones, which run here. limits: how long sessions wait
     and how often they try. coding: of the activations on all edges; None sends them as they are. audits: the share of
-    sessions that are computed once more on other servers, and how far.
+    sessions that are computed once more on other servers, and how far. dtype: only servers that compute in it, as
+    "float32"; None for any.
     """
 
     network: str = "public"
@@ -51,6 +54,7 @@ class ClientOptions:
     limits: SessionLimits = field(default_factory=SessionLimits)
     coding: Coding | None = None
     audits: AuditLimits = field(default_factory=AuditLimits)
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         most_s = 24 * 3600.0  # the most that a message can say
@@ -73,8 +77,14 @@ class Swarm:
         self._root = checkpoint.root
         self._options = options
         self._latest: Session | None = None
-        name = str(dtype).removeprefix("torch.")
-        wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, name, options.coding)
+        wanted = Wanted(
+            checkpoint.root,
+            checkpoint.public_name,
+            checkpoint.n_blocks,
+            options.dtype,
+            options.coding,
+            has_experts=has_experts(checkpoint.config),
+        )
         joining = _joined(wanted, join, identity, options)
         self._loop = LoopThread()
         try:
@@ -98,7 +108,7 @@ class Swarm:
     def route(self) -> ExplainedRoute:
         """Return the hops of the latest session, or a fresh plan where there was none."""
         if not self._loop.alive and (hops := self._hops()):  # the client has left, and still knows the route it took
-            return self.membership.router.explained(hops)
+            return self.membership.router.explained(hops, self._crossings())
         return self._loop.run(self._route())
 
     @property
@@ -117,11 +127,16 @@ class Swarm:
         return self._latest
 
     async def _route(self) -> ExplainedRoute:
-        return await self.membership.route(Blocks(self._options.local_blocks, self.traits.n_blocks), self._hops())
+        blocks = Blocks(self._options.local_blocks, self.traits.n_blocks)
+        return await self.membership.route(blocks, self._hops(), self._crossings())
 
     def _hops(self) -> tuple[Hop, ...]:
         """Return the hops of the latest session; it has none while it waits for room."""
         return self._latest.route if self._latest is not None else ()
+
+    def _crossings(self) -> tuple[Crossing, ...]:
+        """Return the repairs of the latest session that brought blocks into another numeric class."""
+        return self._latest.crossings if self._latest is not None else ()
 
     async def _leave(self) -> None:
         self._life.cancel()

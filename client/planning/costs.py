@@ -10,6 +10,7 @@ A route's estimate is the time of one token, in milliseconds:
 
 from collections.abc import Iterator, Sequence
 
+from swarm.client.planning.promise import exactness_of
 from swarm.client.planning.request import PlanningLimits, Request
 from swarm.client.planning.route import Hop, HopEstimate, Route
 from swarm.dht.records import Announcement
@@ -20,7 +21,9 @@ PREFIX = 16  # hex digits of a public key that name a peer in announced round tr
 def estimated(hops: Sequence[Hop], request: Request) -> Route:
     """Return these hops as a route with its estimates."""
     home_ms = client_trip_ms(hops[-1].announcement, request)
-    return Route(tuple(hops), tuple(_estimates(hops, request)), home_ms, request.preferences.optimize)
+    servers = [hop.announcement for hop in hops]
+    promise = exactness_of(servers, is_coded=request.coding is not None, has_experts=request.has_experts)
+    return Route(tuple(hops), tuple(_estimates(hops, request)), home_ms, request.preferences.optimize, promise)
 
 
 def block_ms(announcement: Announcement, limits: PlanningLimits) -> float:

@@ -1,11 +1,14 @@
 """Which servers a route may use, and which of their blocks. Pure."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
+from swarm.activations import NumericClass, Tier, tier_of
 from swarm.blocks import Blocks, missing_blocks
+from swarm.client.planning.promise import Held
 from swarm.client.planning.request import Request, key_and_process, keys_of
 from swarm.dht.records import Announcement, SignedAnnouncement
 from swarm.errors import NoRoute
@@ -24,6 +27,7 @@ class Reason(StrEnum):
     NOT_ONLINE = "not online"  # it joins or leaves
     NO_ADDRESS = "no address"  # and no anchor: it is behind a router, and has lost its moorings
     OTHER_CLASS = "other class"  # it computes in another numeric class
+    OTHER_TIER = "other tier"  # it computes in a class whose numbers are much farther from float32, or much nearer
     NO_CODING = "no coding"  # it takes activations only as they are, and the client asks for a coding
     ELSEWHERE = "elsewhere"  # it holds none of the wanted blocks
 
@@ -37,6 +41,7 @@ class Eligibility:
         self._blocked = keys_of(request.preferences.blocked_peers)
         self._allowed = None if allowed is None else keys_of(allowed)
         self._avoided = {key_and_process(avoided) for avoided in request.avoid}
+        self._others: dict[str, Reason | None] = {}  # why classes may not be in the route
 
     def usable(self) -> list[SignedAnnouncement]:
         """Return the servers that may be used."""
@@ -56,8 +61,11 @@ class Eligibility:
             return Reason.NO_ADDRESS
         if (key, "") in self._avoided or (key, announcement.channel_key) in self._avoided:
             return Reason.AVOIDED
-        if not self._right_class(announcement.numeric_class):
-            return Reason.OTHER_CLASS
+        name = announcement.numeric_class
+        if name not in self._others:
+            self._others[name] = self._other_class(name)
+        if (other := self._others[name]) is not None:
+            return other
         return None if self._request.coding in {None, *announcement.codings} else Reason.NO_CODING
 
     def _unwanted(self, announcement: Announcement) -> Reason | None:
@@ -71,9 +79,15 @@ class Eligibility:
             return Reason.NOT_TRUSTED
         return None
 
-    def _right_class(self, name: str) -> bool:
-        dtype, numeric_class = self._request.dtype, self._request.numeric_class
-        return dtype in {None, name.partition("+")[0]} and numeric_class in {None, name}
+    def _other_class(self, name: str) -> Reason | None:
+        """Return why a class may not be in the route."""
+        request = self._request
+        wanted = request.preferences
+        is_held = not request.held or any(name == held for _, held in request.held)
+        if not _is_class(name) or request.dtype not in {None, name.partition("+")[0]} or (wanted.exact and not is_held):
+            return Reason.OTHER_CLASS
+        tiers = {tier_of(held) for _, held in request.held} or ({Tier.FULL} if wanted.quality == "full" else None)
+        return None if tiers is None or tier_of(name) in tiers else Reason.OTHER_TIER
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +103,13 @@ class Offer:
         return self.signed.announcement
 
 
-def offers_of(request: Request, servers: Iterable[SignedAnnouncement]) -> list[Offer]:
+def offers_of(request: Request, servers: Iterable[SignedAnnouncement], held: Held = ()) -> list[Offer]:
     """Return the blocks that these servers may be given; if servers with room cover the wanted blocks, only theirs.
 
-    In an order that does not depend on that of `servers`: the planner breaks ties by it.
+    held: a server gets only blocks of its own numeric class. In an order that does not depend on that of `servers`: the
+    planner breaks ties by it.
     """
-    offers = [Offer(signed, blocks) for signed in servers for blocks in _runs(signed.announcement, request)]
+    offers = [Offer(signed, blocks) for signed in servers for blocks in _runs(signed.announcement, request, held)]
     with_room = [offer for offer in offers if has_room(offer.announcement, request)]
     if len(with_room) < len(offers) and covered(request.wanted, with_room):
         offers = with_room
@@ -119,7 +134,8 @@ def no_route(request: Request) -> NoRoute:
     missing = missing_blocks(request.wanted, (blocks for a in usable for blocks in _runs(a, request)))
     if not missing:
         classes = ", ".join(sorted({a.numeric_class for a in usable}))
-        return NoRoute(request.model, tuple(request.wanted), f"no single numeric class covers them ({classes})")
+        one = "numeric class covers them, and exact mixes none" if request.preferences.exact else "tier covers them"
+        return NoRoute(request.model, tuple(request.wanted), f"no single {one} ({classes})")
 
     def held_by(*excused: Reason | None) -> set[str]:
         """Return the classes that would do if these reasons did not count."""
@@ -130,10 +146,14 @@ def no_route(request: Request) -> NoRoute:
         return NoRoute(request.model, missing, "only peers serve them that trusted_peers does not name for them")
     if held_by(None, Reason.BLOCKED, Reason.NOT_ALLOWED):
         return NoRoute(request.model, missing, "only peers outside allowed_peers or in blocked_peers serve them")
-    if others := held_by(None, Reason.OTHER_CLASS) - {a.numeric_class for a in usable}:
-        named = ", ".join(sorted(others))
-        why = f"nobody serves them in {request.numeric_class or request.dtype}, but in {named}"
-        return NoRoute(request.model, missing, why + ": pass that as dtype" * (request.numeric_class is None))
+    kept = ", ".join(sorted({held for _, held in request.held}))
+    others = held_by(None, Reason.OTHER_CLASS) - {a.numeric_class for a in usable}
+    if others and (kept or request.dtype):
+        why = f"nobody serves them in {kept or request.dtype}, but in {', '.join(sorted(others))}"
+        return NoRoute(request.model, missing, why + ": pass that as dtype" * (not kept))
+    if farther := _in_another_tier(request, [a for a, reason in reasons if reason is Reason.OTHER_TIER]):
+        why = f"servers have them only in another tier's classes, {', '.join(farther)}"
+        return NoRoute(request.model, missing, why + ': pass quality="any" to take those' * (not request.held))
     if held_by(None, Reason.NO_CODING):
         why = f"their servers run without --wire {request.coding}: leave out wire, or start servers with it"
         return NoRoute(request.model, missing, why)
@@ -143,15 +163,39 @@ def no_route(request: Request) -> NoRoute:
     return NoRoute(request.model, missing)
 
 
-def _runs(announcement: Announcement, request: Request) -> tuple[Blocks, ...]:
-    """Return the ranges that a server may be given of its span: all of it where no wanted block is pinned to others."""
-    if not request.pins:
+def _in_another_tier(request: Request, servers: Iterable[Announcement]) -> list[str]:
+    """Return the classes of tiers whose servers alone cover the wanted blocks."""
+    by_tier: dict[str, list[Announcement]] = defaultdict(list)
+    for announcement in servers:
+        by_tier[tier_of(announcement.numeric_class)].append(announcement)
+    whole = [held for held in by_tier.values() if not missing_blocks(request.wanted, (a.span for a in held))]
+    return sorted({a.numeric_class for held in whole for a in held})
+
+
+def _is_class(name: str) -> bool:
+    """Whether a record's class can be asked for."""
+    try:
+        NumericClass.parse(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _runs(announcement: Announcement, request: Request, held: Held = ()) -> tuple[Blocks, ...]:
+    """Return the ranges that a server may be given of its span: all of it where no wanted block is for others only.
+
+    held: the class of the servers that each block is for; () for any class.
+    """
+    others = [blocks for blocks, name in held if name != announcement.numeric_class]
+    if not (request.pins or others):
         return (announcement.span,)
     key, wanted = announcement.public_key, request.wanted
     fit = [
         block
         for block in announcement.span
-        if block in wanted and all(key in trusted for blocks, trusted in request.pins if block in blocks)
+        if block in wanted
+        and not any(block in blocks for blocks in others)
+        and all(key in trusted for blocks, trusted in request.pins if block in blocks)
     ]
     runs = [[block for _, block in run] for _, run in groupby(enumerate(fit), lambda pair: pair[1] - pair[0])]
     return tuple(Blocks(run[0], run[-1] + 1) for run in runs)

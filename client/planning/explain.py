@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
+from swarm.activations import tier_of
 from swarm.blocks import Blocks
 from swarm.client.planning.eligible import Eligibility, Reason, covered, has_room, offers_of
 from swarm.client.planning.pace import quickest_pace
+from swarm.client.planning.promise import Crossing
 from swarm.client.planning.request import Request
 from swarm.client.planning.route import HopEstimate, Optimize, Route, table
 from swarm.client.planning.search import Search
@@ -29,11 +31,15 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A route, and the servers that are not in it, those that nearly were first. `str` is two tables for people."""
+    """A route, and the servers that are not in it, those that nearly were first. `str` is two tables for people.
+
+    crossings: repairs that brought blocks into another numeric class.
+    """
 
     route: Route
     rejected: tuple[Rejected, ...]
     coding: str | None = None  # of the activations on all edges
+    crossings: tuple[Crossing, ...] = ()
     rows_max: int = 50  # rejected servers that the text lists
 
     @property
@@ -62,7 +68,7 @@ class Explanation:
         return self.route.slowest_ms
 
     def __str__(self) -> str:
-        lines = [str(self.route)]
+        lines = [str(self.route), *(f"repaired in another class: {crossing}" for crossing in self.crossings)]
         if self.coding is not None:
             lines.append(f"activations travel as {self.coding} on all edges, in 8.5 bits a number")
         if self.rejected:
@@ -77,18 +83,26 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ExplainedRoute(Route):
-    """The route that a user gets: it can explain itself. request: its plan's, with the servers known now."""
+    """The route that a user gets: it can explain itself. request: its plan's, with the servers known now.
+
+    crossings: repairs that brought blocks into another numeric class. Then the text is not that of any one route, and
+    its exactness is "tier".
+    """
 
     request: Request = field(compare=False)
+    crossings: tuple[Crossing, ...] = ()
 
     @classmethod
-    def of(cls, route: Route, request: Request) -> "ExplainedRoute":
-        """Put a route and a request together."""
-        return cls(**{each.name: getattr(route, each.name) for each in fields(Route)}, request=request)
+    def of(cls, route: Route, request: Request, crossings: tuple[Crossing, ...] = ()) -> "ExplainedRoute":
+        """Put a route, a request and the repairs of a session together."""
+        facts = {each.name: getattr(route, each.name) for each in fields(Route)}
+        if crossings:
+            facts["exactness"] = "tier"
+        return cls(**facts, request=request, crossings=crossings)
 
     def explanation(self) -> Explanation:
         """Compare with the servers that are not in the route. Takes about as long as two plans."""
-        return explanation(self, self.request)
+        return replace(explanation(self, self.request), crossings=self.crossings)
 
     def explain(self) -> str:
         """Return two tables for people: the estimate of each hop, and why the other servers were not chosen."""
@@ -98,8 +112,10 @@ class ExplainedRoute(Route):
 def explanation(route: Route, request: Request) -> Explanation:
     """Compare a route with the servers that it does not use. Takes about as long as two plans."""
     eligibility = Eligibility(request)
-    numeric_class = route[0].announcement.numeric_class
-    usable = [signed for signed in eligibility.usable() if signed.announcement.numeric_class == numeric_class]
+    mixing = _mixing(route[0].numeric_class, request)
+    usable = [
+        signed for signed in eligibility.usable() if _mixing(signed.announcement.numeric_class, request) == mixing
+    ]
     through_ms = _through(request, usable)
     chosen = {(hop.announcement.public_key, hop.announcement.blocks) for hop in route}
     rejected = []
@@ -108,7 +124,7 @@ def explanation(route: Route, request: Request) -> Explanation:
         if (a.public_key, a.blocks) in chosen:
             continue
         slower_ms = through_ms.get((a.public_key, a.blocks), np.inf) - route.estimate_ms
-        reason = eligibility.reason(a) or _unchosen(a, request, numeric_class, slower_ms)
+        reason = eligibility.reason(a) or _unchosen(a, request, mixing, slower_ms)
         rejected.append(Rejected(a.peer_id, a.span, reason, _detail(reason, a, slower_ms), slower_ms))
     order = list(Reason)
     rejected.sort(key=lambda one: (order.index(one.reason), one.slower_ms, one.peer_id))
@@ -129,9 +145,14 @@ def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tup
     return found
 
 
-def _unchosen(announcement: Announcement, request: Request, numeric_class: str, slower_ms: float) -> Reason:
-    if announcement.numeric_class != numeric_class:
-        return Reason.OTHER_CLASS
+def _mixing(name: str, request: Request) -> str:
+    """Return the name of all classes that a route may mix with this one."""
+    return name if request.preferences.exact else tier_of(name)
+
+
+def _unchosen(announcement: Announcement, request: Request, mixing: str, slower_ms: float) -> Reason:
+    if _mixing(announcement.numeric_class, request) != mixing:
+        return Reason.OTHER_CLASS if request.preferences.exact else Reason.OTHER_TIER
     if not has_room(announcement, request):
         return Reason.NO_ROOM
     return Reason.SLOWER if np.isfinite(slower_ms) else Reason.NO_WAY
@@ -145,6 +166,7 @@ def _detail(reason: Reason, announcement: Announcement, slower_ms: float) -> str
         Reason.NO_ROOM: f"{announcement.free_tokens} tokens are free",
         Reason.NOT_ONLINE: announcement.state,
         Reason.OTHER_CLASS: announcement.numeric_class,
+        Reason.OTHER_TIER: announcement.numeric_class,
         Reason.NO_CODING: "it runs without --wire",
     }
     return details.get(reason, "")

@@ -1,16 +1,18 @@
 """Planning a route: from a request to the hops that a session runs through. Pure.
 
-One search for each numeric class, because classes are never mixed. The search works on arrays (`stages`, `search`), for
+One search for each tier of numeric classes, because tiers are never mixed; or for each class where none are to be. A
+repair searches among servers of the classes that it had first. The search works on arrays (`stages`, `search`), for
 throughput with a limit of blocks for each server (`pace`); `visits` turns its ways into ones that visit a peer once.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 
+from swarm.activations import tier_of
 from swarm.blocks import Blocks
 from swarm.client.planning import visits
 from swarm.client.planning.costs import estimated
-from swarm.client.planning.eligible import Eligibility, Offer, covered, no_route, offers_of
+from swarm.client.planning.eligible import Eligibility, Offer, covered, has_room, no_route, offers_of
 from swarm.client.planning.pace import quickest_pace
 from swarm.client.planning.request import Request
 from swarm.client.planning.route import Hop, Route
@@ -24,21 +26,31 @@ Cost = tuple[float, float]  # ms: of the slowest stage, 0.0 where that does not 
 def plan(request: Request) -> Route:
     """Return the hops that cover the wanted blocks at the least estimated cost.
 
-    A span may be entered and left at any block; a peer holds one part. Two numeric classes are never mixed: the better
-    one is taken. Raises NoRoute with the blocks that are missing.
+    A span may be entered and left at any block; a peer holds one part. Two tiers are never mixed, nor two numeric
+    classes of an exact route: the better one is taken. Raises NoRoute with the blocks that are missing.
     """
-    by_class: dict[str, list[SignedAnnouncement]] = defaultdict(list)
-    for signed in Eligibility(request).usable():
-        by_class[signed.announcement.numeric_class].append(signed)
-    bests = [_best(request, offers_of(request, by_class[name])) for name in sorted(by_class)]
+    usable = Eligibility(request).usable()
+    if request.held and (kept := _best(request, _held_offers(request, usable))) is not None:
+        return kept[1]
+    mixing: dict[str, list[SignedAnnouncement]] = defaultdict(list)
+    for signed in usable:
+        name = signed.announcement.numeric_class
+        mixing[name if request.preferences.exact else tier_of(name)].append(signed)
+    bests = [_best(request, offers_of(request, mixing[name])) for name in sorted(mixing)]
     found = [best for best in bests if best is not None]
     if not found:
         raise no_route(request)
     return min(found, key=lambda best: best[0])[1]
 
 
+def _held_offers(request: Request, usable: Sequence[SignedAnnouncement]) -> list[Offer]:
+    """Return the blocks that servers with room may be given in the class in which a route has them already."""
+    offers = offers_of(request, usable, request.held)
+    return [offer for offer in offers if has_room(offer.announcement, request)]
+
+
 def _best(request: Request, offers: Sequence[Offer]) -> tuple[Cost, Route] | None:
-    """Return the best route through servers of one numeric class behind its cost; None where there is none.
+    """Return the best route through servers that may be mixed behind its cost; None where there is none.
 
     The first route that is good enough ends the search, where the cheapest way comes back to a peer: cheaper ones may
     exist, within `return_slack`.

@@ -7,6 +7,7 @@ from statistics import median
 
 from swarm.blocks import Blocks
 from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.promise import Held
 from swarm.dht.records import SignedAnnouncement
 from swarm.identity import public_key_of
 from swarm.limits import limit
@@ -30,8 +31,9 @@ class PlanningLimits:
 class Request:
     """The input of a plan.
 
-    dtype: only classes that compute in it, as "float32". numeric_class: only this one, as the repair of a route needs.
-    coding: of activations; only servers that take them so.
+    dtype: only classes that compute in it, as "float32". held: the numeric class of each block in the route that is to
+    be repaired. A repair stays in its tier, and takes the same classes if their servers have room.
+    coding: of activations; only servers that take them so. has_experts: whether blocks of the model have.
     avoid: peer ids, or processes as in `Hop.process`. client_rtts: round trips in ms that the client has measured, by
     public key (hex). positions_needed: cached tokens; servers with less room are taken only where others leave blocks
     uncovered.
@@ -42,7 +44,8 @@ class Request:
     servers: tuple[SignedAnnouncement, ...]
     dtype: str | None = None
     coding: str | None = None
-    numeric_class: str | None = None
+    held: Held = ()
+    has_experts: bool = False
     avoid: Collection[str] = ()
     preferences: Preferences = field(default_factory=Preferences)
     client_rtts: Mapping[str, float] = field(default_factory=dict)

@@ -1,10 +1,11 @@
 """A route: the hops that cover a range of blocks in order, and the estimated cost of each. Values only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
 from swarm.blocks import Blocks
+from swarm.client.planning.promise import Exactness, Held
 from swarm.dht.records import Announcement, SignedAnnouncement
 
 Optimize = Literal["latency", "throughput"]
@@ -29,6 +30,11 @@ class Hop:
         return self.announcement.peer_id
 
     @property
+    def numeric_class(self) -> str:
+        """How the peer computes, as "float32+int8"."""
+        return self.announcement.numeric_class
+
+    @property
     def process(self) -> str:
         """The process that serves it, for `avoid`."""
         return process_of(self.announcement)
@@ -39,6 +45,11 @@ class Hop:
 
     def __repr__(self) -> str:
         return f"<Hop {self}>"
+
+
+def classes_of(hops: Iterable[Hop]) -> Held:
+    """Return the numeric class in which each hop has its blocks."""
+    return tuple((hop.blocks, hop.numeric_class) for hop in hops)
 
 
 def process_of(announcement: Announcement) -> str:
@@ -75,13 +86,15 @@ class HopEstimate:
 class Route(Sequence[Hop]):
     """The hops in order. `str` and `repr` are a table with one line a hop.
 
-    estimates: one for each hop. home_ms: one way, from the last hop to the client.
+    estimates: one for each hop. home_ms: one way, from the last hop to the client. exactness: what stays the same with
+    other servers of the same classes.
     """
 
     hops: tuple[Hop, ...]
     estimates: tuple[HopEstimate, ...]
     home_ms: float
     optimize: Optimize
+    exactness: Exactness
 
     @overload
     def __getitem__(self, index: int) -> Hop: ...
@@ -96,9 +109,9 @@ class Route(Sequence[Hop]):
         return len(self.hops)
 
     @property
-    def numeric_class(self) -> str:
-        """How all hops compute, as "float32+int8"."""
-        return self.hops[0].announcement.numeric_class
+    def numeric_classes(self) -> tuple[str, ...]:
+        """How the hops compute, as "float32+int8": each class once, in order."""
+        return tuple(dict.fromkeys(hop.numeric_class for hop in self.hops))
 
     @property
     def estimate_ms(self) -> float:
@@ -115,6 +128,7 @@ class Route(Sequence[Hop]):
             (
                 hop.peer_id,
                 str(hop.blocks),
+                hop.numeric_class,
                 "" if hop.latency_ms is None else f"{hop.latency_ms:.1f}",
                 *(
                     f"{ms:.1f}"
@@ -125,15 +139,30 @@ class Route(Sequence[Hop]):
         ]
         return "\n".join(
             [
-                f"{len(self)} hops in {self.numeric_class}, {self.estimate_ms:.1f} ms a token by estimate,"
+                f"{len(self)} hops in {', '.join(self.numeric_classes)}, {self.estimate_ms:.1f} ms a token by estimate,"
                 f" planned for {self.optimize}",
+                f"exactness {self.exactness!r}: {_meaning(self.exactness)}",
                 "",
-                *table(("hop", "blocks", "latency ms", "trip", "compute", "queue", "software", "estimate ms"), rows),
+                *table(
+                    ("hop", "blocks", "class", "latency ms", "trip", "compute", "queue", "software", "estimate ms"),
+                    rows,
+                ),
                 f"and {self.home_ms:.1f} ms from the last hop to the client",
             ]
         )
 
     __repr__ = __str__
+
+
+def _meaning(exactness: Exactness) -> str:
+    """Say for people what an exactness promises."""
+    match exactness:
+        case "bits":
+            return "other servers of this class, on such a processor, compute the same numbers"
+        case "tokens":
+            return "other servers of these classes choose the same tokens, as far as was measured"
+        case "tier":
+            return "where two tokens are nearly as likely, other servers may choose the other one"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,6 +12,7 @@ from swarm.client.planning.costs import estimated
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.plan import plan
 from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.promise import Crossing, Held
 from swarm.client.planning.request import Request
 from swarm.client.planning.route import Hop, Route
 from swarm.client.planning.surveys import Surveys
@@ -33,13 +34,17 @@ class RouterLimits:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The model that routes are for. dtype: that of the client's ends, as "float32". coding: of activations."""
+    """The model that routes are for. dtype: only servers that compute in it, as "float32"; None for any.
+
+    coding: of activations. has_experts: whether its blocks have.
+    """
 
     root: str
     name: str
     n_blocks: int
-    dtype: str
+    dtype: str | None
     coding: Coding | None = None
+    has_experts: bool = False
 
 
 class Avoided(Protocol):
@@ -104,18 +109,19 @@ class Router:
         self,
         blocks: Blocks,
         avoid: Collection[str] = (),
-        numeric_class: str | None = None,
+        held: Held = (),
         fresh: bool = False,
         *,
         positions_needed: int = 0,
     ) -> Route:
-        """Plan a route, or a part of one that is to be repaired: then in its numeric class. Raises NoRoute.
+        """Plan a route, or a part of one that is to be repaired. Raises NoRoute.
 
+        held: the numeric classes of the route before; a repair stays in their tier, and in them if it can.
         avoid: peers and processes that are never taken. Those that failed lately are taken if no others are left.
         fresh: read the directory first. A repair reads it beside the plan otherwise, a new route if it is old.
         """
-        request = self._request(blocks, avoid, numeric_class, positions_needed)
-        repairing = numeric_class is not None
+        request = self._request(blocks, avoid, held, positions_needed)
+        repairing = bool(held)
         # A client that is cut off cannot read the directory either, and would wait long to find that out.
         fresh = fresh and not (repairing and self._avoided.cut_off)
         reading = reading_for(self.surveys.age_s, self.limits, repairing=repairing, fresh=fresh)
@@ -177,13 +183,16 @@ class Router:
                 most = count
         return found
 
-    def explained(self, hops: Sequence[Hop]) -> ExplainedRoute:
-        """Return hops as a route that compares itself with the servers that are known now."""
+    def explained(self, hops: Sequence[Hop], crossings: tuple[Crossing, ...] = ()) -> ExplainedRoute:
+        """Return hops as a route that compares itself with the servers that are known now.
+
+        crossings: the repairs of its session that brought blocks into another numeric class.
+        """
         self.remember(hops)
         avoid = set(self._avoided.processes) - {hop.process for hop in hops}
         request = self._request(Blocks(hops[0].blocks.start, hops[-1].blocks.stop), avoid)
         request = replace(request, servers=self.surveys.latest.servers)
-        return ExplainedRoute.of(estimated(hops, request), request)
+        return ExplainedRoute.of(estimated(hops, request), request, crossings)
 
     def remember(self, hops: Sequence[Hop]) -> None:
         """Keep measured round trips for the next plan, the latest ones."""
@@ -212,16 +221,15 @@ class Router:
             why = f"{why}; servers of protocol {survey.other_protocols} were left out"
         return NoRoute(name, failure.missing, why)
 
-    def _request(
-        self, blocks: Blocks, avoid: Collection[str], numeric_class: str | None = None, positions_needed: int = 0
-    ) -> Request:
+    def _request(self, blocks: Blocks, avoid: Collection[str], held: Held = (), positions_needed: int = 0) -> Request:
         return Request(
             model=self._model.name,
             wanted=blocks,
             servers=(),
             dtype=self._model.dtype,
             coding=self._model.coding,
-            numeric_class=numeric_class,
+            held=held,
+            has_experts=self._model.has_experts,
             avoid={*avoid, *self._avoided.banned},
             preferences=self.preferences,
             client_rtts=dict(self._rtts),

@@ -22,6 +22,8 @@ from itertools import pairwise, product
 from typing import TypeVar
 
 from swarm.blocks import Blocks
+from swarm.client.planning.promise import Crossing, Held, crossings
+from swarm.client.planning.route import Hop, classes_of
 from swarm.client.session.circuit import Circuit, Rebuilding, Shared
 from swarm.client.session.leg import Leg, LegState, Reply
 from swarm.client.session.limits import ConnectLimits
@@ -43,7 +45,8 @@ class Finder:
     def __init__(self, blocks: Blocks, planner: Planner) -> None:
         """blocks: what the route is to cover."""
         self.blocks = blocks
-        self.numeric_class: str | None = None  # of the whole session, once its route has stood
+        self.held: Held = ()  # the numeric class of each block, once a route has stood
+        self.crossings: tuple[Crossing, ...] = ()  # the repairs that changed them
         self.cuts: tuple[int, ...] = ()  # blocks at which hops are to meet, as far as others can take over there
         self._planner = planner
 
@@ -72,11 +75,18 @@ class Finder:
         for start, stop, leg in zip(bounds[::2], [*bounds[1::2], self.blocks.stop], [*kept, None], strict=True):
             places = (start, *(cut for cut in cuts if start < cut < stop), stop)
             for part in (Blocks(a, b) for a, b in pairwise(places) if a < b):
-                hops = await self._planner(part, {*without, *taken}, self.numeric_class, fresh)
+                hops = await self._planner(part, {*without, *taken}, self.held, fresh)
                 taken |= {hop.peer_id for hop in hops}
                 legs += [Leg(hop) for hop in hops]
             legs += [leg] if leg is not None else []
         return legs
+
+    def stands(self, hops: Sequence[Hop], position: int) -> None:
+        """Note the numeric classes of a route that stands. position: the first one that is not computed yet."""
+        now = classes_of(hops)
+        if position:
+            self.crossings += crossings(self.held, now, position)
+        self.held = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +163,7 @@ class Attempt:
         for leg in legs:
             if not leg.has_failed:
                 leg.state = LegState.WHOLE
-        self._finder.numeric_class = legs[0].hop.announcement.numeric_class
+        self._finder.held = self._finder.held or classes_of(leg.hop for leg in legs)
         if terms.coding is not None:  # which rounds where hops meet: at the same blocks, the numbers stay the same
             self._finder.cuts = self._finder.cuts or tuple(leg.hop.blocks.start for leg in legs[1:])
         held = min(leg.held if leg.asked else 0 for leg in legs)

@@ -21,6 +21,7 @@ from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits, Auditor
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.promise import Crossing, Held
 from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
@@ -96,11 +97,9 @@ class Membership:
         limits: this session's own; None for those of all.
         """
 
-        async def planner(
-            missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
-        ) -> tuple[Hop, ...]:
+        async def planner(missing: Blocks, avoid: Collection[str], held: Held, fresh: bool) -> tuple[Hop, ...]:
             needed = plan.batch * plan.positions_soon
-            return (await self.router.plan(missing, avoid, numeric_class, fresh, positions_needed=needed)).hops
+            return (await self.router.plan(missing, avoid, held, fresh, positions_needed=needed)).hops
 
         plan = self.auditor.drawn(plan)
         try:
@@ -111,9 +110,14 @@ class Membership:
         self.auditor.opened(session, blocks, plan)
         return session
 
-    async def route(self, blocks: Blocks, hops: Sequence[Hop] = ()) -> ExplainedRoute:
-        """Return a route that explains itself: the one that a session takes now, or a fresh plan where it has none."""
-        return self.router.explained(hops or await self.router.plan(blocks))
+    async def route(
+        self, blocks: Blocks, hops: Sequence[Hop] = (), crossings: tuple[Crossing, ...] = ()
+    ) -> ExplainedRoute:
+        """Return a route that explains itself: the one that a session takes now, or a fresh plan where it has none.
+
+        crossings: of the session.
+        """
+        return self.router.explained(hops, crossings) if hops else self.router.explained(await self.router.plan(blocks))
 
     async def __aenter__(self) -> Self:
         self._keeping = asyncio.create_task(self._keep_fresh())

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from swarm.blocks import Blocks
+from swarm.client.planning.promise import Held
 from swarm.client.planning.route import Hop
 from swarm.client.session.limits import ChunkLimits
 from swarm.protocol.journal import Expansion
@@ -11,9 +12,10 @@ from swarm.protocol.marks import Prefix
 from swarm.protocol.seat import Terms
 from swarm.protocol.tensors import Coding
 
-Planner = Callable[[Blocks, Collection[str], str | None, bool], Awaitable[tuple[Hop, ...]]]
-"""`await planner(blocks, avoid, numeric_class, fresh)`: hops for blocks, without these peers or processes.
+Planner = Callable[[Blocks, Collection[str], Held, bool], Awaitable[tuple[Hop, ...]]]
+"""`await planner(blocks, avoid, held, fresh)`: hops for blocks, without these peers or processes.
 
+held: the numeric classes of the route before; () for a new one.
 fresh: from the directory as it is now, not as it was read lately. Raises NoRoute.
 """
 

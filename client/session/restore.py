@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import structlog
 
+from swarm.client.planning.promise import Crossing
 from swarm.client.session import recovery
 from swarm.client.session.attempt import Attempt, ClientsPast, Finder
 from swarm.client.session.circuit import Circuit, Shared
@@ -33,6 +34,11 @@ class Restorer:
         self._spent: defaultdict[str, float] = defaultdict(float)  # seconds of a recovery, by phase
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """The repairs that brought blocks into another numeric class, in order."""
+        return self._finder.crossings
+
     async def restore(self, deadline: float) -> None:
         """Return when the route stands. deadline: of the step, in the loop's time.
 
@@ -49,7 +55,7 @@ class Restorer:
             crowded=is_new and self._shared.turns.locked(),
         )
         self._spent.clear()
-        turn = _Turn(self._shared.turns)
+        turn, crossed = _Turn(self._shared.turns), len(self.crossings)
         try:
             while not self._circuit.is_standing:
                 case = await self._round(case, turn)
@@ -60,6 +66,8 @@ class Restorer:
         took = {"seconds": self._loop.time() - case.patience.began, **self._spent}
         rounded = {phase: round(s, 3) for phase, s in took.items()}
         _log.info("route stands", session=self._circuit.session[:8], route=route, **rounded)
+        for crossing in self.crossings[crossed:]:
+            _log.warning("repaired in another numeric class", session=self._circuit.session[:8], why=str(crossing))
 
     async def replace(self, processes: Collection[str], deadline: float) -> bool:
         """Move to other hops. Returns False, and nothing has changed, if no others can take over."""
@@ -133,9 +141,8 @@ class Restorer:
         """Make one attempt; faults that arise meanwhile are reported. Raises NoRoute."""
         attempt = Attempt(self._circuit, self._shared, self._finder, self._late, self._spent, self._plan.expansion)
         terms = self._plan.terms(self.batch, self.positions_soon, is_first=not self.repairs)
-        standing = None
+        standing, past = None, ClientsPast(self._steps.answered, self._steps.past, self._steps.skipped)
         try:
-            past = ClientsPast(self._steps.answered, self._steps.past, self._steps.skipped)
             standing = await attempt.run(without, terms, past, ask_only=ask_only)
         except* (HopFailed, Refused, EdgeDown) as faults:
             for fault in faults.exceptions:
@@ -145,6 +152,7 @@ class Restorer:
         if standing is None or self._circuit.is_broken:
             return
         self._circuit.standing = standing
+        self._finder.stands(standing.layout.hops, past.stop if past.pieces else 0)
         for leg in standing.layout.legs:
             leg.asked = False
         if terms.prefix is not None and standing.held:

@@ -19,6 +19,7 @@ from torch import Tensor, cat
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
+from swarm.client.planning.promise import Crossing
 from swarm.client.planning.route import Hop
 from swarm.client.session.attempt import Finder
 from swarm.client.session.chunks import Chunk, cut
@@ -75,6 +76,11 @@ class Session:
     def repairs(self) -> int:
         """How often the route was made to stand again."""
         return max(0, self._travel.restorer.repairs - 1)
+
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """The repairs that brought blocks into another numeric class, in order."""
+        return self._travel.restorer.crossings
 
     async def open(self) -> None:
         """Find a route and open the session on it. Called once, by `Sessions.open`.

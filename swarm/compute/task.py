@@ -10,7 +10,7 @@ from torch import Tensor
 from swarm.activations import Activations, is_finite
 from swarm.compute.batch import Ready
 from swarm.model.packed import Segment
-from swarm.model.past import SpanPast
+from swarm.model.past import SpanPast, fitting, fitting_dtype
 from swarm.model.prefix import Cutting, PastBlock, refill
 from swarm.model.span import Span
 from swarm.protocol.marked import Marked
@@ -216,7 +216,7 @@ class Forward:
         """Return its remaining positions, for the planner. decodes: whether it is a decode step."""
         tenure, span = self.tenure, self.tenure.span
         packs = span.packs and self.activations.mask is None and not tenure.is_masked
-        group = (span.blocks.start, span.blocks.stop, self.activations.hidden.dtype)
+        group = (span.blocks.start, span.blocks.stop, fitting_dtype(self.activations.hidden.dtype, span))
         return Ready(self.owner, group, self.rows, self.tokens - self.done, packs, decodes=decodes)
 
     def segment(self, tokens: int) -> Segment | None:
@@ -225,8 +225,9 @@ class Forward:
             return None
         past = self._begin()
         assert past.mask is None
-        part = self.activations.part(self.done, self.done + tokens).to(self.tenure.span.device)
-        return Segment(part.hidden, past.cache, part.positions)
+        part, span = self.activations.part(self.done, self.done + tokens), self.tenure.span
+        positions = None if part.positions is None else part.positions.to(span.device)
+        return Segment(fitting(part.hidden, span), past.cache, positions)
 
     def forward_packed(self, segments: Sequence[Segment]) -> list[Checked]:
         """Run segments of its group as one step."""

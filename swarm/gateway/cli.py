@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from swarm.choices import listen_option
+from swarm.client.cli import class_options
 from swarm.commands import (
     DTYPES,
     SIZE,
@@ -63,6 +64,7 @@ from swarm.version import __version__
 @click.option("--token", default=None, help="of the hub, for gated models")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloaded models are kept")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="of the computation")
+@class_options
 @click.option(
     "--step-timeout",
     type=click.FloatRange(1, 86400),

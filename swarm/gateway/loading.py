@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.hf.text import load_tokenizer
+from swarm.client.planning.preferences import Preferences, Quality
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import Member, Membership
 from swarm.compute.thread import ComputeThread
@@ -21,26 +22,41 @@ from swarm.gateway.resident import Loaded, Resident
 from swarm.gateway.routes import RouteLimits
 from swarm.gateway.text import TokenTexts
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
-from swarm.model.loading import ends_bytes, load_ends
+from swarm.model.loading import ends_bytes, expected_dtype, load_ends
 from swarm.model.tokens import TokenEnds
+from swarm.model.traits import has_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How models are found and loaded. ends_bytes_max: of all embeddings and heads together; None: half the memory."""
+    """How models are found and loaded. ends_bytes_max: of all embeddings and heads together; None: half the memory.
+
+    quality, exact: as in `Preferences`, of all routes.
+    """
 
     revision: str | None = None
     token: str | None = None
     cache_dir: Path | None = None
     dtype: str = "auto"
     ends_bytes_max: int | None = None
-    audits: AuditLimits = field(default_factory=AuditLimits)
+    audits: AuditLimits = field(default_factory=lambda: AuditLimits(share=0.0))
     routes: RouteLimits = field(default_factory=RouteLimits)
+    quality: Quality = "full"
+    exact: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype | str:
         """The dtype of embeddings and heads; "auto" for the checkpoint's."""
         return "auto" if self.dtype == "auto" else torch.__dict__[self.dtype]
+
+    def membership(self, member: Member, checkpoint: Checkpoint) -> Membership:
+        """Return the membership for routes through a model, to be entered."""
+        dtype = None
+        if self.exact or self.dtype != "auto":
+            dtype = str(expected_dtype(checkpoint, self.torch_dtype)).removeprefix("torch.")
+        name, experts = checkpoint.public_name, has_experts(checkpoint.config)
+        wanted = Wanted(checkpoint.root, name, checkpoint.n_blocks, dtype, has_experts=experts)
+        return member.of(wanted, Preferences(quality=self.quality, exact=self.exact), self.audits)
 
 
 class Loader:
@@ -90,9 +106,8 @@ class Loader:
         )
         if tokenizer.eos_token_id is not None:
             stop |= {tokenizer.eos_token_id}
-        wanted = Wanted(checkpoint.root, name, checkpoint.n_blocks, str(ends.dtype).removeprefix("torch."))
         entered = AsyncExitStack()
-        membership: Membership = await entered.enter_async_context(self._member.of(wanted, audits=options.audits))
+        membership = await entered.enter_async_context(options.membership(self._member, checkpoint))
         engine = Engine(checkpoint, ends, membership, self._compute, self._limits)
         resident = Resident(engine, entered, ends.n_bytes, self._now())
         model = Model(name, checkpoint.root, resident, tokenizer, stop, TokenTexts(tokenizer))

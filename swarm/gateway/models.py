@@ -41,7 +41,7 @@ class Models:
         self._now = time.monotonic
         self._member = member
         self._loader = Loader(member, compute, options, limits, self._now)
-        self._routes = Routes(member, options.torch_dtype, options.routes, self._now)
+        self._routes = Routes(partial(options.membership, member), options.routes, self._now)
         self._bytes_max = options.ends_bytes_max or psutil.virtual_memory().total // 2
         self._checkpoints: dict[str, Checkpoint] = {}
         self._loaded: dict[str, Loaded] = {}

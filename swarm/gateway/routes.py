@@ -5,16 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-import torch
-
 from swarm.blocks import Blocks
-from swarm.client.planning.router import Wanted
-from swarm.client.session.membership import Member, Membership
+from swarm.client.session.membership import Membership
 from swarm.errors import SwarmError
 from swarm.gateway.resident import Loaded
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
-from swarm.model.loading import expected_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +24,11 @@ class RouteLimits:
 class Routes:
     """Plans a route for every model, one round at a time, and keeps the answers for a while."""
 
-    def __init__(self, member: Member, dtype: torch.dtype | str, limits: RouteLimits, now: Callable[[], float]) -> None:
-        """dtype: of the ends that models are loaded with, or "auto". now: in seconds."""
-        self._member = member
-        self._dtype = dtype
+    def __init__(
+        self, planner: Callable[[Checkpoint], Membership], limits: RouteLimits, now: Callable[[], float]
+    ) -> None:
+        """planner: makes a membership that plans as sessions through a model will. now: in seconds."""
+        self._planner = planner
         self._limits = limits
         self._now = now
         self._planning: dict[str, Membership] = {}  # of models that are not loaded, by their roots
@@ -72,7 +69,5 @@ class Routes:
         if here is not None:
             return here.resident.engine.swarm
         if checkpoint.root not in self._planning:
-            dtype = str(expected_dtype(checkpoint, self._dtype)).removeprefix("torch.")
-            wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, dtype)
-            self._planning[checkpoint.root] = self._member.of(wanted)
+            self._planning[checkpoint.root] = self._planner(checkpoint)
         return self._planning[checkpoint.root]

@@ -15,6 +15,7 @@ import structlog
 
 from swarm.access import Access
 from swarm.client.auditing.auditor import AuditLimits
+from swarm.client.planning.preferences import Quality
 from swarm.client.session.membership import joined
 from swarm.commands import Reading, Ready, Stop
 from swarm.compute.thread import ComputeThread
@@ -76,6 +77,8 @@ def arguments_of(
     token: str | None,
     cache_dir: Path | None,
     dtype: str,
+    quality: Quality,
+    exact: bool,
     step_timeout: float,
     audit: float,
     threads: int | None,
@@ -93,6 +96,8 @@ def arguments_of(
             dtype=dtype,
             ends_bytes_max=ends_memory,
             audits=AuditLimits(share=audit),
+            quality=quality,
+            exact=exact,
         ),
         keys=keys,
         is_open=no_keys,

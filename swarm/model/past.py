@@ -30,11 +30,11 @@ class SpanPast:
 
     def forward(self, span: Span, new: Activations) -> Tensor:
         """Run new positions through the span, on its device. Returns hidden states of the same shape."""
-        device = span.device
         padded = new.mask is not None or self.mask is not None
         full_mask = self._extend_mask(new.mask, new.rows, new.tokens) if padded else None
+        device = span.device
         return span.forward(
-            new.hidden.to(device),
+            fitting(new.hidden, span),
             cache=self.cache,
             positions=new.positions.to(device) if new.positions is not None else None,
             mask=full_mask.to(device) if full_mask is not None else None,
@@ -46,3 +46,14 @@ class SpanPast:
         fresh = new.to("cpu") if new is not None else torch.ones(rows, tokens, dtype=torch.uint8)
         self.mask = torch.cat([past, fresh], dim=1)
         return self.mask
+
+
+def fitting(hidden: Tensor, span: Span) -> Tensor:
+    """Return hidden states on the span's device, in a dtype that its blocks take: hops of other classes send others."""
+    return hidden.to(span.device, fitting_dtype(hidden.dtype, span))
+
+
+def fitting_dtype(sent: torch.dtype, span: Span) -> torch.dtype:
+    """Return the dtype in which a span's blocks take hidden states that were sent in another one."""
+    is_taken = sent == span.dtype or (sent == torch.float32 and span.traits.has_wide_residual)
+    return sent if is_taken else span.dtype

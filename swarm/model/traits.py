@@ -54,6 +54,7 @@ class Traits:
     takes_positions: bool  # whether the decoder has position_ids
     can_roll_back: bool  # whether positions can be taken back, given that the session was opened with a rollback
     positions_max: int | None  # the config's declared limit, if any
+    has_wide_residual: bool  # whether blocks hand on float32 in whatever dtype they compute, as Mamba's do
 
 
 def traits_of(config: PretrainedConfig) -> Traits:
@@ -88,7 +89,20 @@ def traits_of(config: PretrainedConfig) -> Traits:
         takes_positions="position_ids" in parameters,
         can_roll_back="linear" not in kinds,
         positions_max=getattr(decoder_config, "max_position_embeddings", None),
+        has_wide_residual=bool(getattr(decoder_config, "residual_in_fp32", False)),
     )
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Return whether blocks of a model choose among experts, as its config says."""
+
+    def names(values: dict[Any, Any]) -> bool:
+        return any(
+            ("expert" in str(key) and bool(value)) or (isinstance(value, dict) and names(value))
+            for key, value in values.items()
+        )
+
+    return names(text_config(config).to_dict())
 
 
 def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from swarm.activations import tier_of
 from swarm.dht.records import Announcement
 from swarm.limits import limit
 from swarm.monitor.anchors import ToldLoad, named, states
@@ -176,10 +177,19 @@ def _contributors(servers: Iterable[_Server]) -> tuple[Contributor, ...]:
 def _detail(root: str, members: Sequence[_Server], sighting: Sighting, now: float, limits: AssessLimits) -> ModelDetail:
     name, n_blocks = _facts(root, members, sighting)
     members = [server for server in members if server.record.n_blocks == n_blocks]
-    numeric_class = _best_class(members)
-    chosen = [server for server in members if server.record.numeric_class == numeric_class]
+    tier = _best_tier(members)
+    chosen = [server for server in members if tier_of(server.record.numeric_class) == tier]
+    count = Counter(server.record.numeric_class for server in chosen)
+    classes = tuple(each for each, _ in count.most_common(API.classes_max))
     blocks = tuple(_blocks(n_blocks, chosen))
-    facts = ModelFacts(root=root, name=name, n_blocks=n_blocks, numeric_class=numeric_class)
+    facts = ModelFacts(
+        root=root,
+        name=name,
+        n_blocks=n_blocks,
+        numeric_class=classes[0] if classes else None,
+        tier=tier,
+        numeric_classes=classes,
+    )
     summary = _summary(facts, blocks, members, chosen, sighting.probes.get(root, ()), limits)
     needed = _needed(blocks)
     shown = sorted(members, key=lambda s: (not s.online, s.record.blocks, s.record.public_key))[: API.servers_max]
@@ -205,15 +215,15 @@ def _facts(root: str, members: Sequence[_Server], sighting: Sighting) -> tuple[s
     return max(votes, key=lambda facts: (votes[facts], facts))
 
 
-def _best_class(members: Sequence[_Server]) -> str | None:
-    """Return the numeric class whose serving servers cover most blocks: a route lies within one class."""
-    covered: dict[str, set[int]] = {server.record.numeric_class: set() for server in members}
+def _best_tier(members: Sequence[_Server]) -> str | None:
+    """Return the tier whose serving servers cover most blocks: a route lies within one tier."""
+    covered: defaultdict[str, set[int]] = defaultdict(set)
     count: Counter[str] = Counter()
     for server in members:
-        count[server.record.numeric_class] += 1
-        if server.serving:
-            covered[server.record.numeric_class].update(server.record.span)
-    return max(covered, key=lambda name: (len(covered[name]), count[name], name), default=None)
+        tier = tier_of(server.record.numeric_class)
+        count[tier] += 1
+        covered[tier].update(server.record.span if server.serving else ())
+    return max(covered, key=lambda tier: (len(covered[tier]), count[tier], tier), default=None)
 
 
 def _blocks(n_blocks: int, servers: Sequence[_Server]) -> Iterable[BlockState]:
@@ -270,7 +280,7 @@ def _elsewhere(facts: ModelFacts, members: Sequence[_Server], missing: Sequence[
     held = {n for server in members if server.serving for n in server.record.span} & set(missing)
     if not held:
         return []
-    return [f"{ranges(sorted(held))} have servers in another numeric class than {facts.numeric_class} only"]
+    return [f"{ranges(sorted(held))} have servers of another tier than {facts.tier} only"]
 
 
 def _gaps(blocks: Sequence[BlockState]) -> list[str]:

@@ -91,7 +91,7 @@ def command(
     while True:
         began = time.monotonic()
         try:
-            with AutoDistributedModel.from_pretrained(model, step_timeout_s=60.0, **joining) as joined:
+            with AutoDistributedModel.from_pretrained(model, step_timeout_s=60.0, quality="any", **joining) as joined:
                 while True:
                     began = time.monotonic()
                     line = probe_once(joined, root)

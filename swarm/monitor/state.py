@@ -29,6 +29,7 @@ class ApiLimits:
     reasons_max: int = limit(8, "reasons", "of one model; the rest is left out")
     gateways_max: int = limit(8, "gateways", "that are asked; more are a wrong argument")
     anchors_max: int = limit(32, "anchors", "asked and shown; those that fewest servers name are left out")
+    classes_max: int = limit(8, "classes", "of one model's servers; those of fewest servers are left out")
     points_max: int = limit(720, "points", "of one history: hours of 30 days, or 24 h in steps of two minutes")
     text_chars: int = limit(300, "characters", "of one text; the rest is cut off")
 
@@ -88,8 +89,14 @@ class ModelFacts(ApiModel):
     root: Root
     name: Annotated[str, Field(max_length=128, description="as its servers call it: a claim, as all names are")]
     n_blocks: Annotated[int, Field(ge=1, le=BLOCKS_MAX)]
-    numeric_class: Annotated[
-        str | None, Field(max_length=32, description="the one that is covered best; all figures are about it")
+    numeric_class: Annotated[str | None, Field(max_length=32, description="the first of numeric_classes")]
+    tier: Annotated[
+        str | None,
+        Field(max_length=40, description="of numeric classes, the one covered best; all figures are about its servers"),
+    ]
+    numeric_classes: Annotated[
+        tuple[Annotated[str, Field(max_length=32)], ...],
+        Field(max_length=API.classes_max, description="of these servers, the most frequent first"),
     ]
 
 
@@ -103,7 +110,7 @@ class ModelSummary(ModelFacts):
     ]
     missing_blocks: Annotated[tuple[Block, ...], Field(description="blocks without any server that answers, in order")]
     coverage: Share = Field(description="share of blocks with a server that answers")
-    servers_online: Count = Field(description="servers that answered a handshake lately, of any numeric class")
+    servers_online: Count = Field(description="servers that answered a handshake lately, of any tier")
     servers_announced: Count
     decode_tps: Rate | None = Field(description="estimate for one user, without the network; None: not measured")
     prefill_tps: Rate | None = Field(description="of all servers together, at the block that has least")
@@ -206,7 +213,7 @@ class State(ApiModel):
 
 
 class BlockState(ApiModel):
-    """One block: the servers that hold it in the summary's numeric class."""
+    """One block: the servers that hold it in the summary's tier."""
 
     block: Block
     status: BlockStatus

@@ -9,7 +9,7 @@ A prompt is cut into blocks of `size` positions. The tag of a block stands for a
 
     link 0     = HMAC(secret, the model's root, the numeric class, size)
     link i     = HMAC(secret, link i - 1, the ids of block i)
-    tag i      = HMAC(secret, link i, the hops before this one)
+    tag i      = HMAC(secret, link i, the hops before this one, with their numeric classes)
 
 A server learns no ids from a tag, and cannot make one: without the secret, equal prompts of two owners have nothing in
 common. Keys and values of a hop depend on the hops before it, which may compute wrongly. So the tag names them: what a
@@ -62,12 +62,12 @@ class Prefix:
     ids: tuple[int, ...] = field(repr=False)
     limits: MarkLimits = field(default_factory=MarkLimits)
 
-    def marks(self, root: str, numeric_class: str, upstream: Sequence[tuple[str, Blocks]]) -> Marks | None:
+    def marks(self, root: str, numeric_class: str, upstream: Sequence[tuple[str, Blocks, str]]) -> Marks | None:
         """Return the marks for one hop; None if the prompt has no whole block.
 
-        upstream: peer and blocks of each hop before it, in order.
+        upstream: peer, blocks and numeric class of each hop before it, in order.
         """
-        route = ";".join(f"{peer} {blocks}" for peer, blocks in upstream).encode()
+        route = ";".join(f"{peer} {blocks} {computed}" for peer, blocks, computed in upstream).encode()
         tags = tuple(self._mac(b"tag", link, route).hex()[:32] for link in self._links(root, numeric_class))
         return Marks(size=self.limits.block_positions, tags=tags) if tags else None
 

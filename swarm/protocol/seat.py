@@ -179,10 +179,10 @@ class Itinerary:
     def open(self, index: int, terms: Terms, *, rebuild: bool) -> Open:
         """Write the message that opens the session at hop `index`. rebuild: the past will come by Rebuild messages."""
         stop, beside = self.stops[index], self.neighbours(index)
-        numeric_class = str(NumericClass.parse(stop.numeric_class).sent(terms.coding))
+        numeric_class = str(NumericClass.parse(stop.numeric_class).sent(terms.coding))  # its own: hops may differ
         marks = None
         if terms.prefix is not None:
-            upstream = [(each.peer, each.blocks) for each in self.stops[:index]]
+            upstream = [(each.peer, each.blocks, each.numeric_class) for each in self.stops[:index]]
             marks = terms.prefix.marks(terms.root, numeric_class, upstream)
         return Open(
             session=self.session,

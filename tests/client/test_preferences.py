@@ -97,9 +97,9 @@ def test_the_route_of_a_session_explains_itself(swarm, model):
     assert all(peer(server) in text for server in swarm.servers)
     printed = repr(route).splitlines()
     assert text.startswith(repr(route))
-    assert len(printed) == 7  # a headline, a line a hop, the way home
-    for line, hop in zip(printed[3:6], route, strict=True):
-        assert line.split()[:3] == [hop.peer_id, str(hop.blocks), f"{hop.latency_ms:.1f}"]
+    assert len(printed) == 8  # a headline, the promise, a line a hop, the way home
+    for line, hop in zip(printed[4:7], route, strict=True):
+        assert line.split()[:4] == [hop.peer_id, str(hop.blocks), "float32", f"{hop.latency_ms:.1f}"]
 
 
 def test_the_next_plan_uses_measured_round_trips(swarm):

@@ -24,7 +24,19 @@ from swarm.identity import Identity
 UNKNOWN_RTT_MS = PlanningLimits().unknown_rtt_ms
 
 
-def server(start, stop, *, tps=None, dtype="float32", state="online", load=0.0, free_tokens=0, rtts=(), identity=None):
+def server(
+    start,
+    stop,
+    *,
+    tps=None,
+    dtype="float32",
+    state="online",
+    load=0.0,
+    free_tokens=0,
+    rtts=(),
+    identity=None,
+    device="",
+):
     identity = identity or Identity.generate()
     now = time.time()
     return SignedAnnouncement(
@@ -44,6 +56,7 @@ def server(start, stop, *, tps=None, dtype="float32", state="online", load=0.0, 
             free_tokens=free_tokens,
             load=load,
             state=state,
+            device=device,
             rtts=tuple((signed.announcement.public_key[:16], float(ms)) for signed, ms in rtts),
             sequence=1,
             issued=now,
@@ -58,8 +71,19 @@ def adrift(signed):
     return SignedAnnouncement(signed.announcement.model_copy(update={"addresses": ()}), b"")
 
 
-def request(wanted, servers, *, allowed_peers=None, blocked_peers=(), trusted_peers=(), optimize="latency", **options):
-    preferences = Preferences(allowed_peers, blocked_peers, optimize, trusted_peers)
+def request(
+    wanted,
+    servers,
+    *,
+    allowed_peers=None,
+    blocked_peers=(),
+    trusted_peers=(),
+    optimize="latency",
+    quality="full",
+    exact=False,
+    **options,
+):
+    preferences = Preferences(allowed_peers, blocked_peers, optimize, trusted_peers, quality, exact)
     return Request("m", wanted, tuple(servers), preferences=preferences, **options)
 
 
@@ -108,17 +132,11 @@ def test_only_servers_that_take_the_coding_are_planned():
     assert caught.value.missing == tuple(range(6, 12))
 
 
-def test_numeric_classes_are_never_mixed():
-    with pytest.raises(NoRoute, match="no single numeric class"):
-        blocks_of(server(0, 6), server(6, 12, dtype="bfloat16"))
-    assert blocks_of(server(0, 6), server(6, 12, dtype="bfloat16"), server(6, 12)) == ["0:6", "6:12"]
-
-
 def test_only_classes_of_the_wanted_dtype_are_used():
-    quantised = server(0, 12, dtype="bfloat16+nf4")
-    assert blocks_of(quantised, server(0, 12), dtype="bfloat16") == ["0:12"]
-    with pytest.raises(NoRoute, match="bfloat16"):
-        blocks_of(quantised, dtype="float32")
+    rounded = server(0, 12, dtype="bfloat16+int8")
+    assert planned(Blocks(0, 12), [rounded, server(0, 12, tps=100)], dtype="bfloat16")[0].signed is rounded
+    with pytest.raises(NoRoute, match=r"bfloat16.*pass that as dtype"):
+        blocks_of(rounded, dtype="float32")
 
 
 def test_draining_and_joining_servers_are_not_used():
@@ -287,7 +305,8 @@ def test_throughput_does_not_split_stages_faster_than_a_trip():
 
 
 def test_an_explanation_has_a_reason_for_every_unused_server():
-    best, slower, quantised = server(0, 12, tps=20), server(0, 12, tps=10), server(0, 12, dtype="bfloat16+nf4")
+    best, slower, other = server(0, 12, tps=20), server(0, 12, tps=10), server(0, 12, dtype="bfloat16+int8")
+    quantised = server(0, 12, dtype="float32+q4_0")
     full, failed, blocked = (server(0, 12, tps=tps, free_tokens=0) for tps in (30, 40, 50))
     leaving, elsewhere, lost = server(0, 12, state="draining"), server(20, 30), adrift(server(0, 12))
     best, slower, failed = (
@@ -296,7 +315,7 @@ def test_an_explanation_has_a_reason_for_every_unused_server():
     )
     asked = request(
         Blocks(0, 12),
-        [best, slower, quantised, full, failed, blocked, leaving, elsewhere, lost],
+        [best, slower, other, quantised, full, failed, blocked, leaving, elsewhere, lost],
         dtype="float32",
         avoid=[Hop(failed, Blocks(0, 12)).process],
         blocked_peers=[blocked.announcement.peer_id],
@@ -308,7 +327,8 @@ def test_an_explanation_has_a_reason_for_every_unused_server():
     reasons = {one.peer_id: one.reason for one in explained.rejected}
     assert reasons == {
         slower.announcement.peer_id: Reason.SLOWER,
-        quantised.announcement.peer_id: Reason.OTHER_CLASS,
+        other.announcement.peer_id: Reason.OTHER_CLASS,
+        quantised.announcement.peer_id: Reason.OTHER_TIER,
         full.announcement.peer_id: Reason.NO_ROOM,
         failed.announcement.peer_id: Reason.AVOIDED,
         blocked.announcement.peer_id: Reason.BLOCKED,
@@ -352,10 +372,11 @@ def test_a_printed_route_is_the_table_that_explains_it():
     route = ExplainedRoute.of(estimated([measured, Hop(asked.servers[1], Blocks(6, 12))], asked), asked)
     assert repr(route) == str(route)
     assert str(route) == route.explain()  # no other server is there to be compared with
-    head, _, _, first, second, home = str(route).splitlines()
+    head, promise, _, _, first, second, home = str(route).splitlines()
     assert head == "2 hops in float32, 261.0 ms a token by estimate, planned for latency"
-    assert first.split() == [route[0].peer_id, "0:6", "12.3", "20.0", "50.0", "100.0", "0.5", "170.5"]
-    assert second.split() == [route[1].peer_id, "6:12", "20.0", "50.0", "0.0", "0.5", "70.5"]
+    assert promise.startswith("exactness 'tokens': other servers of these classes choose the same tokens")
+    assert first.split() == [route[0].peer_id, "0:6", "float32", "12.3", "20.0", "50.0", "100.0", "0.5", "170.5"]
+    assert second.split() == [route[1].peer_id, "6:12", "float32", "20.0", "50.0", "0.0", "0.5", "70.5"]
     assert home == "and 20.0 ms from the last hop to the client"
     assert repr(measured) == f"<Hop {measured.peer_id} 0:6, 12.3 ms>"
 

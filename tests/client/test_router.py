@@ -22,6 +22,8 @@ PLAN = SessionPlan("00" * 32, positions_max=8, rollback_max=0, step_timeout_s=1.
 LIMITS = RouterLimits()
 HOUR_S = 3600.0
 
+HELD = ((Blocks(0, 6), "float32"),)
+
 
 class Reads:
     """A directory whose answers are given, and counted. A look-up takes no time unless `takes_s` says so."""
@@ -55,7 +57,7 @@ class Sessions:
 
     async def open(self, plan, blocks, planner, limits):
         self.any_open = True
-        hops = await planner(blocks, (), None, True)
+        hops = await planner(blocks, (), (), True)
         return SimpleNamespace(route=[replace(hop, latency_ms=self.latency_ms) for hop in hops])
 
     async def close(self):
@@ -121,10 +123,10 @@ async def test_a_repair_reads_the_directory_beside_its_plan():
     assert await planned(router) == [old]
     directory.servers = [old, new]
     await asyncio.sleep(HOUR_S)
-    assert await planned(router, (), "float32") == [old]
+    assert await planned(router, (), HELD) == [old]
     await asyncio.sleep(0.01)
     assert directory.surveys == 2
-    assert await planned(router, (), "float32") == [new]
+    assert await planned(router, (), HELD) == [new]
 
 
 async def test_a_cut_off_repair_does_not_wait_for_the_directory():
@@ -137,7 +139,7 @@ async def test_a_cut_off_repair_does_not_wait_for_the_directory():
     for process in ("a", "b"):
         avoidance.lost(process, began + 1.0)
     with pytest.raises(NoRoute):
-        await planned(router, (), "float32", True)
+        await planned(router, (), HELD, True)
     assert elapsed_s(began) == 0.0
     await asyncio.sleep(0.01)
     assert directory.surveys == 2, "it is read nevertheless, for the next try"
@@ -147,11 +149,11 @@ async def test_a_young_survey_is_fresh():
     router, directory, _ = router_of(server(0, 3))
     for fresh in (False, True, True):
         with pytest.raises(NoRoute):
-            await planned(router, (), None, fresh)
+            await planned(router, (), (), fresh)
     assert directory.surveys == 1
     await asyncio.sleep(LIMITS.survey_fresh_s)
     with pytest.raises(NoRoute):
-        await planned(router, (), None, True)
+        await planned(router, (), (), True)
     assert directory.surveys == 2
 
 
@@ -199,9 +201,9 @@ async def test_an_old_survey_serves_while_the_directory_cannot_be_read():
     directory.silent = True
     await asyncio.sleep(HOUR_S)
     assert await planned(router) == [one]
-    assert await planned(router, (), "float32", True) == [one]
+    assert await planned(router, (), HELD, True) == [one]
     with pytest.raises(NoRoute, match="cannot be read"):
-        await planned(router, (), "bfloat16", True)
+        await planned(router, (), ((Blocks(0, 6), "float32+q4_0"),), True)
 
 
 async def test_a_repair_uses_the_first_answers_of_a_look_up():
@@ -212,12 +214,12 @@ async def test_a_repair_uses_the_first_answers_of_a_look_up():
     await asyncio.sleep(LIMITS.survey_fresh_s)
     directory.early, directory.servers, directory.takes_s = [rest], [half], 10.0  # a node that does not answer for long
     began = asyncio.get_running_loop().time()
-    assert await planned(router, (), "float32", True) == [half, rest]
+    assert await planned(router, (), HELD, True) == [half, rest]
     assert elapsed_s(began) == pytest.approx(LIMITS.early_s)
-    assert await planned(router, (), "float32") == [half, rest]
+    assert await planned(router, (), HELD) == [half, rest]
     await asyncio.sleep(10.0)
     with pytest.raises(NoRoute):  # the whole look-up counts when it has ended
-        await planned(router, (), "float32")
+        await planned(router, (), HELD)
     assert directory.surveys == 2
 
 
@@ -225,7 +227,7 @@ async def test_a_repair_waits_for_the_whole_look_up_otherwise():
     half, rest = server(0, 3), server(3, 6)
     router, directory, _ = router_of(half)
     directory.early, directory.servers, directory.takes_s = [server(0, 2)], [half, rest], 3.0
-    assert await planned(router, (), "float32", True) == [half, rest]
+    assert await planned(router, (), HELD, True) == [half, rest]
     assert directory.surveys == 1
 
 

@@ -16,9 +16,9 @@ def open_legs(*hops):
 
 
 def planner(*servers, later=()):
-    async def plan(blocks, avoid, numeric_class, fresh):
+    async def plan(blocks, avoid, held, fresh):
         known = (*servers, *later) if fresh else servers
-        return planned(blocks, known, numeric_class=numeric_class, avoid=avoid).hops
+        return planned(blocks, known, held=held, avoid=avoid).hops
 
     return plan
 

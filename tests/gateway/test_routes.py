@@ -29,9 +29,9 @@ class Joined:
     def __init__(self, **planners):
         self.planners, self.made = planners, []
 
-    def of(self, wanted):
-        self.made.append(wanted.root)
-        return self.planners[wanted.root]
+    def of(self, checkpoint):
+        self.made.append(checkpoint.root)
+        return self.planners[checkpoint.root]
 
 
 def checkpoints(*names):
@@ -39,13 +39,12 @@ def checkpoints(*names):
 
 
 @pytest.fixture
-def times(monkeypatch):
-    monkeypatch.setattr("swarm.gateway.routes.expected_dtype", lambda checkpoint, dtype: "torch.float32")
+def times():
     return [0.0]
 
 
 def routes_of(member, times, **limits):
-    return Routes(member, "auto", RouteLimits(**limits), lambda: times[-1])
+    return Routes(member.of, RouteLimits(**limits), lambda: times[-1])
 
 
 async def test_reasons_are_kept_until_they_are_old(times):

@@ -68,11 +68,20 @@ def test_servers_that_drain_take_no_sessions():
     assert "take no new sessions" in alone.summary.reasons[0]
 
 
-def test_a_route_lies_within_one_numeric_class():
+def test_servers_of_one_tier_are_counted_together():
+    rounded = [record(n, 6, 12, numeric_class="bfloat16+int8") for n in (2, 3)]
+    found = detail([record(1, 0, 8), *rounded])
+    assert found.summary.status == "healthy"
+    assert (found.summary.tier, found.summary.numeric_classes) == ("full", ("bfloat16+int8", "float32"))
+    assert [block.online for block in found.blocks] == [1] * 6 + [3] * 2 + [2] * 4
+
+
+def test_a_route_lies_within_one_tier():
     found = detail([record(1, 0, 8), record(2, 4, 12, numeric_class="bfloat16+nf4"), record(3, 0, 6)])
     assert found.summary.status == "broken"
     assert found.summary.missing_blocks == (8, 9, 10, 11)
-    assert "another numeric class" in found.summary.reasons[1]
+    assert found.summary.reasons[1] == "blocks 8:12 have servers of another tier than full only"
+    assert (found.summary.tier, found.summary.numeric_classes) == ("full", ("float32",))
 
 
 def test_full_servers_and_failing_generations_degrade_a_model():

@@ -17,7 +17,7 @@ from swarm.protocol.tensors import meta_of
 SIZE = 4
 LIMITS = MarkLimits(block_positions=SIZE, tags_max=8)
 ROOT, OTHER_ROOT = "a" * 64, "b" * 64
-UPSTREAM = (("12D3KooWfirst", Blocks(0, 4)),)
+UPSTREAM = (("12D3KooWfirst", Blocks(0, 4), "float32"),)
 SECRET = b"s" * 32
 IDS = st.lists(st.integers(0, 2**31), max_size=60).map(tuple)
 
@@ -50,11 +50,12 @@ def test_secret_model_class_and_each_hop_before_change_every_tag():
         tags(ids, root=OTHER_ROOT),
         tags(ids, numeric_class="bfloat16"),
         tags(ids, upstream=()),
-        tags(ids, upstream=(("12D3KooWother", Blocks(0, 4)),)),
-        tags(ids, upstream=(("12D3KooWfirst", Blocks(0, 3)), ("12D3KooWsecond", Blocks(3, 4)))),
+        tags(ids, upstream=(("12D3KooWother", Blocks(0, 4), "float32"),)),
+        tags(ids, upstream=(("12D3KooWfirst", Blocks(0, 4), "float32+int8"),)),
+        tags(ids, upstream=(("12D3KooWfirst", Blocks(0, 3), "float32"), ("12D3KooWsecond", Blocks(3, 4), "float32"))),
     ]
     every = [tag for each in (tags(ids), *others) for tag in each]
-    assert len(set(every)) == len(every) == 7 * 3
+    assert len(set(every)) == len(every) == 8 * 3
 
 
 def test_secret_and_ids_are_not_in_a_log():

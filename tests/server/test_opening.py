@@ -88,7 +88,8 @@ def records_that_do_not_hold(first: Site, second: Site) -> dict[str, str]:
         "from the future": second.record(issued=time.time() + 300, expires=time.time() + 330),
         "another network": second.record(network="other"),
         "another model": second.record(root="cd" * 32),
-        "another numeric class": second.record(numeric_class="bfloat16"),
+        "another tier": second.record(numeric_class="float32+q4_0"),
+        "a class that claims to be a tier": second.record(numeric_class="full"),
         "not adjacent": second.record(blocks=(4, 6)),
         "behind": first.record(),
         "another protocol": second.record(protocol=2),
@@ -102,7 +103,9 @@ async def test_a_next_record_that_does_not_hold_is_refused(first: Site, second: 
         assert code(refused) == "bad_request", what
         assert "next hop" in refused.why, what
     assert first.idle
-    assert isinstance(await owner.ask(first, open_for(first, next_record=second.record())), Opened)
+    for name in ("float32", "float32+int8", "bfloat16"):
+        record = second.record(numeric_class=name)
+        assert isinstance(await owner.ask(first, open_for(first, next_record=record)), Opened), name
 
 
 async def test_nor_is_it_taken_when_it_comes_by_a_reroute(first: Site, second: Site, owner: Peer):

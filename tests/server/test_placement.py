@@ -58,13 +58,15 @@ def test_what_the_server_itself_announced_before_does_not_count():
     assert choose_span(8, 4, [holder("me", 0, 4), holder("a", 4, 8)], "me") == Blocks(0, 4)
 
 
-def test_servers_that_leave_or_compute_in_another_class_do_not_count():
+def test_servers_that_leave_or_compute_in_another_tier_do_not_count():
     records = [
         announcement(Identity(b"a" * 32), 0, 4, state="draining"),
-        announcement(Identity(b"b" * 32), 0, 4, numeric_class="bfloat16"),
+        announcement(Identity(b"b" * 32), 0, 4, numeric_class="bfloat16+nf4"),
         announcement(Identity(b"c" * 32), 4, 8, state="joining"),
+        announcement(Identity(b"d" * 32), 2, 6, numeric_class="bfloat16+int8"),
     ]
-    assert [held.blocks for held in holders_of(records, NumericClass("float32"))] == [Blocks(4, 8)]
+    assert {held.blocks for held in holders_of(records, NumericClass("float32"))} == {Blocks(4, 8), Blocks(2, 6)}
+    assert [held.blocks for held in holders_of(records, NumericClass("float32", "int4"))] == [Blocks(0, 4)]
 
 
 def test_a_claim_of_boundless_speed_counts_as_a_bounded_multiple_of_the_usual():

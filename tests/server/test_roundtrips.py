@@ -46,7 +46,7 @@ def test_who_cannot_be_in_one_route_with_us_is_not_measured():
         peer(12, 16, numeric_class="bfloat16+nf4"),
         peer(12, 16, 1, state="draining"),
         SignedAnnouncement(mine(12, 16), b""),
-        peer(12, 16, 2),
+        peer(12, 16, 2, numeric_class="bfloat16+int8"),
     ]
     assert [a.public_key for a in chosen(servers)] == [servers[3].announcement.public_key]
 

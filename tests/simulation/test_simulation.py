@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from swarm.errors import ClockSkew
 from tests.simulation.__main__ import replay
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.run import Outcome, simulate
+from tests.simulation.run import Outcome, simulate, weather_of
 from tests.simulation.world import Weather
 from tests.support.often import rest_is_long
 
@@ -31,6 +32,18 @@ def test_no_token_differs_and_nothing_hangs_whatever_fails(first):
     bad = [outcome for outcome in outcomes if not outcome.good]
     assert not bad, described(bad)
     assert any(outcome.repairs for outcome in outcomes)  # or nothing was tried
+
+
+@pytest.mark.parametrize("first", rest_is_long(range(0, 40, 4), [0]))
+def test_routes_of_several_classes_are_repaired_within_their_tier(first):
+    """So few servers are there that some repairs find none of the same class."""
+    lines: list[str] = []
+    seeds = range(first, first + 4)
+    mixed = {seed: replace(weather_of(seed, FAST), servers=40, rounded=0.4) for seed in seeds}
+    outcomes = [simulate(seed, FAST, mixed[seed], lines) for seed in seeds]
+    bad = [outcome for outcome in outcomes if not outcome.good]
+    assert not bad, described(bad)
+    assert first or any("repaired in another numeric class" in line for line in lines)
 
 
 @pytest.mark.parametrize("seed", [131, 6422])

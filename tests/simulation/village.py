@@ -8,6 +8,7 @@ import torch
 
 from swarm.blocks import Blocks
 from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.promise import Held
 from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
@@ -71,12 +72,10 @@ class Village:
     async def open(self, plan: SessionPlan) -> Session:
         """Open a session of the client's."""
 
-        async def planner(
-            missing: Blocks, avoid: Collection[str], numeric_class: str | None, fresh: bool
-        ) -> tuple[Hop, ...]:
+        async def planner(missing: Blocks, avoid: Collection[str], held: Held, fresh: bool) -> tuple[Hop, ...]:
             if self.planning is not None:
                 await self.planning()
-            return (await self.router.plan(missing, avoid, numeric_class, fresh)).hops
+            return (await self.router.plan(missing, avoid, held, fresh)).hops
 
         return await self.client.sessions.open(plan, Blocks(0, N_BLOCKS), planner)
 

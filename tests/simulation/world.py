@@ -10,6 +10,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
@@ -66,6 +67,7 @@ class Weather:
     anchor_deaths_per_min: float = 0.0  # of all of them together; they return
     hidden: float = 0.0  # of servers, with anchors
     cones: float = 0.0  # of routers that keep ports: two such peers punch
+    rounded: float = 0.0  # of servers that announce another numeric class of the same tier
 
 
 class VirtualExecutor:
@@ -167,6 +169,8 @@ class Host:
         self.process = Process(name, me, f"{name}:1")
         self.berth = world.harbour.berth(name, self.process) if world.harbour is not None else None
         self.span = HashSpan(blocks)
+        if Random(f"class {name}").random() < weather.rounded:
+            self.span.numeric_class = NumericClass(NUMERIC_CLASS, "int8")
         self.pool = Pool(rng.randrange(100, 300) if self.tight else 100_000)
         self.memory = Memory.of(self.pool, limits=world.memory_limits)
         self.executor = VirtualExecutor(world.loop, self.process, self.span, self.block_ms)
@@ -204,7 +208,7 @@ class Host:
             model=MODEL,
             n_blocks=N_BLOCKS,
             blocks=Span(self.blocks.start, self.blocks.stop),
-            numeric_class=NUMERIC_CLASS,
+            numeric_class=str(self.span.numeric_class),
             addresses=(self.process.address,),
             channel_key=self.process.me.key.public.hex(),
             decode_tps=1000.0 / (self.block_ms * len(self.blocks)),

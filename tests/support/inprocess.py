@@ -64,13 +64,14 @@ class InProcessSwarm:
         announce: tuple[str, ...] = (),
         coding: Coding | None = None,
         quantize: str | None = None,
+        dtype: torch.dtype | None = None,
         lie: Callable[[Span], object] = lambda _: None,
     ) -> Server:
         """Start a server of these blocks and announce it. announce: addresses, in the place of its own.
 
         lie: changes what the span computes.
         """
-        span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=self.dtype, quantize=quantize)
+        span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=dtype or self.dtype, quantize=quantize)
         lie(span)
 
         async def start() -> Server:
@@ -111,8 +112,9 @@ class InProcessSwarm:
         drafting: Drafting | None = None,
         coding: Coding | None = None,
         audits: AuditLimits = NO_AUDITS,
+        dtype: torch.dtype | None = None,
     ) -> DistributedModel:
-        """A distributed model; `close` it."""
+        """A distributed model; `close` it. dtype: of its ends, if not the servers'."""
 
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:
@@ -128,9 +130,10 @@ class InProcessSwarm:
             coding=coding,
             audits=audits,
         )
-        swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
-        first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None
-        ends = load_ends(self.checkpoint, dtype=self.dtype)
+        dtype = dtype or self.dtype
+        swarm = Swarm(self.checkpoint, dtype, join, Identity.generate(), options)
+        first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=dtype) if local_blocks else None
+        ends = load_ends(self.checkpoint, dtype=dtype)
         backend = swarm if first is None else LocalFirst(first, swarm)
         return distribute(ends, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))
 
