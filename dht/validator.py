@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import (
+    RECORD,
     Announcement,
+    Envelope,
+    branch_of,
     check_expiry,
     key_id,
     model_key,
@@ -52,13 +55,24 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The verified facts of one record. `owner`: public key, hex. `issued`, `expires`: wall seconds."""
+    """The verified facts of one record. `owner`: public key, hex. `issued`, `expires`: wall seconds.
+
+    below: the places of the span under the keys that continue a full one, level by level.
+    cost: the claimed time of a token in one block, ms; infinite for a server that is not to be found any more.
+    """
 
     owner: str
     issued: float
     expires: float
     span: Place
     model: Place
+    below: tuple[Place, ...] = ()
+    cost: float = 1.0
+
+    @property
+    def spans(self) -> tuple[Place, ...]:
+        """The places of the span, level by level."""
+        return (self.span, *self.below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +109,16 @@ class RecordGate:
         facts = self.facts(data)
         if not math.isfinite(expiration) or abs(expiration - facts.expires) > self.limits.expiry_slack_s:
             raise RecordError("the entry's expiry is not the record's")
-        for place in (facts.span, facts.model):
+        for place in (facts.span, facts.model, *facts.below):
             if place.key == key and packed_text(place.subkey) == subkey:
+                return Entry(data, facts, place)
+        raise RecordError("misplaced: the record belongs under another key")
+
+    def admit_span(self, key: bytes, data: bytes) -> Entry:
+        """Check a record that came without its place. Raises RecordError."""
+        facts = self.facts(data)
+        for place in facts.spans:
+            if place.key == key:
                 return Entry(data, facts, place)
         raise RecordError("misplaced: the record belongs under another key")
 
@@ -123,21 +145,38 @@ class RecordGate:
         if not self._access.admits(record.peer_id):
             raise RecordError(f"owner: {record.peer_id} is not on this side's list of allowed peers")
         scope, subkey = self.seal.scope, self.seal.subkey
+        name, branch = subkey(span_subkey(record.public_key, record.blocks)), branch_of(record.public_key)
+        spans = (
+            Place(key_id(span_key(scope, record.root, record.blocks.start, branch[:d])), name, float(record.sequence))
+            for d in range(len(branch) + 1)
+        )
         facts = Facts(
             owner=record.public_key,
             issued=record.issued,
             expires=record.expires,
-            span=Place(
-                key_id(span_key(scope, record.root, record.blocks.start)),
-                subkey(span_subkey(record.public_key, record.blocks)),
-                float(record.sequence),
-            ),
+            span=next(spans),
             model=Place(key_id(model_key(scope, record.model)), subkey(model_subkey(record)), record.expires),
+            below=tuple(spans),
+            cost=claimed_cost(record),
         )
         self._verified[digest] = facts
         if len(self._verified) > self.limits.verified_max:
             self._verified.popitem(last=False)
         return facts
+
+
+def claimed_cost(record: Envelope) -> float:
+    """Return the time that a server claims to need for a token in one block, in ms, its queue included.
+
+    A storing node reads these claims of any version where they are numbers: they only order samples.
+    """
+    claims = record.model_extra or {}
+    tps, load = claims.get("decode_tps"), claims.get("load", 0.0)
+    if claims.get("state") == "withdrawn":
+        return math.inf
+    tps = min(1e9, max(1e-9, tps)) if isinstance(tps, int | float) else RECORD.unmeasured_tps
+    load = min(1e6, max(0.0, load)) if isinstance(load, int | float) else 0.0
+    return 1000.0 / tps / len(record.span) * (1.0 + load)
 
 
 def pack_value(data: bytes) -> bytes:

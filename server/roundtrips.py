@@ -70,12 +70,13 @@ class RoundTrips:
         self._random = random or Random()  # noqa: S311 - the choice of peers is no secret
         self._measured: dict[str, float] = {}
         self._silent_until: dict[str, float] = {}
+        self._salt = self._random.randbytes(8)  # one for good: the measured peers stay in the sample
 
     async def run(self, directory: Directory, me: Announcement) -> None:
         """Measure every minute, for ever. me: this server's own announcement, for its model and its span."""
         while True:
             try:
-                await self.measure(await directory.servers(me.root, me.n_blocks), me)
+                await self.measure(await directory.servers(me.root, me.n_blocks, self._salt), me)
             except NetworkError as error:
                 _log.info("round trips not measured", why=str(error))
             await asyncio.sleep(self._limits.every_s)

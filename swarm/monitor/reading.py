@@ -55,7 +55,7 @@ async def _records(directory: Directory, chosen: Sequence[ModelEntry], limits: R
     async def survey(entry: ModelEntry) -> tuple[list[Announcement], tuple[int, ...]]:
         async with turns:
             try:
-                found = await directory.survey(entry.root, entry.n_blocks)
+                found = await directory.survey(entry.root, entry.n_blocks, everybody=True)
             except SwarmError as error:
                 failures.append(error)
                 return [], ()

@@ -29,6 +29,7 @@ class MemoryNetwork:
     silent: set[PeerID] = field(default_factory=set)
     calls: int = 0
     served: Counter[PeerID] = field(default_factory=Counter)  # calls that each peer took
+    moved: Counter[PeerID] = field(default_factory=Counter)  # bytes of each peer's own calls, both ways
 
     def join(self, identity: Identity) -> "MemoryP2P":
         p2p = MemoryP2P(self, PeerID.from_base58(identity.peer_id))
@@ -73,10 +74,11 @@ class MemoryP2P:
             raise ConnectionError("no such peer")
         self.network.served[peer] += 1
         handler, request_type = self.network.peers[peer].handlers[name]
-        answer = await handler(
-            request_type.FromString(request.SerializeToString()), P2PContext(name, peer, self.peer_id)
-        )
-        return answer_type.FromString(answer.SerializeToString())
+        asked = request.SerializeToString()
+        answer = await handler(request_type.FromString(asked), P2PContext(name, peer, self.peer_id))
+        answered = answer.SerializeToString()
+        self.network.moved[self.peer_id] += len(asked) + len(answered)
+        return answer_type.FromString(answered)
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,9 @@ async def test_signed_records_of_fresh_keys_displace_none_that_is_refreshed(coun
             taken += await send(victim, flood)
             held = {pack_value(entry.data) for entry in victim.storage.entries(KEY)}
             assert {value for _, _, value, _ in true} <= held
-            assert len(held) <= RECORD.entries_per_key
+            assert len(held) <= RECORD.held_per_key
             clock.now += RECORD.refresh_s
-        assert taken >= RECORD.entries_per_key - len(honest), "strangers are welcome where there is room"
+        assert taken >= RECORD.held_per_key - len(honest), "strangers are welcome where there is room"
 
 
 @pytest.mark.parametrize("stores", rest_is_long([20_000, 100_000], [20_000]))
