@@ -107,7 +107,7 @@ class Directory:
         self.public = public
         self.latest: SignedAnnouncement | None = None  # of this identity's own
         self._announced: dict[tuple[str, Span], _Own] = {}
-        self._seen: dict[str, int] = {}  # by root of what is announced: servers in the last survey
+        self.seen: dict[str, int] = {}  # by root of what is announced: servers in the last survey
 
     async def announce(self, announcement: Announcement) -> Published:
         """Sign and store an announcement of one of our spans, to live for 60 s from now.
@@ -121,7 +121,7 @@ class Directory:
         own = self._announced.get(place, _Own(signed.announcement))
         self._announced[place], self.latest = _Own(signed.announcement, own.depth), signed
         stored, facts = self._sealed(signed)
-        named = announces_name(self._seen.get(announcement.root, 0), own.depth, self._source)
+        named = announces_name(self.seen.get(announcement.root, 0), own.depth, self._source)
         entries = [Entry(stored, facts, facts.model)] if named else []
         taken = 0
         for depth in depths(own.depth, len(facts.below), self._source):
@@ -178,7 +178,7 @@ class Directory:
                 _log.debug("record left out", why=error.why)
         survey = Survey(self._usable(servers, root, n_blocks), tuple(sorted(others)))
         if any(root == announced for announced, _ in self._announced):
-            self._seen = {root: len({signed.announcement.public_key for signed in survey.servers})}
+            self.seen = {root: len({signed.announcement.public_key for signed in survey.servers})}
         return survey
 
     def updated(self, survey: Survey, root: str, n_blocks: int, entries: Iterable[Entry]) -> Survey:

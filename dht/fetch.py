@@ -38,7 +38,7 @@ async def read_sample(
             part = {key: key_id(key) for key in level[first : first + at_once]}
             found = await search(tuple(part.values()), sample.salt)
             results |= {key: found[place] for key, place in part.items()}
-        deeper = [below for key in level if is_full(list(results[key].held.values())) for below in sample.branch(key)]
+        deeper = [below for key in level if is_full(_claims(results[key])) for below in sample.branch(key)]
         source.shuffle(deeper)  # where not all can be read, each has its turn
         level = deeper[: max(0, sample.keys_max - len(results))]
     hungry = {key: result for key, result in results.items() if result.more}
@@ -47,6 +47,11 @@ async def read_sample(
             fetching = _Fetch(key_id(key), result, sample.salt, sample.bytes_max // len(hungry), on_entries)
             group.create_task(fetching.run(ask, source))
     return results
+
+
+def _claims(result: Result) -> list[int]:
+    """Return how many records the nodes nearest to a key say that they hold. Five at least are there to hold them."""
+    return [result.held.get(peer, 0) for peer in result.nodes[: SAMPLING.asked_if_full]]
 
 
 @dataclass(slots=True)

@@ -198,7 +198,7 @@ class Member:
 
         A peer that is late becomes a neighbour when it answers.
 
-        must: raise Unreachable or ClockSkew; else a failure is only logged.
+        must: raise Unreachable, if there are initial peers, or ClockSkew; else a failure is only logged.
         """
         known = self.ways_in
         if not known:
@@ -206,7 +206,7 @@ class Member:
         tries = await self._call_on(known)
         skews = [skew for skew in tries if isinstance(skew, float)]
         if not skews:
-            if must:
+            if must and self.initial_peers:
                 reasons = {str(failure.why) for failure in tries if isinstance(failure, Unreachable)}
                 raise Unreachable("the swarm", known, self.limits.join_timeout_s, "; ".join(sorted(reasons))[:300])
             _log.warning("no initial peer answers", initial_peers=known)

@@ -39,6 +39,7 @@ class SamplingLimits:
     named: int = limit(8, "nodes", "named in one answer: those that the reader does not know yet, nearest first")
     seen_max: int = limit(48, "nodes", "that a reader says it knows; the nearest ones")
     full_share: float = limit(0.5, "share", "of a key's room; a reader of a key that holds more reads on below it")
+    asked_if_full: int = limit(7, "nodes", "nearest to a key, of which most must say that it holds so much")
     keys_max: int = limit(32, "keys", "searched for one plan; deeper ones beyond are left unread")
     everybody_keys_max: int = limit(512, "keys", "searched by readers that need all servers")
     unpacked_max: int = limit(4 << 20, "bytes", "of records in one answer; a longer one is rejected")
@@ -61,7 +62,7 @@ def for_plan(salt: bytes, limits: SamplingLimits = SAMPLING) -> Sample:
     """Return a sample that is enough for a good route. Of two keys below a full one the salt chooses."""
 
     def branch(key: str) -> tuple[str, ...]:
-        return (children(key)[hashlib.sha256(salt + key.encode()).digest()[0] & 1],)
+        return children(key)[hashlib.sha256(salt + key.encode()).digest()[0] & 1 :][:1]
 
     return Sample(salt, limits.plan_bytes, limits.keys_max, branch)
 
@@ -186,6 +187,6 @@ def news(near: Sequence[tuple[int, int]], look: Look) -> list[int]:
 def is_full(held: Sequence[int], limits: SamplingLimits = SAMPLING) -> bool:
     """Return whether a key is read on below: the lower half of the nodes near it says that it holds much.
 
-    held: the counts that the nodes claim, those of them that hold any.
+    held: the counts that the nodes claim, 0 for those that have none.
     """
     return bool(held) and sorted(held)[(len(held) - 1) // 2] > limits.full_share * RECORD.held_per_key

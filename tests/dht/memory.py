@@ -95,6 +95,10 @@ class MemoryDaemon:
     async def addresses(self) -> tuple[str, ...]:
         return (f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}",)
 
+    async def peers(self) -> dict[str, str]:
+        others = [str(peer.to_base58()) for peer in self.p2p.network.peers if peer != self.p2p.peer_id]
+        return dict.fromkeys(others, "/ip4/127.0.0.1/tcp/1")
+
     async def connect(self, address: str, timeout_s: float) -> None:
         if split_multiaddr(address)[0] not in self.p2p.network.peers:
             raise Unreachable("a peer", (address,), timeout_s)

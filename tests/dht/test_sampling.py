@@ -9,7 +9,7 @@ import pytest
 from swarm.dht.directory import Directory
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import RECORD, SignedAnnouncement, branch_of, key_id, span_key
-from swarm.dht.sampling import Look, chosen, is_full, news, ordered, packed, tail, unpacked
+from swarm.dht.sampling import Look, chosen, for_plan, is_full, news, ordered, packed, tail, unpacked
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry, RecordGate
 from swarm.identity import Identity
@@ -22,10 +22,12 @@ KEY = key_id(span_key(NETWORK, ROOT, 0))
 GATE = RecordGate(NETWORK, lambda: NOW)
 
 
-def entries(count: int, **changes: object) -> list[Entry]:
-    made = []
+def entries(count: int, *, rtts: int = 0, **changes: object) -> list[Entry]:
+    made, source = [], random.Random(3)
     for i in range(1, count + 1):
-        data = signed(Identity(i.to_bytes(32, "big")), now=NOW, **changes)
+        trips = tuple((source.randbytes(8).hex(), source.randrange(1, 1000) / 10) for _ in range(rtts))
+        key = source.randbytes(32).hex()
+        data = signed(Identity(i.to_bytes(32, "big")), now=NOW, rtts=trips, channel_key=key, **changes)
         facts = GATE.facts(data)
         made.append(Entry(data, facts, facts.span))
     return made
@@ -116,8 +118,15 @@ def test_names_only_nodes_that_the_reader_does_not_know() -> None:
 
 def test_few_nodes_that_claim_a_full_key_do_not_make_it_one() -> None:
     assert not is_full([])
-    assert not is_full([3, 3, 3, 100_000, 100_000])
-    assert is_full([400, 400, 0, 100_000])
+    assert not is_full([0, 0, 0, 0, 100_000, 100_000, 100_000])
+    assert is_full([400, 0, 400, 0, 400, 0, 400]), "two of the nearest seven need not hold it, and one lies"
+
+
+def test_reader_stops_at_the_deepest_key() -> None:
+    key, branch = span_key(NETWORK, ROOT, 0), for_plan(SALT).branch
+    for _ in range(RECORD.depth_max):
+        (key,) = branch(key)
+    assert branch(key) == ()
 
 
 # --- over a network ---------------------------------------------------------------------------------------------------
@@ -126,7 +135,7 @@ def test_few_nodes_that_claim_a_full_key_do_not_make_it_one() -> None:
 @pytest.mark.virtual_clock
 @pytest.mark.slow("thirty nodes")
 async def test_reader_of_a_large_key_takes_its_share_of_bytes() -> None:
-    held = entries(400, rtts=tuple((f"{i:016x}", 12.5) for i in range(16)))
+    held = entries(400, rtts=16)
     async with swarm(30, held) as (network, _, reader):
         assert reader.member is not None
         own = reader.member.daemon.p2p.peer_id

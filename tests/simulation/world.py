@@ -143,7 +143,9 @@ class Store:
                 kept.append(0)
         return tuple(kept)
 
-    async def get(self, keys: Sequence[str], heard: object = None, sample: object = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(
+        self, keys: Sequence[str], heard: object = None, sample: object = None
+    ) -> dict[str, tuple[bytes, ...]]:
         """As `RecordStore.get`."""
         del heard, sample
         await asyncio.sleep(DHT_S)
