@@ -120,8 +120,8 @@ def _look_up(held: dict[str, list[Entry]], shape: Shape, draw: random.Random) ->
     size = int(SAMPLING.distinct * share / SAMPLING.slices)
     records, total = set(), 0
     for key in keys:
-        for offset in range(SAMPLING.slices):
-            part = chosen(held[key], Look(sample.salt, offset, SAMPLING.slices, size))
+        for number in range(SAMPLING.slices):
+            part = chosen(held[key], Look(sample.salt, number, SAMPLING.slices, size))
             records |= set(unpacked(part))
             total += len(part)
     return keys, records, total

@@ -1,6 +1,6 @@
 """Reads a sample of the records around keys, once the nodes are known that have them.
 
-Nodes share in the work: each of a few sends every fifth record of the sample, so that a record travels about once, and
+Nodes share in the work: each of five sends another fifth of the sample, so that a record travels about once, and
 a node that lies hides a fifth. Further nodes send the same parts again until the bytes are used up. So a key with few
 records is read from all nodes that have it.
 """
@@ -76,7 +76,7 @@ class _Fetch:
         for first in range(0, len(nodes), slices):
             if self.taken + size > self.share or self.new >= 0.9 * wanted:
                 return
-            looks = [Look(self.salt, offset, slices, size) for offset in range(slices)]
+            looks = [Look(self.salt, part, slices, size) for part in range(slices)]
             wave = zip(nodes[first : first + slices], looks, strict=False)
             for found in await asyncio.gather(*(ask(peer, self.key, look) for peer, look in wave)):
                 if found is not None:

@@ -19,8 +19,8 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
     "PingResponse": [("peer", 2, "NodeInfo", False), ("dht_time", 4, _Field.TYPE_DOUBLE, False)],
     "Look": [
         ("salt", 1, _Field.TYPE_BYTES, False),
-        ("offset", 2, _Field.TYPE_UINT32, False),
-        ("stride", 3, _Field.TYPE_UINT32, False),
+        ("part", 2, _Field.TYPE_UINT32, False),
+        ("parts", 3, _Field.TYPE_UINT32, False),
         ("size", 4, _Field.TYPE_UINT32, False),
         ("whole", 5, _Field.TYPE_BOOL, False),
         ("named", 6, _Field.TYPE_UINT32, False),

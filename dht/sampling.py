@@ -81,14 +81,14 @@ def children(key: str) -> tuple[str, ...]:
 class Look(NamedTuple):
     """What one call asks of a node about one key.
 
-    size: bytes of records, packed, at most; those of rank offset, offset + stride, ... in the salt's order. whole: all
-    records or none. named: nodes at most. within: only nodes that are nearer than 2**within, where there are any.
+    size: bytes of records, packed, at most; the first in the salt's order of slice `part` of `parts`, which the salt
+    cuts, too. whole: all records or none. named: nodes at most. within: only nodes that are nearer than 2**within, where there are any.
     seen: the last three bytes of the place of each node that the reader knows.
     """
 
     salt: bytes
-    offset: int = 0
-    stride: int = 1
+    part: int = 0
+    parts: int = 1
     size: int = 0
     whole: bool = False
     named: int = 0
@@ -116,7 +116,9 @@ def chosen(entries: Sequence[Entry], look: Look) -> bytes:
     """Return a node's records for a look, packed; b"" for none."""
     if look.whole:
         return packed(entries) if sum(len(entry.data) for entry in entries) <= look.size else b""
-    data, wanted = b"", ordered(entries, look.salt)[look.offset :: max(1, look.stride)]
+    parts = max(1, look.parts)  # nodes hold different records at times: a slice is cut by hashes, not by ranks
+    sliced = [entry for entry in entries if drawn(entry, look.salt)[-1] % parts == look.part]
+    data, wanted = b"", ordered(sliced, look.salt)
     low, high = 0, len(wanted)
     while low < high:  # the most that fit: packed sizes are not known before
         count = min(high, max(low + 1, look.size // 512) if not data else (low + high + 1) // 2)
@@ -129,7 +131,7 @@ def chosen(entries: Sequence[Entry], look: Look) -> bytes:
 
 def ordered(entries: Sequence[Entry], salt: bytes) -> list[Entry]:
     """Return records in the order of a salt: two by weight, one by chance, and so on; withdrawn ones last."""
-    draws = {entry.place.subkey: hashlib.sha256(salt + entry.place.subkey.encode()).digest() for entry in entries}
+    draws = {entry.place.subkey: drawn(entry, salt) for entry in entries}
 
     def by_weight(entry: Entry) -> float:
         u = (int.from_bytes(draws[entry.place.subkey][:8]) + 1) / 2**64
@@ -144,6 +146,11 @@ def ordered(entries: Sequence[Entry], salt: bytes) -> list[Entry]:
         for other in (*weighted[2 * i : 2 * i + 2], entry):
             merged.setdefault(other.place.subkey, other)
     return list(merged.values())
+
+
+def drawn(entry: Entry, salt: bytes) -> bytes:
+    """Return the random bytes of a record under a salt."""
+    return hashlib.sha256(salt + entry.place.subkey.encode()).digest()
 
 
 def packed(entries: Sequence[Entry]) -> bytes:

@@ -77,13 +77,21 @@ def test_nodes_agree_on_one_readers_sample_and_readers_differ() -> None:
 
 def test_slices_share_a_sample_without_repeating_records() -> None:
     held = entries(100)
-    parts = [unpacked(chosen(held, Look(SALT, offset, 5, 3000))) for offset in range(5)]
-    together = [record for part in parts for record in part]
-    assert all(len(chosen(held, Look(SALT, offset, 5, 3000))) <= 3000 for offset in range(5))
-    assert min(map(len, parts)) >= 4
+    first = [unpacked(chosen(held, Look(SALT, part, 5, 3000))) for part in range(5)]
+    assert all(len(chosen(held, Look(SALT, part, 5, 3000))) <= 3000 for part in range(5))
+    together = [record for part in first for record in part]
+    assert min(map(len, first)) >= 4
     assert len(set(together)) == len(together)
-    first = [entry.data for entry in ordered(held, SALT)[: 5 * min(map(len, parts))]]
-    assert set(first) <= set(together), "they are the first of the salt's order"
+    whole = [unpacked(chosen(held, Look(SALT, part, 5, 1 << 20))) for part in range(5)]
+    assert {record for part in whole for record in part} == {entry.data for entry in held}
+    assert [part[: len(few)] for part, few in zip(whole, first, strict=True)] == first
+
+
+def test_nodes_that_hold_other_records_cut_the_same_slices() -> None:
+    held = entries(60)
+    whole = [set(unpacked(chosen(held, Look(SALT, part, 5, 1 << 20)))) for part in range(5)]
+    fewer = [set(unpacked(chosen(held[7:], Look(SALT, part, 5, 1 << 20)))) for part in range(5)]
+    assert all(part <= other for part, other in zip(fewer, whole, strict=True))
 
 
 def test_fast_servers_come_first_and_claims_do_not_fill_a_sample() -> None:
