@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from common import SEED, table, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # production nodes over a network in memory: the tests'
+
 from directory_model import Measured, modelled
 from directory_swarm import Shape, Swarm
 
@@ -51,7 +54,13 @@ def main() -> None:
         for about, figures in part.items():
             table(f"{name}: {about}", ("", "value"), [(key, f"{value:,.6g}") for key, value in figures.items()])
     broken = [f"{name}: {what}" for name, part in parts.items() for what in broken_in(part)]
-    write_json(options.json, "directory", options.seed, [], **parts, broken=broken)
+    rows = [
+        [f"{name}, {about}: {key}", round(value, 4)]
+        for name, part in parts.items()
+        for about, figures in part.items()
+        for key, value in figures.items()
+    ]
+    write_json(options.json, "directory", options.seed, [], columns=("", "value"), rows=rows, broken=broken, **parts)
     if options.check and broken:
         sys.exit("\n".join(broken))
 

@@ -47,7 +47,7 @@ class DirectoryLimits:
     """How much a directory announces and returns."""
 
     spans_max: int = limit(64, "spans", "announced by one peer at one time; more raise RecordError")
-    servers_max: int = limit(4096, "records", "returned by one look-up; the last spans are left out")
+    servers_max: int = limit(16384, "records", "returned by one look-up; the last spans are left out")
     open_slice: int = limit(24, "records", "opened without a pause for the event loop: about 2 ms")
 
 

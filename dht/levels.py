@@ -18,16 +18,13 @@ class LevelLimits:
     names: float = limit(32.0, "servers", "of a model; of more, each announces the name less often")
 
 
-LEVELS = LevelLimits()
-
-
-def depths(depth: int, deepest: int, source: random.Random, limits: LevelLimits = LEVELS) -> range:
+def depths(depth: int, deepest: int, source: random.Random, limits: LevelLimits = LevelLimits()) -> range:
     """Return the depths at which a refresh is offered until it is taken. depth: that of the last one."""
     up = depth > 0 and source.random() < limits.up_share
     return range(depth - up, deepest + 1)
 
 
-def announces_name(seen: int, depth: int, source: random.Random, limits: LevelLimits = LEVELS) -> bool:
+def announces_name(seen: int, depth: int, source: random.Random, limits: LevelLimits = LevelLimits()) -> bool:
     """Return whether a refresh announces the model's name, too: with so many servers, about `names` do in 20 s.
 
     seen: servers of the model in the last survey, each with a record that holds. depth: of this server's own record.

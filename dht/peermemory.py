@@ -27,7 +27,6 @@ from swarm.limits import limit
 from swarm.net.reach import makes_sense
 
 _log = structlog.get_logger("swarm.dht")
-_ADDRESS = re.compile(r"/ip[46]/(?P<host>[0-9a-f.:]{2,45})/tcp/[0-9]{1,5}/p2p/(?P<peer>[A-Za-z0-9]{40,64})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ class PeerMemory:
                 partial.unlink(missing_ok=True)
 
     def _usable(self, address: str) -> bool:
-        found = _ADDRESS.fullmatch(address)
+        form = r"/ip[46]/(?P<host>[0-9a-f.:]{2,45})/tcp/[0-9]{1,5}/p2p/(?P<peer>[A-Za-z0-9]{40,64})"
+        found = re.fullmatch(form, address)
         if found is None:
             return False
         with suppress(ValueError):

@@ -30,7 +30,7 @@ from swarm.dht.format import CALLS, CallLimits, pack_dictionary
 from swarm.dht.messages import FindRequest, FindResponse
 from swarm.dht.rates import RateLimit
 from swarm.dht.records import packed_text
-from swarm.dht.sampling import Ask, Found, Look, chosen, news
+from swarm.dht.sampling import Ask, Found, Look, chosen, news, price
 from swarm.dht.search import position
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
@@ -139,9 +139,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             response = FindResponse(peer=messages.NodeInfo(node_id=self.node_info.node_id))
             left, at_once = self.limits.answer_bytes_max, self.gate.limits.verify_slice
             held = [self.records.entries(key) for key in keys]
-            whole = [entries if look is None else () for entries, look in zip(held, looks, strict=True)]
-            n_bytes = sum(len(entry.data) for entries in whole for entry in entries)
-            n_bytes += sum(look.size for look in looks if look is not None)
+            n_bytes = sum(price(entries, look) for entries, look in zip(held, looks, strict=True))
             _pay(self._answered, context.remote_id, min(n_bytes, left))
             for key, entries, look in zip(keys, held, looks, strict=True):
                 result = self._find_one(key, entries, look, left, node_id_of(context.remote_id))

@@ -82,8 +82,8 @@ class Look(NamedTuple):
     """What one call asks of a node about one key.
 
     size: bytes of records, packed, at most; the first in the salt's order of slice `part` of `parts`, which the salt
-    cuts, too. whole: all records or none. named: nodes at most. within: only nodes that are nearer than 2**within, where there are any.
-    seen: the last three bytes of the place of each node that the reader knows.
+    cuts, too. whole: all records or none. named: nodes at most. within: only nodes that are nearer than 2**within,
+    where there are any. seen: the last three bytes of the place of each node that the reader knows.
     """
 
     salt: bytes
@@ -127,6 +127,16 @@ def chosen(entries: Sequence[Entry], look: Look) -> bytes:
         else:
             high = count - 1
     return data
+
+
+def price(entries: Sequence[Entry], look: Look | None) -> int:
+    """Return the bytes that an answer is charged with: those of its records, before they are packed."""
+    n_bytes = sum(len(entry.data) for entry in entries)
+    if look is None:
+        return n_bytes
+    if look.whole:
+        return n_bytes if n_bytes <= look.size else 0
+    return min(look.size, n_bytes // max(1, look.parts))
 
 
 def ordered(entries: Sequence[Entry], salt: bytes) -> list[Entry]:

@@ -28,7 +28,7 @@ class ReadingLimits:
     timeout_s: float = limit(25.0, "s", "a reading that takes longer has failed")
     keys_max: int = limit(2048, "keys", "of models in the DHT; models beyond, the longest, are not looked up")
     surveys_max: int = limit(2, "models", "looked up at one time")
-    records_max: int = limit(8192, "records", "kept; the rest is left out")
+    records_max: int = limit(16384, "records", "kept; the rest is left out")
 
 
 @dataclass(frozen=True, slots=True)

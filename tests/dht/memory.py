@@ -12,6 +12,7 @@ from typing import Any, cast
 from hivemind.p2p import P2PContext, PeerID
 
 from swarm.dht.node import NodeConfig, SwarmNode
+from swarm.dht.storage import RecordStorage, StorageLimits
 from swarm.dht.validator import Clock
 from swarm.errors import Unreachable
 from swarm.identity import Identity
@@ -45,10 +46,12 @@ class MemoryNetwork:
         proven: bool = True,
         clock: Clock = time.time,
         seed: int = 0,
+        limits: StorageLimits = StorageLimits(),  # noqa: B008 - frozen
     ) -> AsyncIterator[SwarmNode]:
         p2p = self.join(identity or Identity.generate())
         config = NodeConfig(NETWORK, P2PConfig(None, None if client else LOOPBACK), peers, proven=proven)
         node = SwarmNode(config, clock, random.Random(seed))
+        node.storage = RecordStorage(clock, limits)
         async with node.attach(cast(Daemon, MemoryDaemon(p2p))):
             yield node
         del self.peers[p2p.peer_id]

@@ -9,7 +9,7 @@ import pytest
 from swarm.dht.directory import Directory
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import RECORD, SignedAnnouncement, branch_of, key_id, span_key
-from swarm.dht.sampling import Look, chosen, for_plan, is_full, news, ordered, packed, tail, unpacked
+from swarm.dht.sampling import Look, chosen, for_plan, is_full, news, ordered, packed, price, tail, unpacked
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry, RecordGate
 from swarm.identity import Identity
@@ -92,6 +92,15 @@ def test_nodes_that_hold_other_records_cut_the_same_slices() -> None:
     whole = [set(unpacked(chosen(held, Look(SALT, part, 5, 1 << 20)))) for part in range(5)]
     fewer = [set(unpacked(chosen(held[7:], Look(SALT, part, 5, 1 << 20)))) for part in range(5)]
     assert all(part <= other for part, other in zip(fewer, whole, strict=True))
+
+
+def test_reader_pays_for_the_records_that_it_gets() -> None:
+    held = entries(10)
+    n_bytes = sum(len(entry.data) for entry in held)
+    assert price(held, None) == price(held, Look(SALT, size=1 << 20, whole=True)) == n_bytes
+    assert price(held, Look(SALT, size=1000, whole=True)) == 0
+    assert price(held, Look(SALT, parts=5, size=1 << 20)) == n_bytes // 5
+    assert price(held, Look(SALT, parts=5, size=100)) == 100
 
 
 def test_fast_servers_come_first_and_claims_do_not_fill_a_sample() -> None:
