@@ -118,15 +118,14 @@ def chosen(entries: Sequence[Entry], look: Look) -> bytes:
         return packed(entries) if sum(len(entry.data) for entry in entries) <= look.size else b""
     parts = max(1, look.parts)  # nodes hold different records at times: a slice is cut by hashes, not by ranks
     sliced = [entry for entry in entries if drawn(entry, look.salt)[-1] % parts == look.part]
-    data, wanted = b"", ordered(sliced, look.salt)
-    low, high = 0, len(wanted)
-    while low < high:  # the most that fit: packed sizes are not known before
-        count = min(high, max(low + 1, look.size // 512) if not data else (low + high + 1) // 2)
-        if len(part := packed(wanted[:count])) <= look.size:
-            low, data = count, part
-        else:
-            high = count - 1
-    return data
+    wanted = ordered(sliced, look.salt)
+    best, count = b"", max(1, look.size // 512)
+    for _ in range(3 if wanted else 0):  # packed sizes are not known before; each try packs about `size` bytes
+        count = min(count, len(wanted))
+        if len(part := packed(wanted[:count])) <= look.size and len(part) > len(best):
+            best = part
+        count = max(1, int(0.98 * count * look.size / len(part)))
+    return best
 
 
 def price(entries: Sequence[Entry], look: Look | None) -> int:
@@ -167,7 +166,7 @@ def packed(entries: Sequence[Entry]) -> bytes:
     """Return records in the form in which they travel: each behind its length, compressed together."""
     if not entries:
         return b""
-    packer = zlib.compressobj(9, zdict=_WORDS)
+    packer = zlib.compressobj(zdict=_WORDS)
     return packer.compress(b"".join(len(e.data).to_bytes(2, "big") + e.data for e in entries)) + packer.flush()
 
 
