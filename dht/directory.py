@@ -124,8 +124,8 @@ class Directory:
         named = announces_name(self.seen.get(announcement.root, 0), own.depth, self._source)
         entries = [Entry(stored, facts, facts.model)] if named else []
         taken = 0
-        for depth in depths(own.depth, len(facts.below), self._source):
-            taken = (await self._store.put([Entry(stored, facts, facts.spans[depth]), *entries]))[0]
+        for depth in depths(own.depth, RECORD.depth_max, self._source):
+            taken = (await self._store.put([Entry(stored, facts, facts.span_at(depth)), *entries]))[0]
             if taken >= 0:
                 self._announced[place] = _Own(signed.announcement, depth)
                 break
@@ -141,7 +141,7 @@ class Directory:
             del self._announced[place]
             gone = {"state": "withdrawn", "addresses": (), "rtts": ()}
             stored, facts = self._sealed(self._signed(own.announcement.model_copy(update=gone)))
-            entries.append(Entry(stored, facts, facts.spans[own.depth]))
+            entries.append(Entry(stored, facts, facts.span_at(own.depth)))
         if entries:
             await self._store.put(entries)
 

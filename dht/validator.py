@@ -7,8 +7,10 @@ request. Neither the sender nor the expiry that the sender claims is trusted.
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from sys import intern
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import (
@@ -57,8 +59,8 @@ class Place:
 class Facts:
     """The verified facts of one record. `owner`: public key, hex. `issued`, `expires`: wall seconds.
 
-    below: the places of the span under the keys that continue a full one, level by level.
-    cost: the claimed time of a token in one block, ms; infinite for a server that is not to be found any more.
+    key: the name of the span's key. cost: the claimed time of a token in one block, ms; infinite for a server that is
+    not to be found any more.
     """
 
     owner: str
@@ -66,13 +68,19 @@ class Facts:
     expires: float
     span: Place
     model: Place
-    below: tuple[Place, ...] = ()
+    key: str = ""
     cost: float = 1.0
 
-    @property
-    def spans(self) -> tuple[Place, ...]:
-        """The places of the span, level by level."""
-        return (self.span, *self.below)
+    def span_at(self, depth: int) -> Place:
+        """Return the place of the span `depth` levels below its key, for where that is full."""
+        if not depth:
+            return self.span
+        key = key_id("/".join((self.key, *branch_of(self.owner)[:depth])))
+        return Place(key, self.span.subkey, self.span.rank)
+
+    def spans(self) -> Iterator[Place]:
+        """Yield the places of the span, level by level."""
+        yield from map(self.span_at, range(RECORD.depth_max + 1 if self.key else 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +117,7 @@ class RecordGate:
         facts = self.facts(data)
         if not math.isfinite(expiration) or abs(expiration - facts.expires) > self.limits.expiry_slack_s:
             raise RecordError("the entry's expiry is not the record's")
-        for place in (facts.span, facts.model, *facts.below):
+        for place in chain((facts.span, facts.model), facts.spans()):
             if place.key == key and packed_text(place.subkey) == subkey:
                 return Entry(data, facts, place)
         raise RecordError("misplaced: the record belongs under another key")
@@ -117,7 +125,7 @@ class RecordGate:
     def admit_span(self, key: bytes, data: bytes) -> Entry:
         """Check a record that came without its place. Raises RecordError."""
         facts = self.facts(data)
-        for place in facts.spans:
+        for place in facts.spans():
             if place.key == key:
                 return Entry(data, facts, place)
         raise RecordError("misplaced: the record belongs under another key")
@@ -145,18 +153,14 @@ class RecordGate:
         if not self._access.admits(record.peer_id):
             raise RecordError(f"owner: {record.peer_id} is not on this side's list of allowed peers")
         scope, subkey = self.seal.scope, self.seal.subkey
-        name, branch = subkey(span_subkey(record.public_key, record.blocks)), branch_of(record.public_key)
-        spans = (
-            Place(key_id(span_key(scope, record.root, record.blocks.start, branch[:d])), name, float(record.sequence))
-            for d in range(len(branch) + 1)
-        )
+        key = intern(span_key(scope, record.root, record.blocks.start))  # one string for all records of a key
         facts = Facts(
             owner=record.public_key,
             issued=record.issued,
             expires=record.expires,
-            span=next(spans),
+            span=Place(key_id(key), subkey(span_subkey(record.public_key, record.blocks)), float(record.sequence)),
             model=Place(key_id(model_key(scope, record.model)), subkey(model_subkey(record)), record.expires),
-            below=tuple(spans),
+            key=key,
             cost=claimed_cost(record),
         )
         self._verified[digest] = facts
