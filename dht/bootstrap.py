@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -14,7 +14,9 @@ from swarm.dht.dialback import Offer
 from swarm.dht.helper import serve_dial_back
 from swarm.dht.nearby import nearby
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
+from swarm.dht.peermemory import memory_of
 from swarm.dht.proof import prove
+from swarm.dht.remembered import remembering
 from swarm.errors import AddressInUse, InvalidMessage
 from swarm.identity import Identity
 from swarm.net.address import dialable
@@ -64,7 +66,13 @@ async def bootstrap(
     public = config.access.network_key is None and await is_public(ways_in)
     me = Endpoint(identity, ChannelKey(), config.network, config.access, public=public)
     listener = _listener(me, anchor)
-    async with open_node(config, clock=time.time) as node, nearby(node, config, lan=lan and not public):
+    memory = memory_of(config.network, config.access, public=public)
+    config = replace(config, met=memory.addresses())
+    async with (
+        open_node(config, clock=time.time) as node,
+        remembering(node, memory),
+        nearby(node, config, lan=lan and not public),
+    ):
         limits = anchor.limits if anchor is not None else AnchorLimits()
         traversal = ListeningTraversal(me, listener, node.gate.own_record, lambda: b"", TraversalLimits(anchor=limits))
         if anchor is not None:

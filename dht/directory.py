@@ -6,6 +6,8 @@ size: a squatter can add one beside the true one, and cannot change or remove th
 """
 
 import asyncio
+import os
+import random
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import structlog
 
 from swarm.blocks import Blocks
 from swarm.config import PROTOCOL_VERSION
+from swarm.dht.levels import announces_name, depths
 from swarm.dht.records import (
     RECORD,
     Announcement,
@@ -27,6 +30,7 @@ from swarm.dht.records import (
     sign_announcement,
     span_keys,
 )
+from swarm.dht.sampling import for_everybody, for_plan
 from swarm.dht.sequence import Sequence, SequenceInMemory
 from swarm.dht.store import RecordStore
 from swarm.dht.validator import Clock, Entry, Facts, OnEntries
@@ -43,7 +47,7 @@ class DirectoryLimits:
     """How much a directory announces and returns."""
 
     spans_max: int = limit(64, "spans", "announced by one peer at one time; more raise RecordError")
-    servers_max: int = limit(4096, "records", "returned by one look-up; the last spans are left out")
+    servers_max: int = limit(16384, "records", "returned by one look-up; the last spans are left out")
     open_slice: int = limit(24, "records", "opened without a pause for the event loop: about 2 ms")
 
 
@@ -53,6 +57,14 @@ class Published:
 
     signed: SignedAnnouncement
     replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What this side announces for a span. depth: of its key, below full ones."""
+
+    announcement: Announcement
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +97,17 @@ class Directory:
         sequence: Sequence | None = None,
         public: bool = False,
         limits: DirectoryLimits = DirectoryLimits(),
+        source: random.Random | None = None,
     ) -> None:
         """sequence: of the identity's records; else one in memory. public: see `swarm.net.reach`."""
         self._limits = limits
+        self._source = source or random.Random()  # noqa: S311 - spreads load, keeps no secret
         self._store, self._identity, self._network, self._clock = store, identity, network, clock
         self._sequence = sequence or SequenceInMemory()
         self.public = public
         self.latest: SignedAnnouncement | None = None  # of this identity's own
-        self._announced: dict[tuple[str, Span], Announcement] = {}
+        self._announced: dict[tuple[str, Span], _Own] = {}
+        self.seen: dict[str, int] = {}  # by root of what is announced: servers in the last survey
 
     async def announce(self, announcement: Announcement) -> Published:
         """Sign and store an announcement of one of our spans, to live for 60 s from now.
@@ -103,34 +118,55 @@ class Directory:
         if place not in self._announced and len(self._announced) >= self._limits.spans_max:
             raise RecordError(f"more than {self._limits.spans_max} spans of one peer")
         signed = self._signed(announcement)
-        self._announced[place], self.latest = signed.announcement, signed
+        own = self._announced.get(place, _Own(signed.announcement))
+        self._announced[place], self.latest = _Own(signed.announcement, own.depth), signed
         stored, facts = self._sealed(signed)
-        replicas = await self._store.put([Entry(stored, facts, facts.span), Entry(stored, facts, facts.model)])
-        return Published(signed, replicas[0])
+        named = announces_name(self.seen.get(announcement.root, 0), own.depth, self._source)
+        entries = [Entry(stored, facts, facts.model)] if named else []
+        taken = 0
+        for depth in depths(own.depth, RECORD.depth_max, self._source):
+            taken = (await self._store.put([Entry(stored, facts, facts.span_at(depth)), *entries]))[0]
+            if taken >= 0:
+                self._announced[place] = _Own(signed.announcement, depth)
+                break
+            entries = []
+        return Published(signed, max(0, taken))
 
     async def withdraw(self, blocks: Blocks | None = None) -> None:
         """Withdraw all announced spans, or only this one: their records are replaced by ones that say so."""
         entries = []
-        for place, announcement in list(self._announced.items()):
-            if blocks is not None and announcement.span != blocks:
+        for place, own in list(self._announced.items()):
+            if blocks is not None and own.announcement.span != blocks:
                 continue
             del self._announced[place]
-            signed = self._signed(announcement.model_copy(update={"state": "withdrawn", "addresses": (), "rtts": ()}))
-            stored, facts = self._sealed(signed)
-            entries.append(Entry(stored, facts, facts.span))
+            gone = {"state": "withdrawn", "addresses": (), "rtts": ()}
+            stored, facts = self._sealed(self._signed(own.announcement.model_copy(update=gone)))
+            entries.append(Entry(stored, facts, facts.span_at(own.depth)))
         if entries:
             await self._store.put(entries)
 
-    async def servers(self, root: str, n_blocks: int) -> tuple[SignedAnnouncement, ...]:
-        """Return all living announcements of a model, ordered by span and owner. Raises NetworkError."""
-        return (await self.survey(root, n_blocks)).servers
+    async def servers(self, root: str, n_blocks: int, salt: bytes = b"") -> tuple[SignedAnnouncement, ...]:
+        """Return a survey's announcements, ordered by span and owner. Raises NetworkError."""
+        return (await self.survey(root, n_blocks, salt=salt)).servers
 
-    async def survey(self, root: str, n_blocks: int, on_entries: OnEntries | None = None) -> Survey:
-        """Return the living announcements, and the protocols that were left out. Raises NetworkError.
+    async def survey(
+        self,
+        root: str,
+        n_blocks: int,
+        on_entries: OnEntries | None = None,
+        *,
+        everybody: bool = False,
+        salt: bytes = b"",
+    ) -> Survey:
+        """Return living announcements, and the protocols that were left out. Raises NetworkError.
+
+        Of a swarm whose records fit into the bytes of one plan, all; of a larger one a sample, which the salt chooses.
 
         on_entries: takes records as they come, before the last node has answered; for `updated`.
+        everybody: read the records of larger swarms, too, at the price of megabytes. salt: else a new one.
         """
-        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), on_entries)
+        wanted = (for_everybody if everybody else for_plan)(salt or os.urandom(8))
+        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), on_entries, wanted)
         servers, others = [], set()
         for i, stored in enumerate(_flat(found.values())):
             if i % self._limits.open_slice == self._limits.open_slice - 1:
@@ -140,18 +176,18 @@ class Directory:
             except RecordError as error:
                 others |= self._protocol_of(stored)
                 _log.debug("record left out", why=error.why)
-        return Survey(self._usable(servers, root, n_blocks), tuple(sorted(others)))
+        survey = Survey(self._usable(servers, root, n_blocks), tuple(sorted(others)))
+        if any(root == announced for announced, _ in self._announced):
+            self.seen = {root: len({signed.announcement.public_key for signed in survey.servers})}
+        return survey
 
     def updated(self, survey: Survey, root: str, n_blocks: int, entries: Iterable[Entry]) -> Survey:
         """Merge records of the next survey into the last one. Of a server and a span the newest record counts."""
-        newest = {(signed.announcement.public_key, signed.announcement.blocks): signed for signed in survey.servers}
+        heard = []
         for entry in entries:
             with suppress(RecordError):
-                signed = self._opened(entry.data)
-                place = signed.announcement.public_key, signed.announcement.blocks
-                if place not in newest or newest[place].announcement.sequence < signed.announcement.sequence:
-                    newest[place] = signed
-        return Survey(self._usable(list(newest.values()), root, n_blocks), survey.other_protocols)
+                heard.append(self._opened(entry.data))
+        return Survey(self._usable([*survey.servers, *heard], root, n_blocks), survey.other_protocols)
 
     async def models(self, name: str | None = None) -> tuple[ModelEntry, ...]:
         """Return the models that are announced, or those of one name. Raises NetworkError."""
@@ -213,12 +249,22 @@ class Directory:
         """Return the records of a model that are not withdrawn, ordered by span and owner."""
         usable = [
             signed
-            for signed in _of_latest_process(servers)
+            for signed in _of_latest_process(_newest(servers))
             if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
             and signed.announcement.state != "withdrawn"
         ]
         usable.sort(key=lambda signed: (signed.announcement.blocks, signed.announcement.public_key))
         return tuple(usable[: self._limits.servers_max])
+
+
+def _newest(servers: list[SignedAnnouncement]) -> list[SignedAnnouncement]:
+    """Leave out older records of a span: it may have been under another key before."""
+    newest: dict[tuple[str, Span], SignedAnnouncement] = {}
+    for signed in servers:
+        place = signed.announcement.public_key, signed.announcement.blocks
+        if place not in newest or newest[place].announcement.sequence < signed.announcement.sequence:
+            newest[place] = signed
+    return list(newest.values())
 
 
 def _of_latest_process(servers: list[SignedAnnouncement]) -> list[SignedAnnouncement]:

@@ -1,12 +1,13 @@
 """The form of an answer and the bounds of a call, shared by all readers of the DHT. Neither hivemind nor libp2p."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgpack
 
 from swarm.dht.records import RECORD, packed_text
+from swarm.dht.sampling import unpacked
 from swarm.dht.sealing import SEAL_BYTES
 from swarm.dht.validator import Entry, RecordGate, pack_value
 from swarm.errors import RecordError, RecordExpired
@@ -38,7 +39,8 @@ _DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subke
 
 
 def pack_dictionary(entries: Sequence[Entry]) -> bytes:
-    """Return hivemind's wire form of a dictionary of subkeys."""
+    """Return hivemind's wire form of a dictionary of subkeys, of the first entries_per_key."""
+    entries = entries[: RECORD.entries_per_key]
     items = [[entry.place.subkey, pack_value(entry.data), entry.facts.expires] for entry in entries]
     latest = max((entry.facts.expires for entry in entries), default=0.0)
     inner = msgpack.packb([RECORD.entries_per_key, latest, items], use_bin_type=True)
@@ -61,13 +63,24 @@ def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
 
 
 async def believe(gate: RecordGate, key: bytes, value: bytes) -> list[Entry]:
-    """Pick the records that hold out of an answer for one key, some at a time without a pause."""
+    """Return the entries of an answer that hold. Verified in slices, with a turn for the event loop in between."""
+    items = unpack_dictionary(value)
+    return await _believed(gate, [lambda item=item: gate.admit(key, *item) for item in items])
+
+
+async def believe_sample(gate: RecordGate, key: bytes, data: bytes) -> list[Entry]:
+    """Return the records of a sample that hold, as `believe` does."""
+    records = unpacked(data)
+    return await _believed(gate, [lambda record=record: gate.admit_span(key, record) for record in records])
+
+
+async def _believed(gate: RecordGate, checks: Sequence[Callable[[], Entry]]) -> list[Entry]:
     believed: list[Entry] = []
     at_once = gate.limits.verify_slice
     false = 0
-    for i, (subkey, packed, expiration) in enumerate(unpack_dictionary(value)):
+    for i, check in enumerate(checks):
         try:
-            believed.append(gate.admit(key, subkey, packed, expiration))
+            believed.append(check())
         except RecordExpired:  # clocks differ a little: not the node's fault
             pass
         except RecordError:

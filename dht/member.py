@@ -12,11 +12,15 @@ import structlog
 from hivemind.p2p import PeerID
 
 from swarm.dht.arrival import Arrival, Greeting
+from swarm.dht.fetch import read_sample
 from swarm.dht.format import CALLS
+from swarm.dht.keepers import Keepers
 from swarm.dht.protocol import SwarmProtocol
 from swarm.dht.records import check_clock
+from swarm.dht.sampling import Sample
 from swarm.dht.search import Result, Searcher
 from swarm.dht.storage import RecordStorage
+from swarm.dht.store import FULL
 from swarm.dht.validator import Entry, OnEntries
 from swarm.errors import ClockSkew, SwarmError, Unreachable
 from swarm.limits import limit
@@ -55,6 +59,7 @@ class Member:
     limits: MemberLimits = field(default_factory=MemberLimits)
     ended: bool = False
     met: tuple[str, ...] = ()
+    keepers: Keepers = field(default_factory=Keepers)
     _arrival: Arrival = field(default_factory=Arrival)
 
     @property
@@ -80,16 +85,23 @@ class Member:
     # --- storing and searching ---------------------------------------------------------------------------------------
 
     async def put(self, entries: Sequence[Entry]) -> list[int]:
-        """Store entries (at most `CALLS.stores_max`) on their keepers. Returns how many nodes took each."""
+        """Store entries (at most `CALLS.stores_max`) on their keepers. Returns how many nodes took each.
+
+        FULL where more nodes refuse an entry than take it.
+        """
         by_key: dict[bytes, list[int]] = {}
         for i, entry in enumerate(entries):
             by_key.setdefault(entry.place.key, []).append(i)
-        counts = [0] * len(entries)
+        took, refused = [0] * len(entries), [0] * len(entries)
+        silent: set[bytes] = set()
 
         async def store_at(peer: bytes, wanted: list[int]) -> None:
             accepted = await self.protocol.store(PeerID(peer), [entries[i] for i in wanted])
+            if accepted is None:
+                silent.add(peer)
             for i, ok in zip(wanted, accepted or (), strict=False):
-                counts[i] += ok
+                took[i] += ok
+                refused[i] += not ok
 
         await self._join_if_alone()
         wanted_at: dict[bytes, list[int]] = {}
@@ -99,20 +111,43 @@ class Member:
         async with asyncio.TaskGroup() as group:
             for peer, wanted in wanted_at.items():
                 group.create_task(store_at(peer, wanted))
-        await self._check_p2pd(not wanted_at or any(counts))
-        return counts
+        for key in by_key:
+            self.keepers.note(key, silent)
+        await self._check_p2pd(not wanted_at or any(took))
+        return [count if count >= against else FULL for count, against in zip(took, refused, strict=True)]
 
-    async def search(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
+    async def sample(
+        self, keys: Sequence[str], sample: Sample, on_entries: OnEntries | None = None
+    ) -> dict[str, tuple[bytes, ...]]:
+        """Read a sample of the records under keys, and under those below full ones. Raises Unreachable."""
+
+        async def search(places: Sequence[bytes], salt: bytes) -> dict[bytes, Result]:
+            return await self.search(places, on_entries, salt)
+
+        results = await read_sample(
+            keys,
+            sample,
+            search,
+            self.searcher.ask,
+            on_entries or (lambda entries: None),
+            self.searcher.source,
+            self.limits.search_keys_max,
+        )
+        return {key: tuple(entry.data for entry in result.ordered()) for key, result in results.items()}
+
+    async def search(
+        self, keys: Sequence[bytes], on_entries: OnEntries | None = None, salt: bytes | None = None
+    ) -> dict[bytes, Result]:
         """Ask the nodes around each key, and merge their records with those in this node's storage.
 
-        Raises Unreachable if no node answers: that is not the same as no node holding a record.
+        Raises Unreachable if no node answers: that is not the same as no node holding a record. salt: of a sample.
         """
         await self._join_if_alone()
-        found = await self._searched(keys, on_entries)
+        found = await self._searched(keys, on_entries, salt)
         alone = bool(self.initial_peers) and not any(result.nodes for result in found.values())
         if alone:
             await self._join_if_alone()
-            found = await self._searched(keys, on_entries)
+            found = await self._searched(keys, on_entries, salt)
             alone = not any(result.nodes for result in found.values())
         for key, result in found.items():
             result.add(self.storage.entries(key))
@@ -121,13 +156,19 @@ class Member:
         return found
 
     async def _nearest(self, keys: Sequence[bytes]) -> dict[bytes, tuple[bytes, ...]]:
-        """Find the nodes that are to keep each key's records. It asks for the key's twin: no records travel."""
-        twins = {_twin(key): key for key in keys}
-        nearest: dict[bytes, tuple[bytes, ...]] = {}
+        """Return the nodes that are to keep each key's records: as found lately, or found now.
+
+        A search asks for the key's twin: no records travel.
+        """
+        now = asyncio.get_running_loop().time()
+        nearest = {key: peers for key in keys if (peers := self.keepers.known(key, now))}
+        twins = {_twin(key): key for key in keys if key not in nearest}
         step = self.limits.search_keys_max
         for first in range(0, len(twins), step):
             part = await self._searched(list(twins)[first : first + step])
-            nearest |= {twins[twin]: self.searcher.keepers(result, twin) for twin, result in part.items()}
+            for twin, result in part.items():
+                nearest[twins[twin]] = peers = self.searcher.keepers(result, twin)
+                self.keepers.learn(twins[twin], peers, now)
         return nearest
 
     async def _join_if_alone(self) -> None:
@@ -135,9 +176,11 @@ class Member:
         if not self.known():
             await self.join(must=False)
 
-    async def _searched(self, keys: Sequence[bytes], on_entries: OnEntries | None = None) -> dict[bytes, Result]:
+    async def _searched(
+        self, keys: Sequence[bytes], on_entries: OnEntries | None = None, salt: bytes | None = None
+    ) -> dict[bytes, Result]:
         known = self.known()
-        found = await self.searcher.search(keys, known, on_entries=on_entries or (lambda entries: None))
+        found = await self.searcher.search(keys, known, on_entries=on_entries or (lambda entries: None), salt=salt)
         await self._check_p2pd(not known or any(result.nodes for result in found.values()))
         return found
 
@@ -155,7 +198,7 @@ class Member:
 
         A peer that is late becomes a neighbour when it answers.
 
-        must: raise Unreachable or ClockSkew; else a failure is only logged.
+        must: raise Unreachable, if there are initial peers, or ClockSkew; else a failure is only logged.
         """
         known = self.ways_in
         if not known:
@@ -163,7 +206,7 @@ class Member:
         tries = await self._call_on(known)
         skews = [skew for skew in tries if isinstance(skew, float)]
         if not skews:
-            if must:
+            if must and self.initial_peers:
                 reasons = {str(failure.why) for failure in tries if isinstance(failure, Unreachable)}
                 raise Unreachable("the swarm", known, self.limits.join_timeout_s, "; ".join(sorted(reasons))[:300])
             _log.warning("no initial peer answers", initial_peers=known)

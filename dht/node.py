@@ -24,7 +24,8 @@ from swarm.dht.format import CALLS
 from swarm.dht.member import Member, MemberLimits
 from swarm.dht.protocol import SwarmProtocol
 from swarm.dht.records import key_id
-from swarm.dht.search import Found, Searcher
+from swarm.dht.sampling import Ask, Found, Sample
+from swarm.dht.search import Searcher
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
 from swarm.errors import SwarmError, Unreachable
@@ -106,10 +107,19 @@ class SwarmNode:
                 counts += await self._on_member(partial(Member.put, entries=part))
             return tuple(counts)
 
-    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
-        """Search the DHT. Returns the newest living records under each key, as stored. Raises Unreachable."""
+    async def get(
+        self, keys: Sequence[str], on_entries: OnEntries | None = None, sample: Sample | None = None
+    ) -> dict[str, tuple[bytes, ...]]:
+        """Search the DHT. Returns the newest living records under each key, as stored. Raises Unreachable.
+
+        sample: read no more than this, and from the keys below full ones, too.
+        """
         found: dict[str, tuple[bytes, ...]] = {}
         async with _deadline(self._config, "looking up records", self._config.limits.get_timeout_s):
+            if sample is not None:
+                return await self._on_member(
+                    partial(Member.sample, keys=tuple(keys), sample=sample, on_entries=on_entries)
+                )
             step = self._config.member_limits.search_keys_max
             for first in range(0, len(keys), step):
                 part = {key: key_id(key) for key in keys[first : first + step]}
@@ -238,8 +248,8 @@ class SwarmNode:
             daemon.p2p, gate=self.gate, storage=self.storage, clock=self._clock, client=not self.serves
         )
 
-        async def find(peer: bytes, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
-            return await protocol.find(PeerID(peer), keys) if peer != daemon.p2p.peer_id.to_bytes() else None
+        async def find(peer: bytes, asks: Sequence[Ask]) -> list[Found] | None:
+            return await protocol.find(PeerID(peer), asks) if peer != daemon.p2p.peer_id.to_bytes() else None
 
         searcher, config = Searcher(find, self._random), self._config
         poll_s = config.p2p.limits.poll_s

@@ -24,10 +24,14 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
-from swarm.dht.format import CALLS, CallLimits, believe, pack_dictionary, peers_named
+from swarm.dht import messages
+from swarm.dht.asking import found_in, looks_of, request_of
+from swarm.dht.format import CALLS, CallLimits, pack_dictionary
+from swarm.dht.messages import FindRequest, FindResponse
 from swarm.dht.rates import RateLimit
 from swarm.dht.records import packed_text
-from swarm.dht.search import Found, position
+from swarm.dht.sampling import Ask, Found, Look, chosen, news, price
+from swarm.dht.search import position
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
 from swarm.errors import InvalidMessage, RecordError, TooBusy
@@ -124,22 +128,25 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
                     await asyncio.sleep(0)
             return response
 
-    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """Answer with the records under the keys, and with the nodes nearest to them."""
-        keys_max = self.limits.keys_max
-        if len(request.keys) > keys_max or any(len(key) != DHTID.HASH_NBYTES for key in request.keys):
+    async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:  # type: ignore[valid-type]
+        """Answer with the records under the keys, or with a sample of them, and with the nodes nearest to them."""
+        keys_max, keys = self.limits.keys_max, request.keys  # type: ignore[attr-defined]
+        if len(keys) > keys_max or any(len(key) != DHTID.HASH_NBYTES for key in keys):
             raise InvalidMessage("find request", f"more than {keys_max} keys, or a key that is not a hash")
-        async with self._admitted(context.remote_id, max(1, len(request.keys))):
-            self._meet(request.peer.node_id, context.remote_id)
-            held = {key: self.records.entries(key) for key in request.keys}
-            n_bytes = sum(len(entry.data) for entries in held.values() for entry in entries)
-            _pay(self._answered, context.remote_id, min(n_bytes, self.limits.answer_bytes_max))
-            response = dht_pb2.FindResponse(peer=self.node_info)
-            left = self.limits.answer_bytes_max
-            for key in request.keys:
-                result = self._find_one(key, held[key], left, exclude=node_id_of(context.remote_id))
-                left -= len(result.value)
+        looks = looks_of(request)
+        async with self._admitted(context.remote_id, max(1, len(keys))):
+            self._meet(request.peer.node_id, context.remote_id)  # type: ignore[attr-defined]
+            response = FindResponse(peer=messages.NodeInfo(node_id=self.node_info.node_id))
+            left, at_once = self.limits.answer_bytes_max, self.gate.limits.verify_slice
+            held = [self.records.entries(key) for key in keys]
+            n_bytes = sum(price(entries, look) for entries, look in zip(held, looks, strict=True))
+            _pay(self._answered, context.remote_id, min(n_bytes, left))
+            for key, entries, look in zip(keys, held, looks, strict=True):
+                result = self._find_one(key, entries, look, left, node_id_of(context.remote_id))
+                left -= len(result.value) + len(result.packed)
                 response.results.append(result)
+                if look is not None and len(entries) > at_once:
+                    await asyncio.sleep(0)
             return response
 
     @asynccontextmanager
@@ -161,14 +168,20 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         except RecordError:
             return False
 
-    def _find_one(self, key: bytes, entries: Sequence[Entry], bytes_max: int, exclude: DHTID) -> dht_pb2.FindResult:
-        value = pack_dictionary(entries) if entries else b""
-        if value and len(value) <= bytes_max:
-            expires = max(entry.facts.expires for entry in entries)
-            result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value, expiration_time=expires)
-        else:
-            result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
-        near = self.routing_table.get_nearest_neighbors(DHTID.from_bytes(key), k=self.limits.named_max, exclude=exclude)
+    def _find_one(self, key: bytes, entries: Sequence[Entry], look: Look | None, bytes_max: int, exclude: DHTID) -> Any:  # noqa: ANN401 - a protobuf message
+        result = messages.FindResult(type=dht_pb2.NOT_FOUND)
+        if look is not None:
+            result.held = len(entries)
+            result.packed = chosen(entries, look._replace(size=min(look.size, bytes_max)))
+        elif entries and len(value := pack_dictionary(entries)) <= bytes_max:
+            result.type, result.value = dht_pb2.FOUND_DICTIONARY, value
+            result.expiration_time = max(entry.facts.expires for entry in entries)
+        table, place = self.routing_table, int.from_bytes(key)
+        near = table.get_nearest_neighbors(DHTID.from_bytes(key), k=self.limits.named_max, exclude=exclude)
+        if look is not None:
+            named = news([(int(node_id), int(node_id) ^ place) for node_id, _ in near], look)
+            result.nearest_peer_ids.extend(near[i][1].to_bytes() for i in named)
+            return result
         for node_id, peer in near:
             result.nearest_node_ids.append(node_id.to_bytes())
             result.nearest_peer_ids.append(peer.to_bytes())
@@ -224,22 +237,13 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         """hivemind's form of `store`; nothing of ours uses it, and it would send records of others."""
         raise NotImplementedError("use SwarmProtocol.store")
 
-    async def find(self, peer: PeerID, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
-        """Ask a node for keys (at most `keys_max`). Returns records that hold; None without a usable answer."""
-        request = dht_pb2.FindRequest(keys=keys, peer=self.node_info)
+    async def find(self, peer: PeerID, asks: Sequence[Ask]) -> list[Found] | None:
+        """Ask a node about keys (at most `keys_max`). Returns records that hold; None without a usable answer."""
+        request = request_of(asks, self.node_info.node_id)
         response = await self._call(peer, "rpc_find", request, self.limits.find_timeout_s)
-        if response is None or len(response.results) != len(keys):
+        if response is None or len(response.results) != len(asks):
             return None
-        found: dict[bytes, Found] = {}
-        for key, result in zip(keys, response.results, strict=True):
-            entries: Sequence[Entry] = ()
-            if result.type == dht_pb2.FOUND_DICTIONARY:
-                entries = await believe(self.gate, key, result.value)
-            found[key] = (
-                entries,
-                peers_named(result.nearest_peer_ids, self.limits.named_max),
-            )
-        return found
+        return [await found_in(self.gate, key, result) for (key, _), result in zip(asks, response.results, strict=True)]
 
     async def call_find(self, *_: object, **__: object) -> None:
         """hivemind's form of `find`."""

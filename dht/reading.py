@@ -11,12 +11,13 @@ import importlib.util
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from swarm.access import Access
 from swarm.config import Way
 from swarm.dht.directory import Directory
+from swarm.dht.peermemory import PeerMemory, memory_of
 from swarm.dht.store import RecordStore
 from swarm.errors import BadConfiguration
 from swarm.net.reach import is_public
@@ -26,13 +27,14 @@ from swarm.net.reach import is_public
 async def open_directory(
     network: str, initial_peers: Sequence[str], access: Access, way: Way = "auto"
 ) -> AsyncIterator[Directory]:
-    """Join the DHT to read the directory, while the block runs.
+    """Join the DHT to read the directory, while the block runs. Nodes that answered before are called, too.
 
     Raises NetworkError where no initial peer answers; BadConfiguration where the way does not exist here.
     """
     peers = tuple(initial_peers)
-    async with _opened(network, peers, access, chosen(way)) as store:
-        public = access.network_key is None and await is_public(peers)
+    public = access.network_key is None and await is_public(peers)
+    memory = memory_of(network, access, public=public)
+    async with _opened(network, peers, access, chosen(way), memory) as store:
         yield Directory(store, identity=None, network=network, clock=time.time, public=public)
 
 
@@ -60,15 +62,20 @@ def _has_p2pd() -> bool:
     return any(Path(place, "hivemind_cli", "p2pd").is_file() for place in places)
 
 
-def _opened(
-    network: str, peers: tuple[str, ...], access: Access, way: Way
-) -> "AbstractAsyncContextManager[RecordStore]":
-    if way == "light":
+@asynccontextmanager
+async def _opened(
+    network: str, peers: tuple[str, ...], access: Access, way: Way, memory: PeerMemory
+) -> AsyncIterator[RecordStore]:
+    if way == "light":  # it learns no addresses, and so remembers none
         from swarm.dht.light.reader import open_reader  # noqa: PLC0415 - py-libp2p
 
-        return open_reader(network, peers, time.time, access)
+        async with open_reader(network, (*peers, *memory.addresses()), time.time, access) as reader:
+            yield reader
+        return
     from swarm.dht.node import NodeConfig, open_node  # noqa: PLC0415 - hivemind
+    from swarm.dht.remembered import remembering  # noqa: PLC0415 - hivemind
     from swarm.net.p2p import P2PConfig  # noqa: PLC0415
 
-    config = NodeConfig(network, P2PConfig(identity=None, listen=None), peers, access)
-    return open_node(config, clock=time.time)
+    config = NodeConfig(network, P2PConfig(identity=None, listen=None), peers, access, met=memory.addresses())
+    async with open_node(config, clock=time.time) as node, remembering(node, memory):
+        yield node

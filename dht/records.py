@@ -45,7 +45,13 @@ class RecordLimits:
     device_chars: int = limit(64, "characters", "a record with a longer device name is rejected")
     spans_per_key: int = limit(8, "first blocks", "share one DHT key: a model of 128 blocks has 16 keys")
     model_shards: int = limit(16, "keys", "the names of models are spread over so many DHT keys")
-    entries_per_key: int = limit(256, "entries", "a newcomer is refused when a key has so many")
+    entries_per_key: int = limit(256, "entries", "in one answer that is not a sample")
+    held_per_key: int = limit(512, "entries", "a newcomer is refused, and goes to a key below")
+    depth_max: int = limit(
+        8, "levels", "of keys below a full one: 256 keys, for 100,000 servers of one group of blocks"
+    )
+    unmeasured_tps: float = limit(20.0, "tokens/s", "that a server counts with until it has measured itself")
+    key_parts: int = limit(4, "separators", "in the name of a key of spans; each more is one level down")
 
 
 RECORD = RecordLimits()
@@ -249,13 +255,19 @@ def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
 
 
 def span_keys(scope: str, root: str, n_blocks: int) -> tuple[str, ...]:
-    """Return every key under which spans of this model are stored."""
+    """Return every key under which spans of this model are stored while it is not full."""
     return tuple(span_key(scope, root, first) for first in range(0, n_blocks, RECORD.spans_per_key))
 
 
-def span_key(scope: str, root: str, first_block: int) -> str:
-    """Return the key of the spans that begin near `first_block`."""
-    return f"swarm/spans/{scope}/{root}/{first_block // RECORD.spans_per_key}"
+def span_key(scope: str, root: str, first_block: int, branch: str = "") -> str:
+    """Return the key of the spans that begin near `first_block`. branch: of bits, below keys that are full."""
+    key = f"swarm/spans/{scope}/{root}/{first_block // RECORD.spans_per_key}"
+    return "/".join((key, *branch))
+
+
+def branch_of(public_key: str) -> str:
+    """Return the bits by which an owner's records are spread over keys below full ones."""
+    return f"{hashlib.sha256(bytes.fromhex(public_key)).digest()[0]:08b}"[: RECORD.depth_max]
 
 
 def span_subkey(public_key: str, blocks: tuple[int, int]) -> str:

@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 
 from swarm.dht.format import CALLS
 from swarm.dht.records import RECORD
+from swarm.dht.sampling import SAMPLING, Ask, Found, Look, tail
 from swarm.dht.validator import Entry, OnEntries
 from swarm.limits import limit
 
 EVERYWHERE = 1 << 160  # the largest distance between two places: SHA-1 has 160 bits
 
-Found = tuple[Sequence[Entry], Sequence[bytes]]  # records under one key, and nodes nearer to it
-Call = Callable[[bytes, Sequence[bytes]], Awaitable[Mapping[bytes, Found] | None]]
-"""`call(peer, keys)`: ask one node for at most `keys_max` keys. None without a usable answer; it raises nothing."""
+Call = Callable[[bytes, Sequence[Ask]], Awaitable[Sequence[Found] | None]]
+"""`call(peer, asks)`: ask one node about at most `keys_max` keys. An answer for each, or None; it raises nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,7 @@ class SearchLimits:
     asked_max: int = limit(CALLS.named_max, "nodes", "whose answers about one key count; then the search ends")
     blamed_max: int = limit(3, "neighbours", "of one node without an answer, beyond those with one; then it is ignored")
     calls_max: int = limit(4 * CALLS.named_max, "calls", "for one key, answered or not; then the search ends")
-    found_max: int = limit(
-        CALLS.named_max * RECORD.entries_per_key, "records", "kept for one key: all that can be found"
-    )
+    found_max: int = limit(CALLS.named_max * RECORD.held_per_key, "records", "kept for one key: all that can be found")
     slow_s: float = limit(0.5, "s", "then the next node is asked as well")
     stragglers_s: float = limit(1.0, "s", "that the last nodes get when enough have answered")
     under_way_max: int = limit(4, "calls", "of one path at one time")
@@ -61,12 +59,26 @@ def position(peer: bytes) -> int:
 
 @dataclass(slots=True)
 class Result:
-    """The records and nodes around one key. nodes: those that answered, nearest first."""
+    """The records and nodes around one key. nodes: those that answered, nearest first.
+
+    held: by node, the records that it says it has. more: the nodes that have more than they have sent.
+    """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     holders: Counter[str] = field(default_factory=Counter)
     nodes: list[bytes] = field(default_factory=list)
+    held: dict[bytes, int] = field(default_factory=dict)
+    more: list[bytes] = field(default_factory=list)
     limits: SearchLimits = SearchLimits()
+
+    def heard(self, peer: bytes, found: Found) -> None:
+        """Take in one node's answer to a search."""
+        self.nodes.append(peer)
+        if found.held:
+            self.held[peer] = found.held
+        if found.held > len(found.entries):
+            self.more.append(peer)
+        self.add(found.entries)
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Merge one node's records: the newest in each place wins; the holders of each place are counted."""
@@ -107,8 +119,8 @@ class Searcher:
 
     def __init__(self, call: Call, random_source: random.Random, limits: SearchLimits = SearchLimits()) -> None:
         self.surroundings = Surroundings(limits)
-        self._call, self._random, self._limits = call, random_source, limits
-        self._waiting: dict[bytes, dict[bytes, list[asyncio.Future[Found | None]]]] = {}
+        self._call, self.source, self._limits = call, random_source, limits
+        self._waiting: dict[bytes, dict[Ask, list[asyncio.Future[Found | None]]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
 
     async def search(
@@ -117,18 +129,22 @@ class Searcher:
         known: Iterable[bytes],
         radius: int | None = None,
         on_entries: OnEntries = lambda entries: None,
+        salt: bytes | None = None,
     ) -> dict[bytes, Result]:
         """Search for keys (20 bytes), beginning with the nodes that we know. radius: else the surroundings' own.
 
-        on_entries: takes each node's records as they come.
+        on_entries: takes each node's records as they come. salt: of a sample. Then a node that has more than a few
+        records sends none, and says how many it has.
         """
         radius = self.surroundings.radius if radius is None else radius
         nodes = sorted(set(known))
         places = {peer: position(peer) for peer in nodes}
         blame: Counter[bytes] = Counter()
-        searches = [_Search(key, radius, self._ask, blame, on_entries, self._limits) for key in dict.fromkeys(keys)]
+        searches = [
+            _Search(key, radius, self.ask, blame, on_entries, salt, self._limits) for key in dict.fromkeys(keys)
+        ]
         for search in searches:
-            search.begin(places, self._random.sample(nodes, min(self._limits.doors, len(nodes))))
+            search.begin(places, self.source.sample(nodes, min(self._limits.doors, len(nodes))))
         async with asyncio.TaskGroup() as group:
             for search in searches:
                 group.create_task(search.run())
@@ -136,7 +152,7 @@ class Searcher:
 
     async def explore(self, known: Iterable[bytes], places: int, own: bytes | None = None) -> None:
         """Measure distances between nodes at random places, and find the neighbours of `own`, our place, if given."""
-        targets = {self._random.randbytes(20): True for _ in range(places)}
+        targets = {self.source.randbytes(20): True for _ in range(places)}
         wanted = targets if own is None else targets | {own: False}
         for key, result in (await self.search(wanted, known, radius=0)).items():
             if wanted[key] and result.nodes:
@@ -157,33 +173,34 @@ class Searcher:
 
     # --- calls: searches that ask one node in the same turn of the loop share a call ---------------------------------
 
-    async def _ask(self, peer: bytes, key: bytes) -> Found | None:
+    async def ask(self, peer: bytes, key: bytes, look: Look | None) -> Found | None:
+        """Ask one node about one key. None without a usable answer."""
         answer: asyncio.Future[Found | None] = asyncio.get_running_loop().create_future()
         if peer not in self._waiting:
             self._waiting[peer] = {}
             asyncio.get_running_loop().call_soon(self._flush, peer)
-        self._waiting[peer].setdefault(key, []).append(answer)
+        self._waiting[peer].setdefault((key, look), []).append(answer)
         return await answer
 
     def _flush(self, peer: bytes) -> None:
         waiting = self._waiting.pop(peer)
-        keys = list(waiting)
-        for first in range(0, len(keys), CALLS.keys_max):
-            part = {key: waiting[key] for key in keys[first : first + CALLS.keys_max]}
+        asks = list(waiting)
+        for first in range(0, len(asks), CALLS.keys_max):
+            part = {ask: waiting[ask] for ask in asks[first : first + CALLS.keys_max]}
             call = asyncio.create_task(self._call_for(peer, part))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
-    async def _call_for(self, peer: bytes, waiting: dict[bytes, list[asyncio.Future[Found | None]]]) -> None:
+    async def _call_for(self, peer: bytes, waiting: dict[Ask, list[asyncio.Future[Found | None]]]) -> None:
         """Make one call. A search that does not wait any more leaves it to end by itself."""
-        found: Mapping[bytes, Found] = {}
+        found: Sequence[Found] | None = None
         try:
-            found = await self._call(peer, tuple(waiting)) or {}
+            found = await self._call(peer, tuple(waiting))
         finally:
-            for key, answers in waiting.items():
+            for i, answers in enumerate(waiting.values()):
                 for answer in answers:
                     if not answer.done():
-                        answer.set_result(found.get(key))
+                        answer.set_result(found[i] if found else None)
 
 
 @dataclass(slots=True)
@@ -202,16 +219,17 @@ class _Search:
         self,
         key: bytes,
         radius: int,
-        ask: Callable[[bytes, bytes], Awaitable[Found | None]],
+        ask: Callable[[bytes, bytes, Look | None], Awaitable[Found | None]],
         blame: Counter[bytes],
         on_entries: OnEntries,
+        salt: bytes | None,
         limits: SearchLimits,
     ) -> None:
         self.key = key
         self.result = Result(limits=limits)
         self._limits = limits
         self._place, self._radius = int.from_bytes(key), radius
-        self._ask, self._blame, self._on_entries = ask, blame, on_entries
+        self._ask, self._blame, self._on_entries, self._salt = ask, blame, on_entries, salt
         self._paths = [_Path() for _ in range(limits.paths)]
         self._asked: set[bytes] = set()
         self._answered: list[int] = []  # distances, in order
@@ -284,18 +302,28 @@ class _Search:
         return nearer - (within if within > self._limits.crowd else 0) >= self._limits.expected
 
     async def _visit(self, path: _Path, peer: bytes, namer: bytes) -> None:
-        found = await self._ask(peer, self.key)
+        found = await self._ask(peer, self.key, self._look(path))
         if namer:
             self._blame[namer] += 1 if found is None else -1
         if found is None:
             return
-        entries, near = found
         insort(self._answered, position(peer) ^ self._place)
-        self.result.nodes.append(peer)
-        self.result.add(entries)
-        self._on_entries(entries)
-        for other in near[: CALLS.named_max]:
+        self.result.heard(peer, found)
+        self._on_entries(found.entries)
+        for other in found.near[: CALLS.named_max]:
             self._offer(path, other, peer)
+
+    def _look(self, path: _Path) -> Look | None:
+        """Return what a node on this path is asked: in a sample, only for nodes that the path has not heard of.
+
+        Other paths' nodes are no secret, but a path that relied on them would rely on the liars there, too.
+        """
+        if self._salt is None:
+            return None
+        known = heapq.nsmallest(SAMPLING.seen_max, ((position(peer) ^ self._place, peer) for peer in path.known))
+        seen = b"".join(tail(position(peer)) for _, peer in known)
+        size, within = SAMPLING.first_bytes, self._radius.bit_length()
+        return Look(self._salt, size=size, whole=True, named=SAMPLING.named, within=within, seen=seen)
 
     def _offer(self, path: _Path, peer: bytes, namer: bytes) -> None:
         if peer not in path.known and peer not in self._asked:

@@ -18,7 +18,7 @@ from swarm.limits import limit
 class StorageLimits:
     """How much a node keeps for others."""
 
-    entries_per_key: int = limit(RECORD.entries_per_key, "entries", "a newcomer is refused when a key has so many")
+    entries_per_key: int = limit(RECORD.held_per_key, "entries", "a newcomer is refused when a key has so many")
     owned_max: int = limit(8, "entries", "of one owner under one key: its spans that begin within 8 blocks")
     bytes_max: int = limit(48 << 20, "bytes", "a newcomer is refused; 64 MiB with the digests that the gate remembers")
     entry_overhead_bytes: int = limit(1536, "bytes", "charged for the Python objects around one record")
@@ -60,6 +60,11 @@ class RecordStorage:
     def entries(self, key: bytes) -> tuple[Entry, ...]:
         """Return the living entries of a key."""
         return tuple(self._alive(key).values())
+
+    def is_full(self, entry: Entry) -> bool:
+        """Return whether there is no room for an entry that would be new."""
+        held = self._alive(entry.place.key)
+        return entry.place.subkey not in held and self._is_full(held, entry)
 
     def __len__(self) -> int:
         return sum(len(held) for held in self._keys.values())

@@ -10,8 +10,11 @@ from typing import Protocol
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import key_id
+from swarm.dht.sampling import Sample, is_full
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
+
+FULL = -1  # nodes that took an entry, where most refused it
 
 
 class RecordStore(Protocol):
@@ -22,12 +25,18 @@ class RecordStore(Protocol):
         """The gate that accepts records or rejects them."""
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
-        """Store entries. Returns, for each, how many other nodes hold it now. Raises NetworkError."""
+        """Store entries. Returns, for each, how many other nodes hold it now. Raises NetworkError.
 
-    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
+        FULL instead: most of the nodes that are to hold it refuse it, so that it belongs under another key.
+        """
+
+    async def get(
+        self, keys: Sequence[str], on_entries: OnEntries | None = None, sample: Sample | None = None
+    ) -> dict[str, tuple[bytes, ...]]:
         """Return the newest living records under each key, as they are stored. Raises NetworkError.
 
         on_entries: may be called with records as they come, before the last node has answered.
+        sample: no more than this is needed, and it may come from keys below full ones, too.
         """
 
 
@@ -45,9 +54,18 @@ class MemoryStore:
 
     async def put(self, entries: Sequence[Entry]) -> tuple[int, ...]:
         """Store entries; 1 for each that was kept."""
-        return tuple(int(self.storage.put(entry)) for entry in entries)
+        full = [self.storage.is_full(entry) for entry in entries]
+        kept = [self.storage.put(entry) for entry in entries]
+        return tuple(FULL if no_room and not ok else int(ok) for no_room, ok in zip(full, kept, strict=True))
 
-    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
-        """Return the living records under each key."""
+    async def get(
+        self, keys: Sequence[str], on_entries: OnEntries | None = None, sample: Sample | None = None
+    ) -> dict[str, tuple[bytes, ...]]:
+        """Return the living records under each key; of a sample, those below full ones too, whatever its bytes."""
         del on_entries
-        return {key: tuple(entry.data for entry in self.storage.entries(key_id(key))) for key in keys}
+        found: dict[str, tuple[bytes, ...]] = {}
+        level = list(keys)
+        while level:
+            found |= {key: tuple(entry.data for entry in self.storage.entries(key_id(key))) for key in level}
+            level = [below for key in level if sample and is_full([len(found[key])]) for below in sample.branch(key)]
+        return found

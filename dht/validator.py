@@ -7,12 +7,17 @@ request. Neither the sender nor the expiry that the sender claims is trusted.
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from sys import intern
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import (
+    RECORD,
     Announcement,
+    Envelope,
+    branch_of,
     check_expiry,
     key_id,
     model_key,
@@ -52,13 +57,30 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The verified facts of one record. `owner`: public key, hex. `issued`, `expires`: wall seconds."""
+    """The verified facts of one record. `owner`: public key, hex. `issued`, `expires`: wall seconds.
+
+    key: the name of the span's key. cost: the claimed time of a token in one block, ms; infinite for a server that is
+    not to be found any more.
+    """
 
     owner: str
     issued: float
     expires: float
     span: Place
     model: Place
+    key: str = ""
+    cost: float = 1.0
+
+    def span_at(self, depth: int) -> Place:
+        """Return the place of the span `depth` levels below its key, for where that is full."""
+        if not depth:
+            return self.span
+        key = key_id("/".join((self.key, *branch_of(self.owner)[:depth])))
+        return Place(key, self.span.subkey, self.span.rank)
+
+    def spans(self) -> Iterator[Place]:
+        """Yield the places of the span, level by level."""
+        yield from map(self.span_at, range(RECORD.depth_max + 1 if self.key else 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +117,16 @@ class RecordGate:
         facts = self.facts(data)
         if not math.isfinite(expiration) or abs(expiration - facts.expires) > self.limits.expiry_slack_s:
             raise RecordError("the entry's expiry is not the record's")
-        for place in (facts.span, facts.model):
+        for place in chain((facts.span, facts.model), facts.spans()):
             if place.key == key and packed_text(place.subkey) == subkey:
+                return Entry(data, facts, place)
+        raise RecordError("misplaced: the record belongs under another key")
+
+    def admit_span(self, key: bytes, data: bytes) -> Entry:
+        """Check a record that came without its place. Raises RecordError."""
+        facts = self.facts(data)
+        for place in facts.spans():
+            if place.key == key:
                 return Entry(data, facts, place)
         raise RecordError("misplaced: the record belongs under another key")
 
@@ -123,21 +153,34 @@ class RecordGate:
         if not self._access.admits(record.peer_id):
             raise RecordError(f"owner: {record.peer_id} is not on this side's list of allowed peers")
         scope, subkey = self.seal.scope, self.seal.subkey
+        key = intern(span_key(scope, record.root, record.blocks.start))  # one string for all records of a key
         facts = Facts(
             owner=record.public_key,
             issued=record.issued,
             expires=record.expires,
-            span=Place(
-                key_id(span_key(scope, record.root, record.blocks.start)),
-                subkey(span_subkey(record.public_key, record.blocks)),
-                float(record.sequence),
-            ),
+            span=Place(key_id(key), subkey(span_subkey(record.public_key, record.blocks)), float(record.sequence)),
             model=Place(key_id(model_key(scope, record.model)), subkey(model_subkey(record)), record.expires),
+            key=key,
+            cost=claimed_cost(record),
         )
         self._verified[digest] = facts
         if len(self._verified) > self.limits.verified_max:
             self._verified.popitem(last=False)
         return facts
+
+
+def claimed_cost(record: Envelope) -> float:
+    """Return the time that a server claims to need for a token in one block, in ms, its queue included.
+
+    A storing node reads these claims of any version where they are numbers: they only order samples.
+    """
+    claims = record.model_extra or {}
+    tps, load = claims.get("decode_tps"), claims.get("load", 0.0)
+    if claims.get("state") == "withdrawn":
+        return math.inf
+    tps = min(1e9, max(1e-9, tps)) if isinstance(tps, int | float) else RECORD.unmeasured_tps
+    load = min(1e6, max(0.0, load)) if isinstance(load, int | float) else 0.0
+    return 1000.0 / tps / len(record.span) * (1.0 + load)
 
 
 def pack_value(data: bytes) -> bytes:

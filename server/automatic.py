@@ -101,5 +101,5 @@ class Automatic:
         return holders_of(announcements, self._numeric_class, proofs=proofs)
 
     async def _survey(self) -> list[Announcement]:
-        survey = await self._directory.survey(self._checkpoint.root, self._checkpoint.n_blocks)
+        survey = await self._directory.survey(self._checkpoint.root, self._checkpoint.n_blocks, everybody=True)
         return [signed.announcement for signed in survey.servers]

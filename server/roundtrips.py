@@ -4,6 +4,7 @@ Once a minute, over channels that sessions between the two would use as well.
 """
 
 import asyncio
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -27,6 +28,8 @@ class RoundTripLimits:
     """How often round trips are measured, and how many."""
 
     every_s: float = limit(60.0, "s", "all chosen peers are measured this often")
+    large: int = limit(128, "servers", "of a model; where there are more, the directory is read rarely")
+    reread_s: float = limit(600.0, "s", "so often; else before each measurement")
     at_once_max: int = limit(4, "peers", "pinged at one time; more wait")
     pings: int = limit(3, "pings", "of each peer; the quickest counts, because a busy machine only adds")
     peer_timeout_s: float = limit(5.0, "s", "for a connection and all its pings; then the peer counts as silent")
@@ -71,12 +74,17 @@ class RoundTrips:
         self._random = random or Random()  # noqa: S311 - the choice of peers is no secret
         self._measured: dict[str, float] = {}
         self._silent_until: dict[str, float] = {}
+        self._salt = self._random.randbytes(8)  # one for good: the measured peers stay in the sample
 
     async def run(self, directory: Directory, me: Announcement) -> None:
         """Measure every minute, for ever. me: this server's own announcement, for its model and its span."""
+        servers: Sequence[SignedAnnouncement] = ()
+        time, read_at = asyncio.get_running_loop().time, -math.inf
         while True:
             try:
-                await self.measure(await directory.servers(me.root, me.n_blocks), me)
+                if len(servers) <= self._limits.large or time() - read_at >= self._limits.reread_s:
+                    servers, read_at = await directory.servers(me.root, me.n_blocks, self._salt), time()
+                await self.measure(servers, me)
             except NetworkError as error:
                 _log.info("round trips not measured", why=str(error))
             await asyncio.sleep(self._limits.every_s)

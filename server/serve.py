@@ -19,6 +19,8 @@ from swarm.dht.directory import Directory
 from swarm.dht.helper import serve_dial_back
 from swarm.dht.nearby import nearby
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
+from swarm.dht.peermemory import memory_of
+from swarm.dht.remembered import remembering
 from swarm.dht.sequence import SequenceInFile
 from swarm.errors import ComputeFailed, NetworkError, SwarmError
 from swarm.groups import ungrouped
@@ -74,12 +76,14 @@ async def serve(
     me = Endpoint(identity, ChannelKey(), wanted.network, wanted.access, public=public)
     listener = Listener(me, *wanted.listen)
     p2p = P2PConfig(identity_path, wanted.p2p_listen, announced)
-    config = NodeConfig(me.network, p2p, wanted.initial_peers, me.access, proven=False)
+    memory = memory_of(me.network, me.access, public=public)
+    config = NodeConfig(me.network, p2p, wanted.initial_peers, me.access, proven=False, met=memory.addresses())
     with ungrouped():
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(in_thread(lambda: open_model(arguments)))
             async with (
                 open_node(config, clock=time.time) as node,
+                remembering(node, memory),
                 nearby(node, config, lan=wanted.lan and not public) as here,
                 _mapped(listener.address.port, wanted.map_port and public and not wanted.announce_address) as mapped,
             ):

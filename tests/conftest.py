@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import gc
+import os
 
 from hypothesis import HealthCheck, settings
 
@@ -8,6 +9,7 @@ from swarm.loops import new_event_loop
 from tests.simulation.loop import VirtualLoop
 
 HORIZON_S = 24 * 3600.0
+os.environ["XDG_STATE_HOME"] = "/dev/null/none"  # nodes are not remembered: one test's swarm is not to meet another's
 pytest_plugins = ("tests.support.budget", "tests.support.machine")
 
 # Properties are about what comes out. How long an example takes says how busy the machine is.

@@ -58,6 +58,7 @@ ROOT = Path(__file__).resolve().parent.parent
             {"section wide", "section families", "decode, sessions, 2, past 8", "prefill, 16 tokens"},
         ),
         ("speculation", {"5 ms, edit, greedy, stock", "5 ms, new, seeded, ahead, 0.75", "5 ms, new, greedy, never"}),
+        ("directory --check", set()),
         ("wire", {"encode plain, 4096 x 1", "encode int8, 8192 x 256", "decode int8, 8192 x 256"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],

@@ -30,7 +30,7 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from multiaddr import Multiaddr
 
 from swarm.dht.light.limits import HostLimits
-from swarm.dht.light.messages import CallRequest, Frame, varint
+from swarm.dht.messages import CallRequest, Frame, varint
 from swarm.errors import BadConfiguration, Unreachable
 
 Result = TypeVar("Result")

@@ -8,6 +8,7 @@ import structlog
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.light.store import LightStore, open_light
+from swarm.dht.sampling import Sample
 from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
 
 _log = structlog.get_logger("swarm.light")
@@ -57,10 +58,12 @@ class LightReader:
         """Refuse: a reader announces nothing."""
         raise NotImplementedError("a light reader only reads")
 
-    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(
+        self, keys: Sequence[str], on_entries: OnEntries | None = None, sample: Sample | None = None
+    ) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key. Raises NetworkError."""
         store = await self.join()
-        return await store.get(keys, on_entries)
+        return await store.get(keys, on_entries, sample)
 
     async def close(self) -> None:
         """Leave."""

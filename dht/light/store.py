@@ -17,12 +17,15 @@ from google.protobuf.message import DecodeError
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.arrival import Arrival, Greeting
-from swarm.dht.format import CALLS, believe, peers_named
+from swarm.dht.asking import found_in, request_of
+from swarm.dht.fetch import read_sample
+from swarm.dht.format import CALLS, peers_named
 from swarm.dht.light.limits import ReaderLimits
-from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingRequest, PingResponse
+from swarm.dht.messages import FindResponse, PingRequest, PingResponse
 from swarm.dht.rates import RateLimit
 from swarm.dht.records import check_clock, key_id
-from swarm.dht.search import Found, Searcher
+from swarm.dht.sampling import Ask, Found, Sample
+from swarm.dht.search import Result, Searcher
 from swarm.dht.validator import Clock, Entry, GateLimits, OnEntries, RecordGate
 from swarm.errors import SwarmError, Unreachable
 
@@ -101,24 +104,33 @@ class LightStore:
         """Refuse: a reader announces nothing."""
         raise NotImplementedError("a light store only reads")
 
-    async def get(self, keys: Sequence[str], on_entries: OnEntries | None = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(
+        self, keys: Sequence[str], on_entries: OnEntries | None = None, sample: Sample | None = None
+    ) -> dict[str, tuple[bytes, ...]]:
         """Search the DHT. Returns the newest living records under each key. Raises Unreachable."""
         if not self._nodes:
             await self.join()
-        places = {key_id(key): key for key in keys}
         try:
             async with asyncio.timeout(self.limits.get_timeout_s):
                 await self.explore()
-                found = await self._searcher.search(
-                    places, self._nodes, on_entries=on_entries or (lambda entries: None)
-                )
+                found = await self._read(keys, on_entries or (lambda entries: None), sample)
         except TimeoutError:
             after_s = self.limits.get_timeout_s
             raise Unreachable("the swarm (looking up records)", self._initial, after_s) from None
         if keys and not any(result.nodes for result in found.values()):
             self._nodes = {}  # begin again with the initial peers
             raise Unreachable("the swarm (looking up records)", self._initial, 0.0, "no node answers")
-        return {places[place]: tuple(entry.data for entry in result.ordered()) for place, result in found.items()}
+        return {key: tuple(entry.data for entry in result.ordered()) for key, result in found.items()}
+
+    async def _read(self, keys: Sequence[str], on_entries: OnEntries, sample: Sample | None) -> dict[str, Result]:
+        async def search(places: Sequence[bytes], salt: bytes | None) -> dict[bytes, Result]:
+            return await self._searcher.search(places, self._nodes, on_entries=on_entries, salt=salt)
+
+        if sample is None:
+            found = await search([key_id(key) for key in keys], None)
+            return {key: found[key_id(key)] for key in keys}
+        searcher = self._searcher
+        return await read_sample(keys, sample, search, searcher.ask, on_entries, searcher.source, len(keys) or 1)
 
     async def close(self) -> None:
         """End the calls that are still under way."""
@@ -127,28 +139,25 @@ class LightStore:
 
     # --- the search --------------------------------------------------------------------------------------------------
 
-    async def find(self, peer: bytes, keys: Sequence[bytes]) -> dict[bytes, Found] | None:
+    async def find(self, peer: bytes, asks: Sequence[Ask]) -> list[Found] | None:
         """Ask one node; remember the nodes that it names, and forget it if it does not answer."""
         try:
-            data = FindRequest(keys=keys).SerializeToString()
-            answer = await self._call(peer, "find", data, FindResponse, len(keys), self._namers.get(peer))
+            data = request_of(asks).SerializeToString()
+            answer = await self._call(peer, "find", data, FindResponse, len(asks), self._namers.get(peer))
         except SwarmError as error:
             self._nodes.pop(peer, None)
             _log.debug("a node does not answer", why=str(error)[:200])
             return None
         self._remember(self._nodes, peer, None)
-        found: dict[bytes, Found] = {}
-        for key, result in zip(keys, answer.results, strict=False):
-            near = peers_named(result.nearest_peer_ids)
-            for other in near:
+        if len(answer.results) != len(asks):
+            return None
+        found: list[Found] = []
+        for (key, _), result in zip(asks, answer.results, strict=True):
+            for other in peers_named(result.nearest_peer_ids):
                 self._remember(self._namers, other, peer)
-            entries = await self._believed(key, result.value) if result.type == FOUND_DICTIONARY else []
-            found[key] = entries, near
+            async with self._verifying:  # many answers at once must not each take a slice of one turn of the loop
+                found.append(await found_in(self.gate, key, result))
         return found
-
-    async def _believed(self, key: bytes, value: bytes) -> list[Entry]:
-        async with self._verifying:  # many answers at once must not each take a slice of one turn of the loop
-            return await believe(self.gate, key, value)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ class ReadingLimits:
     timeout_s: float = limit(25.0, "s", "a reading that takes longer has failed")
     keys_max: int = limit(2048, "keys", "of models in the DHT; models beyond, the longest, are not looked up")
     surveys_max: int = limit(2, "models", "looked up at one time")
-    records_max: int = limit(8192, "records", "kept; the rest is left out")
+    records_max: int = limit(16384, "records", "kept; the rest is left out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ async def _records(directory: Directory, chosen: Sequence[ModelEntry], limits: R
     async def survey(entry: ModelEntry) -> tuple[list[Announcement], tuple[int, ...]]:
         async with turns:
             try:
-                found = await directory.survey(entry.root, entry.n_blocks)
+                found = await directory.survey(entry.root, entry.n_blocks, everybody=True)
             except SwarmError as error:
                 failures.append(error)
                 return [], ()

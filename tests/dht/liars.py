@@ -4,13 +4,16 @@ import random
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from swarm.dht.format import CALLS, pack_dictionary
+from swarm.dht.messages import FindResult
 from swarm.dht.node import SwarmNode
+from swarm.dht.sampling import Look, packed
 from swarm.dht.search import position
 from swarm.dht.validator import Entry, Facts, RecordGate
 from swarm.identity import Identity
@@ -25,6 +28,7 @@ class Lie(StrEnum):
     GHOSTS = "no records, neighbours beside the key that do not exist"
     FORGED = "records with broken signatures, and other liars"
     STRANGERS = "valid records of strangers, and other liars"
+    COUNTS = "a claim of many records, and none of them; other liars"
     ERROR = "an error"
 
 
@@ -34,10 +38,10 @@ def lie(node: SwarmNode, how: Lie, liars: Sequence[bytes], source: random.Random
     protocol = node.member.protocol
     strangers = [Identity(source.randbytes(32)) for _ in range(8)]
 
-    def find(key: bytes, bytes_max: int, exclude: DHTID) -> dht_pb2.FindResult:
+    def find(key: bytes, entries: Sequence[Entry], look: Look | None, bytes_max: int, exclude: DHTID) -> Any:
         if how is Lie.ERROR:
             raise ConnectionError("go away")
-        result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+        result = FindResult(type=dht_pb2.NOT_FOUND)
         place = int.from_bytes(key)
         if how is Lie.GHOSTS:
             named = sorted((source.randbytes(34) for _ in range(400)), key=lambda p: position(p) ^ place)[
@@ -48,7 +52,11 @@ def lie(node: SwarmNode, how: Lie, liars: Sequence[bytes], source: random.Random
         for peer in named:
             result.nearest_node_ids.append(position(peer).to_bytes(20))
             result.nearest_peer_ids.append(peer)
-        if how in {Lie.FORGED, Lie.STRANGERS}:
+        if how is Lie.COUNTS:
+            result.held = 100_000
+        if how in {Lie.FORGED, Lie.STRANGERS} and look is not None:
+            result.held, result.packed = 100_000, packed(_records(how, key, strangers))
+        elif how in {Lie.FORGED, Lie.STRANGERS}:
             result.type, result.value = dht_pb2.FOUND_DICTIONARY, pack_dictionary(_records(how, key, strangers))
         return result
 

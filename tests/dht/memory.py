@@ -12,6 +12,7 @@ from typing import Any, cast
 from hivemind.p2p import P2PContext, PeerID
 
 from swarm.dht.node import NodeConfig, SwarmNode
+from swarm.dht.storage import RecordStorage, StorageLimits
 from swarm.dht.validator import Clock
 from swarm.errors import Unreachable
 from swarm.identity import Identity
@@ -29,6 +30,7 @@ class MemoryNetwork:
     silent: set[PeerID] = field(default_factory=set)
     calls: int = 0
     served: Counter[PeerID] = field(default_factory=Counter)  # calls that each peer took
+    moved: Counter[PeerID] = field(default_factory=Counter)  # bytes of each peer's own calls, both ways
 
     def join(self, identity: Identity) -> "MemoryP2P":
         p2p = MemoryP2P(self, PeerID.from_base58(identity.peer_id))
@@ -44,10 +46,12 @@ class MemoryNetwork:
         proven: bool = True,
         clock: Clock = time.time,
         seed: int = 0,
+        limits: StorageLimits = StorageLimits(),  # noqa: B008 - frozen
     ) -> AsyncIterator[SwarmNode]:
         p2p = self.join(identity or Identity.generate())
         config = NodeConfig(NETWORK, P2PConfig(None, None if client else LOOPBACK), peers, proven=proven)
         node = SwarmNode(config, clock, random.Random(seed))
+        node.storage = RecordStorage(clock, limits)
         async with node.attach(cast(Daemon, MemoryDaemon(p2p))):
             yield node
         del self.peers[p2p.peer_id]
@@ -73,10 +77,11 @@ class MemoryP2P:
             raise ConnectionError("no such peer")
         self.network.served[peer] += 1
         handler, request_type = self.network.peers[peer].handlers[name]
-        answer = await handler(
-            request_type.FromString(request.SerializeToString()), P2PContext(name, peer, self.peer_id)
-        )
-        return answer_type.FromString(answer.SerializeToString())
+        asked = request.SerializeToString()
+        answer = await handler(request_type.FromString(asked), P2PContext(name, peer, self.peer_id))
+        answered = answer.SerializeToString()
+        self.network.moved[self.peer_id] += len(asked) + len(answered)
+        return answer_type.FromString(answered)
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,10 @@ class MemoryDaemon:
 
     async def addresses(self) -> tuple[str, ...]:
         return (f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}",)
+
+    async def peers(self) -> dict[str, str]:
+        others = [str(peer.to_base58()) for peer in self.p2p.network.peers if peer != self.p2p.peer_id]
+        return dict.fromkeys(others, "/ip4/127.0.0.1/tcp/1")
 
     async def connect(self, address: str, timeout_s: float) -> None:
         if split_multiaddr(address)[0] not in self.p2p.network.peers:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from swarm.dht.arrival import Arrival, ArrivalLimits, Greeting, in_time, patience_s
-from swarm.dht.light.messages import PingResponse
 from swarm.dht.light.store import LightStore
+from swarm.dht.messages import PingResponse
 from swarm.errors import Unreachable
 from swarm.identity import Identity
 from tests.dht.memory import MemoryNetwork

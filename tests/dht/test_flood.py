@@ -13,6 +13,7 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
 from swarm.dht.format import CALLS
+from swarm.dht.messages import FindRequest
 from swarm.dht.node import SwarmNode
 from swarm.dht.protocol import node_id_of
 from swarm.dht.records import RECORD, key_id, packed_text, span_key, span_subkey
@@ -124,9 +125,9 @@ async def test_signed_records_of_fresh_keys_displace_none_that_is_refreshed(coun
             taken += await send(victim, flood)
             held = {pack_value(entry.data) for entry in victim.storage.entries(KEY)}
             assert {value for _, _, value, _ in true} <= held
-            assert len(held) <= RECORD.entries_per_key
+            assert len(held) <= RECORD.held_per_key
             clock.now += RECORD.refresh_s
-        assert taken >= RECORD.entries_per_key - len(honest), "strangers are welcome where there is room"
+        assert taken >= RECORD.held_per_key - len(honest), "strangers are welcome where there is room"
 
 
 @pytest.mark.parametrize("stores", rest_is_long([20_000, 100_000], [20_000]))
@@ -161,7 +162,7 @@ async def test_a_peer_that_asks_for_full_keys_again_and_again_is_refused() -> No
         held = [true_store(Identity(source.randbytes(32)), clock.now, public_name="x" * 64) for _ in range(100)]
         assert await send(victim, held) == len(held)
         greedy, modest = (P2PContext("", protocol.p2p.peer_id, stranger()) for _ in "ab")
-        request = dht_pb2.FindRequest(keys=[KEY])
+        request = FindRequest(keys=[KEY])
         size = sum(len(entry.data) for entry in victim.storage.entries(KEY))
         answered = 0
         with contextlib.suppress(TooBusy):

@@ -1,12 +1,13 @@
 """The search for the nodes around a key, over a graph in memory."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from swarm.dht.format import CALLS
-from swarm.dht.search import Found, Searcher, SearchLimits, position
+from swarm.dht.sampling import Ask, Found
+from swarm.dht.search import Searcher, SearchLimits, position
 
 NODES, LIARS = 100, 20
 
@@ -24,11 +25,11 @@ async def test_who_names_nodes_that_do_not_exist_does_not_use_up_the_calls_of_a_
     nodes = nearest([source.randbytes(34) for _ in range(NODES)], NODES)
     liars, behind = set(nodes[:LIARS]), set(nodes[LIARS : LIARS + SearchLimits().expected])
 
-    async def call(peer: bytes, keys: Sequence[bytes]) -> Mapping[bytes, Found] | None:
+    async def call(peer: bytes, asks: Sequence[Ask]) -> list[Found] | None:
         if peer not in nodes:
             return None
         ghosts = [source.randbytes(34) for _ in range(400)]
-        return dict.fromkeys(keys, ((), nearest(ghosts if peer in liars else nodes, CALLS.named_max)))
+        return [Found(near=nearest(ghosts if peer in liars else nodes, CALLS.named_max))] * len(asks)
 
     radius = position(nodes[SearchLimits().expected - 1 + LIARS]) ^ place
     for seed in range(20):

@@ -76,7 +76,7 @@ class World:
     def gate(self) -> Any:
         return self.memory.gate
 
-    async def get(self, keys: Any, heard: Any = None) -> Any:
+    async def get(self, keys: Any, heard: Any = None, sample: Any = None) -> Any:
         if not self.reachable:
             raise Unreachable("the swarm", ("/ip4/203.0.113.9/tcp/1/p2p/x",), 1.0)
         return await self.memory.get(keys, heard)

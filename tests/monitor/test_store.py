@@ -8,8 +8,8 @@ import pytest
 from swarm.dht.directory import Directory
 from swarm.dht.format import CALLS, pack_dictionary
 from swarm.dht.light.limits import ReaderLimits
-from swarm.dht.light.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingResponse, varint
 from swarm.dht.light.store import LightStore
+from swarm.dht.messages import FOUND_DICTIONARY, FindRequest, FindResponse, PingResponse, varint
 from swarm.dht.records import key_id
 from swarm.dht.search import SearchLimits
 from swarm.dht.validator import Entry, RecordGate

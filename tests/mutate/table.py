@@ -302,6 +302,56 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_a_replayed_older_record_does_not_delete_ours",
             ),
         ],
+        "A full key hides no newcomer": [
+            (
+                "a refused record goes nowhere",
+                "dht/directory.py",
+                "            if taken >= 0:\n",
+                "            if True:\n",
+                "test_servers_of_a_full_key_are_found_below_it",
+            ),
+            (
+                "readers do not read below a full key",
+                "dht/sampling.py",
+                "return bool(held) and sorted(held)",
+                "return False and sorted(held)",
+                "test_servers_of_a_full_key_are_found_below_it",
+            ),
+        ],
+        "Claims do not fill a reader's sample": [
+            (
+                "every record is drawn by its claims",
+                "dht/sampling.py",
+                "for other in (*weighted[2 * i : 2 * i + 2], entry):",
+                "for other in weighted[3 * i : 3 * i + 3]:",
+                "test_fast_servers_come_first_and_claims_do_not_fill_a_sample",
+            ),
+            (
+                "all readers get one sample",
+                "dht/sampling.py",
+                "hashlib.sha256(salt + entry.place.subkey.encode())",
+                "hashlib.sha256(entry.place.subkey.encode())",
+                "test_nodes_agree_on_one_readers_sample_and_readers_differ",
+            ),
+        ],
+        "Few nodes' counts lead no reader astray": [
+            (
+                "the largest count is believed",
+                "dht/sampling.py",
+                "sorted(held)[(len(held) - 1) // 2]",
+                "sorted(held)[-1]",
+                "test_few_nodes_that_claim_a_full_key_do_not_make_it_one",
+            ),
+        ],
+        "A packed answer unpacks to 4 MiB at most": [
+            (
+                "an answer unpacks to any size",
+                "dht/sampling.py",
+                "unpacker.decompress(data, limits.unpacked_max)",
+                "unpacker.decompress(data)",
+                "test_damaged_or_inflated_answers_hold_no_records",
+            ),
+        ],
         "A restarted server's record supersedes its last, even with an earlier clock": [
             (
                 "sequence numbers begin anew",

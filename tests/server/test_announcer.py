@@ -26,7 +26,7 @@ class Lonely:
     async def put(self, entries):
         return tuple(self.others for _ in entries)
 
-    async def get(self, keys, heard=None):
+    async def get(self, keys, heard=None, sample=None):
         return await self._inner.get(keys, heard)
 
 

@@ -146,3 +146,21 @@ def test_a_record_with_all_round_trips_and_four_long_addresses_fits():
     assert (
         len(sign_announcement(record.model_copy(update={"issued": now, "expires": now + 60}), ME)) <= RECORD.bytes_max
     )
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize(("count", "reads"), [(3, 10), (200, 1)])
+async def test_large_swarms_directory_is_read_rarely_and_with_one_salt(count, reads):
+    salts = []
+
+    class Counting:
+        async def servers(self, root, n_blocks, salt):
+            salts.append(salt)
+            return [peer(12, 16, 0)] * count
+
+    trips = RoundTrips(FakeDialer({peer(12, 16, 0).announcement.peer_id: None}), Random(0))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(599.0):
+            await trips.run(Counting(), mine())
+    assert len(salts) == reads
+    assert len(set(salts)) == 1

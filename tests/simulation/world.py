@@ -145,9 +145,11 @@ class Store:
                 kept.append(0)
         return tuple(kept)
 
-    async def get(self, keys: Sequence[str], heard: object = None) -> dict[str, tuple[bytes, ...]]:
+    async def get(
+        self, keys: Sequence[str], heard: object = None, sample: object = None
+    ) -> dict[str, tuple[bytes, ...]]:
         """As `RecordStore.get`."""
-        del heard
+        del heard, sample
         await asyncio.sleep(DHT_S)
         return {key: tuple(entry.data for entry in self._world.storage.entries(key_id(key))) for key in keys}
 

@@ -46,7 +46,7 @@ class World:
 
 def environment(home: Path) -> dict[str, str]:
     """Variables for children: they find the package, and no file of whoever runs the tests."""
-    names = {"XDG_CACHE_HOME": "cache", "XDG_CONFIG_HOME": "config", "XDG_DATA_HOME": "data"}
+    names = {f"XDG_{kind}_HOME": kind.lower() for kind in ("CACHE", "CONFIG", "DATA")}
     return {"PYTHONPATH": str(REPOSITORY), **{name: str(home / folder) for name, folder in names.items()}}
 
 

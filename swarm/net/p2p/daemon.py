@@ -92,13 +92,19 @@ class Daemon:
 
     async def hosts(self) -> dict[str, str]:
         """Return the literal address of each connected peer, by its peer id. Raises Unreachable."""
+        return {peer: host for peer, address in (await self.peers()).items() if (host := host_of(address))}
+
+    async def peers(self) -> dict[str, str]:
+        """Return the multiaddr of each connected peer, by its peer id, without that id. Raises Unreachable."""
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
         response, _, writer = await self._ask(request, "p2pd", self._limits.probe_s)
         writer.close()
-        connected = {
-            str(PeerID(peer.id).to_base58()): _host(address) for peer in response.peers for address in peer.addrs
+        return {
+            str(PeerID(peer.id).to_base58()): text
+            for peer in response.peers
+            for address in peer.addrs
+            if (text := _text(address))
         }
-        return {peer: host for peer, host in connected.items() if host}
 
     async def connect(self, multiaddr: str, timeout_s: float) -> None:
         """Open a connection to a peer at one address. Raises Unreachable."""
@@ -249,9 +255,9 @@ async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[async
             await asyncio.wait({reader})
 
 
-def _host(address: bytes) -> str:
+def _text(address: bytes) -> str:
     try:
-        return host_of(str(Multiaddr(address)))
+        return str(Multiaddr(address))
     except Exception:  # noqa: BLE001 - the parser raises whatever it likes
         return ""
 

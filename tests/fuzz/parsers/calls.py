@@ -14,10 +14,12 @@ from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from swarm.dht import dialback, probe, protocol
+from swarm.dht import dialback, messages, probe, protocol
+from swarm.dht.asking import request_of
 from swarm.dht.format import CALLS
 from swarm.dht.helper import Helper
 from swarm.dht.light.store import LightStore
+from swarm.dht.sampling import Found, Look, packed
 from swarm.dht.search import SearchLimits
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import pack_value
@@ -31,6 +33,7 @@ from tests.fuzz.parsers.records import HELD, KEY, RECORD, SUBKEY, gate_of, opene
 STRANGER = PeerID.from_base58(ALICE.peer_id)
 STRANGERS_ID = protocol.node_id_of(STRANGER).to_bytes()
 US = PeerID.from_base58(BOB.peer_id)
+LOOK = Look(b"salt", parts=5, size=4096, named=8, seen=b"abc")
 CALL_ERRORS = (DecodeError, InvalidMessage, TooBusy)
 
 
@@ -75,10 +78,13 @@ def _asked(method: str, kind: Any) -> Callable[[bytes], object]:
 
 
 async def _find_answered(data: bytes) -> None:
-    answers = await _protocol(_Answering(dht_pb2.FindResponse, data)).find(STRANGER, [KEY])
-    for entries, near in (answers or {}).values():
-        assert len(entries) <= SearchLimits().found_max
-        assert len(near) <= CALLS.named_max
+    _within_bounds(await _protocol(_Answering(messages.FindResponse, data)).find(STRANGER, [(KEY, LOOK)]))
+
+
+def _within_bounds(answers: list[Found] | None) -> None:
+    for found in answers or ():
+        assert len(found.entries) <= SearchLimits().found_max
+        assert len(found.near) <= CALLS.named_max
 
 
 async def _others_answered(data: bytes) -> None:
@@ -105,9 +111,7 @@ class _LightHost:
 
 async def _light_find(data: bytes) -> None:
     store = LightStore(_LightHost(data), NETWORK, ["a peer"], lambda: NOW)
-    for entries, near in (await store.find(STRANGER.to_bytes(), [KEY]) or {}).values():
-        assert len(entries) <= SearchLimits().found_max
-        assert len(near) <= CALLS.named_max
+    _within_bounds(await store.find(STRANGER.to_bytes(), [(KEY, LOOK)]))
 
 
 async def _light_ping(data: bytes) -> None:
@@ -242,6 +246,8 @@ def _all() -> tuple[Parser, ...]:
     ping = dht_pb2.PingRequest(peer=_node_info(), validate=True).SerializeToString()
     pong = dht_pb2.PingResponse(peer=_node_info(), dht_time=NOW, available=True).SerializeToString()
     find = dht_pb2.FindRequest(keys=[KEY], peer=_node_info()).SerializeToString()
+    sample = request_of([(KEY, LOOK), (KEY, Look(b"salt", size=1536, whole=True))], STRANGERS_ID).SerializeToString()
+    sampled = messages.FindResponse(results=[messages.FindResult(held=7, packed=packed([HELD]))]).SerializeToString()
     stored = dht_pb2.StoreResponse(store_ok=[True], peer=_node_info()).SerializeToString()
     offer = dialback.Offer(public_key="ab" * 32, channel_key="cd" * 32, addresses=("192.0.2.7:4000",))
     found = dialback.Answer(answered=("192.0.2.7:4000",), through=("ab" * 32,), seen="192.0.2.7", anchor=offer)
@@ -252,10 +258,10 @@ def _all() -> tuple[Parser, ...]:
     return (
         Parser("ping-request", _asked("rpc_ping", dht_pb2.PingRequest), CALL_ERRORS, (ping,)),
         Parser("store-request", _asked("rpc_store", dht_pb2.StoreRequest), CALL_ERRORS, (_store_request(),)),
-        Parser("find-request", _asked("rpc_find", dht_pb2.FindRequest), CALL_ERRORS, (find,)),
-        Parser("find-response", awaited(_find_answered), (), (_find_response(),)),
+        Parser("find-request", _asked("rpc_find", messages.FindRequest), CALL_ERRORS, (find, sample)),
+        Parser("find-response", awaited(_find_answered), (), (_find_response(), sampled)),
         Parser("ping-or-store-response", awaited(_others_answered), (), (pong, stored)),
-        Parser("light-find-response", awaited(_light_find), (Unreachable,), (_find_response(),)),
+        Parser("light-find-response", awaited(_light_find), (Unreachable,), (_find_response(), sampled)),
         Parser("light-ping-response", awaited(_light_ping), (Unreachable, ClockSkew), (pong,)),
         Parser("dial-back-request", awaited(_dial_back_asked), (), (_request(RECORD),), _opened_request),
         Parser("dial-back-ports", awaited(_dial_back_asked), (), (ports,), _opened_ports),

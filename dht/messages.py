@@ -1,4 +1,6 @@
-"""The protobuf messages of hivemind's DHT calls that a reader needs, and the varint framing around them.
+"""The protobuf messages of hivemind's DHT calls with our own fields, and the varint framing around them.
+
+`Look` and the fields from 10 on are ours: a node that does not know them ignores them, and answers as hivemind's do.
 
 Built at import in a pool of their own: generated modules would meet hivemind's and py-libp2p's in the default pool,
 where two files must not define the same name. Field numbers are those of hivemind's dht.proto and p2pd.proto.
@@ -15,11 +17,29 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
     "NodeInfo": [("node_id", 1, _Field.TYPE_BYTES, False)],
     "PingRequest": [("peer", 2, "NodeInfo", False)],
     "PingResponse": [("peer", 2, "NodeInfo", False), ("dht_time", 4, _Field.TYPE_DOUBLE, False)],
-    "FindRequest": [("keys", 2, _Field.TYPE_BYTES, True), ("peer", 3, "NodeInfo", False)],
+    "Look": [
+        ("salt", 1, _Field.TYPE_BYTES, False),
+        ("part", 2, _Field.TYPE_UINT32, False),
+        ("parts", 3, _Field.TYPE_UINT32, False),
+        ("size", 4, _Field.TYPE_UINT32, False),
+        ("whole", 5, _Field.TYPE_BOOL, False),
+        ("named", 6, _Field.TYPE_UINT32, False),
+        ("within", 7, _Field.TYPE_UINT32, False),
+        ("seen", 8, _Field.TYPE_BYTES, False),
+    ],
+    "FindRequest": [
+        ("keys", 2, _Field.TYPE_BYTES, True),
+        ("peer", 3, "NodeInfo", False),
+        ("looks", 10, "Look", True),
+    ],
     "FindResult": [
         ("type", 1, _Field.TYPE_INT32, False),
         ("value", 2, _Field.TYPE_BYTES, False),
+        ("expiration_time", 3, _Field.TYPE_DOUBLE, False),
+        ("nearest_node_ids", 4, _Field.TYPE_BYTES, True),
         ("nearest_peer_ids", 5, _Field.TYPE_BYTES, True),
+        ("held", 10, _Field.TYPE_UINT32, False),
+        ("packed", 11, _Field.TYPE_BYTES, False),
     ],
     "FindResponse": [("results", 2, "FindResult", True), ("peer", 3, "NodeInfo", False)],
     "CallRequest": [
@@ -56,7 +76,8 @@ def _build() -> dict[str, Any]:
 
 _classes = _build()
 PingRequest, PingResponse = _classes["PingRequest"], _classes["PingResponse"]
-FindRequest, FindResponse = _classes["FindRequest"], _classes["FindResponse"]
+NodeInfo, Look = _classes["NodeInfo"], _classes["Look"]
+FindRequest, FindResponse, FindResult = _classes["FindRequest"], _classes["FindResponse"], _classes["FindResult"]
 CallRequest, Frame = _classes["CallRequest"], _classes["Frame"]
 
 

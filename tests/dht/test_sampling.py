@@ -1,0 +1,228 @@
+"""Keys with more records than a plan needs: readers take samples, and publishers go to keys below."""
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from swarm.dht.directory import Directory
+from swarm.dht.node import SwarmNode
+from swarm.dht.records import RECORD, SignedAnnouncement, branch_of, key_id, span_key
+from swarm.dht.sampling import Look, chosen, for_plan, is_full, news, ordered, packed, price, tail, unpacked
+from swarm.dht.store import MemoryStore
+from swarm.dht.validator import Entry, RecordGate
+from swarm.identity import Identity
+from tests.dht.memory import MemoryNetwork
+from tests.dht.support import NETWORK, ROOT, announcement, signed
+
+NOW = 1_800_000_000.0
+SALT = b"salt"
+KEY = key_id(span_key(NETWORK, ROOT, 0))
+GATE = RecordGate(NETWORK, lambda: NOW)
+
+
+def entries(count: int, *, rtts: int = 0, **changes: object) -> list[Entry]:
+    made, source = [], random.Random(3)
+    for i in range(1, count + 1):
+        trips = tuple((source.randbytes(8).hex(), source.randrange(1, 1000) / 10) for _ in range(rtts))
+        key = source.randbytes(32).hex()
+        data = signed(Identity(i.to_bytes(32, "big")), now=NOW, rtts=trips, channel_key=key, **changes)
+        facts = GATE.facts(data)
+        made.append(Entry(data, facts, facts.span))
+    return made
+
+
+def keys_of(found: Sequence[Entry]) -> list[str]:
+    return [entry.facts.owner for entry in found]
+
+
+@asynccontextmanager
+async def swarm(n_nodes: int, held: Sequence[Entry]) -> AsyncIterator[tuple[MemoryNetwork, list[SwarmNode], SwarmNode]]:
+    """Nodes that have met and hold the same records, and a reader."""
+    source, network = random.Random(1), MemoryNetwork()
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(
+            network.node(identity=Identity(source.randbytes(32)), clock=lambda: NOW)
+        )
+        nodes = [first]
+        for i in range(n_nodes - 1):
+            own = Identity(source.randbytes(32))
+            joining = network.node(*first.addresses, identity=own, seed=i, clock=lambda: NOW)
+            nodes.append(await stack.enter_async_context(joining))
+        for node in nodes:
+            for entry in held:
+                node.storage.put(entry)
+        reader = await stack.enter_async_context(network.node(*first.addresses, client=True, clock=lambda: NOW))
+        yield network, nodes, reader
+
+
+def directory(of: SwarmNode) -> Directory:
+    return Directory(of, identity=None, network=NETWORK, clock=lambda: NOW)
+
+
+def owners(servers: Sequence[SignedAnnouncement]) -> set[str]:
+    return {server.announcement.public_key for server in servers}
+
+
+# --- pure -------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_agree_on_one_readers_sample_and_readers_differ() -> None:
+    held = entries(100)
+    shuffled = random.Random(2).sample(held, len(held))
+    assert keys_of(ordered(held, SALT)) == keys_of(ordered(shuffled, SALT))
+    assert keys_of(ordered(held, SALT))[:20] != keys_of(ordered(held, b"other"))[:20]
+
+
+def test_slices_share_a_sample_without_repeating_records() -> None:
+    held = entries(100)
+    first = [unpacked(chosen(held, Look(SALT, part, 5, 3000))) for part in range(5)]
+    assert all(len(chosen(held, Look(SALT, part, 5, 3000))) <= 3000 for part in range(5))
+    together = [record for part in first for record in part]
+    assert min(map(len, first)) >= 4
+    assert len(set(together)) == len(together)
+    whole = [unpacked(chosen(held, Look(SALT, part, 5, 1 << 20))) for part in range(5)]
+    assert {record for part in whole for record in part} == {entry.data for entry in held}
+    assert [part[: len(few)] for part, few in zip(whole, first, strict=True)] == first
+
+
+def test_nodes_that_hold_other_records_cut_the_same_slices() -> None:
+    held = entries(60)
+    whole = [set(unpacked(chosen(held, Look(SALT, part, 5, 1 << 20)))) for part in range(5)]
+    fewer = [set(unpacked(chosen(held[7:], Look(SALT, part, 5, 1 << 20)))) for part in range(5)]
+    assert all(part <= other for part, other in zip(fewer, whole, strict=True))
+
+
+def test_reader_pays_for_the_records_that_it_gets() -> None:
+    held = entries(10)
+    n_bytes = sum(len(entry.data) for entry in held)
+    assert price(held, None) == price(held, Look(SALT, size=1 << 20, whole=True)) == n_bytes
+    assert price(held, Look(SALT, size=1000, whole=True)) == 0
+    assert price(held, Look(SALT, parts=5, size=1 << 20)) == n_bytes // 5
+    assert price(held, Look(SALT, parts=5, size=100)) == 100
+
+
+def test_fast_servers_come_first_and_claims_do_not_fill_a_sample() -> None:
+    fast, honest = entries(20, decode_tps=1e9), entries(100, decode_tps=10.0)[20:]
+    sample = keys_of(ordered([*honest, *fast], SALT))[:24]
+    assert 16 <= len(set(sample) & set(keys_of(fast))) <= 20
+    assert len(set(sample) & set(keys_of(honest))) >= 4
+
+
+def test_withdrawn_records_come_last() -> None:
+    held = [*entries(3, state="withdrawn"), *entries(9)[3:]]
+    assert set(keys_of(ordered(held, SALT))[-3:]) == set(keys_of(held[:3]))
+
+
+def test_damaged_or_inflated_answers_hold_no_records() -> None:
+    held = entries(3)
+    data = packed(held)
+    assert unpacked(data) == [entry.data for entry in held]
+    assert unpacked(data[:-3]) == unpacked(b"") == unpacked(b"x" * 50) == []
+    bomb = packed([Entry(bytes(60_000), held[0].facts, held[0].place)] * 100)
+    assert len(bomb) < 20_000
+    assert unpacked(bomb) == []
+
+
+def test_names_only_nodes_that_the_reader_does_not_know() -> None:
+    near = [(place, place) for place in (1, 2, 3, 1000, 2000)]
+    assert news(near, Look(SALT, named=2)) == [0, 1]
+    assert news(near, Look(SALT, named=2, seen=tail(1) + tail(3))) == [1, 3]
+    assert news(near, Look(SALT, named=5, within=2)) == [0, 1, 2]
+    assert news(near[3:], Look(SALT, named=5, within=2)) == [0, 1], "where none is near, any is better"
+
+
+def test_few_nodes_that_claim_a_full_key_do_not_make_it_one() -> None:
+    assert not is_full([])
+    assert not is_full([0, 0, 0, 0, 100_000, 100_000, 100_000])
+    assert is_full([400, 0, 400, 0, 400, 0, 400]), "two of the nearest seven need not hold it, and one lies"
+
+
+def test_reader_stops_at_the_deepest_key() -> None:
+    key, branch = span_key(NETWORK, ROOT, 0), for_plan(SALT).branch
+    for _ in range(RECORD.depth_max):
+        (key,) = branch(key)
+    assert branch(key) == ()
+
+
+# --- over a network ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.slow("thirty nodes")
+async def test_reader_of_a_large_key_takes_its_share_of_bytes() -> None:
+    held = entries(400, rtts=16)
+    async with swarm(30, held) as (network, _, reader):
+        assert reader.member is not None
+        own = reader.member.daemon.p2p.peer_id
+        before = network.moved[own]
+        first = await directory(reader).survey(ROOT, 12)
+        moved = network.moved[own] - before
+        second = await directory(reader).survey(ROOT, 12)
+        print(moved, len(first.servers), len(owners(first.servers) & owners(second.servers)))
+        assert moved <= 256 << 10
+        assert 150 < len(first.servers) < 400
+        assert owners(first.servers) != owners(second.servers)
+        everybody = await directory(reader).survey(ROOT, 12, everybody=True)
+        assert len(everybody.servers) == 400
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.slow("thirty nodes")
+@pytest.mark.parametrize("count", [1, 12, 60])
+async def test_reader_of_a_small_key_finds_all_records(count: int) -> None:
+    async with swarm(30, entries(count)) as (_, _, reader):
+        assert len((await directory(reader).survey(ROOT, 12)).servers) == count
+
+
+# --- keys below -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow("hundreds of signatures")
+async def test_servers_of_a_full_key_are_found_below_it() -> None:
+    store = MemoryStore.make(NETWORK, lambda: NOW)
+    count = RECORD.held_per_key + 40
+    made = [Identity(i.to_bytes(32, "big")) for i in range(1, count + 1)]
+    for owner in made:
+        mine = Directory(store, identity=owner, network=NETWORK, clock=lambda: NOW)
+        assert (await mine.announce(announcement(owner, now=NOW))).replicas == 1
+    above = store.storage.entries(KEY)
+    below = [store.storage.entries(key_id(span_key(NETWORK, ROOT, 0, bit))) for bit in "01"]
+    assert len(above) == RECORD.held_per_key
+    assert sum(map(len, below)) == 40
+    assert all(branch_of(entry.facts.owner)[0] == bit for bit, held in zip("01", below, strict=True) for entry in held)
+    reader = Directory(store, identity=None, network=NETWORK, clock=lambda: NOW)
+    assert len((await reader.survey(ROOT, 12, everybody=True)).servers) == count
+    plans = [owners((await reader.survey(ROOT, 12)).servers) for _ in range(12)]
+    assert set.union(*plans) == {owner.public_key.hex() for owner in made}
+    assert {len(plan) - len(above) for plan in plans} == set(map(len, below))
+
+
+async def test_record_below_goes_up_again_when_there_is_room() -> None:
+    clock = [NOW]
+    store = MemoryStore.make(NETWORK, lambda: clock[0])
+    for entry in entries(RECORD.held_per_key):
+        store.storage.put(entry)
+    owner = Identity(b"o" * 32)
+    mine = Directory(store, identity=owner, network=NETWORK, clock=lambda: clock[0], source=random.Random(1))
+    await mine.announce(announcement(owner, now=NOW))
+    assert owner.public_key.hex() not in keys_of(store.storage.entries(KEY))
+    clock[0] += RECORD.lifetime_s + 1  # the others are gone
+    for _ in range(60):
+        await mine.announce(announcement(owner, now=clock[0]))
+    assert owner.public_key.hex() in keys_of(store.storage.entries(KEY))
+    assert len((await mine.survey(ROOT, 12)).servers) == 1
+
+
+async def test_withdrawn_record_below_a_full_key_is_gone() -> None:
+    store = MemoryStore.make(NETWORK, lambda: NOW)
+    for entry in entries(RECORD.held_per_key):
+        store.storage.put(entry)
+    owner = Identity(b"o" * 32)
+    mine = Directory(store, identity=owner, network=NETWORK, clock=lambda: NOW)
+    await mine.announce(announcement(owner, now=NOW))
+    reader = Directory(store, identity=None, network=NETWORK, clock=lambda: NOW)
+    assert owner.public_key.hex() in owners((await reader.survey(ROOT, 12, everybody=True)).servers)
+    await mine.withdraw()
+    assert owner.public_key.hex() not in owners((await reader.survey(ROOT, 12, everybody=True)).servers)

@@ -1,0 +1,35 @@
+"""A swarm outlives the node that its members were told of: those that remember others join through them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.errors import Unreachable
+from tests.support.swarms import eventually, join, prompt, world
+
+NOTED_WITHIN_S = 60.0  # a client notes its neighbours 20 s after it has joined
+SAME = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.mark.slow("a client notes its neighbours after 20 s")
+def test_clients_that_remember_nodes_join_when_the_bootstrap_node_is_dead(
+    checkpoint: Callable[[str], Path], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    ids = prompt(1, 6)
+    with world(checkpoint("llama"), home, spans=("0:3", "3:6")) as running:
+        expected = running.full.generate(ids, **SAME)
+        monkeypatch.setenv("XDG_STATE_HOME", str(state))
+        with join(running.directory, running.swarm) as before:
+            assert torch.equal(before.generate(ids, **SAME), expected)
+            (noted,) = eventually(lambda: list(state.rglob("*.json")), within_s=NOTED_WITHIN_S)
+            running.swarm.bootstrap.process.kill()
+            running.swarm.bootstrap.process.wait(20)
+            assert torch.equal(before.generate(ids, **SAME), expected), "who has joined goes on"
+        with join(running.directory, running.swarm) as after:
+            assert torch.equal(after.generate(ids, **SAME), expected)
+        noted.unlink()
+        with pytest.raises(Unreachable), join(running.directory, running.swarm):
+            pass
