@@ -99,11 +99,12 @@ class InProcessSwarm:
         wait_for_blocks_s: float = 0.0,
         preferences: Preferences | None = None,
         local_blocks: int = 0,
+        quantize: str | None = None,
         limits: SessionLimits | None = None,
         drafting: Drafting | None = None,
         coding: Coding | None = None,
     ) -> DistributedModel:
-        """A distributed model; `close` it."""
+        """A distributed model; `close` it. quantize: of the local blocks."""
 
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:
@@ -119,7 +120,8 @@ class InProcessSwarm:
             coding=coding,
         )
         swarm = Swarm(self.checkpoint, self.dtype, join, Identity.generate(), options)
-        first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=self.dtype) if local_blocks else None
+        here = partial(load_span, self.checkpoint, dtype=self.dtype, quantize=quantize)
+        first = here(Blocks(0, local_blocks)) if local_blocks else None
         ends = load_ends(self.checkpoint, dtype=self.dtype)
         backend = swarm if first is None else LocalFirst(first, swarm)
         return distribute(ends, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))
