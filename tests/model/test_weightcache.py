@@ -174,9 +174,11 @@ def test_a_file_in_anothers_place_is_not_taken(change, family_dir, tmp_path):
 
 def test_another_version_of_transformers_rounds_anew(family_dir, tmp_path, monkeypatch, no_reading):
     load(family_dir("llama"), tmp_path)
+    older = files(tmp_path)
     monkeypatch.setattr(weightcache.transformers, "__version__", "5.99.0")
     load(family_dir("llama"), tmp_path)
     assert len(files(tmp_path)) == len(BLOCKS)  # the older ones have gone
+    assert not set(files(tmp_path)) & set(older)
     no_reading()
     load(family_dir("llama"), tmp_path)
 
