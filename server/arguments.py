@@ -35,6 +35,7 @@ class SpanArguments:
     device: str | None
     dtype: str
     quantize: str
+    quantize_cache: str | None  # a folder, or "off"; None: the user's
     threads: int | None
     cache_tokens: int | None
     cache_memory: int | None  # bytes

@@ -142,10 +142,16 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
 @click.option(
     "--quantize",
-    type=click.Choice(("none", "int8")),
+    type=click.Choice(("auto", "none", "int8")),
     default="none",
     show_default=True,
-    help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors)",
+    help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors); auto: where that can be",
+)
+@click.option(
+    "--quantize-cache",
+    default=None,
+    metavar="DIR|off",
+    help="where rounded weights are kept, for a quick start the next time; by default in the user's cache folder",
 )
 @click.option(
     "--wire",

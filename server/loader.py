@@ -7,20 +7,23 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
 import torch
 
+from swarm import config
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration
-from swarm.model import integer
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.classes import numeric_class_of
 from swarm.model.kernels import choose_kernels
 from swarm.model.loading import block_bytes, expected_dtype, fetch_span, load_span
+from swarm.model.quantising import quantisation_for
 from swarm.model.span import Span
+from swarm.model.weightcache import WeightCache
 from swarm.server.arguments import ServeArguments, SpanArguments
 from swarm.server.measure import blocks_that_fit, cache_prices, tokens_that_fit
 from swarm.server.pool import Prices
@@ -52,17 +55,18 @@ class Loader:
 
     def __init__(self, arguments: SpanArguments, checkpoint: Checkpoint, device: torch.device) -> None:
         """Raise BadConfiguration where the device has no kernels for the weights that are asked for."""
-        if quantize_of(arguments) is not None and not (device.type == "cpu" and integer.is_supported()):
-            why = f"{device} has no kernels for it here, which take an x86 processor: leave it out"
-            raise BadConfiguration(f"--quantize {arguments.quantize}", why)
+        chosen = quantisation_for(arguments.quantize, checkpoint, device)
+        if arguments.quantize == "auto":
+            _log.info("weights chosen", quantize=chosen.weights or "none", why=chosen.why)
         self.checkpoint = checkpoint
+        self.quantize = chosen.weights
         self._arguments, self._device = arguments, device
 
     @property
     def numeric_class(self) -> NumericClass:
         """The numeric class of all of its spans."""
         dtype = expected_dtype(self.checkpoint, dtype_of(self._arguments))
-        return numeric_class_of(self.checkpoint.config, dtype, quantize_of(self._arguments))
+        return numeric_class_of(self.checkpoint.config, dtype, self.quantize)
 
     async def fetch(self, blocks: Blocks) -> None:
         """Download and verify the files of a span, and load nothing. Raises SwarmError."""
@@ -85,7 +89,8 @@ class Loader:
                 blocks,
                 dtype=dtype_of(arguments),
                 device=self._device,
-                quantize=quantize_of(arguments),
+                quantize=self.quantize,
+                rounded=weight_cache_of(arguments),
             )
         except (torch.OutOfMemoryError, MemoryError):
             why = f"blocks {blocks} do not fit into the memory of {self._device}; host fewer"
@@ -119,7 +124,7 @@ def open_model(arguments: ServeArguments) -> Opened:
     if wanted.num_blocks is not None:
         checkpoint.check(Blocks(0, wanted.num_blocks))
         return Opened(loader, wanted.num_blocks)
-    one = block_bytes(checkpoint, dtype_of(wanted), quantize_of(wanted))
+    one = block_bytes(checkpoint, dtype_of(wanted), loader.quantize)
     fit = blocks_that_fit(one, device)
     if fit == 0:
         raise BadConfiguration("--blocks auto", f"one block takes {one >> 20} MB, and {device} has no room for it")
@@ -131,9 +136,11 @@ def dtype_of(arguments: SpanArguments) -> torch.dtype | str:
     return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
 
 
-def quantize_of(arguments: SpanArguments) -> str | None:
-    """Return what weights become while they are loaded; None: they stay as they are."""
-    return None if arguments.quantize == "none" else arguments.quantize
+def weight_cache_of(arguments: SpanArguments) -> WeightCache | None:
+    """Return where rounded weights are kept; None: nowhere."""
+    if arguments.quantize_cache == "off":
+        return None
+    return WeightCache(Path(arguments.quantize_cache or config.CACHE_DIR / "weights"))
 
 
 def device_of(name: str | None) -> torch.device:

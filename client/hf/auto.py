@@ -28,6 +28,7 @@ from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_ends, load_span
+from swarm.model.quantising import quantisation_for
 from swarm.net.lan import ways_in
 from swarm.protocol.tensors import Coding, coding_of
 
@@ -57,6 +58,7 @@ class AutoDistributedModel:
         identity: str | Path | None = None,
         directory: Way | None = None,
         local_blocks: int = 0,
+        quantize: str = "none",
         step_timeout_s: float = 120.0,
         wait_for_blocks_s: float = 0.0,
         allowed_peers: Iterable[str] | None = None,
@@ -80,7 +82,8 @@ class AutoDistributedModel:
         model, which is on no server's list. directory: how to read the servers' records. "light" needs no p2pd, and
         the extra `light`; "auto" takes p2pd where it is installed.
         local_blocks: run so many of the first blocks here, so that no server sees their input. It raises the price
-        of reading the prompt from activations; it does not prevent it (SECURITY.md).
+        of reading the prompt from activations; it does not prevent it (SECURITY.md). quantize: of their weights, as
+        `swarm-serve --quantize`: "none", "int8" or "auto". The servers' weights do not depend on it.
         step_timeout_s: the longest that one step may take, repairs included; a day at most. wait_for_blocks_s: how long
         to wait for a server of blocks that no server has.
         allowed_peers, blocked_peers: peer ids of servers; only the former, never the latter are used. That holds for
@@ -135,10 +138,12 @@ class AutoDistributedModel:
             name, revision=settings.revision, token=token, cache_dir=settings.cache_dir, root=root
         )
         _check_blocks(checkpoint, options)
+        weights = _local_weights(quantize, checkpoint, local_blocks, device)
         ends = load_ends(checkpoint, dtype=dtype, device=device)
         mtp = partial(drafting_by_mtp, checkpoint, ends)
         drafting = _drafting(draft, ends, mtp, token=token, cache_dir=settings.cache_dir, device=device)
-        local = load_span(checkpoint, Blocks(0, local_blocks), dtype=dtype, device=device) if local_blocks else None
+        first = partial(load_span, dtype=dtype, device=device, quantize=weights)
+        local = first(checkpoint, Blocks(0, local_blocks)) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
         join = partial(open_directory, settings.network, settings.initial_peers, access, way)
         if exact or dtype != "auto":
@@ -202,6 +207,13 @@ def _drafting(
         case _:
             small = load_draft(draft, device=device, **hub)
     return drafting_by(small, ends.name_or_path or "", ends.config.get_text_config(decoder=True).vocab_size)
+
+
+def _local_weights(quantize: str, checkpoint: Checkpoint, count: int, device: torch.device | str) -> str | None:
+    """Return what the weights of so many local blocks become. Raises BadConfiguration."""
+    if quantize != "none" and not count:
+        raise BadConfiguration("quantize", "it is of local_blocks, and there are none")
+    return quantisation_for(quantize, checkpoint, torch.device(device)).weights
 
 
 def _check_blocks(checkpoint: Checkpoint, options: ClientOptions) -> None:

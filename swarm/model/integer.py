@@ -10,6 +10,7 @@ processor. Seven bits, because processors without VNNI add up pairs of products 
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm.limits import limit
+from swarm.model.writing import Layout
 
 
 class IntegerFormat:
@@ -62,10 +64,31 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 class IntegerMatrix:
     """A weight [out, in] in int8, in the order of torch's kernels."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, integers: Tensor, scales: Tensor) -> None:
+        """integers: int8 [out, in]. scales: float32 [out]."""
+        self.n_outputs, self.n_inputs = integers.shape
+        self._packed = _packed(integers, scales)
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "IntegerMatrix":
         """Round a weight of any float dtype."""
-        self.n_outputs, self.n_inputs = weight.shape
-        self._packed = _packed(*rounded(weight))
+        return cls(*rounded(weight))
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """What it was made of: int8 [out, in] and float32 [out], made anew."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            quantised, _ = torch.ops.quantized.linear_unpack(self._packed)
+            return quantised.int_repr(), quantised.q_per_channel_scales().float()
+
+    @staticmethod
+    def layouts(n_outputs: int, n_inputs: int) -> dict[str, Layout]:
+        """The dtype and shape of each part of a matrix of this size."""
+        return {
+            "integers": Layout(torch.int8, (n_outputs, n_inputs)),
+            "scales": Layout(torch.float32, (n_outputs,)),
+        }
 
     @property
     def n_bytes(self) -> int:
@@ -137,20 +160,19 @@ def bytes_of_integers(model: nn.Module) -> int:
     return sum(matrix.n_bytes for module in model.modules() for matrix in vars(module).get("integers", ()))
 
 
-def to_integers(module: nn.Module, rounded: IntegerMatrix | None = None) -> None:
+def to_integers(module: nn.Module, rounded: Sequence[IntegerMatrix] = ()) -> None:
     """Round the weights of one of `rounded_of`'s modules. As they were they are dropped.
 
-    rounded: the weight of a linear layer, where that was rounded as it was read.
+    rounded: the weights, in the order of `matrices_of`, where they are rounded already.
     """
     if isinstance(module, nn.Linear):
-        vars(module)["integers"] = (rounded or IntegerMatrix(module.weight),)
+        vars(module)["integers"] = tuple(rounded) or (IntegerMatrix.of(module.weight),)
         _empty(module, "weight")
         module.__class__ = IntegerLinear
         return
     experts: Any = module
-    up, down = (getattr(experts, name) for name in _names(experts))
-    pairs = zip(up, down, strict=True)
-    vars(experts)["integers"] = tuple(IntegerMatrix(weight) for pair in pairs for weight in pair)
+    pairs = zip(*weights_of(experts), strict=True)
+    vars(experts)["integers"] = tuple(rounded) or tuple(IntegerMatrix.of(weight) for pair in pairs for weight in pair)
     for name in _names(experts):
         _empty(experts, name)
     experts.config._experts_implementation_internal = IntegerFormat.experts
@@ -187,6 +209,27 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     """Return the weights of one of `rounded_of`'s modules that become int8: [out, in] or [experts, out, in]."""
     names = ("weight",) if isinstance(module, nn.Linear) else _names(module)
     return [getattr(module, name) for name in names]
+
+
+def matrices_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the names and sizes [out, in] of the matrices that one of `rounded_of`'s modules is rounded to, in order.
+
+    "weight", or of experts "gate_up_proj.0", "down_proj.0", "gate_up_proj.1", ...
+    """
+    if isinstance(module, nn.Linear):
+        return {"weight": (module.out_features, module.in_features)}
+    shapes = {name: getattr(module, name).shape for name in _names(module)}
+    count = next(iter(shapes.values()))[0]
+    return {f"{name}.{expert}": tuple(shape[1:]) for expert in range(count) for name, shape in shapes.items()}
+
+
+def matrices_in(model: nn.Module) -> dict[str, IntegerMatrix]:
+    """Return all matrices of a model whose weights were rounded, by names as `matrices_of` and the module's."""
+    found = {}
+    for name, module in model.named_modules():
+        if "integers" in vars(module):
+            found |= {f"{name}.{each}": one for each, one in zip(matrices_of(module), module.integers, strict=True)}
+    return found
 
 
 def integer_bytes(n_outputs: int, n_inputs: int) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, staged
-from swarm.model.classes import quantisation_of
+from swarm.model.classes import numeric_class_of, quantisation_of
 from swarm.model.hollow import (
     absent_prefixes,
     beyond_blocks,
@@ -28,11 +28,13 @@ from swarm.model.hollow import (
     skeleton,
     text_config,
 )
+from swarm.model.kept import Kept, parts_of
 from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
 from swarm.model.quantising import Rounding, prove_rounded, quantised_bytes, refuse_to_quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
+from swarm.model.weightcache import CacheKey, WeightCache
 
 Dtype = torch.dtype | str  # "auto": the checkpoint's
 
@@ -44,11 +46,13 @@ def load_span(
     dtype: Dtype = "auto",
     device: torch.device | str = "cpu",
     quantize: str | None = None,
+    rounded: WeightCache | None = None,
     limits: SpanLimits = SpanLimits(),  # noqa: B008 - frozen
 ) -> Span:
     """Fetch, verify and load some blocks of a model.
 
     quantize: "int8" gives linear layers such weights; only on a CPU that has kernels for it (`integer.is_supported`).
+    rounded: where such weights are kept for the next time. Blocks that it has are neither fetched nor read again.
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture.
     """
     checkpoint.check(blocks)
@@ -57,13 +61,22 @@ def load_span(
     if quantize is not None:
         hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
         refuse_to_quantise(checkpoint.model, hollow, blocks)  # before anything is downloaded
-        rounding = Rounding(hollow, blocks, expected_dtype(checkpoint, dtype))
+        wanted = expected_dtype(checkpoint, dtype)
+        kept = None
+        if rounded is not None:
+            rounded.tidy()
+            key = CacheKey(checkpoint.root, str(numeric_class_of(checkpoint.config, wanted, quantize)))
+            parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow))
+            kept = Kept(rounded, key, parts, wanted)
+        rounding = Rounding(hollow, blocks, wanted, kept)
     span = Span.of(_load(checkpoint, blocks, dtype, torch.device(device), rounding), checkpoint.traits, blocks, limits)
     if rounding is not None:
         prove_rounded(checkpoint.model, span)
     check_span(span)
     prove_direct_path(span)
     prove_packing(span)
+    if rounding is not None:
+        rounding.remember(span.model)
     return span
 
 
@@ -149,7 +162,10 @@ def _load(
 
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
     with quiet(), torch.inference_mode(mode=False):
-        tensors = read_verified(checkpoint, names.needed, keep)
+        recalled = {} if rounding is None else rounding.recall(names.stays)
+        tensors = {name: Held(tensor) for name, tensor in recalled.items()}
+        if rounding is None or not rounding.is_complete:
+            tensors |= read_verified(checkpoint, lambda name: names.needed(name, recalled), keep)
         try:
             loaded: Any = cls.from_pretrained(
                 None, config=checkpoint.config, dtype=dtype, state_dict=tensors, output_loading_info=True
@@ -221,19 +237,24 @@ class _Names:
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
         self._beyond = beyond_blocks(checkpoint.config)
 
-    def needed(self, name: str) -> bool:
-        """Whether the model needs the tensor.
+    def needed(self, name: str, there: Container[str] = ()) -> bool:
+        """Whether the model needs the tensor. there: names of the model that have their tensors already.
 
         By exclusion, so that all tensors of a hosted block stay in, such as a quantisation's scales.
         """
         if self._beyond is not None and self._beyond.search(name):
             return False
-        return not self._target(name)[0].startswith(self._absent)
+        target, _ = self._target(name)
+        return target not in there and not target.startswith(self._absent)
 
     def alone(self, name: str) -> str | None:
         """The model's name of a tensor that becomes one there as it is; None: it is joined with others, or split."""
         target, converter = self._target(name)
         return target if converter is None else None
+
+    def stays(self, name: str) -> bool:
+        """Whether a tensor that has the model's own name already keeps it while it is loaded."""
+        return self._target(name) == (name, None)
 
     def _target(self, name: str) -> tuple[str, str | None]:
         prefix = self._hollow.base_model_prefix

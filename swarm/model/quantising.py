@@ -1,24 +1,64 @@
 """Weights that become int8 as a span is loaded (`swarm.model.integer`)."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarm.blocks import Blocks
-from swarm.errors import UnsupportedCheckpoint
+from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
-from swarm.model.hollow import blocks_of
+from swarm.model.checkpoint import Checkpoint
+from swarm.model.hollow import blocks_of, class_for, skeleton
 from swarm.model.integer import (
     IntegerLimits,
     IntegerMatrix,
     integer_bytes,
+    is_supported,
+    matrices_of,
     nothing,
     rounded_of,
     to_integers,
     weights_of,
 )
+from swarm.model.kept import Kept
 from swarm.model.probe import outputs_of, samples_of
 from swarm.model.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """weights: what they become, as "int8"; None: they stay as the checkpoint has them. why: for people."""
+
+    weights: str | None
+    why: str
+
+
+def quantisation_for(wanted: str, checkpoint: Checkpoint, device: torch.device) -> Quantisation:
+    """Return what a span's weights become.
+
+    wanted: "none", "int8", or "auto": int8 where device and family can have it. The same for all blocks of a
+    checkpoint, so that the numeric class is. Raises BadConfiguration where the device cannot have what is wanted;
+    `load_span` raises where the family cannot.
+    """
+    if wanted not in ("none", "int8", "auto"):
+        raise BadConfiguration("quantize", f"{wanted!r} is none of none, int8 and auto")
+    if wanted == "none":
+        return Quantisation(None, "as they are in the checkpoint")
+    if device.type != "cpu" or not is_supported():
+        why = f"{device} has no kernels for int8 here, which take an x86 processor"
+        if wanted == "auto":
+            return Quantisation(None, why)
+        raise BadConfiguration(f"quantize {wanted}", f"{why}: leave it out")
+    if wanted == "auto":
+        try:
+            hollow = skeleton(class_for(checkpoint.config), checkpoint.config)
+            refuse_to_quantise(checkpoint.model, hollow, Blocks(0, checkpoint.n_blocks))
+        except UnsupportedCheckpoint as error:
+            return Quantisation(None, error.why)
+    return Quantisation("int8", "half of bfloat16's memory, and as exact")
 
 
 class Rounding:
@@ -33,10 +73,11 @@ class Rounding:
         skeleton: PreTrainedModel,
         blocks: Blocks,
         dtype: torch.dtype,
+        kept: Kept | None = None,
         limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
     ) -> None:
-        """skeleton: the hollow model, on the meta device. dtype: in which it is loaded."""
-        self._limits, self._dtype, self._blocks = limits, dtype, blocks
+        """skeleton: the hollow model, on the meta device. dtype: in which it is loaded. kept: by a cache on disk."""
+        self._limits, self._dtype, self._blocks, self._kept = limits, dtype, blocks, kept
         chosen = set(map(id, self._modules(skeleton)))
         self._linears = {
             f"{name}.weight"
@@ -45,19 +86,37 @@ class Rounding:
         }
         self._read: dict[str, IntegerMatrix] = {}
 
+    def recall(self, stays: Callable[[str], bool]) -> dict[str, Tensor]:
+        """Return the tensors that a cache has, by the model's names; their matrices are taken. stays: see `Kept`."""
+        if self._kept is None:
+            return {}
+        tensors, self._read = self._kept.recall(stays)
+        return tensors
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the cache had all weights, so that no file of the checkpoint is read."""
+        return self._kept is not None and self._kept.is_complete
+
     def read(self, name: str | None, tensor: Tensor) -> Tensor:
         """Return the tensor that is loaded in its place. name: in the model, where it becomes one tensor there."""
         if name not in self._linears or tensor.dim() != 2 or not tensor.is_floating_point():
             return tensor
-        self._read[name] = IntegerMatrix(tensor)
+        self._read[name] = IntegerMatrix.of(tensor)
         return nothing(tensor.shape, self._dtype)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Round the other weights: experts, and linear layers that are joined from several tensors."""
-        names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+        paths = {module: name for name, module in model.named_modules()}
         for module in self._modules(model):
-            to_integers(module, self._read.pop(names[id(module)], None))
+            names = [f"{paths[module]}.{name}" for name in matrices_of(module)]
+            to_integers(module, [self._read.pop(name) for name in names if name in self._read])
         return_free_memory()
+
+    def remember(self, model: PreTrainedModel) -> None:
+        """Let the cache have what it lacked, once the model is known to be right."""
+        if self._kept is not None:
+            self._kept.remember(model)
 
     def _modules(self, model: PreTrainedModel) -> list[nn.Module]:
         layers = blocks_of(model)
@@ -70,7 +129,7 @@ def prove_rounded(name: str, span: Span) -> None:
         with torch.inference_mode():
             outputs = outputs_of(span.part(Blocks(index, index + 1)))
         if not all(bool(output.isfinite().all()) for output in outputs):
-            raise UnsupportedCheckpoint(name, f"block {index} reads weights that int8 has taken: leave --quantize out")
+            raise UnsupportedCheckpoint(name, f"block {index} reads weights that int8 has taken: pass --quantize none")
 
 
 def refuse_to_quantise(
@@ -81,12 +140,12 @@ def refuse_to_quantise(
 ) -> None:
     """Raise UnsupportedCheckpoint where int8 weights are not for this model. It may be on the meta device."""
     if getattr(model.config, "quantization_config", None) is not None:
-        raise UnsupportedCheckpoint(name, "its weights are quantised already: leave --quantize out")
+        raise UnsupportedCheckpoint(name, "its weights are quantised already: pass --quantize none")
     layers = blocks_of(model)
     for index in blocks:
         share = _numbers(layers[index], limits) / _size(layers[index])
         if share < limits.share_min:
-            why = f"int8 is for linear layers and experts: {share:.0%} of block {index} is; leave --quantize out"
+            why = f"int8 is for linear layers and experts: {share:.0%} of block {index} is; pass --quantize none"
             raise UnsupportedCheckpoint(name, why)
 
 

@@ -60,10 +60,12 @@ def read_tensors(
     expected: str,
     wants: Callable[[str], bool],
     keep: Callable[[str, Tensor], Tensor] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> dict[str, Tensor]:
     """Read a safetensors file, and return the tensors that are wanted, by name. Shows a progress bar for large files.
 
     expected: the file's SHA-256 in hex. wants: whether a tensor of this name is kept. keep: makes the one that is kept.
+    metadata: the words that the file must say of itself; None: any.
     Raises ChecksumMismatch, or MalformedWeights where the digest is right.
     """
     size = path.stat().st_size
@@ -74,7 +76,7 @@ def read_tensors(
     with path.open("rb", buffering=0) as file, bar:
         stream = _Stream(file, size, bar)
         try:
-            for name, facts, dtype in _contents(stream):
+            for name, facts, dtype in _contents(stream, metadata):
                 if wants(name):
                     tensor = stream.tensor(facts, dtype)
                     tensors[name] = tensor if keep is None else keep(name, tensor)
@@ -150,7 +152,7 @@ class _Stream:
         return self._digest.hexdigest()
 
 
-def _contents(stream: _Stream) -> Iterator[tuple[str, _Facts, torch.dtype]]:
+def _contents(stream: _Stream, metadata: dict[str, str] | None = None) -> Iterator[tuple[str, _Facts, torch.dtype]]:
     """Read the header, and return its tensors in the file's order: they lie one behind the other, without gaps.
 
     Nothing is verified yet, so every length is compared with what the file has. Raises MalformedWeights.
@@ -163,7 +165,9 @@ def _contents(stream: _Stream) -> Iterator[tuple[str, _Facts, torch.dtype]]:
         entries = header.validate_json(stream.take(length))
     except ValidationError as error:
         raise MalformedWeights(f"its header is malformed: {error.errors()[0]['msg']}") from None
-    entries.pop("__metadata__", None)
+    says = entries.pop("__metadata__", None)
+    if metadata is not None and says != metadata:
+        raise MalformedWeights("it says other words of itself")
     tensors = {name: facts for name, facts in entries.items() if isinstance(facts, _Facts)}
     if len(tensors) != len(entries):
         raise MalformedWeights("its header is malformed")
@@ -181,7 +185,21 @@ def _contents(stream: _Stream) -> Iterator[tuple[str, _Facts, torch.dtype]]:
 
 def _dtype(name: str) -> torch.dtype:
     """Return the dtype that safetensors calls so. Raises MalformedWeights."""
-    names = {
+    dtype = getattr(torch, _dtypes().get(name, ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise MalformedWeights(f"it has tensors of dtype {name[:32]!r}")
+    return dtype
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """Return safetensors' name of a dtype."""
+    wanted = str(dtype).removeprefix("torch.")
+    return next(name for name, ours in _dtypes().items() if ours == wanted)
+
+
+def _dtypes() -> dict[str, str]:
+    """Return torch's name of each dtype of safetensors."""
+    return {
         "F64": "float64",
         "F32": "float32",
         "F16": "float16",
@@ -202,7 +220,3 @@ def _dtype(name: str) -> torch.dtype:
         "F8_E5M2FNUZ": "float8_e5m2fnuz",
         "F8_E8M0": "float8_e8m0fnu",
     }
-    dtype = getattr(torch, names.get(name, ""), None)
-    if not isinstance(dtype, torch.dtype):
-        raise MalformedWeights(f"it has tensors of dtype {name[:32]!r}")
-    return dtype

@@ -14,14 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
-from swarm.errors import UnsupportedCheckpoint
+from swarm.errors import BadConfiguration, UnsupportedCheckpoint
+from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
 from swarm.model.hollow import blocks_of
 from swarm.model.integer import has_integers, is_supported, rounded, rounded_of, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.packed import Segment
-from swarm.model.quantising import Rounding
+from swarm.model.quantising import Rounding, quantisation_for
 from tests.families import BASE
 from tests.support.swarms import DEMO_CHECKPOINT
 
@@ -207,6 +208,35 @@ def test_a_block_that_goes_around_its_layers_is_refused(family_dir, monkeypatch)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", around)
     with pytest.raises(UnsupportedCheckpoint, match="reads weights that int8 has taken"):
         load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize="int8")
+
+
+@pytest.mark.parametrize(("name", "weights"), [("llama", "int8"), ("mixtral", "int8"), ("gpt2", None)])
+def test_auto_is_int8_where_the_family_can_have_it(name, weights, family_dir):
+    checkpoint = open_checkpoint(family_dir(name))
+    chosen = quantisation_for("auto", checkpoint, torch.device("cpu"))
+    assert chosen.weights == weights
+    assert weights or "int8 is for linear layers" in chosen.why
+
+
+def test_auto_leaves_the_numbers_of_a_checkpoint_that_is_quantised(family_dir):
+    checkpoint = open_checkpoint(family_dir("llama"))
+    checkpoint.config.quantization_config = {"quant_method": "fp8"}
+    chosen = quantisation_for("auto", checkpoint, torch.device("cpu"))
+    assert chosen.weights is None
+    assert "quantised already" in chosen.why
+
+
+def test_auto_is_plain_where_there_are_no_kernels(family_dir, monkeypatch):
+    checkpoint = open_checkpoint(family_dir("llama"))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert quantisation_for("auto", checkpoint, gpu).weights is None
+    with pytest.raises(BadConfiguration, match="cuda has no kernels"):
+        quantisation_for("int8", checkpoint, gpu)
+    monkeypatch.setattr(quantising, "is_supported", lambda: False)
+    assert quantisation_for("auto", checkpoint, cpu).weights is None
+    assert quantisation_for("none", checkpoint, cpu).weights is None
+    with pytest.raises(BadConfiguration, match="cpu has no kernels"):
+        quantisation_for("int8", checkpoint, cpu)
 
 
 def test_gates_stay_as_they_are():

@@ -108,13 +108,14 @@ class InProcessSwarm:
         wait_for_blocks_s: float = 0.0,
         preferences: Preferences | None = None,
         local_blocks: int = 0,
+        quantize: str | None = None,
         limits: SessionLimits | None = None,
         drafting: Drafting | None = None,
         coding: Coding | None = None,
         audits: AuditLimits = NO_AUDITS,
         dtype: torch.dtype | None = None,
     ) -> DistributedModel:
-        """A distributed model; `close` it. dtype: of its ends, if not the servers'."""
+        """A distributed model; `close` it. dtype: of its ends, if not the servers'. quantize: of the local blocks."""
 
         @asynccontextmanager
         async def join() -> AsyncIterator[Directory]:
@@ -132,7 +133,8 @@ class InProcessSwarm:
         )
         dtype = dtype or self.dtype
         swarm = Swarm(self.checkpoint, dtype, join, Identity.generate(), options)
-        first = load_span(self.checkpoint, Blocks(0, local_blocks), dtype=dtype) if local_blocks else None
+        here = partial(load_span, self.checkpoint, dtype=dtype, quantize=quantize)
+        first = here(Blocks(0, local_blocks)) if local_blocks else None
         ends = load_ends(self.checkpoint, dtype=dtype)
         backend = swarm if first is None else LocalFirst(first, swarm)
         return distribute(ends, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))

@@ -1,0 +1,139 @@
+"""A span's rounded weights between the model and the cache on disk: which tensors a block's file has, and how named."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarm.blocks import Blocks
+from swarm.model.hollow import blocks_of
+from swarm.model.integer import IntegerLimits, IntegerMatrix, matrices_in, matrices_of, nothing, rounded_of
+from swarm.model.reading import MalformedWeights
+from swarm.model.weightcache import CacheKey, WeightCache
+from swarm.model.writing import Layout, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The tensors of one file, by their names in the model.
+
+    plain: shapes of those that stay as they are. rounded: shapes of those that do not. matrices: sizes [out, in] of
+    what the latter are rounded to, one for each layer and expert.
+    """
+
+    plain: dict[str, tuple[int, ...]]
+    rounded: dict[str, tuple[int, ...]]
+    matrices: dict[str, tuple[int, int]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names of all tensors."""
+        return (*self.plain, *self.rounded)
+
+
+def parts_of(
+    model: PreTrainedModel,
+    blocks: Blocks,
+    idle: tuple[str, ...],
+    limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
+) -> dict[str, Part]:
+    """Return a hollow model's tensors by file: one for each block, and one for the rest. It may be on the meta device.
+
+    idle: name prefixes of weights that no block needs.
+    """
+    layers = blocks_of(model)
+    paths = {module: name for name, module in model.named_modules()}
+    prefixes = {f"{paths[layers[index]]}.": f"block-{index:04d}" for index in blocks}
+    found: dict[str, Part] = {part: Part({}, {}, {}) for part in prefixes.values()}
+    rounded = set()
+    for index in blocks:
+        for module in rounded_of(layers[index], limits):
+            for name, size in matrices_of(module).items():
+                rounded.add(f"{paths[module]}.{name.partition('.')[0]}")
+                found[f"block-{index:04d}"].matrices[f"{paths[module]}.{name}"] = size
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(idle):
+            part = next((part for prefix, part in prefixes.items() if name.startswith(prefix)), "rest")
+            into = found.setdefault(part, Part({}, {}, {}))
+            (into.rounded if name in rounded else into.plain)[name] = tuple(tensor.shape)
+    return found
+
+
+class Kept:
+    """The rounded weights of one span that a cache has, and those that it is to get."""
+
+    def __init__(self, cache: WeightCache, key: CacheKey, parts: dict[str, Part], dtype: torch.dtype) -> None:
+        """dtype: in which the other weights are loaded."""
+        self._cache, self._key, self._parts, self._dtype = cache, key, parts, dtype
+        self._lacking: dict[str, Part] = {}
+        self.is_complete = False  # whether the cache had everything
+
+    def recall(self, stays: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, IntegerMatrix]]:
+        """Return what the cache has: tensors to load by the model's names, and the matrices that are in it already.
+
+        stays: whether a name of the model stays the same where `transformers` loads it. A block of other names is
+        rounded anew each time.
+        """
+        tensors: dict[str, Tensor] = {}
+        matrices: dict[str, IntegerMatrix] = {}
+        kept = {part: content for part, content in self._parts.items() if all(map(stays, content.names))}
+        for part, content in kept.items():
+            reader = _Reader(content)
+            found = self._cache.load(self._key, part, reader.names, reader.keep)
+            if found is None:
+                self._lacking[part] = content
+                continue
+            matrices |= reader.matrices
+            tensors |= {name: found[name] for name in content.plain}
+            tensors |= {name: nothing(torch.Size(shape), self._dtype) for name, shape in content.rounded.items()}
+        self.is_complete = len(kept) == len(self._parts) and not self._lacking
+        return tensors, matrices
+
+    def remember(self, model: PreTrainedModel) -> None:
+        """Give the cache what it lacked. model: with its rounded weights, made of verified ones."""
+        state = model.state_dict()
+        matrices = matrices_in(model)
+        for part, content in self._lacking.items():
+            plain = [_plain(name, state[name]) for name in content.plain]
+            self._cache.save(self._key, part, [*plain, *(_rounded(name, matrices[name]) for name in content.matrices)])
+
+
+class _Reader:
+    """Makes matrices of a file's tensors as they are read, so that they are not held twice."""
+
+    def __init__(self, content: Part) -> None:
+        self.matrices: dict[str, IntegerMatrix] = {}
+        self.names = content.plain.keys() | {
+            name for matrix, size in content.matrices.items() for name in _layouts(matrix, *size)
+        }
+        self._content = content
+        self._first: dict[str, Tensor] = {}  # parts of a matrix whose others are still to come
+
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        """Take a tensor. Raises MalformedWeights."""
+        matrix = name.rpartition(".")[0]
+        if name in self._content.plain:
+            if tuple(tensor.shape) != self._content.plain[name]:
+                raise MalformedWeights(f"{name} has another shape")
+            return tensor
+        layouts = _layouts(matrix, *self._content.matrices[matrix])
+        if layouts[name] != (tensor.dtype, tuple(tensor.shape)):
+            raise MalformedWeights(f"{name} has another shape")
+        self._first[name] = tensor
+        if layouts.keys() <= self._first.keys():
+            self.matrices[matrix] = IntegerMatrix(*(self._first.pop(each) for each in layouts))
+        return tensor.new_empty(0)
+
+
+def _layouts(matrix: str, n_outputs: int, n_inputs: int) -> dict[str, Layout]:
+    return {f"{matrix}.{part}": layout for part, layout in IntegerMatrix.layouts(n_outputs, n_inputs).items()}
+
+
+def _plain(name: str, tensor: Tensor) -> Piece:
+    return Piece({name: Layout(tensor.dtype, tuple(tensor.shape))}, lambda: (tensor,), tensor.data_ptr() % 64)
+
+
+def _rounded(name: str, matrix: IntegerMatrix) -> Piece:
+    return Piece(_layouts(name, matrix.n_outputs, matrix.n_inputs), lambda: matrix.parts)
