@@ -67,10 +67,14 @@ class _Fetch:
     new: float = 0.0  # the part of them that was for records which had not come before
 
     async def run(self, ask: Asking, source: random.Random) -> None:
-        """Ask nodes in random order until the share is used up, or the sample is there."""
-        nodes = list(self.result.more)
-        source.shuffle(nodes)
+        """Ask the nearest nodes, which hold all records, and then others, until the share or the sample is used up."""
+        more = set(self.result.more)
+        nodes = [peer for peer in self.result.nodes if peer in more]
         slices = min(SAMPLING.slices, len(nodes))
+        nearest, others = nodes[:slices], nodes[slices:]
+        for each in (nearest, others):
+            source.shuffle(each)
+        nodes = nearest + others
         wanted = SAMPLING.distinct * self.share
         size = min(CALLS.answer_bytes_max // CALLS.keys_max, int(wanted / slices))
         for first in range(0, len(nodes), slices):

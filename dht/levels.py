@@ -29,4 +29,4 @@ def announces_name(seen: int, depth: int, source: random.Random, limits: LevelLi
 
     seen: servers of the model in the last survey, each with a record that holds. depth: of this server's own record.
     """
-    return source.random() * max(seen, 1) * 2**depth < limits.names
+    return source.random() * max(seen, 1) * 2.0**depth < limits.names
