@@ -225,10 +225,11 @@ def matrices_of(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 def matrices_in(model: nn.Module) -> dict[str, IntegerMatrix]:
     """Return all matrices of a model whose weights were rounded, by names as `matrices_of` and the module's."""
-    found = {}
+    found: dict[str, IntegerMatrix] = {}
     for name, module in model.named_modules():
         if "integers" in vars(module):
-            found |= {f"{name}.{each}": one for each, one in zip(matrices_of(module), module.integers, strict=True)}
+            pairs = zip(matrices_of(module), vars(module)["integers"], strict=True)
+            found |= {f"{name}.{each}": matrix for each, matrix in pairs}
     return found
 
 

@@ -70,7 +70,8 @@ def _head(metadata: Mapping[str, str], pieces: Sequence[Piece]) -> tuple[bytes, 
     """Return the file's header, and the bytes in front of each piece that bring it to its address."""
     alignment = 64  # bytes, as of a reader
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    gaps, end = [], 0
+    gaps: list[int] = []
+    end = 0
 
     def enter(name: str, layout: Layout) -> None:
         nonlocal end
