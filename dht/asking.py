@@ -26,7 +26,16 @@ def looks_of(request: Any) -> list[Look | None]:  # noqa: ANN401 - a protobuf me
     if len(request.looks) != len(request.keys) or any(len(look.salt) > 32 for look in request.looks):
         raise InvalidMessage("find request", "samples that do not fit its keys")
     return [
-        Look(*(getattr(look, name) for name in Look._fields[:-1]), look.seen[: 3 * CALLS.named_max])
+        Look(
+            look.salt,
+            look.part,
+            look.parts,
+            look.size,
+            look.whole,
+            look.named,
+            look.within,
+            look.seen[: 3 * CALLS.named_max],
+        )
         for look in request.looks
     ]
 

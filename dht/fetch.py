@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from swarm.dht.format import CALLS
 from swarm.dht.records import key_id
-from swarm.dht.sampling import SAMPLING, Look, Sample, is_full
-from swarm.dht.search import Found, Result
+from swarm.dht.sampling import SAMPLING, Found, Look, Sample, is_full
+from swarm.dht.search import Result
 from swarm.dht.validator import OnEntries
 
 Searching = Callable[[Sequence[bytes], bytes], Awaitable[Mapping[bytes, Result]]]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgpack
 
@@ -65,13 +66,13 @@ def unpack_dictionary(value: bytes) -> list[tuple[bytes, bytes, float]]:
 async def believe(gate: RecordGate, key: bytes, value: bytes) -> list[Entry]:
     """Return the entries of an answer that hold. Verified in slices, with a turn for the event loop in between."""
     items = unpack_dictionary(value)
-    return await _believed(gate, [lambda item=item: gate.admit(key, *item) for item in items])
+    return await _believed(gate, [partial(gate.admit, key, *item) for item in items])
 
 
 async def believe_sample(gate: RecordGate, key: bytes, data: bytes) -> list[Entry]:
     """Return the records of a sample that hold, as `believe` does."""
     records = unpacked(data)
-    return await _believed(gate, [lambda record=record: gate.admit_span(key, record) for record in records])
+    return await _believed(gate, [partial(gate.admit_span, key, record) for record in records])
 
 
 async def _believed(gate: RecordGate, checks: Sequence[Callable[[], Entry]]) -> list[Entry]:

@@ -128,14 +128,14 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
                     await asyncio.sleep(0)
             return response
 
-    async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:  # type: ignore[valid-type]
+    async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Answer with the records under the keys, or with a sample of them, and with the nodes nearest to them."""
-        keys_max, keys = self.limits.keys_max, request.keys  # type: ignore[attr-defined]
+        keys_max, keys = self.limits.keys_max, request.keys
         if len(keys) > keys_max or any(len(key) != DHTID.HASH_NBYTES for key in keys):
             raise InvalidMessage("find request", f"more than {keys_max} keys, or a key that is not a hash")
         looks = looks_of(request)
         async with self._admitted(context.remote_id, max(1, len(keys))):
-            self._meet(request.peer.node_id, context.remote_id)  # type: ignore[attr-defined]
+            self._meet(request.peer.node_id, context.remote_id)
             response = FindResponse(peer=messages.NodeInfo(node_id=self.node_info.node_id))
             left, at_once = self.limits.answer_bytes_max, self.gate.limits.verify_slice
             held = [self.records.entries(key) for key in keys]

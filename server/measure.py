@@ -1,11 +1,11 @@
 """The speed of a span, and the memory of a cached token: measured, never assumed."""
 
+import functools
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -75,7 +75,7 @@ def device_name(device: torch.device, facts: Path = Path("/proc/cpuinfo")) -> st
     return _shown(processor)[: RECORD.device_chars - len(kernels)].strip() + kernels
 
 
-@cache
+@functools.cache
 def _processor(facts: Path) -> str | None:
     """Return the processor's name, as Linux tells it."""
     try:

@@ -13,7 +13,6 @@ from swarm.errors import SessionClosed
 from swarm.loops import new_event_loop
 
 Result = TypeVar("Result")
-INTERRUPTED_WITHIN_S = 1.0  # on Windows: a thread that waits there notices Ctrl-C between two waits only
 
 
 class LoopThread:
@@ -153,4 +152,4 @@ class Begun(Generic[Result]):
 def _first(queue: "SimpleQueue[Result]") -> Result:
     while True:
         with suppress(Empty):
-            return queue.get(timeout=INTERRUPTED_WITHIN_S)
+            return queue.get(timeout=1.0)  # Windows notices Ctrl-C between two waits only

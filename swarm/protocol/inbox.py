@@ -104,9 +104,6 @@ class _Answer(Generic[Kept]):
     in_journal: bool
 
 
-_NEW = New()
-
-
 class Inbox(Generic[Kept]):
     """The steps of one session at one hop. Kept: an answer, with or without its tensors."""
 
@@ -129,7 +126,7 @@ class Inbox(Generic[Kept]):
         if step > due:
             return Early(f"step {step} came, {due} is the next")
         if step == due:
-            return _NEW if self.under_way < self._window else Full(f"more than {self._window} steps under way")
+            return New() if self.under_way < self._window else Full(f"more than {self._window} steps under way")
         for kept in self._answers:
             if kept.step == step:
                 return Again(kept.answer, kept.in_journal)

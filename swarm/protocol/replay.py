@@ -150,9 +150,6 @@ class Refuse:
     why: str
 
 
-_TWICE = Twice()
-
-
 class PastReceiver:
     """The past of one session at one hop, while it comes."""
 
@@ -172,7 +169,7 @@ class PastReceiver:
     def offer(self, piece: Rebuild, length: int) -> Compute | Twice | Refuse:
         """Tell the next piece from others. length: positions that the session has. Changes nothing."""
         if piece.start < (length if self.next is None else self.next):
-            return _TWICE
+            return Twice()
         if len(piece.hidden.shape) != 3:
             return Refuse("bad_activations", f"activations of shape {list(piece.hidden.shape)}")
         rows, tokens, _ = piece.hidden.shape
