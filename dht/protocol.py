@@ -105,11 +105,12 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         """Answer with our id and clock.
 
         hivemind lets a caller ask to be called back. This node does not: callers that then keep silent would hold all
-        places for calls. A node learns in another way whether others reach it (`swarm.dht.dialback`).
+        places for calls. It says that it has reached the caller, because hivemind's own nodes give up otherwise. Nodes
+        of this swarm learn in another way whether others reach them (`swarm.dht.dialback`).
         """
         async with self._admitted(context.remote_id, 1):
             self._meet(request.peer.node_id, context.remote_id)
-            return dht_pb2.PingResponse(peer=self.node_info, dht_time=self.clock(), available=False)
+            return dht_pb2.PingResponse(peer=self.node_info, dht_time=self.clock(), available=True)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """Keep the entries that hold; one that does not hold never affects another."""
