@@ -64,7 +64,7 @@ async def test_forged_expired_and_malformed_records_never_show(tmp_path: Path):
     owner, now = bad.public_key.hex(), time.time()
     true = signed(bad, public_name="true")
     expired = signed(bad, now=now - 61, public_name="expired")
-    future = signed(bad, now=now + 45, public_name="future")
+    future = signed(bad, now=now + 300, public_name="future")
     others = signed(bad, network="elsewhere", public_name="elsewhere")
     async with node(tmp_path, "liar") as liar:
         facts = liar.gate.facts(signed(good, public_name="good"))
