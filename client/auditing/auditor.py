@@ -4,7 +4,7 @@
     its end -> inquest -> replays         on routes of other servers
     verdict -> ledger -> sessions         without the servers that are wrong
 
-Nobody waits for an audit. A replay is a session of its own, with the audited one's positions as its prompt.
+The user does not wait for an audit. A replay is a session of its own, with the audited one's positions as its prompt.
 """
 
 import asyncio
@@ -125,8 +125,8 @@ class Auditor:
 
     async def _verdict(self, case: _Case) -> Verdict:
         """Carry out an inquest."""
-        testimony, earlier = case.testimony, [hop for hops in case.testimony.routes for hop in hops]
-        course = inquest(Replay(testimony.routes[-1], testimony.outputs), _agreement(earlier, case.plan.coding))
+        claim = Replay(case.testimony.route, case.testimony.outputs)
+        course = inquest(claim, _agreement(case.plan.coding))
         ask = next(course)
         while True:
             replay = await self._replay(ask, case)
@@ -142,7 +142,7 @@ class Auditor:
         testimony, sessions = case.testimony, self._sessions
         plan = plan.sized(testimony.rows, testimony.length, sessions.limits.chunks)
         try:
-            hops = await self._hops(ask, case.blocks, classes_of(testimony.routes[-1]), plan)
+            hops = await self._hops(ask, case.blocks, classes_of(testimony.route), plan)
             session = await sessions.open(plan, case.blocks, _fixed(hops))
             try:
                 outputs = await _computed(testimony, session)
@@ -202,16 +202,13 @@ def _table(outputs: Outputs) -> Tensor:
     return cat([outputs[at] for at in sorted(outputs)])
 
 
-def _agreement(earlier: Collection[Hop], coding: Coding | None) -> Callable[[Replay, Replay], bool]:
-    """Return what tells whether two routes' outputs are of the same computation.
-
-    earlier: hops of the session's other routes, which may have computed in other classes.
-    """
+def _agreement(coding: Coding | None) -> Callable[[Replay, Replay], bool]:
+    """Return a test whether two routes' outputs are of the same computation. coding: the session's."""
 
     def agree(told: Replay, computed: Replay) -> bool:
         if told.outputs.keys() != computed.outputs.keys():
             return False
-        hops = (*earlier, *told.route, *computed.route)
+        hops = (*told.route, *computed.route)
         bounds = bounds_of({NumericClass.parse(hop.numeric_class).sent(coding) for hop in hops})
         return bounds.allow(distance(_table(told.outputs), _table(computed.outputs)))
 

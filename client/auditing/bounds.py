@@ -49,19 +49,22 @@ class BoundLimits:
 
     float32: tuple[float, float] = limit((1e-4, 1e-3), "", "distance of outputs in float32")
     integers: tuple[float, float] = limit((2e-3, 1e-2), "", "the same with int8 weights")
-    halves: tuple[float, float] = limit((3e-2, 1e-1), "", "the same in bfloat16 and float16, with any weights")
+    halves: tuple[float, float] = limit((3e-2, 1e-1), "", "the same in all other classes, as bfloat16")
+    mixed: tuple[float, float] = limit((3e-2, 1e-1), "", "the same where servers of several classes are compared")
     coded: tuple[float, float] = limit((5e-2, 2e-1), "", "the same where activations travel in int8")
 
     def of(self, numeric_class: NumericClass) -> Bounds:
         """Return the bounds of servers of one class."""
         if numeric_class.wire:
             return Bounds(*self.coded)
-        if numeric_class.dtype != "float32":
+        if numeric_class.dtype != "float32" or numeric_class.weights not in {"", "int8"}:
             return Bounds(*self.halves)
         return Bounds(*(self.integers if numeric_class.weights else self.float32))
 
 
 def bounds_of(classes: Collection[NumericClass], limits: BoundLimits = BoundLimits()) -> Bounds:
-    """Return the bounds of routes of servers of these classes."""
+    """Return the bounds of routes of servers of these classes. Weights that are rounded otherwise are other weights."""
     bounds = [limits.of(each) for each in classes]
+    if len(set(classes)) > 1:
+        bounds.append(Bounds(*limits.mixed))
     return Bounds(max(each.typical for each in bounds), max(each.worst for each in bounds))

@@ -1,4 +1,4 @@
-"""Who of a route's servers computed wrongly: which replays to ask for, and what follows from them. Pure.
+"""Finds the servers of a route that computed wrongly: asks for replays, and draws the conclusions. Pure.
 
 An audit computes a session's positions anew on a reference route, of other servers. If the outputs differ, each server
 of the session's route is put into the reference route by itself, then each of the reference into the session's route.
@@ -15,7 +15,7 @@ does not, it was one of the reference; if it is the other way round, one of the 
 A replay looks to servers like any prompt.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -82,7 +82,7 @@ def inquest(claim: Replay, agree: Agree) -> Inquest:
     return Verdict(doubted=processes_of(others))
 
 
-def processes_of(hops: tuple[Hop, ...] | list[Hop]) -> frozenset[str]:
+def processes_of(hops: Iterable[Hop]) -> frozenset[str]:
     """Return the processes of hops."""
     return frozenset(hop.process for hop in hops)
 

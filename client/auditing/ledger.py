@@ -19,7 +19,7 @@ class Audits:
     """The audits of one client so far. wrong: peer ids of servers whose outputs were wrong, in the order of finding.
 
     agreed: of sessions whose servers others agree with. disputed: some server was wrong. unaudited: no other server
-    could be asked, or not all of the session is known.
+    could be asked.
     """
 
     agreed: int = 0

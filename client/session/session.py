@@ -158,12 +158,12 @@ class Session:
         return self._flight.put(chunk, restart=restart)
 
     def testimony(self) -> Testimony | None:
-        """Return what the hops have answered until now, and to what. None where that is not known."""
+        """Return the hops' answers until now, for an audit. None where none were kept, or hops have changed."""
         transcript = self._travel.steps.transcript
-        if transcript is None or not transcript.is_complete or not transcript.outputs:
+        if transcript is None or transcript.has_moved or not transcript.outputs:
             return None
         past = tuple(self._travel.steps.past)
-        return Testimony(past, dict(transcript.outputs), tuple(transcript.routes), self._plan.expansion)
+        return Testimony(past, dict(transcript.outputs), transcript.route, self._plan.expansion)
 
     def expel(self, process: str) -> None:
         """Have a process compute no more of the session, and no hop keep what followed from its outputs."""

@@ -1,4 +1,4 @@
-"""What a session's hops have answered, kept for an audit: its last outputs, and the hops that took part."""
+"""A session's answers, kept for an audit: its last outputs, and the hops that computed them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ class TranscriptLimits:
     """How much of a session is kept."""
 
     output_bytes: int = limit(4 << 20, "bytes", "of outputs; those of the first positions are forgotten first")
-    routes_max: int = limit(16, "routes", "that one session has taken; an audit says nothing of one with more")
 
 
 class Transcript:
     """The outputs of one session as it is now. What is rolled back is forgotten."""
 
     def __init__(self, limits: TranscriptLimits = TranscriptLimits()) -> None:
-        self.routes: list[tuple[Hop, ...]] = []  # in order; two in a row differ
+        self.route: tuple[Hop, ...] = ()
+        self.has_moved = False  # other hops took part, too: an audit could not tell which of all were wrong
         self._limits = limits
         self._outputs: dict[int, Tensor] = {}  # by position, in order: [rows, hidden_size]
         self._n_bytes = 0
@@ -32,21 +32,16 @@ class Transcript:
         """The outputs by their positions, in order, each [rows, hidden_size]."""
         return self._outputs
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all hops that took part are known."""
-        return len(self.routes) <= self._limits.routes_max
-
     def stands(self, hops: tuple[Hop, ...]) -> None:
         """Note the hops that compute from now on."""
-        if self.is_complete and (not self.routes or _places(self.routes[-1]) != _places(hops)):
-            self.routes.append(hops)
+        self.has_moved = self.has_moved or (bool(self.route) and _places(self.route) != _places(hops))
+        self.route = hops
 
     def note(self, keep: int, *, gathered: bool, tokens: int, output: Tensor | None) -> None:
         """Note the answer to a step, in order. keep: positions that stayed before it. tokens: that it added.
 
-        output: of the last positions, [rows, wanted, hidden_size]. gathered: rows have changed places, so that what
-        was said of them before is of no use.
+        output: of the last positions, [rows, wanted, hidden_size]. gathered: rows have changed places, so that earlier
+        outputs are of no use.
         """
         for position in [at for at in self._outputs if gathered or at >= keep]:
             self._n_bytes -= self._outputs.pop(position).nbytes
@@ -62,15 +57,15 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Testimony:
-    """What the hops of a session have answered, and what they were given.
+    """The answers of a session's hops, and the positions that they were given.
 
     past: all positions, in order, as the client's journal has them; expansion makes activations of it, if it keeps
-    token ids. outputs: as in `Transcript`. routes: all hops that took part.
+    token ids. outputs: as in `Transcript`. route: the hops, which were the same all the time.
     """
 
     past: tuple[Past, ...]
     outputs: Mapping[int, Tensor]
-    routes: tuple[tuple[Hop, ...], ...]
+    route: tuple[Hop, ...]
     expansion: Expansion | None = None
 
     @property

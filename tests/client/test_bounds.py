@@ -39,4 +39,7 @@ def test_a_route_has_the_bounds_of_its_widest_class():
     float32, integers = bounds_of(classes("float32")), bounds_of(classes("float32+int8"))
     assert float32.worst < integers.worst < bounds_of(classes("bfloat16")).worst
     assert bounds_of(classes("float32", "bfloat16+int8")) == bounds_of(classes("bfloat16"))
+    assert bounds_of(classes("float32", "float32+int8")).typical > integers.typical
+    assert bounds_of(classes("float32", "float32")) == float32
+    assert bounds_of(classes("float32+q4_0")) == bounds_of(classes("bfloat16"))
     assert bounds_of(classes("float32++int8")).worst > bounds_of(classes("bfloat16")).worst

@@ -47,12 +47,11 @@ def test_the_first_positions_are_forgotten_first():
     assert told(transcript) == {3: 3.0, 4: 4.0}
 
 
-def test_routes_are_noted_once_each():
-    transcript, hop = Transcript(TranscriptLimits(routes_max=2)), Hop(server(0, 4), Blocks(0, 4))
+def test_a_session_whose_hops_change_is_known():
+    transcript, hop = Transcript(), Hop(server(0, 4), Blocks(0, 4))
     transcript.stands((hop,))
     transcript.stands((Hop(hop.signed, hop.blocks, 7.0),))
-    assert len(transcript.routes) == 1
-    for _ in range(4):
-        transcript.stands((Hop(server(0, 4), Blocks(0, 4)),))
-    assert not transcript.is_complete
-    assert len(transcript.routes) == 3
+    assert not transcript.has_moved
+    transcript.stands((Hop(server(0, 4), Blocks(0, 4)),))
+    transcript.stands((hop,))
+    assert transcript.has_moved
