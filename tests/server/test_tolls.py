@@ -3,6 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
 from swarm.activations import Activations
 from swarm.net.gate import IDLE, PROGRESS, Toll
 from swarm.net.limits import ReadLimits
@@ -34,6 +36,7 @@ async def test_only_accepted_decode_steps_are_not_counted_as_bytes(first: Site, 
     assert (refused.idle, refused.free_bytes, refused.payer) == (True, 0, session.owner)
 
 
+@pytest.mark.real_time
 async def test_steps_without_room_are_free_unless_sent_again_at_once(first: Site, owner: Peer, stranger: Peer):
     holder = await opened(stranger, first)
     (await stranger.to(first)).send(*step(holder, 1, activations(1, 2)))
