@@ -100,9 +100,10 @@ class Auditor:
 
     def _ended(self, session: Session, blocks: Blocks, plan: SessionPlan) -> None:
         testimony = session.testimony()
-        if testimony is None or self._cases.full():
-            return
-        if testimony.length * testimony.rows <= self._limits.positions_max:
+        is_short = testimony is not None and testimony.length * testimony.rows <= self._limits.positions_max
+        if testimony is None or not is_short or self._cases.full():
+            self._ledger.skip()
+        else:
             self._cases.put_nowait(_Case(testimony, blocks, plan))
 
     async def _audit_all(self) -> None:

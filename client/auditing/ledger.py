@@ -19,7 +19,7 @@ class Audits:
     """The audits of one client so far. wrong: peer ids of servers whose outputs were wrong, in the order of finding.
 
     agreed: of sessions whose servers others agree with. disputed: some server was wrong. unaudited: no other server
-    could be asked.
+    could be asked, or the session did not suit, because its hops had changed, say.
     """
 
     agreed: int = 0
@@ -36,6 +36,10 @@ class Ledger:
         self._limits = limits
         self._doubts: dict[str, tuple[int, frozenset[str]]] = {}  # how many, and who was in all of them
 
+    def skip(self) -> None:
+        """Note a session that was drawn, and is not audited."""
+        self.audits = replace(self.audits, unaudited=self.audits.unaudited + 1)
+
     def note(self, verdict: Verdict) -> frozenset[str]:
         """Take a verdict. Returns the processes that are known to be wrong since then."""
         audits, news = self.audits, set(verdict.wrong)
@@ -49,7 +53,7 @@ class Ledger:
         elif verdict.cleared:
             self.audits = replace(audits, agreed=audits.agreed + 1)
         else:
-            self.audits = replace(audits, unaudited=audits.unaudited + 1)
+            self.skip()
         return frozenset(news)
 
     def _doubt(self, company: frozenset[str]) -> set[str]:

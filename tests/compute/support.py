@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import inf
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class Doubling:
 
     blocks: Blocks = field(default_factory=lambda: Blocks(2, 5))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    traits: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(has_wide_residual=False))
     packs: bool = True
     n_caches: int = 0
     calls: list[list[int]] = field(default_factory=list)

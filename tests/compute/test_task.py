@@ -79,11 +79,16 @@ def test_facts_of_a_task_are_its_activations_and_its_spans(tenure: Tenure):
     assert (ready.rows, ready.tokens, ready.cuts) == (2, 2, True)
 
 
-def test_looking_at_a_task_makes_no_cache_and_keeps_dtypes_apart(tenure: Tenure, span: Doubling):
+@pytest.mark.parametrize("is_wide", [True, False], ids=["wide", "narrow"])
+def test_looking_at_a_task_makes_no_cache_and_keeps_apart_the_dtypes_that_blocks_take(
+    tenure: Tenure, span: Doubling, is_wide
+):
+    span.dtype, span.traits.has_wide_residual = torch.bfloat16, is_wide
     dtypes = torch.float32, torch.bfloat16, torch.float32
     tasks = [Forward(tenure, activations(1, dtype=dtype), Place(0)) for dtype in dtypes]
     first, second, third = (task.ready(decodes=False).group for task in tasks)
-    assert first == third != second
+    assert first == third
+    assert (first == second) == (not is_wide)
     assert span.n_caches == 0
 
 
