@@ -28,7 +28,6 @@ from swarm.client.session.session import Session
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
-from swarm.model.traits import has_experts
 from swarm.protocol.messages import ROWS_MAX
 from swarm.protocol.tensors import Coding
 
@@ -83,7 +82,6 @@ class Swarm:
             checkpoint.n_blocks,
             options.dtype,
             options.coding,
-            has_experts=has_experts(checkpoint.config),
         )
         joining = _joined(wanted, join, identity, options)
         self._loop = LoopThread()

@@ -22,7 +22,7 @@ def estimated(hops: Sequence[Hop], request: Request) -> Route:
     """Return these hops as a route with its estimates."""
     home_ms = client_trip_ms(hops[-1].announcement, request)
     servers = [hop.announcement for hop in hops]
-    promise = exactness_of(servers, is_coded=request.coding is not None, has_experts=request.has_experts)
+    promise = exactness_of(servers, is_coded=request.coding is not None)
     return Route(tuple(hops), tuple(_estimates(hops, request)), home_ms, request.preferences.optimize, promise)
 
 

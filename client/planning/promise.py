@@ -33,17 +33,16 @@ class Crossing:
         return f"blocks {self.blocks} were in {self.before} until position {self.position}, and are in {self.now}"
 
 
-def exactness_of(hops: Sequence[Announcement], *, is_coded: bool, has_experts: bool) -> Exactness:
+def exactness_of(hops: Sequence[Announcement], *, is_coded: bool) -> Exactness:
     """Return the promise of a route of these servers, by the measurements in docs/quantisation.md.
 
-    is_coded: whether activations are rounded where hops meet. has_experts: routers of experts add up in another order
-    beside other sessions.
+    is_coded: whether activations are rounded where hops meet.
     """
     if is_coded:
         return "tier"
     classes = {_parsed(hop.numeric_class) for hop in hops}
     is_integer = all(each.weights == "int8" for each in classes)
-    if len(classes) == 1 and is_integer and not has_experts and _is_one_kind(hops):
+    if len(classes) == 1 and is_integer and _is_one_kind(hops):
         return "bits"
     is_float32 = all(each.dtype == "float32" and each.weights in {"", "int8"} for each in classes)
     return "tokens" if is_float32 else "tier"

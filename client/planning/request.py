@@ -33,7 +33,7 @@ class Request:
 
     dtype: only classes that compute in it, as "float32". held: the numeric class of each block in the route that is to
     be repaired. A repair stays in its tier, and takes the same classes if their servers have room.
-    coding: of activations; only servers that take them so. has_experts: whether blocks of the model have.
+    coding: of activations; only servers that take them so.
     avoid: peer ids, or processes as in `Hop.process`. client_rtts: round trips in ms that the client has measured, by
     public key (hex). positions_needed: cached tokens; servers with less room are taken only where others leave blocks
     uncovered.
@@ -45,7 +45,6 @@ class Request:
     dtype: str | None = None
     coding: str | None = None
     held: Held = ()
-    has_experts: bool = False
     avoid: Collection[str] = ()
     preferences: Preferences = field(default_factory=Preferences)
     client_rtts: Mapping[str, float] = field(default_factory=dict)

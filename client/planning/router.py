@@ -36,7 +36,7 @@ class RouterLimits:
 class Wanted:
     """The model that routes are for. dtype: only servers that compute in it, as "float32"; None for any.
 
-    coding: of activations. has_experts: whether its blocks have.
+    coding: of activations.
     """
 
     root: str
@@ -44,7 +44,6 @@ class Wanted:
     n_blocks: int
     dtype: str | None
     coding: Coding | None = None
-    has_experts: bool = False
 
 
 class Avoided(Protocol):
@@ -229,7 +228,6 @@ class Router:
             dtype=self._model.dtype,
             coding=self._model.coding,
             held=held,
-            has_experts=self._model.has_experts,
             avoid={*avoid, *self._avoided.banned},
             preferences=self.preferences,
             client_rtts=dict(self._rtts),

@@ -24,7 +24,6 @@ from swarm.gateway.text import TokenTexts
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import ends_bytes, expected_dtype, load_ends
 from swarm.model.tokens import TokenEnds
-from swarm.model.traits import has_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +53,7 @@ class ModelOptions:
         dtype = None
         if self.exact or self.dtype != "auto":
             dtype = str(expected_dtype(checkpoint, self.torch_dtype)).removeprefix("torch.")
-        name, experts = checkpoint.public_name, has_experts(checkpoint.config)
-        wanted = Wanted(checkpoint.root, name, checkpoint.n_blocks, dtype, has_experts=experts)
+        wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, dtype)
         return member.of(wanted, Preferences(quality=self.quality, exact=self.exact), self.audits)
 
 

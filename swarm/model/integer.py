@@ -37,7 +37,7 @@ class IntegerFormat:
 class IntegerLimits:
     """Which layers get int8 weights, and when a block is refused them."""
 
-    outputs_min: int = limit(16, "outputs", "smaller layers choose experts or open gates: they stay as they are")
+    outputs_min: int = limit(16, "outputs", "smaller layers choose experts or open gates: they keep their weights")
     share_min: float = limit(0.5, "share", "of a block's weights that has to become int8: the rest keeps its size")
 
 

@@ -26,6 +26,7 @@ from swarm.model.integer import (
 from swarm.model.kept import Kept
 from swarm.model.probe import outputs_of, samples_of
 from swarm.model.span import Span
+from swarm.model.steady import make_steady
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,16 @@ class Rounding:
         return nothing(tensor.shape, self._dtype)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Round the other weights: experts, and linear layers that are joined from several tensors."""
+        """Round the other weights: experts, and linear layers that are joined from several tensors.
+
+        Small layers keep theirs, and multiply in integers all the same.
+        """
         paths = {module: name for name, module in model.named_modules()}
         for module in self._modules(model):
             names = [f"{paths[module]}.{name}" for name in matrices_of(module)]
             to_integers(module, [self._read.pop(name) for name in names if name in self._read])
+        for index in self._blocks:
+            make_steady(blocks_of(model)[index])
         return_free_memory()
 
     def remember(self, model: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from swarm.model.growing import GrowingLimits
 from swarm.model.hollow import Placeholder, decoder_of
 from swarm.model.integer import bytes_of_integers, has_integers
 from swarm.model.packed import PackedCache, Packing, Segment, configs_of, packed_positions
+from swarm.model.steady import steady_bytes
 from swarm.model.traits import Traits
 
 
@@ -52,8 +53,9 @@ class Weights:
         # Of one-byte floats are only quantised weights, never hidden states.
         wide = (tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1)
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        integers = bytes_of_integers(model) + steady_bytes(model)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return cls(next(wide, torch.float32), device, sum(storages.values()) + bytes_of_integers(model))
+        return cls(next(wide, torch.float32), device, sum(storages.values()) + integers)
 
 
 @dataclass(slots=True)

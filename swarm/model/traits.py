@@ -93,18 +93,6 @@ def traits_of(config: PretrainedConfig) -> Traits:
     )
 
 
-def has_experts(config: PretrainedConfig) -> bool:
-    """Return whether blocks of a model choose among experts, as its config says."""
-
-    def names(values: dict[Any, Any]) -> bool:
-        return any(
-            ("expert" in str(key) and bool(value)) or (isinstance(value, dict) and names(value))
-            for key, value in values.items()
-        )
-
-    return names(text_config(config).to_dict())
-
-
 def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig) -> None:
     """Refuse families whose config shows that they cannot be split."""
     name = str(config.model_type)

@@ -1,0 +1,75 @@
+"""Products of small layers in integers, so that the experts of a position do not depend on the batch.
+
+Routers and gates decide by small differences, so 8 bits are too few for their weights. Such a weight is kept as it is,
+and beside it as the sum of two int8 matrices: the weight rounded, and what that left, rounded again. Together they have
+some 15 bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarm.model.integer import IntegerMatrix
+
+
+class SteadyWeight(nn.Parameter):
+    """A weight [out, in] by which `linear` multiplies in integers. All other functions see the weight as it was."""
+
+    matrices: tuple[IntegerMatrix, IntegerMatrix]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "SteadyWeight":
+        """Round a weight of any float dtype, and keep it."""
+        plain = weight.detach()
+        first = IntegerMatrix.of(plain)
+        integers, scales = first.parts
+        steady = cls(plain, requires_grad=False)
+        steady.matrices = first, IntegerMatrix.of(plain.float() - integers * scales[:, None])
+        return steady
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401 - whatever `func` returns
+        """Answer `linear`, and let the rest be computed. A cast before it is the weight itself."""
+        del types
+        if func is functional.linear:
+            return _linear(*args, **(kwargs or {}))
+        if func in (Tensor.to, Tensor.type, Tensor.float) and not kwargs and _is_cast(args):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def make_steady(block: nn.Module) -> None:
+    """Have the layers of a block that keep their weights multiply in integers."""
+    for module in block.modules():
+        weight = getattr(module, "weight", None)
+        is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+        if is_matrix and "integers" not in vars(module):
+            module.weight = SteadyWeight.of(weight)
+
+
+def steady_bytes(model: nn.Module) -> int:
+    """Return the memory of all integers beside weights of a model that are kept as they are."""
+    steady = [weight for weight in model.parameters() if isinstance(weight, SteadyWeight)]
+    return sum(matrix.n_bytes for weight in steady for matrix in weight.matrices)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    assert isinstance(weight, SteadyWeight)
+    first, second = weight.matrices
+    output = first.multiply(input) + second.multiply(input)
+    return output if bias is None else output + bias
+
+
+def _is_cast(args: Sequence[Any]) -> bool:
+    """Whether the arguments of `to`, `type` or `float` name at most a dtype of floating point."""
+    return len(args) == 1 or (len(args) == 2 and isinstance(args[1], torch.dtype) and args[1].is_floating_point)
