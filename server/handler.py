@@ -37,6 +37,7 @@ from swarm.protocol.messages import (
     Rerouted,
     Step,
 )
+from swarm.protocol.naming import is_name_of
 from swarm.server.accounts import Accounts
 from swarm.server.admission import Admission
 from swarm.server.gates import Facts, Gates, Stop, Stray
@@ -77,6 +78,7 @@ class Handler:
         self._loop = asyncio.get_running_loop()
         self._replays = Replays(self._loop, self.accounts, self.limits.session)
         self._outcomes = Outcomes(self._loop, self.registry, self._replays, lambda: self.steps_under_way > 0)
+        self.links.on_connected.append(self._outcomes.catch_up)
         self._executor = executor
 
     @property
@@ -102,6 +104,8 @@ class Handler:
             case Close():
                 if (session := self.registry.owned(channel, message.session)) is not None:
                     self.registry.end(session)
+                elif is_name_of(channel.peer, message.session):
+                    self.registry.parked.take(message.session)
             case _:
                 raise InvalidMessage(message.kind, "servers do not take it")
         return IDLE
@@ -138,6 +142,7 @@ class Handler:
     async def close(self) -> None:
         """End every session."""
         self.links.cancel()
+        self.registry.parked.close()
         self.registry.fail_all("the server is leaving")
 
     # Requests of a session's owner
@@ -156,6 +161,8 @@ class Handler:
         window = self.limits.session.inbox.window_steps
         opened = Opened(session=session.id, epoch=session.seat.epoch, window=window, held=held or None)
         self.links.connect(session, following, opened)
+        if (early := self.registry.parked.take(session.id)) is not None:
+            self._on_activations(early.channel, early.message, early.activations)
 
     def _on_reroute(self, channel: Channel, request: Reroute) -> None:
         session = self._owned(channel, request)
@@ -196,10 +203,7 @@ class Handler:
         session = self.registry.sessions.get(message.session)
         if session is None:
             if isinstance(message, Step):
-                absent = Failed(
-                    session=message.session, epoch=message.epoch, step=message.step, blame="self", why="no such session"
-                )
-                send(channel, absent)
+                self.registry.parked.park(channel, message, activations)
             return IDLE
         now = self._loop.time()
         is_void, gates = False, self.gates.rebuild

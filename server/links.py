@@ -21,6 +21,7 @@ class Links:
         self.dialer = dialer
         self.openings: set[asyncio.Task[None]] = set()  # to next hops
         self.on_ended: list[Callable[[Channel, str], None]] = []  # called with a watched channel and why it has ended
+        self.on_connected: list[Callable[[HostedSession], None]] = []  # called when a session has its next hop
         self._watched: set[Channel] = set()
 
     def connect(self, session: HostedSession, following: Announcement | None, then: Message) -> None:
@@ -48,6 +49,8 @@ class Links:
         session.peers.next = channel
         self.watch(channel)
         send(session.owner, then)
+        for tell in self.on_connected:
+            tell(session)
 
     def release_next(self, session: HostedSession) -> None:
         """Use the channel to the next hop no more. The owner's, who relays, was not opened by this side."""

@@ -7,6 +7,7 @@ import structlog
 from torch import Tensor
 
 from swarm.activations import Activations
+from swarm.protocol.inbox import Again
 from swarm.protocol.messages import Rebuild, Step
 from swarm.protocol.replay import follow_up
 from swarm.protocol.seat import Client
@@ -60,6 +61,14 @@ class Outcomes:
         facts.accounts.give_back(session.owner.peer, facts.n_tokens)
         pass_on(session, session.skip(facts.message), soon=self._others())
 
+    def catch_up(self, session: HostedSession) -> None:
+        """Pass on what was computed while the session had no connection to its next hop, and never had one."""
+        early, session.peers.early = session.peers.early or (), None
+        for step in early:
+            verdict = session.inbox.offer(step)
+            if isinstance(verdict, Again):
+                pass_on(session, session.kept(verdict))
+
     def _failed(self, session: HostedSession, message: Step | Rebuild, error: Exception) -> None:
         name, step = type(error).__name__, message.step if isinstance(message, Step) else None
         _log.error(f"{message.kind} failed", session=session.id[:8], step=step, error=name, exc_info=error)
@@ -96,7 +105,8 @@ class Outcomes:
 def pass_on(session: HostedSession, answer: Answer, *, soon: bool = False) -> None:
     """Send an answer to where it goes now, which a repair may have changed since it was computed.
 
-    An answer that the next hop does not get will be sent again: the owner sees to that. soon: see `send`.
+    An answer that the next hop does not get will be sent again: the owner sees to that. One to a next hop that is not
+    connected yet goes once it is (`Outcomes.catch_up`). soon: see `send`.
     """
     message, seat = answer.message, session.seat
     if message.epoch != seat.epoch:
@@ -104,3 +114,5 @@ def pass_on(session: HostedSession, answer: Answer, *, soon: bool = False) -> No
     to = session.peers.owner if isinstance(seat.next, Client) else session.peers.next
     if to is not None:
         send(to, message, answer.activations, soon=soon)
+    elif isinstance(message, Step) and session.peers.early is not None:
+        session.peers.early.append(message.step)

@@ -7,6 +7,7 @@ import structlog
 from swarm.net.channel import Channel
 from swarm.protocol.messages import Leaving
 from swarm.server.links import Links, complain
+from swarm.server.parked import Parked
 from swarm.server.refusals import send
 from swarm.server.session import HostedSession
 
@@ -18,6 +19,7 @@ class Registry:
 
     def __init__(self, links: Links) -> None:
         self.sessions: dict[str, HostedSession] = {}
+        self.parked = Parked()
         self._links = links
         links.on_ended.append(self.channel_ended)
         self._ended = asyncio.Event()

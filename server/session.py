@@ -6,7 +6,7 @@ of steps and their answers), `PastReceiver` (a past that comes), `History` (a pa
 the messages that the gates let pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -41,13 +41,15 @@ class Neighbours:
     """The channels of one session. used_at: when the session last moved, in the loop's time, seconds.
 
     next: while there is a connection to the next hop; the owner's, if the owner relays. source: the channel that
-    activations last came from.
+    activations last came from. early: steps that were computed before the first connection to the next hop; None once
+    there was one, or a reroute: then the owner sends such steps again.
     """
 
     owner: Channel
     used_at: float
     next: Channel | None = None
     source: Channel | None = None
+    early: list[int] | None = field(default_factory=list)
 
 
 class HostedSession:
@@ -204,7 +206,7 @@ class HostedSession:
     def reroute(self, request: Reroute, now: float) -> None:
         """Take a new seat; forget the past if it is to come anew."""
         self.seat = Seat.of(request, self.owner.peer, now)
-        self.peers.used_at = now
+        self.peers.used_at, self.peers.early = now, None
         self.history.begin_epoch()
         self.holdings.end_window()
         if request.reset or not self.seat.has_next:

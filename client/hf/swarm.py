@@ -24,7 +24,7 @@ from swarm.client.planning.router import Wanted
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Join, Membership, joined
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.session import First, Session
 from swarm.errors import BadConfiguration, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint
@@ -120,8 +120,10 @@ class Swarm:
             self._loop.run(self._leave())
             self._loop.stop()
 
-    async def _open(self, blocks: Blocks, plan: SessionPlan, rows: int, tokens: int) -> Session:
-        self._latest = await self.membership.open(blocks, plan.sized(rows, tokens, self._options.limits.chunks))
+    async def _open(self, blocks: Blocks, plan: SessionPlan, first: First) -> Session:
+        rows, tokens = first.activations.rows, first.activations.tokens
+        sized = plan.sized(rows, tokens, self._options.limits.chunks)
+        self._latest = await self.membership.open(blocks, sized, first=first)
         return self._latest
 
     async def _route(self) -> ExplainedRoute:
@@ -173,8 +175,8 @@ class WaitingSession:
     So its owner can close it wherever an interrupt hits: an open session is never on its way to its owner.
     """
 
-    def __init__(self, loop: LoopThread, opening: Callable[[int, int], Awaitable[Session]]) -> None:
-        """opening: opens the session for so many rows of so many tokens. Raises as `Membership.open` does."""
+    def __init__(self, loop: LoopThread, opening: Callable[[First], Awaitable[Session]]) -> None:
+        """opening: opens the session for its first step. Raises as `Membership.open` does."""
         self._loop = loop
         self._opening = opening
         self._session: Session | None = None
@@ -195,7 +197,7 @@ class WaitingSession:
         ours = activations.copied()  # a journal keeps them, and the caller may write to its own again
 
         async def step() -> Tensor:
-            session = self._session or await self._open(ours.rows, ours.tokens)
+            session = self._session or await self._open(First(ours, want))
             return await session.step(ours, keep=keep, rows=rows, want=want)
 
         return self._loop.run(step()).to(device)
@@ -223,9 +225,9 @@ class WaitingSession:
 
     # In the loop
 
-    async def _open(self, rows: int, tokens: int) -> Session:
+    async def _open(self, first: First) -> Session:
         self._refuse_if_closed()
-        self._session = await self._opening(rows, tokens)
+        self._session = await self._opening(first)
         if self._closed:
             await self._session.close()
         self._refuse_if_closed()

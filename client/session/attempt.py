@@ -16,7 +16,7 @@ A fault that arrives meanwhile fails the replies that an attempt awaits, and so 
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TypeVar
@@ -192,18 +192,27 @@ class Attempt:
             else:
                 leg.send(itinerary.reroute(index, reset=index in reset))
         replies += [legs[index].expect(wire.Pong) for index in sorted(new)]
-        answers = await self._replies(replies, new)
+        is_first = layout.epoch == 1 and terms.prefix is None  # later, a hop may still know the session by an older one
+        answers = await self._replies(replies, new, self._circuit.behind_opens if is_first else None)
         for leg, answer in zip(legs, answers, strict=False):
             leg.state = LegState.OPEN if leg.state is LegState.PLANNED else leg.state
             if isinstance(answer, wire.Opened):
                 leg.window, leg.held = answer.window, answer.held or 0
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
 
-    async def _replies(self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int]) -> list[Reply]:
-        """Wait for the replies of all legs, and then for the pings of the new ones. Raises HopFailed."""
+    async def _replies(
+        self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int], asked: Callable[[], None] | None
+    ) -> list[Reply]:
+        """Wait for the replies of all legs, and then for the pings of the new ones. Raises HopFailed.
+
+        asked: called once the pings have left, which are not to wait behind activations.
+        """
         legs = self._circuit.layout.legs
         pings = [asyncio.ensure_future(self._ping(legs[index])) for index in new]
         try:
+            if asked is not None:
+                await asyncio.sleep(0)
+                asked()
             asked = [*legs, *(legs[index] for index in sorted(new))]
             return await _answered(replies, asked, self._limits.reply_s, "did not answer")
         finally:

@@ -55,6 +55,7 @@ class Circuit:
         self.layout = Layout()
         self.standing: Standing | None = None
         self.rebuilding: Rebuilding | None = None
+        self.behind_opens: Callable[[], None] | None = None  # called when the first attempt has sent its Opens
         self.is_closed = False
         self._shared = shared
         self._listener: Callable[[Fault], None] = lambda _: None

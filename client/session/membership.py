@@ -26,7 +26,7 @@ from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.session import First, Session
 from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory
 from swarm.errors import NetworkError, NoRoute
@@ -91,10 +91,12 @@ class Membership:
         self.sessions = sessions
         self._keeping: asyncio.Task[None] | None = None
 
-    async def open(self, blocks: Blocks, plan: SessionPlan, limits: SessionLimits | None = None) -> Session:
+    async def open(
+        self, blocks: Blocks, plan: SessionPlan, limits: SessionLimits | None = None, first: First | None = None
+    ) -> Session:
         """Open a session along the best route through `blocks`. Raises NoRoute, HopFailed or Refused.
 
-        limits: this session's own; None for those of all.
+        limits: this session's own; None for those of all. first: the step that is called next, which travels already.
         """
 
         async def planner(missing: Blocks, avoid: Collection[str], held: Held, fresh: bool) -> tuple[Hop, ...]:
@@ -103,7 +105,7 @@ class Membership:
 
         plan = self.auditor.drawn(plan)
         try:
-            session = await self.sessions.open(plan, blocks, planner, limits)
+            session = await self.sessions.open(plan, blocks, planner, limits, first)
         except NoRoute as failure:  # diagnosed only now: servers may come while a session waits for them
             raise await self.router.diagnosed(failure) from None
         self.router.remember(session.route)

@@ -13,6 +13,8 @@ that have applied a step already answer from what they keep. The user notices on
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from torch import Tensor, cat
@@ -37,6 +39,15 @@ from swarm.errors import HopFailed, NoRoute, PromptTooLong, SessionClosed, StepT
 from swarm.protocol.outbox import Ticket
 
 _log = structlog.get_logger("swarm.session")
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The first step of a session that is opened for it: the arguments of `Session.step`."""
+
+    activations: Activations
+    want: int
+    ids: Tensor | None = None
 
 
 class Session:
@@ -82,20 +93,25 @@ class Session:
         """The repairs that brought blocks into another numeric class, in order."""
         return self._travel.restorer.crossings
 
-    async def open(self) -> None:
+    async def open(self, first: First | None = None) -> None:
         """Find a route and open the session on it. Called once, by `Sessions.open`.
 
-        Then `length` is how much of the plan's prefix all hops have already.
+        Then `length` is how much of the plan's prefix all hops have already. first: the step that is called next; its
+        first chunk travels behind the Opens, unless the plan has a prefix.
         """
         limit_s = max(self._shared.limits.connect.open_s, self._plan.step_timeout_s) + self._plan.wait_for_blocks_s
         deadline = _now() + self._plan.step_timeout_s
         try:
             async with asyncio.timeout(limit_s), self._lock:
+                if first is not None:
+                    self._circuit.behind_opens = partial(self._send_ahead, first)
                 with self._watcher.watching():
                     await self._travel.restorer.restore(deadline)
                 self.length = self._travel.steps.held
         except TimeoutError:
             raise self._late() from None
+        finally:
+            self._circuit.behind_opens = None
 
     async def step(
         self,
@@ -126,7 +142,8 @@ class Session:
                 want = tokens if want is None else min(want, tokens)
                 if keep + tokens > self._plan.positions_max:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
-                outputs = await self._run(self._cut(activations, keep, rows, want, ids), tokens, deadline)
+                begun = self._travel.begun() or (self._cut(activations, keep, rows, want, ids), [])
+                outputs = await self._run(*begun, tokens, deadline)
         except (TimeoutError, SwarmError, asyncio.CancelledError) as raised:
             error = self._failed(raised, has_begun=has_begun)
             if error is raised:
@@ -189,11 +206,18 @@ class Session:
         rate = self._circuit.layout.prefill_tps if activations.tokens > 1 else None
         return cut(activations, keep=keep, rows=rows, want=want, tokens_per_s=rate, limits=limits, ids=ids)
 
-    async def _run(self, chunks: Iterator[Chunk], tokens: int, deadline: float) -> list[Tensor]:
-        """Send chunks, at most a window of them in flight, and collect the wanted positions of each."""
+    def _send_ahead(self, first: First) -> None:
+        """Send the first chunk of the step that is called next."""
+        chunks = self._cut(first.activations, 0, None, min(first.want, first.activations.tokens), first.ids)
+        self._travel.send_ahead(chunks, _now() + self._plan.step_timeout_s)
+
+    async def _run(self, chunks: Iterator[Chunk], waiting: list[Ticket], tokens: int, deadline: float) -> list[Tensor]:
+        """Send chunks, at most a window of them in flight, and collect the wanted positions of each.
+
+        waiting: of those that were sent already.
+        """
         began, repairs = _now(), self._travel.restorer.repairs
         outputs: list[Tensor] = []
-        waiting: list[Ticket] = []
         with self._watcher.watching():
             try:
                 await self._travel.begin(deadline)

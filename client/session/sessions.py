@@ -11,7 +11,7 @@ from swarm.client.session.circuit import Shared
 from swarm.client.session.inlet import FromHop
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.plan import Planner, SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.session import First, Session
 from swarm.client.session.timeout import Timeout
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
@@ -66,11 +66,17 @@ class Sessions:
         return PROGRESS
 
     async def open(
-        self, plan: SessionPlan, blocks: Blocks, planner: Planner, limits: SessionLimits | None = None
+        self,
+        plan: SessionPlan,
+        blocks: Blocks,
+        planner: Planner,
+        limits: SessionLimits | None = None,
+        first: First | None = None,
     ) -> Session:
         """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
 
-        planner: finds the hops, and later those that take over from others. limits: this session's own.
+        planner: finds the hops, and later those that take over from others. limits: this session's own. first: the step
+        that is called next.
         """
         shared = self._shared if limits is None else replace(self._shared, limits=limits)
         session_id = self._new_id()
@@ -78,7 +84,7 @@ class Sessions:
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session
         try:
-            await session.open()
+            await session.open(first)
         except BaseException:
             await session.close()
             raise

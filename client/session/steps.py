@@ -48,6 +48,7 @@ class Steps:
         self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox, coding)
         self._journal = Journal(limits.journal)
         self._waiters: dict[int, asyncio.Future[Outcome]] = {}
+        self._ahead = 0  # the epoch in which steps were sent before its route stood
         self._loop = asyncio.get_running_loop()
         circuit.on_fault(self.fail)
 
@@ -133,8 +134,18 @@ class Steps:
             self.window = standing.window
             if self.transcript is not None:
                 self.transcript.stands(standing.layout.hops)
-            if self._outbox.resend(standing.epoch, standing.window):
+            ahead, self._ahead = self._ahead, 0
+            if ahead == standing.epoch:
+                self._outbox.widen(standing.window)
                 self._send_due()
+            elif self._outbox.resend(standing.epoch, standing.window):
+                self._send_due()
+
+    def send_ahead(self) -> None:
+        """Send the first step on a route whose hops were asked, and have not answered yet."""
+        self._ahead = self._circuit.layout.epoch
+        self._outbox.resend(self._ahead, 1)
+        self._send()
 
     def forget_guesses(self) -> None:
         """All steps in flight were guessed wrong: forget those that never left, and the outputs of the others."""
@@ -151,8 +162,10 @@ class Steps:
         self._waiters.clear()
 
     def _send_due(self) -> None:
-        if self._circuit.standing is None:
-            return  # the next `resend` sends it
+        if self._circuit.standing is not None:
+            self._send()  # else the next `resend` does
+
+    def _send(self) -> None:
         legs = self._circuit.layout.legs
         for ticket in self._outbox.due():
             if ticket.outcome is not None:

@@ -1,9 +1,11 @@
 """Steps on their way around the route: each is awaited in order, and the route is repaired until it has answered."""
 
 import asyncio
+from collections.abc import Iterator
 
 from torch import Tensor
 
+from swarm.client.session.chunks import Chunk
 from swarm.client.session.circuit import Circuit, Shared
 from swarm.client.session.recovery import Fail, MoveAway, RefusedStep, Renew, Wait, after_refusal
 from swarm.client.session.restore import Restorer
@@ -21,6 +23,17 @@ class Travel:
         self._circuit = circuit
         self._limits = shared.limits.recovery
         self._loop = asyncio.get_running_loop()
+        self._begun: tuple[Iterator[Chunk], list[Ticket]] | None = None  # a step that has left before its call
+
+    def send_ahead(self, chunks: Iterator[Chunk], deadline: float) -> None:
+        """Send the first chunk of the session's first step, whose hops have not answered their Opens yet."""
+        self._begun = chunks, [self.steps.put(next(chunks), deadline)]
+        self.steps.send_ahead()
+
+    def begun(self) -> tuple[Iterator[Chunk], list[Ticket]] | None:
+        """Return, once, the other chunks of a step that was sent ahead, and the tickets of those that left."""
+        begun, self._begun = self._begun, None
+        return begun
 
     async def begin(self, deadline: float) -> None:
         """Have a route that stands. Raises what the session ends with."""

@@ -231,6 +231,10 @@ class Outbox:
                 ticket.message = ticket.message.model_copy(update={"epoch": epoch})
         return bool(self._tickets)
 
+    def widen(self, window: int) -> None:
+        """Have more steps in flight on this route: its hops have told their windows. window: as in `resend`."""
+        self._window = window
+
     def truncate(self, after_step: int) -> None:
         """Drop the steps behind this one: forget those that never left, and the outputs of the others."""
         for ticket in [ticket for ticket in self._tickets.values() if ticket.step > after_step]:

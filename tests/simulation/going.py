@@ -12,7 +12,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session.limits import ChunkLimits, SessionLimits
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.session import First, Session
 from swarm.protocol.base import Message
 from swarm.protocol.tensors import meta_of
 from swarm.server.limits import HandlerLimits, MemoryLimits
@@ -33,13 +33,25 @@ class Going:
         self._local = HashSpan(Blocks(0, N_BLOCKS))
         self._past = self._local.new_cache()
 
+    @classmethod
+    async def ahead(cls, village: Village, tokens: int, plan: SessionPlan = PLAN) -> "tuple[Going, float]":
+        """Open a session, whose first step of some tokens travels ahead. Returns how long both took, in seconds."""
+        began = village.world.loop.time()
+        first = First(Activations(embed([range(tokens)])), 1)
+        going = cls(village, await village.open(plan, first))
+        await going._take(first.activations)
+        return going, going.loop.time() - began
+
     async def say(self, tokens: int = 1) -> float:
         """Go on by some tokens. Returns how long that took, in seconds."""
         began = self.loop.time()
-        hidden = embed([[self._past.length + number for number in range(tokens)]])
-        got = await self.session.step(Activations(hidden), want=1)
-        assert torch.equal(got, self._local.forward(hidden, cache=self._past)[:, -1:])
+        await self._take(Activations(embed([[self._past.length + number for number in range(tokens)]])))
         return self.loop.time() - began
+
+    async def _take(self, given: Activations) -> None:
+        hidden = given.hidden
+        got = await self.session.step(given, want=1)
+        assert torch.equal(got, self._local.forward(hidden, cache=self._past)[:, -1:])
 
     @property
     def hosts(self) -> list[Host]:

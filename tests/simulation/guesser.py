@@ -27,7 +27,8 @@ class Guesser(User):
     rollback_max = 2 * AHEAD.tokens_max
     hosted = replace(HOSTED, inbox=InboxLimits())
 
-    async def _generate(self, session: Session, prompt: list[list[int]]) -> None:
+    async def _generate(self, session: Session, prompt: list[list[int]], mask: Tensor | None) -> None:
+        assert mask is None
         self._right = self._rng.choice((0.3, 0.7, 0.95))
         (token,) = await self._step(session, prompt)
         pipe: Pipe[asyncio.Future[Tensor]] = Pipe(AHEAD, Calibration())

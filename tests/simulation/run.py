@@ -17,7 +17,7 @@ from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.session.limits import ChunkLimits, SessionLimits
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.session import First, Session
 from swarm.errors import SwarmError
 from swarm.protocol.inbox import InboxLimits
 from swarm.protocol.replay import ReplayLimits
@@ -194,6 +194,7 @@ class User:
 
     def __init__(self, seed: str, tokens: int, client: Client, outcome: Outcome) -> None:
         self._rng = Random(seed)
+        self._goes_ahead = Random(f"{seed} ahead").random() < 0.7  # its first step, behind the Opens
         self._tokens = tokens
         self._client = client
         self._outcome = outcome
@@ -216,19 +217,20 @@ class User:
             batch=n_rows,
             positions_soon=length + LIMITS.chunks.positions_to_come,
         )
-        session = await in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan))
+        mask = None
+        if n_rows > 1 and length > 4 and self._rng.random() < 0.5:
+            mask = torch.ones(n_rows, length, dtype=torch.uint8)
+            mask[0, : self._rng.randrange(1, length)] = 0
+        first = First(_activations(prompt, mask), 1) if self._goes_ahead else None
+        session = await in_time(self._client.swarm.open(Blocks(0, N_BLOCKS), plan, first=first))
         try:
-            await self._generate(session, prompt)
+            await self._generate(session, prompt, mask)
         finally:
             self._outcome.repairs += session.repairs
             await session.close()
 
-    async def _generate(self, session: Session, prompt: list[list[int]]) -> None:
-        rng, n_rows, length = self._rng, len(prompt), len(prompt[0])
-        mask = None
-        if n_rows > 1 and length > 4 and rng.random() < 0.5:
-            mask = torch.ones(n_rows, length, dtype=torch.uint8)
-            mask[0, : rng.randrange(1, length)] = 0
+    async def _generate(self, session: Session, prompt: list[list[int]], mask: Tensor | None) -> None:
+        rng = self._rng
         next_tokens = await self._step(session, prompt, mask=mask)
         done = 0
         while done < self._tokens:
@@ -257,12 +259,10 @@ class User:
         rows: list[int] | None = None,
     ) -> list[int]:
         """Run one step in the swarm and locally. Returns the next token of each row."""
-        hidden = embed(tokens)
-        positions = None
-        if mask is not None:
-            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        given = _activations(tokens, mask)
+        hidden, positions = given.hidden, given.positions
         want = hidden.shape[1] if keep is not None else 1
-        got = await in_time(session.step(Activations(hidden, positions, mask), keep=keep, rows=rows, want=want))
+        got = await in_time(session.step(given, keep=keep, rows=rows, want=want))
         expected = self._locally(hidden, positions, mask, keep, rows)[:, -want:]
         self._outcome.tokens += len(tokens[0])
         if not torch.equal(got, expected):
@@ -285,6 +285,12 @@ class User:
             new = mask if mask is not None else torch.ones(n_rows, tokens, dtype=torch.uint8)
             self._mask = torch.cat([old, new], dim=1)
         return self._local.forward(hidden, cache=past, positions=positions, mask=self._mask)
+
+
+def _activations(tokens: Sequence[Sequence[int]], mask: Tensor | None) -> Activations:
+    """Return a step's activations. mask: of a prompt with padding."""
+    positions = None if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+    return Activations(embed(tokens), positions, mask)
 
 
 async def in_time(work: Any) -> Any:

@@ -14,7 +14,7 @@ from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Membership
 from swarm.client.session.plan import SessionPlan
-from swarm.client.session.session import Session
+from swarm.client.session.session import First, Session
 from swarm.identity import Identity
 from swarm.server.limits import HandlerLimits, MemoryLimits
 from tests.simulation.loop import VirtualLoop
@@ -69,15 +69,15 @@ class Village:
         self.swarm = Membership(self.router, client.sessions)
         self.planning: Callable[[], Awaitable[None]] | None = None  # is awaited before each plan of a route
 
-    async def open(self, plan: SessionPlan) -> Session:
-        """Open a session of the client's."""
+    async def open(self, plan: SessionPlan, first: First | None = None) -> Session:
+        """Open a session of the client's. first: as in `Sessions.open`."""
 
         async def planner(missing: Blocks, avoid: Collection[str], held: Held, fresh: bool) -> tuple[Hop, ...]:
             if self.planning is not None:
                 await self.planning()
             return (await self.router.plan(missing, avoid, held, fresh)).hops
 
-        return await self.client.sessions.open(plan, Blocks(0, N_BLOCKS), planner)
+        return await self.client.sessions.open(plan, Blocks(0, N_BLOCKS), planner, first=first)
 
     def heard(self) -> set[str]:
         """The peer ids of all that ever got a message."""
