@@ -37,7 +37,6 @@ from swarm.protocol.messages import (
     Rerouted,
     Step,
 )
-from swarm.protocol.naming import is_name_of
 from swarm.server.accounts import Accounts
 from swarm.server.admission import Admission
 from swarm.server.gates import Facts, Gates, Stop, Stray
@@ -104,8 +103,6 @@ class Handler:
             case Close():
                 if (session := self.registry.owned(channel, message.session)) is not None:
                     self.registry.end(session)
-                elif is_name_of(channel.peer, message.session):
-                    self.registry.parked.take(message.session)
             case _:
                 raise InvalidMessage(message.kind, "servers do not take it")
         return IDLE
