@@ -134,7 +134,8 @@ def test_it_does_not_matter_how_much_is_unpacked_at_once():
     rows, weight = widest()
     parts = packed(weight)
     results = [
-        FourBitMatrix(rows.shape[1], *parts, FourBitLimits(unpacked)).multiply(rows) for unpacked in (1, 50_000, 1 << 20)
+        FourBitMatrix(rows.shape[1], *parts, FourBitLimits(unpacked)).multiply(rows)
+        for unpacked in (1, 50_000, 1 << 20)
     ]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
