@@ -1,4 +1,4 @@
-"""What weights in int8 and int4 cost and gain: quality on held-out text, speed, memory and start, against plain ones in one run.
+"""What weights in int8 and int4 cost and gain: quality on held-out text, speed, memory and start, in one run.
 
     python benchmarks/quantised.py [--model DIRECTORY] [--windows 24] [--hidden 768] [--blocks 12] [--quick] [--check]
 
