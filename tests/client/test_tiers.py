@@ -145,6 +145,8 @@ CPU, OTHER_CPU = "Some Processor 9, AVX2, torch 2.13.0", "Some Processor 7, AVX2
         ([("bfloat16+int8", CPU)] * 2, {}, "bits"),
         ([("float32+int4", CPU)] * 2, {}, "bits"),
         ([("bfloat16+int4", CPU)] * 2, {}, "bits"),
+        ([("float32+int4", CPU), ("float32+int4", OTHER_CPU)], {}, "tier"),  # it was not measured
+        ([("float32+int4", CPU)] * 2, {"has_experts": True}, "tier"),
         ([("float32+int8", CPU)] * 2, {"has_experts": True}, "tokens"),  # their routers add up in another order
         ([("float32+int8", CPU)] * 2, {"coding": "int8"}, "tier"),
         ([("float32+int8", CPU), ("float32+int8", OTHER_CPU)], {}, "tokens"),

@@ -69,7 +69,7 @@ def test_a_blocks_extreme_is_a_step_of_int8_and_the_lowest_code():
     weight[1, 3], weight[1, 5] = -2.0, 2.0  # equally far
     codes, extremes, scales = packed(weight)
     assert extremes.tolist() == [[127, -8], [127, 0]]
-    assert scales.tolist() == [1.0, 2.0 / 127]
+    assert scales.tolist() == pytest.approx([1.0, 2.0 / 127])
     low, high = codes & 15, codes >> 4
     assert (int(low[0, 0]), int(low[0, 1]), int(high[0, 0]), int(low[0, 24])) == (0, 10, 8, 0)
     steps = FourBitMatrix(64, codes, extremes, scales).steps(0, 2)
