@@ -142,10 +142,11 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="auto: the checkpoint's")
 @click.option(
     "--quantize",
-    type=click.Choice(("auto", "none", "int8")),
+    type=click.Choice(("auto", "none", "int8", "int4")),
     default="none",
     show_default=True,
-    help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors); auto: where that can be",
+    help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors); auto: where that can be; "
+    "int4: weights in a quarter, less exact (CPUs)",
 )
 @click.option(
     "--quantize-cache",

@@ -9,13 +9,13 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from swarm.activations import NumericClass
 from swarm.errors import UnsupportedCheckpoint
-from swarm.model.integer import IntegerFormat, has_integers
+from swarm.model.integer import integers_of
 
 
 def numeric_class_of(config: PretrainedConfig, dtype: Dtype, quantize: str | None = None) -> NumericClass:
     """Return dtype and quantisation of a span, before it is loaded: spans of different classes compute differently.
 
-    quantize: what its weights become while they are loaded, as "int8".
+    quantize: what its weights become while they are loaded, as "int8" or "int4".
     """
     name = str(dtype).removeprefix("torch.")
     facts = quantisation_of(config)
@@ -27,7 +27,7 @@ def numeric_class_of(config: PretrainedConfig, dtype: Dtype, quantize: str | Non
 
 def class_of_model(model: PreTrainedModel, dtype: Dtype) -> NumericClass:
     """Return the numeric class of a loaded model."""
-    return numeric_class_of(model.config, dtype, IntegerFormat.name if has_integers(model) else None)
+    return numeric_class_of(model.config, dtype, integers_of(model))
 
 
 def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
-"""Weights in int8: half of bfloat16's memory, and numbers that do not depend on the batch.
+"""Weights in integers: less memory, and numbers that do not depend on the batch. Here int8, half of bfloat16's memory.
 
-A weight matrix has one scale for each output: its largest weight is 127 steps. A row of activations is rounded to steps
-of 1/7938 of its largest number, some 14 bits, in two parts of 7 bits that are multiplied as integers:
+In int8 a weight matrix has one scale for each output: its largest weight is 127 steps. A row of activations is rounded
+to steps of 1/7938 of its largest number, some 14 bits, in two parts of 7 bits that are multiplied as integers:
 
     high = round(63 x / peak)    low = round(126 (63 x / peak - high))    x ~ (high + low / 126) peak / 63
 
@@ -10,9 +10,10 @@ processor. Seven bits, because processors without VNNI add up pairs of products 
 """
 
 import warnings
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +26,20 @@ from swarm.model.writing import Layout
 class IntegerFormat:
     """The numbers of the rounding. Others would be another numeric class."""
 
-    name: Final = "int8"
-    experts: Final = "swarm_int8"  # an implementation in `transformers`' sense
+    experts: Final = "swarm_integers"  # an implementation in `transformers`' sense
     weight_steps: Final = 127  # on either side of zero
     high: Final = 63
     low: Final = 126.0
     least: Final = 2.0**-100  # of a scale or a peak: rows of zeros have one, too
+    inputs_max: Final = 2048  # of one sum of products in float32: 63 * 127 * 2048 < 2^24, so it is exact
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerLimits:
-    """Which layers get int8 weights, and when a block is refused them."""
+    """Which layers get weights in integers, and when a block is refused them."""
 
     outputs_min: int = limit(16, "outputs", "smaller layers choose experts or open gates: they keep their weights")
-    share_min: float = limit(0.5, "share", "of a block's weights that has to become int8: the rest keeps its size")
+    share_min: float = limit(0.5, "share", "of a block's weights that has to become integers: the rest keeps its size")
 
 
 def is_supported() -> bool:
@@ -61,12 +62,93 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     return integers, scales
 
 
-class IntegerMatrix:
+def split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round activations to two parts of 7 bits.
+
+    rows: float32 [count, in]. Returns the parts as integers in float32, [2 * count, in], high ones first, and each
+    row's peak, [count, 1].
+    """
+    count = rows.shape[0]
+    peak = rows.abs().amax(-1, keepdim=True).clamp_(min=IntegerFormat.least)
+    parts = rows.new_empty(2 * count, rows.shape[1])
+    high, low = parts[:count], parts[count:]
+    steps = rows * (IntegerFormat.high / peak)
+    torch.round(steps, out=high)
+    torch.sub(steps, high, out=low).mul_(IntegerFormat.low).round_()
+    return parts, peak
+
+
+def products(parts: Tensor, steps: Tensor) -> Tensor:
+    """Multiply integers in float32, where any kernel gives the same sums.
+
+    parts: [rows, in], of at most 63. steps: [out, in], of at most 127. Returns float32 [rows, out].
+    """
+    sums = parts.new_zeros(len(parts), len(steps))
+    for first in range(0, parts.shape[1], IntegerFormat.inputs_max):
+        inputs = slice(first, first + IntegerFormat.inputs_max)
+        # Sums that are not exact any more are added up by themselves: always in this order.
+        sums.add_(parts[:, inputs] @ steps[:, inputs].t())
+    return sums
+
+
+def joined(both: Tensor, peak: Tensor) -> Tensor:
+    """Return the products [count, out] of activations from those of their two parts, [2 * count, out], in place."""
+    count = peak.shape[0]
+    # One operation at a time: fused ones round otherwise at the end of a vector.
+    return both[count:].mul_(1 / IntegerFormat.low).add_(both[:count]).mul_(peak / IntegerFormat.high)
+
+
+class RoundedMatrix(ABC):
+    """A weight [out, in] that is held in integers."""
+
+    weights: ClassVar[str]  # in the name of a numeric class
+
+    def __init__(self, n_outputs: int, n_inputs: int) -> None:
+        self.n_outputs, self.n_inputs = n_outputs, n_inputs
+
+    @classmethod
+    @abstractmethod
+    def of(cls, weight: Tensor) -> Self:
+        """Round a weight of any float dtype."""
+
+    @classmethod
+    @abstractmethod
+    def restored(cls, size: tuple[int, int], parts: Sequence[Tensor]) -> Self:
+        """Make a matrix of its parts again. size: [out, in]."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Tensor, ...]:
+        """What it was made of, of these `layouts`."""
+
+    @staticmethod
+    @abstractmethod
+    def layouts(n_outputs: int, n_inputs: int) -> dict[str, Layout]:
+        """Return the dtype and shape of each part of a matrix of this size."""
+
+    @staticmethod
+    @abstractmethod
+    def bytes_of(n_outputs: int, n_inputs: int) -> int:
+        """Return the memory of a matrix of this size."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that it takes."""
+        return self.bytes_of(self.n_outputs, self.n_inputs)
+
+    @abstractmethod
+    def multiply(self, input: Tensor) -> Tensor:
+        """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
+
+
+class IntegerMatrix(RoundedMatrix):
     """A weight [out, in] in int8, in the order of torch's kernels."""
+
+    weights: ClassVar[str] = "int8"
 
     def __init__(self, integers: Tensor, scales: Tensor) -> None:
         """integers: int8 [out, in]. scales: float32 [out]."""
-        self.n_outputs, self.n_inputs = integers.shape
+        super().__init__(*integers.shape)
         self._packed = _packed(integers, scales)
 
     @classmethod
@@ -74,8 +156,13 @@ class IntegerMatrix:
         """Round a weight of any float dtype."""
         return cls(*rounded(weight))
 
+    @classmethod
+    def restored(cls, _size: tuple[int, int], parts: Sequence[Tensor]) -> "IntegerMatrix":
+        """Make a matrix of its parts again."""
+        return cls(*parts)
+
     @property
-    def parts(self) -> tuple[Tensor, Tensor]:
+    def parts(self) -> tuple[Tensor, ...]:
         """What it was made of: int8 [out, in] and float32 [out], made anew."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -84,39 +171,30 @@ class IntegerMatrix:
 
     @staticmethod
     def layouts(n_outputs: int, n_inputs: int) -> dict[str, Layout]:
-        """The dtype and shape of each part of a matrix of this size."""
+        """Return the dtype and shape of each part of a matrix of this size."""
         return {
             "integers": Layout(torch.int8, (n_outputs, n_inputs)),
             "scales": Layout(torch.float32, (n_outputs,)),
         }
 
-    @property
-    def n_bytes(self) -> int:
-        """Memory that it takes."""
-        return integer_bytes(self.n_outputs, self.n_inputs)
+    @staticmethod
+    def bytes_of(n_outputs: int, n_inputs: int) -> int:
+        """Return the memory of a matrix. Each output has a scale, a zero point and a sum beside its integers."""
+        return n_outputs * (n_inputs + 12)
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
-        rows = input.reshape(-1, self.n_inputs).float()
-        count = rows.shape[0]
-        peak = rows.abs().amax(-1, keepdim=True).clamp_(min=IntegerFormat.least)
-        parts = rows.new_empty(2 * count, self.n_inputs)
-        high, low = parts[:count], parts[count:]
-        steps = rows * (IntegerFormat.high / peak)
-        torch.round(steps, out=high)
-        torch.sub(steps, high, out=low).mul_(IntegerFormat.low).round_()
+        parts, peak = split(input.reshape(-1, self.n_inputs).float())
         both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             parts, 1.0, IntegerFormat.high + 1, self._packed
         )
-        # One operation at a time: fused ones round otherwise at the end of a vector.
-        output: Tensor = both[count:].mul_(1 / IntegerFormat.low).add_(both[:count]).mul_(peak / IntegerFormat.high)
-        return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
+        return joined(both, peak).to(input.dtype).view(*input.shape[:-1], self.n_outputs)
 
 
 class IntegerLinear(nn.Linear):
-    """A linear layer whose weight is an `IntegerMatrix`. Made of an `nn.Linear` by `to_integers`."""
+    """A linear layer whose weight is a `RoundedMatrix`. Made of an `nn.Linear` by `to_integers`."""
 
-    integers: tuple[IntegerMatrix]
+    integers: tuple[RoundedMatrix]
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out]."""
@@ -150,29 +228,31 @@ def integer_experts(experts: Any, hidden: Tensor, chosen: Tensor, shares: Tensor
 ALL_EXPERTS_FUNCTIONS.register(IntegerFormat.experts, integer_experts)
 
 
-def has_integers(model: nn.Module) -> bool:
-    """Whether some weights of a model are int8."""
-    return any("integers" in vars(module) for module in model.modules())
+def integers_of(model: nn.Module) -> str | None:
+    """Return what a model's weights were rounded to, as "int8"; None: they are plain."""
+    return next((matrix.weights for matrix in _all_matrices(model)), None)
 
 
 def bytes_of_integers(model: nn.Module) -> int:
-    """Return the memory of all int8 weights of a model."""
-    return sum(matrix.n_bytes for module in model.modules() for matrix in vars(module).get("integers", ()))
+    """Return the memory of all weights of a model that are integers."""
+    return sum(matrix.n_bytes for matrix in _all_matrices(model))
 
 
-def to_integers(module: nn.Module, rounded: Sequence[IntegerMatrix] = ()) -> None:
+def to_integers(
+    module: nn.Module, matrix: type[RoundedMatrix] = IntegerMatrix, rounded: Sequence[RoundedMatrix] = ()
+) -> None:
     """Round the weights of one of `rounded_of`'s modules. As they were they are dropped.
 
-    rounded: the weights, in the order of `matrices_of`, where they are rounded already.
+    matrix: what they become. rounded: the weights, in the order of `matrices_of`, where they are rounded already.
     """
     if isinstance(module, nn.Linear):
-        vars(module)["integers"] = tuple(rounded) or (IntegerMatrix.of(module.weight),)
+        vars(module)["integers"] = tuple(rounded) or (matrix.of(module.weight),)
         _empty(module, "weight")
         module.__class__ = IntegerLinear
         return
     experts: Any = module
     pairs = zip(*weights_of(experts), strict=True)
-    vars(experts)["integers"] = tuple(rounded) or tuple(IntegerMatrix.of(weight) for pair in pairs for weight in pair)
+    vars(experts)["integers"] = tuple(rounded) or tuple(matrix.of(weight) for pair in pairs for weight in pair)
     for name in _names(experts):
         _empty(experts, name)
     experts.config._experts_implementation_internal = IntegerFormat.experts
@@ -194,7 +274,7 @@ def nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_of(block: nn.Module, limits: IntegerLimits = IntegerLimits()) -> list[nn.Module]:
-    """Return the modules of a block whose weights become int8: plain linear layers, and experts.
+    """Return the modules of a block whose weights become integers: plain linear layers, and experts.
 
     No subclass of a linear layer, which has its reason.
     """
@@ -206,7 +286,7 @@ def rounded_of(block: nn.Module, limits: IntegerLimits = IntegerLimits()) -> lis
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """Return the weights of one of `rounded_of`'s modules that become int8: [out, in] or [experts, out, in]."""
+    """Return the weights of one of `rounded_of`'s modules that become integers: [out, in] or [experts, out, in]."""
     names = ("weight",) if isinstance(module, nn.Linear) else _names(module)
     return [getattr(module, name) for name in names]
 
@@ -223,9 +303,9 @@ def matrices_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     return {f"{name}.{expert}": tuple(shape[1:]) for expert in range(count) for name, shape in shapes.items()}
 
 
-def matrices_in(model: nn.Module) -> dict[str, IntegerMatrix]:
+def matrices_in(model: nn.Module) -> dict[str, RoundedMatrix]:
     """Return all matrices of a model whose weights were rounded, by names as `matrices_of` and the module's."""
-    found: dict[str, IntegerMatrix] = {}
+    found: dict[str, RoundedMatrix] = {}
     for name, module in model.named_modules():
         if "integers" in vars(module):
             pairs = zip(matrices_of(module), vars(module)["integers"], strict=True)
@@ -233,9 +313,8 @@ def matrices_in(model: nn.Module) -> dict[str, IntegerMatrix]:
     return found
 
 
-def integer_bytes(n_outputs: int, n_inputs: int) -> int:
-    """Return the memory of a weight as int8. Each output has a scale, a zero point and a sum beside its integers."""
-    return n_outputs * (n_inputs + 12)
+def _all_matrices(model: nn.Module) -> Iterator[RoundedMatrix]:
+    return (matrix for module in model.modules() for matrix in vars(module).get("integers", ()))
 
 
 def _are_experts(module: nn.Module) -> bool:

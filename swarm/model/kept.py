@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from swarm.blocks import Blocks
 from swarm.model.hollow import blocks_of
-from swarm.model.integer import IntegerLimits, IntegerMatrix, matrices_in, matrices_of, nothing, rounded_of
+from swarm.model.integer import IntegerLimits, RoundedMatrix, matrices_in, matrices_of, nothing, rounded_of
 from swarm.model.reading import MalformedWeights
 from swarm.model.weightcache import CacheKey, WeightCache
 from swarm.model.writing import Layout, Piece
@@ -64,23 +64,30 @@ def parts_of(
 class Kept:
     """The rounded weights of one span that a cache has, and those that it is to get."""
 
-    def __init__(self, cache: WeightCache, key: CacheKey, parts: dict[str, Part], dtype: torch.dtype) -> None:
-        """dtype: in which the other weights are loaded."""
-        self._cache, self._key, self._parts, self._dtype = cache, key, parts, dtype
+    def __init__(
+        self,
+        cache: WeightCache,
+        key: CacheKey,
+        parts: dict[str, Part],
+        dtype: torch.dtype,
+        matrix: type[RoundedMatrix],
+    ) -> None:
+        """dtype: in which the other weights are loaded. matrix: what weights are rounded to."""
+        self._cache, self._key, self._parts, self._dtype, self._matrix = cache, key, parts, dtype, matrix
         self._lacking: dict[str, Part] = {}
         self.is_complete = False  # whether the cache had everything
 
-    def recall(self, stays: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, IntegerMatrix]]:
+    def recall(self, stays: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, RoundedMatrix]]:
         """Return what the cache has: tensors to load by the model's names, and the matrices that are in it already.
 
         stays: whether a name of the model stays the same where `transformers` loads it. A block of other names is
         rounded anew each time.
         """
         tensors: dict[str, Tensor] = {}
-        matrices: dict[str, IntegerMatrix] = {}
+        matrices: dict[str, RoundedMatrix] = {}
         kept = {part: content for part, content in self._parts.items() if all(map(stays, content.names))}
         for part, content in kept.items():
-            reader = _Reader(content)
+            reader = _Reader(content, self._matrix)
             found = self._cache.load(self._key, part, reader.names, reader.keep)
             if found is None:
                 self._lacking[part] = content
@@ -103,37 +110,39 @@ class Kept:
 class _Reader:
     """Makes matrices of a file's tensors as they are read, so that they are not held twice."""
 
-    def __init__(self, content: Part) -> None:
-        self.matrices: dict[str, IntegerMatrix] = {}
+    def __init__(self, content: Part, matrix: type[RoundedMatrix]) -> None:
+        self.matrices: dict[str, RoundedMatrix] = {}
         self.names = content.plain.keys() | {
-            name for matrix, size in content.matrices.items() for name in _layouts(matrix, *size)
+            each for name, size in content.matrices.items() for each in _layouts(name, matrix, size)
         }
-        self._content = content
+        self._content, self._matrix = content, matrix
         self._first: dict[str, Tensor] = {}  # parts of a matrix whose others are still to come
 
     def keep(self, name: str, tensor: Tensor) -> Tensor:
         """Take a tensor. Raises MalformedWeights."""
-        matrix = name.rpartition(".")[0]
         if name in self._content.plain:
             if tuple(tensor.shape) != self._content.plain[name]:
                 raise MalformedWeights(f"{name} has another shape")
             return tensor
-        layouts = _layouts(matrix, *self._content.matrices[matrix])
+        whole = name.rpartition(".")[0]
+        size = self._content.matrices[whole]
+        layouts = _layouts(whole, self._matrix, size)
         if layouts[name] != (tensor.dtype, tuple(tensor.shape)):
             raise MalformedWeights(f"{name} has another shape")
         self._first[name] = tensor
         if layouts.keys() <= self._first.keys():
-            self.matrices[matrix] = IntegerMatrix(*(self._first.pop(each) for each in layouts))
+            self.matrices[whole] = self._matrix.restored(size, [self._first.pop(each) for each in layouts])
         return tensor.new_empty(0)
 
 
-def _layouts(matrix: str, n_outputs: int, n_inputs: int) -> dict[str, Layout]:
-    return {f"{matrix}.{part}": layout for part, layout in IntegerMatrix.layouts(n_outputs, n_inputs).items()}
+def _layouts(name: str, matrix: type[RoundedMatrix], size: tuple[int, int]) -> dict[str, Layout]:
+    return {f"{name}.{part}": layout for part, layout in matrix.layouts(*size).items()}
 
 
 def _plain(name: str, tensor: Tensor) -> Piece:
     return Piece({name: Layout(tensor.dtype, tuple(tensor.shape))}, lambda: (tensor,), tensor.data_ptr() % 64)
 
 
-def _rounded(name: str, matrix: IntegerMatrix) -> Piece:
-    return Piece(_layouts(name, matrix.n_outputs, matrix.n_inputs), lambda: matrix.parts)
+def _rounded(name: str, matrix: RoundedMatrix) -> Piece:
+    size = matrix.n_outputs, matrix.n_inputs
+    return Piece(_layouts(name, type(matrix), size), lambda: matrix.parts)

@@ -31,7 +31,7 @@ from swarm.model.hollow import (
 from swarm.model.kept import Kept, parts_of
 from swarm.model.kernels import leave_out_planned_attention
 from swarm.model.probe import check_span, prove_direct_path, prove_packing
-from swarm.model.quantising import Rounding, prove_rounded, quantised_bytes, refuse_to_quantise
+from swarm.model.quantising import Rounding, matrix_for, prove_rounded, quantised_bytes, refuse_to_quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
 from swarm.model.weightcache import CacheKey, WeightCache
@@ -51,24 +51,26 @@ def load_span(
 ) -> Span:
     """Fetch, verify and load some blocks of a model.
 
-    quantize: "int8" gives linear layers such weights; only on a CPU that has kernels for it (`integer.is_supported`).
+    quantize: "int8" or "int4" gives linear layers such weights; only on a CPU, and int8 only where `is_supported`.
     rounded: where such weights are kept for the next time. Blocks that it has are neither fetched nor read again.
-    Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture.
+    Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture; BadConfiguration
+    for other weights.
     """
     checkpoint.check(blocks)
     leave_out_planned_attention(torch.device(device))
     rounding = None
     if quantize is not None:
         hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
-        refuse_to_quantise(checkpoint.model, hollow, blocks)  # before anything is downloaded
+        matrix = matrix_for(quantize)
+        refuse_to_quantise(checkpoint.model, hollow, blocks, quantize)  # before anything is downloaded
         wanted = expected_dtype(checkpoint, dtype)
         kept = None
         if rounded is not None:
             rounded.tidy()
             key = CacheKey(checkpoint.root, str(numeric_class_of(checkpoint.config, wanted, quantize)))
             parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow))
-            kept = Kept(rounded, key, parts, wanted)
-        rounding = Rounding(hollow, blocks, wanted, kept)
+            kept = Kept(rounded, key, parts, wanted, matrix)
+        rounding = Rounding(hollow, blocks, wanted, matrix, kept)
     span = Span.of(_load(checkpoint, blocks, dtype, torch.device(device), rounding), checkpoint.traits, blocks, limits)
     if rounding is not None:
         prove_rounded(checkpoint.model, span)
@@ -100,7 +102,7 @@ def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto", quantize: str | N
     item = expected_dtype(checkpoint, dtype).itemsize
     layers = blocks_of(skeleton(class_for(checkpoint.config), checkpoint.config))
     if quantize is not None:
-        return max(quantised_bytes(layer, item) for layer in layers)
+        return max(quantised_bytes(layer, item, quantize) for layer in layers)
     return max(sum(weight.numel() for weight in (*layer.parameters(), *layer.buffers())) for layer in layers) * item
 
 

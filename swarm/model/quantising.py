@@ -1,4 +1,4 @@
-"""Weights that become int8 as a span is loaded (`swarm.model.integer`)."""
+"""Weights that become int8 or int4 as a span is loaded (`swarm.model.integer`, `swarm.model.fourbits`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +11,13 @@ from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import Checkpoint
+from swarm.model.fourbits import FourBitMatrix
 from swarm.model.hollow import blocks_of, class_for, skeleton
 from swarm.model.integer import (
     IntegerLimits,
     IntegerMatrix,
-    integer_bytes,
+    RoundedMatrix,
+    integers_of,
     is_supported,
     matrices_of,
     nothing,
@@ -31,7 +33,7 @@ from swarm.model.steady import make_steady
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """weights: what they become, as "int8"; None: they stay as the checkpoint has them. why: for people."""
+    """weights: what they become, "int8" or "int4"; None: they stay as the checkpoint has them. why: for people."""
 
     weights: str | None
     why: str
@@ -40,26 +42,46 @@ class Quantisation:
 def quantisation_for(wanted: str, checkpoint: Checkpoint, device: torch.device) -> Quantisation:
     """Return what a span's weights become.
 
-    wanted: "none", "int8", or "auto": int8 where device and family can have it. The same for all blocks of a
-    checkpoint, so that the numeric class is. Raises BadConfiguration where the device cannot have what is wanted;
-    `load_span` raises where the family cannot.
+    wanted: "none", "int8", "int4", or "auto": int8 where device and family can have it, and never fewer bits. The same
+    for all blocks of a checkpoint, so that the numeric class is. Raises BadConfiguration where the device cannot have
+    what is wanted; `load_span` raises where the family cannot.
     """
-    if wanted not in ("none", "int8", "auto"):
-        raise BadConfiguration("quantize", f"{wanted!r} is none of none, int8 and auto")
+    if wanted not in ("none", "int8", "int4", "auto"):
+        raise BadConfiguration("quantize", f"{wanted!r} is none of none, int8, int4 and auto")
     if wanted == "none":
         return Quantisation(None, "as they are in the checkpoint")
-    if device.type != "cpu" or not is_supported():
-        why = f"{device} has no kernels for int8 here, which take an x86 processor"
+    weights = "int8" if wanted == "auto" else wanted
+    if why := _lacks_kernels(weights, device):
         if wanted == "auto":
             return Quantisation(None, why)
         raise BadConfiguration(f"quantize {wanted}", f"{why}: leave it out")
     if wanted == "auto":
         try:
             hollow = skeleton(class_for(checkpoint.config), checkpoint.config)
-            refuse_to_quantise(checkpoint.model, hollow, Blocks(0, checkpoint.n_blocks))
+            refuse_to_quantise(checkpoint.model, hollow, Blocks(0, checkpoint.n_blocks), weights)
         except UnsupportedCheckpoint as error:
             return Quantisation(None, error.why)
-    return Quantisation("int8", "half of bfloat16's memory, and as exact")
+    if weights == "int4":
+        return Quantisation(weights, "a quarter of bfloat16's memory, and less exact")
+    return Quantisation(weights, "half of bfloat16's memory, and as exact")
+
+
+def _lacks_kernels(weights: str, device: torch.device) -> str | None:
+    """Return why a device cannot have such weights; None: it can."""
+    if device.type == "cpu" and (weights == "int4" or is_supported()):
+        return None
+    return (
+        f"{device} has no kernels for {weights} here, which take {'a CPU' if weights == 'int4' else 'an x86 processor'}"
+    )
+
+
+def matrix_for(weights: str) -> type[RoundedMatrix]:
+    """Return what a weight becomes. weights: "int8" or "int4". Raises BadConfiguration for another name."""
+    kinds: tuple[type[RoundedMatrix], ...] = IntegerMatrix, FourBitMatrix
+    for kind in kinds:
+        if kind.weights == weights:
+            return kind
+    raise BadConfiguration("quantize", f"{weights!r} is neither int8 nor int4")
 
 
 class Rounding:
@@ -74,18 +96,22 @@ class Rounding:
         skeleton: PreTrainedModel,
         blocks: Blocks,
         dtype: torch.dtype,
+        matrix: type[RoundedMatrix],
         kept: Kept | None = None,
         limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
     ) -> None:
-        """skeleton: the hollow model, on the meta device. dtype: in which it is loaded. kept: by a cache on disk."""
-        self._limits, self._dtype, self._blocks, self._kept = limits, dtype, blocks, kept
+        """skeleton: the hollow model, on the meta device. dtype: in which it is loaded. matrix: what weights become.
+
+        kept: by a cache on disk.
+        """
+        self._limits, self._dtype, self._blocks, self._matrix, self._kept = limits, dtype, blocks, matrix, kept
         chosen = set(map(id, self._modules(skeleton)))
         self._linears = {
             f"{name}.weight"
             for name, module in skeleton.named_modules()
             if id(module) in chosen and isinstance(module, nn.Linear)
         }
-        self._read: dict[str, IntegerMatrix] = {}
+        self._read: dict[str, RoundedMatrix] = {}
 
     def recall(self, stays: Callable[[str], bool]) -> dict[str, Tensor]:
         """Return the tensors that a cache has, by the model's names; their matrices are taken. stays: see `Kept`."""
@@ -103,7 +129,7 @@ class Rounding:
         """Return the tensor that is loaded in its place. name: in the model, where it becomes one tensor there."""
         if name not in self._linears or tensor.dim() != 2 or not tensor.is_floating_point():
             return tensor
-        self._read[name] = IntegerMatrix.of(tensor)
+        self._read[name] = self._matrix.of(tensor)
         return nothing(tensor.shape, self._dtype)
 
     def finish(self, model: PreTrainedModel) -> None:
@@ -114,7 +140,7 @@ class Rounding:
         paths = {module: name for name, module in model.named_modules()}
         for module in self._modules(model):
             names = [f"{paths[module]}.{name}" for name in matrices_of(module)]
-            to_integers(module, [self._read.pop(name) for name in names if name in self._read])
+            to_integers(module, self._matrix, [self._read.pop(name) for name in names if name in self._read])
         for index in self._blocks:
             make_steady(blocks_of(model)[index])
         return_free_memory()
@@ -135,31 +161,41 @@ def prove_rounded(name: str, span: Span) -> None:
         with torch.inference_mode():
             outputs = outputs_of(span.part(Blocks(index, index + 1)))
         if not all(bool(output.isfinite().all()) for output in outputs):
-            raise UnsupportedCheckpoint(name, f"block {index} reads weights that int8 has taken: pass --quantize none")
+            weights = integers_of(span.model)
+            why = f"block {index} reads weights that {weights} has taken: pass --quantize none"
+            raise UnsupportedCheckpoint(name, why)
 
 
 def refuse_to_quantise(
     name: str,
     model: PreTrainedModel,
     blocks: Blocks,
+    weights: str,
     limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
 ) -> None:
-    """Raise UnsupportedCheckpoint where int8 weights are not for this model. It may be on the meta device."""
+    """Raise UnsupportedCheckpoint where such weights, as "int8", are not for this model.
+
+    It may be on the meta device.
+    """
     if getattr(model.config, "quantization_config", None) is not None:
         raise UnsupportedCheckpoint(name, "its weights are quantised already: pass --quantize none")
     layers = blocks_of(model)
     for index in blocks:
         share = _numbers(layers[index], limits) / _size(layers[index])
         if share < limits.share_min:
-            why = f"int8 is for linear layers and experts: {share:.0%} of block {index} is; pass --quantize none"
+            why = f"{weights} is for linear layers and experts: {share:.0%} of block {index} is; pass --quantize none"
             raise UnsupportedCheckpoint(name, why)
 
 
-def quantised_bytes(layer: nn.Module, item: int) -> int:
-    """Return the memory of a block's weights once they are int8. item: bytes of a number that is not."""
+def quantised_bytes(layer: nn.Module, item: int, quantize: str) -> int:
+    """Return the memory of a block's weights once they are rounded. item: bytes of a number that is not.
+
+    quantize: what they become, as "int8".
+    """
+    matrix = matrix_for(quantize)
     weights = [weight for module in rounded_of(layer) for weight in weights_of(module)]
     plain = _size(layer) - sum(weight.numel() for weight in weights)
-    return plain * item + sum(integer_bytes(weight.shape[:-1].numel(), weight.shape[-1]) for weight in weights)
+    return plain * item + sum(matrix.bytes_of(weight.shape[:-1].numel(), weight.shape[-1]) for weight in weights)
 
 
 def _numbers(layer: nn.Module, limits: IntegerLimits) -> int:

@@ -23,7 +23,7 @@ from swarm.model.classes import class_of_model
 from swarm.model.direct import DirectLimits, DirectPath
 from swarm.model.growing import GrowingLimits
 from swarm.model.hollow import Placeholder, decoder_of
-from swarm.model.integer import bytes_of_integers, has_integers
+from swarm.model.integer import bytes_of_integers, integers_of
 from swarm.model.packed import PackedCache, Packing, Segment, configs_of, packed_positions
 from swarm.model.steady import steady_bytes
 from swarm.model.traits import Traits
@@ -107,7 +107,7 @@ class Span:
         weights = Weights.of(model)
         numeric_class = class_of_model(model, weights.dtype)
         # Attention to pasts that are joined adds up in another order: steps of integers give the same bits as alone.
-        packing = Packing(configs_of(model), joins=not has_integers(model))
+        packing = Packing(configs_of(model), joins=integers_of(model) is None)
         return cls(Shared(model, traits, blocks, limits, weights, numeric_class, packing), blocks)
 
     @property

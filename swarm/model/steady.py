@@ -1,33 +1,52 @@
 """Products of small layers in integers, so that the experts of a position do not depend on the batch.
 
 Routers and gates decide by small differences, so 8 bits are too few for their weights. Such a weight is kept as it is,
-and beside it as the sum of two int8 matrices: the weight rounded, and what that left, rounded again. Together they have
-some 15 bits.
+and beside it as the sum of two matrices of integers: the weight rounded to 8 bits, and what that left, rounded again.
+Together they have some 15 bits.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarm.model.integer import IntegerMatrix
+from swarm.model.integer import joined, products, rounded, split
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A matrix in integers. steps: float32 [out, in], integers of at most 127. scales: float32 [out]."""
+
+    steps: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Rounded":
+        """Round a weight [out, in] of any float dtype."""
+        integers, scales = rounded(weight)
+        return cls(integers.float(), scales)
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory that it takes."""
+        return self.steps.nbytes + self.scales.nbytes
 
 
 class SteadyWeight(nn.Parameter):
     """A weight [out, in] by which `linear` multiplies in integers. All other functions see the weight as it was."""
 
-    matrices: tuple[IntegerMatrix, IntegerMatrix]
+    matrices: tuple[Rounded, Rounded]
 
     @classmethod
     def of(cls, weight: Tensor) -> "SteadyWeight":
         """Round a weight of any float dtype, and keep it."""
         plain = weight.detach()
-        first = IntegerMatrix.of(plain)
-        integers, scales = first.parts
+        first = Rounded.of(plain)
         steady = cls(plain, requires_grad=False)
-        steady.matrices = first, IntegerMatrix.of(plain.float() - integers * scales[:, None])
+        steady.matrices = first, Rounded.of(plain.float() - first.steps * first.scales[:, None])
         return steady
 
     @classmethod
@@ -65,8 +84,9 @@ def steady_bytes(model: nn.Module) -> int:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     assert isinstance(weight, SteadyWeight)
-    first, second = weight.matrices
-    output = first.multiply(input) + second.multiply(input)
+    parts, peak = split(input.reshape(-1, input.shape[-1]).float())
+    first, second = (joined(products(parts, each.steps).mul_(each.scales), peak) for each in weight.matrices)
+    output = (first + second).to(input.dtype).view(*input.shape[:-1], -1)
     return output if bias is None else output + bias
 
 

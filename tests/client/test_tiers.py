@@ -143,6 +143,9 @@ CPU, OTHER_CPU = "Some Processor 9, AVX2, torch 2.13.0", "Some Processor 7, AVX2
     [
         ([("float32+int8", CPU)] * 2, {}, "bits"),
         ([("bfloat16+int8", CPU)] * 2, {}, "bits"),
+        ([("float32+int4", CPU)] * 2, {}, "bits"),
+        ([("bfloat16+int4", CPU)] * 2, {}, "bits"),
+        ([("float32+int4", CPU), ("float32+int4", OTHER_CPU)], {}, "tier"),  # it was not measured
         ([("float32+int8", CPU)] * 2, {"coding": "int8"}, "tier"),
         ([("float32+int8", CPU), ("float32+int8", OTHER_CPU)], {}, "tokens"),
         ([("bfloat16+int8", CPU), ("bfloat16+int8", OTHER_CPU)], {}, "tier"),

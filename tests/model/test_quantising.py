@@ -20,7 +20,7 @@ from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
 from swarm.model.hollow import blocks_of
-from swarm.model.integer import has_integers, is_supported, rounded, rounded_of, to_integers
+from swarm.model.integer import integers_of, is_supported, rounded, rounded_of, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.packed import Segment
 from swarm.model.quantising import Rounding, quantisation_for
@@ -119,7 +119,7 @@ def test_blocks_of_a_family_compute_nearly_the_same(name, span_of, family_dir):
     errors = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert 0 < errors.median() < 0.02  # now and then another expert is chosen
     assert str(span.numeric_class) == "float32+int8"
-    assert has_integers(span.model)
+    assert integers_of(span.model) == "int8"
 
 
 @pytest.mark.parametrize("name", [name for name in DENSE + SPARSE if name != "deepseek_v3"])  # its steps are not packed

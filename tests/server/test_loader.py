@@ -39,6 +39,12 @@ def test_rounded_weights_are_kept_in_the_users_cache(cache):
     assert kept(cache / "weights") == ["block-0000", "block-0001"]
 
 
+def test_weights_of_four_bits_are_kept_beside_those_of_eight(cache):
+    assert loaded("--quantize", "int4").numeric_class.weights == "int4"
+    assert loaded("--quantize", "int8").numeric_class.weights == "int8"
+    assert kept(cache / "weights") == ["block-0000", "block-0000", "block-0001", "block-0001"]
+
+
 def test_another_folder_can_be_named_or_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loaded("--quantize", "int8", "--quantize-cache", str(tmp_path / "mine"))
@@ -66,7 +72,7 @@ def test_auto_says_on_one_line_what_it_chose(tmp_path):
 
 def test_auto_counts_blocks_of_the_weights_that_it_chose(monkeypatch):
     sizes = {}
-    for quantize in ("none", "auto", "int8"):
+    for quantize in ("none", "auto", "int8", "int4"):
         context = command.make_context(
             "swarm-serve", [str(DEMO_CHECKPOINT), "--quantize", quantize, "--dtype", "float32"]
         )
@@ -76,3 +82,4 @@ def test_auto_counts_blocks_of_the_weights_that_it_chose(monkeypatch):
         )
         open_model(ServeArguments.of(context.params))
     assert sizes["auto"] == sizes["int8"] < 0.5 * sizes["none"]
+    assert sizes["int4"] < 0.6 * sizes["int8"]

@@ -1,0 +1,74 @@
+"""Routes of servers with int4 weights: a tier of their own, and the same text wherever they are cut."""
+
+import pytest
+import torch
+
+from swarm.client.planning.preferences import Preferences
+from swarm.errors import NoRoute
+from tests.client.test_repair import ONE, After, route_of, settings
+from tests.support.inprocess import inprocess
+
+ANY = Preferences(quality="any")
+CUTS = ("0:2", "2:4", "4:6")
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Text and logits of one server that has all blocks."""
+    with inprocess(checkpoint) as swarm:
+        swarm.serve("0:6", quantize="int4")
+        with swarm.client(preferences=ANY) as model, torch.no_grad():
+            return model.generate(ONE, **settings()), model(ONE).logits
+
+
+def test_wherever_a_route_is_cut_the_text_is_the_same(checkpoint, alone):
+    with inprocess(checkpoint) as swarm:
+        for blocks in CUTS:
+            swarm.serve(blocks, quantize="int4")
+        with swarm.client(preferences=ANY) as model, torch.no_grad():
+            assert torch.equal(model.generate(ONE, **settings()), alone[0])
+            got = model(ONE).logits
+            assert {str(server.span.numeric_class) for server in route_of(swarm, model)} == {"float32+int4"}
+    assert (got - alone[1]).norm() < 1e-3 * alone[1].norm()
+
+
+def test_local_blocks_of_int4_compute_what_a_server_of_them_does(checkpoint, alone):
+    with inprocess(checkpoint) as swarm:
+        swarm.serve("2:6", quantize="int4")
+        with swarm.client(local_blocks=2, quantize="int4", preferences=ANY) as model, torch.no_grad():
+            assert torch.equal(model.generate(ONE, **settings()), alone[0])
+            got = model(ONE).logits
+    assert (got - alone[1]).norm() < 1e-3 * alone[1].norm()
+
+
+def test_a_route_never_mixes_them_with_other_classes(checkpoint):
+    with inprocess(checkpoint, "0:2", "4:6") as swarm:
+        swarm.serve("2:4", quantize="int4")
+        for preferences in (Preferences(), ANY):
+            with swarm.client(preferences=preferences) as model, pytest.raises(NoRoute) as caught:
+                model.generate(ONE, **settings())
+            assert caught.value.missing == (2, 3)
+
+
+def test_a_client_of_full_quality_takes_none_of_them_and_says_how(checkpoint):
+    with inprocess(checkpoint) as swarm:
+        swarm.serve("0:6", quantize="int4")
+        with swarm.client() as model, pytest.raises(NoRoute, match=r"classes, float32\+int4: pass quality="):
+            model.generate(ONE, **settings())
+
+
+def test_hops_may_die_while_tokens_come(checkpoint, alone):
+    struck = []
+
+    def strike():
+        struck.append(route_of(swarm, model)[1])
+        swarm.crash(struck[0])
+
+    with inprocess(checkpoint) as swarm:
+        for blocks in (*CUTS, "2:4"):
+            swarm.serve(blocks, quantize="int4")
+        with swarm.client(preferences=ANY) as model:
+            got = model.generate(ONE, **settings(After(3, strike)))
+            assert struck
+            assert not set(struck) & set(route_of(swarm, model))
+    assert torch.equal(got, alone[0])

@@ -1,0 +1,317 @@
+"""Spans with int4 weights: the rounding, bits that depend on nothing but the step, what they take, and refusals."""
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from swarm.activations import Tier, tier_of
+from swarm.blocks import Blocks
+from swarm.errors import BadConfiguration, UnsupportedCheckpoint
+from swarm.model import quantising
+from swarm.model.checkpoint import open_checkpoint
+from swarm.model.classes import numeric_class_of
+from swarm.model.fourbits import FourBitFormat, FourBitLimits, FourBitMatrix, packed
+from swarm.model.integer import integers_of, matrices_in, split, to_integers
+from swarm.model.loading import block_bytes, load_span
+from swarm.model.packed import Segment
+from swarm.model.quantising import quantisation_for
+from swarm.model.weightcache import WeightCache, WeightCacheLimits
+from tests.support.swarms import DEMO_CHECKPOINT
+
+WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "glm4", "gpt_neox", "granite", "nemotron", "opt", "smollm3")
+WINDOWS = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "mistral", "olmo3")  # add up chunks in another order
+DENSE = ("llama", "gemma3_text", "phi3")
+SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
+BLOCKS = Blocks(1, 5)
+OLD_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def span_of(family_dir):
+    made = {}
+
+    def get(name, dtype=torch.float32):
+        if (name, dtype) not in made:
+            made[name, dtype] = load_span(open_checkpoint(family_dir(name)), BLOCKS, dtype=dtype, quantize="int4")
+        return made[name, dtype]
+
+    return get
+
+
+def through(span, *chunks):
+    cache = span.new_cache()
+    with torch.inference_mode():
+        return torch.cat([span.forward(chunk, cache=cache) for chunk in chunks], dim=1)
+
+
+# --- the rounding
+
+
+def test_the_rounding_is_what_it_always_was():
+    parts = packed(random(64, 96, seed=3))
+    digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest()[:16] for part in parts]
+    assert digests == ["b2023e4d55ca8724", "25fb38d7173ac233", "6ccd9bb14dc6d0ef"]
+
+
+def test_a_blocks_extreme_is_a_step_of_int8_and_the_lowest_code():
+    weight = torch.zeros(2, 64)
+    weight[0, 0], weight[0, 1], weight[0, 40] = 127.0, -31.75, -8.0
+    weight[1, 3], weight[1, 5] = -2.0, 2.0  # equally far
+    codes, extremes, scales = packed(weight)
+    assert extremes.tolist() == [[127, -8], [127, 0]]
+    assert scales.tolist() == pytest.approx([1.0, 2.0 / 127])
+    low, high = codes & 15, codes >> 4
+    assert (int(low[0, 0]), int(low[0, 1]), int(high[0, 0]), int(low[0, 24])) == (0, 10, 8, 0)
+    steps = FourBitMatrix(64, codes, extremes, scales).steps(0, 2)
+    assert (steps[0, 0], steps[0, 1], steps[0, 40]) == (127, -32, -8)
+    assert (steps[1, 3], steps[1, 5]) == (-111, 127)  # 7/8 of the extreme is the farthest on its other side
+    assert steps[1, 32:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("n_inputs", [1, 31, 32, 33, 100])
+def test_a_row_need_not_fill_its_blocks(n_inputs):
+    weight = random(20, n_inputs)
+    matrix = FourBitMatrix.of(weight)
+    again = FourBitMatrix.restored((20, n_inputs), matrix.parts)
+    rounded = again.steps(0, 20) * again.parts[2][:, None]
+    assert rounded.shape == weight.shape
+    assert (rounded - weight).norm() < 0.12 * weight.norm()
+    assert matrix.n_bytes == sum(part.nbytes for part in matrix.parts)
+
+
+# --- products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_multiplies_by_the_rounded_weights(dtype):
+    linear = nn.Linear(96, 64).to(dtype)
+    matrix = FourBitMatrix.of(linear.weight)
+    exact = matrix.steps(0, 64).double() * matrix.parts[2].double()[:, None]
+    to_integers(linear, FourBitMatrix)
+    rows = random(5, 96, seed=1) * torch.tensor([1e-6, 1.0, 40.0, 0.0, 1e6])[:, None]
+    rows[:, 7] *= 30  # an outlier, as real models have
+    rows = rows.to(dtype)
+    with torch.inference_mode():
+        got = linear(rows)
+    expected = rows.double() @ exact.t() + linear.bias.double()
+    assert got.dtype is dtype
+    error = (got.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < (1e-3 if dtype is torch.float32 else 4e-3)
+
+
+def widest(n_inputs=3 * IntegerFormat.inputs_max - 7):
+    """Rows and weights whose sums are as large as can be."""
+    rows, weight = torch.ones(3, n_inputs), torch.ones(40, n_inputs)
+    rows[1] = random(n_inputs)
+    weight[1:] = random(39, n_inputs, seed=1)
+    return rows, weight
+
+
+def test_sums_in_float32_are_exact():
+    rows, weight = widest(IntegerFormat.inputs_max)
+    parts, _ = split(rows)
+    steps = FourBitMatrix.of(weight).steps(0, len(weight))
+    assert (parts @ steps.t()).max() == 63 * 127 * IntegerFormat.inputs_max
+    assert torch.equal((parts @ steps.t()).double(), parts.double() @ steps.double().t())
+
+
+def test_a_row_is_the_same_alone_and_beside_any_other():
+    rows, weight = widest()
+    rows = torch.cat([rows, random(30, rows.shape[1], seed=2)])
+    rows[5] *= 1e4  # a stranger's
+    matrix = FourBitMatrix.of(weight)
+    together = matrix.multiply(rows)
+    assert all(torch.equal(matrix.multiply(rows[index : index + 1])[0], together[index]) for index in range(len(rows)))
+
+
+def test_it_does_not_matter_how_much_is_unpacked_at_once():
+    rows, weight = widest()
+    parts = packed(weight)
+    results = [
+        FourBitMatrix(rows.shape[1], *parts, FourBitLimits(unpacked)).multiply(rows)
+        for unpacked in (1, 50_000, 1 << 20)
+    ]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+PRODUCT = """
+import hashlib, torch
+from tests.model.test_fourbits import FourBitMatrix, widest
+rows, weight = widest()
+print(hashlib.sha256(FourBitMatrix.of(weight).multiply(rows).numpy().tobytes()).hexdigest())
+"""
+
+
+def test_other_kernels_compute_the_same_bits():
+    rows, weight = widest()
+    here = hashlib.sha256(FourBitMatrix.of(weight).multiply(rows).numpy().tobytes()).hexdigest()
+    line = [sys.executable, "-c", PRODUCT]
+    other = subprocess.run(line, env={**os.environ, **OLD_KERNELS}, capture_output=True, text=True, check=True)
+    assert other.stdout.split() == [here]
+
+
+# --- spans
+
+
+@pytest.mark.parametrize("name", DENSE + SPARSE)
+def test_blocks_of_a_family_compute_about_the_same(name, span_of, family_dir):
+    span, last = span_of(name), Blocks(4, 5)
+    plain = load_span(open_checkpoint(family_dir(name)), last, dtype=torch.float32)
+    hidden = random(1, 24, span.hidden_size)
+    got, expected = through(span.part(last), hidden), through(plain, hidden)
+    errors = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert 0 < errors.median() < 0.3
+    assert str(span.numeric_class) == "float32+int4"
+    assert integers_of(span.model) == "int4"
+
+
+def alone_and_packed(span):
+    """The outputs of some sessions' steps, each alone and as one."""
+    assert span.packs
+    prompts = [random(1, tokens, span.hidden_size, seed=tokens) for tokens in (7, 3, 11)]
+    steps = [random(1, 1, span.hidden_size, seed=tokens + 50) for tokens in (7, 3, 11)]
+    alone, caches = [], []
+    with torch.inference_mode():
+        for prompt, step in zip(prompts, steps, strict=True):
+            cache = span.new_cache()
+            span.forward(prompt, cache=cache)
+            alone.append(span.forward(step, cache=cache))
+            caches.append(span.new_cache())
+            span.forward(prompt, cache=caches[-1])
+        packed = span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
+    return list(zip(alone, packed, strict=True))
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *WINDOWS])
+def test_steps_of_many_sessions_are_the_same_as_alone_to_the_last_bit(name, span_of):
+    assert all(torch.equal(*pair) for pair in alone_and_packed(span_of(name)))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_chunks_are_the_same_as_the_whole_to_the_last_bit(name, span_of):
+    span = span_of(name)
+    hidden = random(1, 24, span.hidden_size)
+    assert torch.equal(through(span, hidden[:, :16], hidden[:, 16:]), through(span, hidden))
+
+
+@pytest.mark.parametrize("name", [name for name in SPARSE if name != "deepseek_v3"])  # its steps are not packed
+def test_steps_of_experts_are_nearly_the_same_as_alone(name, span_of):
+    """The choice of experts is in float32, and is added up otherwise in a batch."""
+    errors = [float((one - other).norm() / one.norm()) for one, other in alone_and_packed(span_of(name).part(BLOCKS))]
+    assert sorted(errors)[1] < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_thread_and_two_compute_the_same(dtype, span_of):
+    span = span_of("llama", dtype)
+    hidden = random(1, 24, span.hidden_size).to(dtype)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            results.append(through(span, hidden))
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_class_and_size_are_known_before_anything_is_loaded(dtype):
+    checkpoint = open_checkpoint(DEMO_CHECKPOINT)
+    span = load_span(checkpoint, Blocks(3, 5), dtype=dtype, quantize="int4")
+    assert span.numeric_class == numeric_class_of(checkpoint.config, dtype, "int4")
+    assert tier_of(str(span.numeric_class)) == Tier.FOUR_BITS
+    assert span.weight_bytes / 2 == pytest.approx(block_bytes(checkpoint, dtype, "int4"), rel=0.03)
+    assert block_bytes(checkpoint, torch.bfloat16, "int4") <= 0.31 * block_bytes(checkpoint, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_all_memory_of_a_span_is_counted(name, span_of):
+    """Nothing but the matrices' parts and small tensors is there, and the linear layers' are below 0.31."""
+    span = span_of(name)
+    matrices = matrices_in(span.model).values()
+    parts = sum(part.untyped_storage().nbytes() for matrix in matrices for part in matrix.parts)
+    plain = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in span.model.state_dict().values()}
+    assert span.weight_bytes == pytest.approx(parts + sum(plain.values()), rel=0.03)
+    assert parts <= 0.31 * sum(2 * matrix.n_outputs * matrix.n_inputs for matrix in matrices)
+    assert sum(plain.values()) < 0.05 * parts
+
+
+# --- the cache, and refusals
+
+
+def test_a_second_start_has_the_same_bits_and_notices_a_flipped_one(family_dir, tmp_path, caplog, monkeypatch):
+    def load():
+        cache = WeightCache(tmp_path, WeightCacheLimits(free_bytes_min=0))
+        span = load_span(open_checkpoint(family_dir("phi3")), Blocks(1, 3), quantize="int4", rounded=cache)
+        return through(span, random(1, 24, span.hidden_size).to(span.dtype))
+
+    def refuse(_weight):
+        raise AssertionError("it is in the cache")
+
+    first = load()
+    path = sorted(tmp_path.rglob("*.safetensors"))[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(FourBitMatrix, "of", refuse)
+        assert torch.equal(load(), first)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(load(), first)
+    assert f"{path} is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gpt2"])
+def test_families_whose_weights_are_elsewhere_are_refused(name, family_dir):
+    with pytest.raises(UnsupportedCheckpoint, match="int4 is for linear layers and experts"):
+        load_span(open_checkpoint(family_dir(name)), Blocks(0, 2), quantize="int4")
+
+
+def test_a_checkpoint_that_is_quantised_is_refused(family_dir):
+    checkpoint = open_checkpoint(family_dir("llama"))
+    checkpoint.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UnsupportedCheckpoint, match="quantised already"):
+        load_span(checkpoint, Blocks(0, 2), quantize="int4")
+
+
+def test_a_block_that_goes_around_its_layers_is_refused(family_dir, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    def around(self, hidden):
+        return self.down_proj(nn.functional.linear(hidden, self.up_proj.weight))
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", around)
+    with pytest.raises(UnsupportedCheckpoint, match="reads weights that int4 has taken"):
+        load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize="int4")
+
+
+def test_every_cpu_can_have_int4_and_no_gpu(family_dir, monkeypatch):
+    checkpoint = open_checkpoint(family_dir("llama"))
+    monkeypatch.setattr(quantising, "is_supported", lambda: False)  # for int8
+    assert quantisation_for("int4", checkpoint, torch.device("cpu")).weights == "int4"
+    with pytest.raises(BadConfiguration, match="cuda has no kernels for int4 here, which take a CPU"):
+        quantisation_for("int4", checkpoint, torch.device("cuda"))
+
+
+def test_auto_never_takes_fewer_bits_than_int8(family_dir, monkeypatch):
+    checkpoint = open_checkpoint(family_dir("llama"))
+    monkeypatch.setattr(quantising, "is_supported", lambda: False)
+    assert quantisation_for("auto", checkpoint, torch.device("cpu")).weights is None
+
+
+@pytest.mark.parametrize("weights", ["int3", "none", ""])
+def test_weights_of_another_name_are_refused(weights, family_dir):
+    with pytest.raises(BadConfiguration, match="neither int8 nor int4"):
+        load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize=weights)
