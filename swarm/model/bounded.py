@@ -43,7 +43,7 @@ class Bounds(NamedTuple):
 class BoundedHead:
     """The weight of a head, and its int8 copy."""
 
-    def __init__(self, weight: Tensor, limits: BoundLimits = BoundLimits()) -> None:  # noqa: B008 - frozen
+    def __init__(self, weight: Tensor, limits: BoundLimits = BoundLimits()) -> None:
         """weight: [vocabulary, hidden_size] of which `unfit` is None. It is read later, too."""
         began = time.perf_counter()
         integers, scales = rounded(weight)
@@ -98,7 +98,7 @@ class BoundedHead:
         return Bounds(low.to(dtype).float(), high.to(dtype).float())
 
 
-def unfit(weight: Tensor, limits: BoundLimits = BoundLimits()) -> str | None:  # noqa: B008 - frozen
+def unfit(weight: Tensor, limits: BoundLimits = BoundLimits()) -> str | None:
     """Return why a head's weight, [vocabulary, hidden_size], cannot have bounds; None if it can."""
     if weight.device.type != "cpu":
         return f"it is on {weight.device.type}"
