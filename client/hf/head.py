@@ -188,10 +188,10 @@ class HeadedModel(HollowModel):
 
     def _has_unfinished_sequences(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - as `transformers` has it
         """Do as `transformers` does. The loop of `_sample` asks before each forward."""
-        head = self.get_output_embeddings()
-        if isinstance(head, DecidedLinear):
-            head.decided[0].expect()
         unfinished: bool = super()._has_unfinished_sequences(*args, **kwargs)  # type: ignore[misc]
+        head = self.get_output_embeddings()
+        if unfinished and isinstance(head, DecidedLinear):
+            head.decided[0].expect()
         return unfinished
 
     def _bounded_processors(self, ids: Tensor, kwargs: dict[str, Any]) -> BoundedProcessors | None:

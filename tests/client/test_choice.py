@@ -86,14 +86,14 @@ def test_greedy_tokens_of_a_plain_head_need_few_rows():
 @pytest.mark.parametrize("processors", DRAWN.values(), ids=DRAWN)
 def test_seeded_draws_are_the_exact_heads(head, processors):
     rule, decided = rule_of(processors, is_drawn=True), 0
-    for seed, hidden in enumerate(hidden_states(100, head.weight.dtype)):
+    for seed, hidden in enumerate(hidden_states(60, head.weight.dtype)):
         noise = torch.empty(1, VOCABULARY).exponential_(1, generator=torch.Generator().manual_seed(seed))[0]
         probabilities = exact(head, hidden, processors).softmax(-1)
         drawn = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(seed))
         chosen = choose(head, hidden, IDS, rule, noise)
         assert chosen.token in {int(drawn), None}
         decided += chosen.token is not None
-    assert decided > 50
+    assert decided > 30
 
 
 def test_a_close_race_is_not_decided(head):
@@ -108,15 +108,17 @@ def test_a_close_race_is_not_decided(head):
 
 
 def test_a_token_at_top_ps_border_is_not_decided():
-    """Two tokens of the same probability, and top-p cuts between them: the order of a sort decides."""
+    """Two tokens have the same probability, and top-p cuts where float32's sums may err."""
     weight = torch.zeros(VOCABULARY, WIDTH)
     weight[:2, 0] = 1.0
     hidden = torch.zeros(1, WIDTH)
     hidden[0, 0] = 30.0
-    rule = rule_of([TopKLogitsWarper(2), TopPLogitsWarper(0.5)], is_drawn=True)
-    noise = torch.ones(VOCABULARY)
+        noise = torch.ones(VOCABULARY)
     noise[1] = 0.5
-    assert choose(BoundedHead(weight), hidden, IDS, rule, noise).token is None
+    head = BoundedHead(weight)
+    for top_p, token in ((0.5002, None), (0.4998, None), (0.51, 1)):
+        rule = rule_of([TopKLogitsWarper(2), TopPLogitsWarper(top_p)], is_drawn=True)
+        assert choose(head, hidden, IDS, rule, noise).token == token
 
 
 def test_more_rows_than_are_worth_it_are_not_computed(head):

@@ -102,6 +102,7 @@ def test_calls_that_need_all_logits_get_the_exact_heads(models, how):
     assert count(model) == before
 
 
+@pytest.mark.slow("each family is loaded three times in two dtypes")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_other_families_have_it_in_both_dtypes(family, tmp_path):
     save_family(family, tmp_path)
