@@ -113,7 +113,7 @@ def test_a_token_at_top_ps_border_is_not_decided():
     weight[:2, 0] = 1.0
     hidden = torch.zeros(1, WIDTH)
     hidden[0, 0] = 30.0
-        noise = torch.ones(VOCABULARY)
+    noise = torch.ones(VOCABULARY)
     noise[1] = 0.5
     head = BoundedHead(weight)
     for top_p, token in ((0.5002, None), (0.4998, None), (0.51, 1)):
