@@ -7,8 +7,8 @@ the upper bounds of all others; the head computes the rows that may still win mo
 does not decide, the caller computes all logits.
 
 Processors that change each score by itself, and keep the scores' order, take bounds to bounds: penalties for
-repetition, temperature, tokens that are not allowed. Top-k keeps a token surely or perhaps, by the k-th largest lower
-and upper bounds; top-p behind it does so by the least and the most mass above the token.
+repetition, temperature, tokens that are not allowed. Top-k keeps a token surely or perhaps, by how many others may be
+above it; top-p behind it does so by the least and the most mass above the token.
 """
 
 from collections.abc import Sequence
@@ -173,8 +173,9 @@ def _winner(scores: Bounds, rush: Tensor | None, rule: Rule, limits: ChoiceLimit
     is_sure = torch.ones(len(rush), dtype=torch.bool)
     if rule.top_k is not None:
         rows = (scores.high >= _kth(scores.low, rule.top_k)).nonzero()[:, 0]
-        is_sure = scores.low[rows] >= _kth(scores.high, rule.top_k)
+        is_sure = scores.low[rows] >= _kth(scores.low, rule.top_k)
         scores = Bounds(scores.low[rows], scores.high[rows])
+        is_sure &= _may_be_above(scores) < rule.top_k
         if rule.top_p is not None:
             if len(rows) > 2 * limits.top_k_max:  # ties: of each pair there is a number
                 return None
@@ -198,6 +199,13 @@ def _highest(scores: Bounds) -> int | None:
     may_win[:best] |= scores.high[:best] == least
     may_win[best] = False
     return None if bool(may_win.any()) or not bool(least.isfinite()) else best
+
+
+def _may_be_above(scores: Bounds) -> Tensor:
+    """Return for each row how many others may be above it, int64 [rows]."""
+    ordered = scores.high.sort().values
+    above = len(ordered) - torch.searchsorted(ordered, scores.low, right=True)
+    return above - (scores.high > scores.low).long()  # itself
 
 
 def _kth(values: Tensor, k: int) -> Tensor:
