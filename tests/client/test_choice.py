@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from swarm.client.hf.choice import ChoiceLimits, choose, rule_of
-from swarm.model.bounded import BoundedHead
+from swarm.model.bounded import BoundedHead, Bounds
 from swarm.model.integer import is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no int8 products on this processor")
@@ -96,15 +96,35 @@ def test_seeded_draws_are_the_exact_heads(head, processors):
     assert decided > 30
 
 
-def test_a_close_race_is_not_decided(head):
-    """Where noise makes two tokens equal, float32's rounding decides: only torch can."""
-    rule = rule_of([], is_drawn=True)
-    for hidden in hidden_states(20, head.weight.dtype):
-        scores = exact(head, hidden, [])[0].double()
-        noise = (scores - scores.max() + 3).exp()  # all are equal
-        assert choose(head, hidden, IDS, rule, noise.float()).token is None
-        noise[5] /= 2
-        assert choose(head, hidden, IDS, rule, noise.float()).token in {5, None}
+class Known:
+    """A head of which all bounds are known, and become no narrower."""
+
+    def __init__(self, low, high):
+        self._low, self._high = low, high
+
+    def bounds(self, hidden):
+        return Bounds(self._low.clone(), self._high.clone())
+
+    def narrow(self, hidden, rows):
+        return Bounds(self._low[rows], self._high[rows])
+
+
+def test_a_race_that_float32_may_decide_otherwise_is_not_decided():
+    head, rule = Known(*torch.zeros(2, VOCABULARY)), rule_of([], is_drawn=True)
+    for ahead, token in ((1e-5, None), (1e-3, 5)):
+        noise = torch.ones(VOCABULARY)
+        noise[5] -= ahead
+        assert choose(head, torch.zeros(1, WIDTH), IDS, rule, noise).token == token
+
+
+def test_a_token_that_top_k_may_leave_out_is_not_chosen():
+    low, high = torch.zeros(2, VOCABULARY)
+    low[:3], high[:3] = 5.0, 6.0
+    noise = torch.ones(VOCABULARY)
+    noise[2] = 1e-6
+    for top_k, token in ((2, None), (3, 2)):
+        rule = rule_of([TopKLogitsWarper(top_k)], is_drawn=True)
+        assert choose(Known(low, high), torch.zeros(1, WIDTH), IDS, rule, noise).token == token
 
 
 def test_a_token_at_top_ps_border_is_not_decided():
