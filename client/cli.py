@@ -53,6 +53,13 @@ class_options = option_group(
     "the text is the same, and comes sooner",
 )
 @click.option(
+    "--head",
+    type=click.Choice(("exact", "auto")),
+    default="exact",
+    show_default=True,
+    help="auto: tokens are chosen by a copy of the head in 8 bits, where that proves the exact head's token",
+)
+@click.option(
     "--dtype",
     type=click.Choice(DTYPES),
     default="auto",

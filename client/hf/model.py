@@ -24,7 +24,8 @@ from swarm.client.auditing.ledger import Audits
 from swarm.client.hf.ahead import AheadSession
 from swarm.client.hf.cache import ASSISTED_ROLLBACK, RemoteCache
 from swarm.client.hf.drafting import Drafts
-from swarm.client.hf.hollow import HollowModel, without_gradient
+from swarm.client.hf.head import HeadedModel
+from swarm.client.hf.hollow import without_gradient
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.ranges import Backend, RemoteBlockList, padding
 from swarm.client.planning.explain import ExplainedRoute
@@ -76,7 +77,7 @@ class InferenceSession:
         self.cache.close()
 
 
-class DistributedModel(HollowModel):
+class DistributedModel(HeadedModel):
     """The additions of a distributed model. `distribute` mixes it in before the family's class."""
 
     backend: Backend

@@ -1,5 +1,6 @@
 """Text in, text out: `swarm-generate` with a distributed model."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.client.hf.auto import AutoDistributedModel
+from swarm.client.hf.head import HeadMode
 from swarm.errors import UnsupportedCheckpoint
 
 
@@ -31,15 +33,20 @@ def stream_text(
     revision: str | None,
     token: str | None,
     cache_dir: Path | None,
+    head: HeadMode = "exact",
     **joining: Any,  # noqa: ANN401 - handed on to from_pretrained, which names and types them
 ) -> None:
     """Generate through the swarm and print as it comes. Raises SwarmError."""
-    model = AutoDistributedModel.from_pretrained(name, revision=revision, token=token, cache_dir=cache_dir, **joining)
+    model = AutoDistributedModel.from_pretrained(
+        name, revision=revision, token=token, cache_dir=cache_dir, head=head, **joining
+    )
     try:
         tokenizer = load_tokenizer(name, revision=revision, token=token, cache_dir=cache_dir)
         _ = model.route  # missing blocks are reported before the prompt is printed
         streamer = TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
         continue_prompt(model, tokenizer, prompt, options, streamer)
+        if head != "exact":
+            print(model.head_facts, file=sys.stderr)
     finally:
         model.close()
 

@@ -17,7 +17,7 @@ from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
 from swarm.model.fourbits import FourBitFormat, FourBitLimits, FourBitMatrix, packed
-from swarm.model.integer import integers_of, matrices_in, split, to_integers
+from swarm.model.integer import IntegerFormat, integers_of, matrices_in, split, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.packed import Segment
 from swarm.model.quantising import quantisation_for
