@@ -82,6 +82,11 @@ class Session:
         """The repairs that brought blocks into another numeric class, in order."""
         return self._travel.restorer.crossings
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a step has failed, or the session was closed: it takes no further step."""
+        return self._error is not None
+
     async def open(self) -> None:
         """Find a route and open the session on it. Called once, by `Sessions.open`.
 
