@@ -1,6 +1,7 @@
 """Guesses that travel ahead of the gateway's generations: the answers are those of a gateway that guesses nothing."""
 
 import asyncio
+import json
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ ALWAYS = GuessLimits(pace=PaceLimits(trip_s_min=0.0, lost=1000.0))  # on any rou
 LIMITS = EngineLimits(guesses=ALWAYS)
 IDS = ids_of(12, seed=5)
 SEEDED = Sampling(temperature=0.8, top_p=0.9, seed=7)
-FEW = {token: 60.0 for token in (5, 6, 7, 8)}  # a text of few tokens repeats itself
+FEW = {5: 60.0, 6: 60.0}  # a text of two tokens repeats itself
 
 
 @asynccontextmanager
@@ -336,32 +337,49 @@ async def answered(model, request):
 
 
 LIST = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 6, "maxItems": 6}
-REQUESTS = {
-    "a stop string": Completion(
-        model="demo",
-        prompt="x = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3,",
-        tokens_max=40,
-        stop=(" 3, 1, 2, 3, 1, 2, 3, 1",),
-        sampling=replace(GREEDY, logprobs=1),
-    ),
-    "a schema": Chat(
-        model="demo", messages=[{"role": "user", "content": "colours"}], schema=LIST, sampling=SEEDED, tokens_max=60
-    ),
-}
+SAID = [{"role": "user", "content": "colours"}]
+LOOP = Completion(
+    model="demo", prompt="x = [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3,", tokens_max=30, sampling=replace(GREEDY, logprobs=1)
+)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-async def test_answer_with_its_usage_is_that_without_guesses(demo, name):
-    async with distant(demo) as engine:
+@asynccontextmanager
+async def model_of(swarm):
+    async with distant(swarm) as engine:
         tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
-        stop = frozenset({tokenizer.eos_token_id})
-        model = Model("demo", "0" * 64, engine, tokenizer, stop, TokenTexts(tokenizer))
-        with guessing(engine, None):
-            text, tokens, finished = await answered(model, REQUESTS[name])
+        yield Model("demo", "0" * 64, engine, tokenizer, frozenset({tokenizer.eos_token_id}), TokenTexts(tokenizer))
+
+
+async def same_answer(model, request):
+    """Compare an answer and its usage with those without guesses. Returns it, and how many guesses it kept."""
+    engine, answers = model.backend, []
+    kept = engine.guessing.kept
+    for make in (None, Lookup):
         await engine.conversations.close()
-        found = await answered(model, REQUESTS[name])
-        print(name, repr(text), finished, engine.guessing.sent, engine.guessing.kept)
-        assert (found[0], found[2]) == (text, finished)
-        assert [each.text for each in found[1]] == [each.text for each in tokens]
+        with guessing(engine, make):
+            answers.append(await answered(model, request))
+    (text, tokens, finished), other = answers
+    assert (text, finished) == (other[0], other[2])
+    assert [each.text for each in tokens] == [each.text for each in other[1]]
+    return text, finished, engine.guessing.kept - kept
+
+
+async def test_stop_string_ends_the_text_where_it_does_without_guesses(demo):
+    async with model_of(demo) as model:
+        text, finished, _ = await same_answer(model, LOOP)
+        assert finished.tokens == 30
+        stop = text[len(text) * 2 // 3 :][:4]
+        shorter, finished, kept = await same_answer(model, replace(LOOP, stop=(stop,)))
+        assert shorter == text[: text.index(stop)]
+        assert (finished.reason, finished.stop) == ("stop", stop)
+        assert finished.tokens < 30
+        assert kept > 2
+
+
+async def test_schema_is_fulfilled_by_the_answer_without_guesses(demo):
+    asked = Chat(model="demo", messages=SAID, schema=LIST, sampling=SEEDED, tokens_max=60)
+    async with model_of(demo) as model:
+        text, finished, kept = await same_answer(model, asked)
+        assert set(json.loads(text)) <= {"red", "green"}
         assert finished.reason == "stop"
-        assert engine.guessing.kept > 2
+        assert kept > 2
