@@ -7,11 +7,10 @@ python benchmarks/gateway_load.py soak [--streams 32] [--seconds 3600] [--every 
 
 turns: the time to the first token of a conversation's second turn, and of the same prompt in a new session. crowd: long
 streams beside short requests at a rate; each ends well, or with 429 and Retry-After. guesses: tokens a second of all
-streams through a gateway that may guess, and through one that does not, in turn; texts repeat themselves.
-soak: streams of which some are
-cut off, prompts of up to 20,000 tokens, and servers that are killed; then the gateway's memory, and the sessions on
-all servers. All over the demo's checkpoint in float32, three servers of one thread each. For a soak its config allows
-32,768 positions, which is more than it was trained for and changes no cost.
+streams through a gateway that may guess, and through one that does not, in turn; texts repeat themselves. soak: streams
+of which some are cut off, prompts of up to 20,000 tokens, and servers that are killed; then the gateway's memory, and
+the sessions on all servers. All over the demo's checkpoint in float32, three servers of one thread each. For a soak its
+config allows 32,768 positions, which is more than it was trained for and changes no cost.
 """
 
 import argparse

@@ -41,12 +41,8 @@ Answer = asyncio.Future[Tensor]
 class GuessLimits:
     """When the generations of one model guess, and how far."""
 
-    streams_max: int = limit(
-        4, "streams", "of one model guess; more of them fill trips and servers' batches by themselves"
-    )
-    read_tokens: int = limit(
-        2048, "tokens", "of a text that look-up reads between two tokens: other streams wait for it"
-    )
+    streams_max: int = limit(4, "streams", "that guess, of one model; more fill trips and batches by themselves")
+    read_tokens: int = limit(2048, "tokens", "that look-up reads of a text between two tokens; other streams wait")
     ahead: AheadLimits = field(default_factory=AheadLimits)
     pace: PaceLimits = field(default_factory=PaceLimits)
 
