@@ -2,13 +2,15 @@
 
 python benchmarks/gateway_load.py turns [--prompt 700] [--rounds 8]
 python benchmarks/gateway_load.py crowd [--streams 120] [--rate 50] [--seconds 30]
+python benchmarks/gateway_load.py guesses [--streams 8] [--rounds 8]
 python benchmarks/gateway_load.py soak [--streams 32] [--seconds 3600] [--every 20]
 
 turns: the time to the first token of a conversation's second turn, and of the same prompt in a new session. crowd: long
-streams beside short requests at a rate; each ends well, or with 429 and Retry-After. soak: streams of which some are
-cut off, prompts of up to 20,000 tokens, and servers that are killed; then the gateway's memory, and the sessions on
-all servers. All over the demo's checkpoint in float32, three servers of one thread each. For a soak its config allows
-32,768 positions, which is more than it was trained for and changes no cost.
+streams beside short requests at a rate; each ends well, or with 429 and Retry-After. guesses: tokens a second of all
+streams through a gateway that may guess, and through one that does not, in turn; texts repeat themselves. soak: streams
+of which some are cut off, prompts of up to 20,000 tokens, and servers that are killed; then the gateway's memory, and
+the sessions on all servers. All over the demo's checkpoint in float32, three servers of one thread each. For a soak its
+config allows 32,768 positions, which is more than it was trained for and changes no cost.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from tests.support import warm
 
 SPANS = ("0:4", "4:8", "8:12")
 TURN_SHARE_MAX = 0.1  # of a new session's time to the first token
+GUESSES_SHARE_MIN = 0.98  # of the rate without guesses, where many streams run
 KEPT_MB_MAX = 1.0  # of memory for each conversation that is kept
 QUIET_S = 60.0  # after it no session is left on any server
 POSITIONS, LONG_PROMPT, LONG_SHARE = 32768, 20000, 0.005
@@ -49,10 +52,10 @@ CODE = Path(__file__).read_text()
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("what", choices=("turns", "crowd", "soak"), nargs="?", default="turns")
+    arguments.add_argument("what", choices=("turns", "crowd", "guesses", "soak"), nargs="?", default="turns")
     arguments.add_argument("--prompt", type=int, default=700, help="tokens of a first turn")
     arguments.add_argument("--rounds", type=int, default=8, help="conversations")
-    arguments.add_argument("--streams", type=int, help="long streams at once; 120 or 32")
+    arguments.add_argument("--streams", type=int, help="long streams at once; 120, 8 or 32")
     arguments.add_argument("--rate", type=float, default=50.0, help="short requests a second")
     arguments.add_argument("--seconds", type=float, help="30 or 3600")
     arguments.add_argument("--every", type=float, default=20.0, help="seconds between kills; 0 kills none")
@@ -61,14 +64,14 @@ def main() -> None:
     arguments.add_argument("--json", type=Path, help="where the raw samples go")
     arguments.add_argument("--seed", type=int, default=SEED)
     options = arguments.parse_args()
-    options.streams = options.streams or (120 if options.what == "crowd" else 32)
+    options.streams = options.streams or {"crowd": 120, "guesses": 8}.get(options.what, 32)
     options.seconds = options.seconds or (30.0 if options.what == "crowd" else 3600.0)
     if options.quick:
         options.prompt, options.rounds, options.streams, options.rate = 100, 2, 3, 5.0
         options.seconds, options.every = 4.0, 0.0
     spans = SPANS * (2 if options.what == "soak" else 1)
     with checkpoint(POSITIONS if options.what == "soak" else None) as model, serving(model, spans) as (swarm, gateway):
-        measure = {"turns": turns, "crowd": crowd, "soak": soak}[options.what]
+        measure = {"turns": turns, "crowd": crowd, "guesses": guesses, "soak": soak}[options.what]
         broken = asyncio.run(measure(options, swarm, gateway))
     for promise in broken:
         print(f"NOT KEPT: {promise}")
@@ -174,6 +177,35 @@ async def crowd(options: argparse.Namespace, _: LocalSwarm, gateway: LocalProces
     table("requests by their ends", ["", "requests"], [[end, str(count)] for end, count in sorted(ends.items())])
     write_json(options.json, "gateway_load", options.seed, [], what="crowd", ends=dict(ends), bad=bad[:20])
     return [f"{len(bad)} requests failed without 429: {bad[0]}"] if bad else []
+
+
+async def guesses(options: argparse.Namespace, swarm: LocalSwarm, gateway: LocalProcess) -> list[str]:
+    """Compare the rates of two gateways, with guesses and without, and their texts."""
+    started = swarm.start_gateway("--dtype", "float32", "--threads", "1", "--draft", "none", "--log-level", "warning")
+    plain = await asyncio.to_thread(started.wait_ready)
+    lookup, none, texts = Samples("--draft lookup"), Samples("--draft none"), dict[str, list[str]]()
+
+    async def ask(http: httpx.AsyncClient, name: str, index: int) -> str:
+        prompt = CODE[37 * index : 37 * index + 120] * 2
+        body = {"model": name, "prompt": prompt, "max_tokens": 128, "temperature": 0, "ignore_eos": True}
+        return str((await http.post("/v1/completions", json=body)).raise_for_status().json()["choices"][0]["text"])
+
+    for turn in range(options.rounds + 1):
+        for samples, each in ((lookup, gateway), (none, plain)):
+            name, began = each.ready["models"][0], time.perf_counter()
+            async with client(each) as http:
+                asked = (ask(http, name, options.streams * turn + index) for index in range(options.streams))
+                texts[samples.name] = list(await asyncio.gather(*asked))
+            if turn:  # the first one warms up
+                samples.ms.append(1000 * (time.perf_counter() - began))
+        if texts[lookup.name] != texts[none.name]:
+            return ["the texts with guesses are those without"]
+    share = none.median / lookup.median
+    rows = [[each.name, f"{128_000 * options.streams / each.median:.1f}"] for each in (lookup, none)]
+    table(f"tokens/s of {options.streams} streams", ["", "tokens/s"], rows)
+    write_json(options.json, "gateway_load", options.seed, [lookup, none], what="guesses", share=share)
+    least = GUESSES_SHARE_MIN
+    return [f"with guesses the rate is {least} of the one without: {share:.3f}"] if share < least else []
 
 
 async def soak(options: argparse.Namespace, swarm: LocalSwarm, gateway: LocalProcess) -> list[str]:

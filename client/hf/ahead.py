@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 from swarm.activations import Activations
 from swarm.client.hf.lead import Drafting, Embed, Lead, RemoteSession
 from swarm.client.speculation.limits import AheadLimits
+from swarm.client.speculation.pace import pays
 from swarm.client.speculation.pipe import Counts
 
 
@@ -93,7 +94,7 @@ class AheadSession:
         pace, lead = self._lead.pace, self._lead
         if drafting.always or (lead.is_ahead and not self._unread):
             return True
-        return not pace.is_quick and not pace.loses and self._session.load <= self._limits.load_max
+        return pays(pace, self._session.load, self._limits)
 
     def _reads(self, keep: int, drafting: Drafting) -> bool:
         """Bring the lead's text to what the servers hold. Returns whether all of its tokens are known."""

@@ -90,9 +90,9 @@ class Lead:
         """most: tokens that may be in flight."""
         self.pace = Pace()
         self.context = Context()
-        self._sender = _Sender(session, embed, positions_max)
+        self._sender = _Sender(session, embed)
         self._limits = replace(limits, tokens_max=min(most, limits.tokens_max))
-        self._pipe: Pipe[Pending] = Pipe(limits, Calibration())
+        self._pipe: Pipe[Pending] = Pipe(limits, Calibration(), positions_max)
         self._drafting: Drafting | None = None
         self._draft: Draft | None = None
         self._slow: _Slow | None = None
@@ -158,7 +158,7 @@ class Lead:
             if not is_right:
                 guesses = self._sent() or self._guesses()
                 if not guesses and not self._drafts_slowly and self._sender.is_idle:
-                    pipe.counts.computed += 1
+                    pipe.plain()
                     return self._plain(activations, position)
                 self._sender.send(pipe.frame(guesses), activations.hidden)
             frame = pipe.covering(position)
@@ -171,7 +171,7 @@ class Lead:
         assert frame.answer is not None
         self.pace.asked(asked, is_there=frame.answer.is_done)
         output = frame.answer.wait()
-        self.pace.returned(time.perf_counter(), is_guessed=is_guessed, is_trip=frame.start == position)
+        self.pace.returned(time.perf_counter(), is_guessed=is_guessed, is_trip=not is_right)
         return output[:, position - frame.start :][:, :1].to(activations.hidden.device)
 
     def close(self) -> None:
@@ -258,16 +258,15 @@ class Lead:
 
     def _room(self) -> int:
         """Return how many guesses the next frame may hold."""
-        pipe = self._pipe
-        pipe.depth = min(self._limits.tokens_max, self.pace.depth)
-        return min(pipe.room, self._sender.positions_max - len(pipe.text) - len(pipe.guesses))
+        self._pipe.depth = min(self._limits.tokens_max, self.pace.depth)
+        return self._pipe.room
 
     def _guesses(self) -> list[tuple[Guess, float]]:
         """Return what the quick draft guesses, as far as it is worth it."""
-        pipe, draft, room = self._pipe, self._draft, self._room()
-        if draft is None or room <= 0 or self._rests or self._drafted or not self._may_go_on:
+        draft = self._draft
+        if draft is None or not self._room() or self._rests or self._drafted or not self._may_go_on:
             return []
-        guesses = pipe.likely(draft.propose(pipe.text, pipe.guesses, room))
+        guesses = self._pipe.guessed(draft)
         if guesses and self._slow is not None:
             if guesses[0][1] < self._limits.lookup_min:
                 return []  # the slow draft knows better
@@ -276,7 +275,7 @@ class Lead:
 
     def _sent(self) -> list[tuple[Guess, float]]:
         """Return what the slow draft has guessed, as far as it is worth it; it is to be sent."""
-        drafted = self._pipe.likely(self._drafted[: max(0, self._room())])
+        drafted = self._pipe.likely(self._drafted[: self._room()])
         if len(drafted) < len(self._drafted):
             self._turn += 1
         self._drafted.clear()
@@ -298,9 +297,8 @@ class _Slow:
 class _Sender:
     """Frames of tokens become steps of the session."""
 
-    def __init__(self, session: RemoteSession, embed: Embed, positions_max: int) -> None:
+    def __init__(self, session: RemoteSession, embed: Embed) -> None:
         self.session = session
-        self.positions_max = positions_max
         self._embed = embed
         self._last: Pending | None = None
 

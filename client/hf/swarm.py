@@ -19,7 +19,7 @@ from swarm.client.hf.runtime import Begun, LoopThread
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.promise import Crossing
-from swarm.client.planning.route import Hop
+from swarm.client.planning.route import Hop, load_of
 from swarm.client.planning.router import Wanted
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Join, Membership, joined
@@ -216,8 +216,7 @@ class WaitingSession:
     @property
     def load(self) -> float:
         """Steps of others that the busiest hop announced when the route was planned."""
-        route = self._session.route if self._session is not None else ()
-        return max((hop.announcement.load for hop in route), default=0.0)
+        return 0.0 if self._session is None else load_of(self._session.route)
 
     def close(self) -> None:
         """Free the leases. Does not wait: it may be called wherever a cache is collected."""

@@ -52,6 +52,11 @@ def classes_of(hops: Iterable[Hop]) -> Held:
     return tuple((hop.blocks, hop.numeric_class) for hop in hops)
 
 
+def load_of(hops: Iterable[Hop]) -> float:
+    """Return the steps of others that the busiest hop announced when the route was planned."""
+    return max((hop.announcement.load for hop in hops), default=0.0)
+
+
 def process_of(announcement: Announcement) -> str:
     """Name the process that announces: a peer that is started again has another channel key.
 

@@ -59,7 +59,7 @@ class Session:
         self._plan = plan
         self._shared = shared
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when it is closed
-        self._error: SwarmError | None = None  # the reason for the session's end
+        self.error: SwarmError | None = None  # a step has failed, or the session was closed: it takes no further step
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
         transcript = Transcript(shared.limits.transcript) if plan.audited else None
@@ -274,12 +274,12 @@ class Session:
         return layout.front(1).broken("it does not answer in time")
 
     def _raise_if_ended(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _end(self, error: SwarmError) -> None:
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self._travel.steps.fail(error)
 
 

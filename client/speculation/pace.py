@@ -1,6 +1,6 @@
 """How fast tokens come with and without guesses, and so how far to guess ahead. Pure: times are given."""
 
-from swarm.client.speculation.limits import PaceLimits
+from swarm.client.speculation.limits import AheadLimits, PaceLimits
 
 
 class Pace:
@@ -70,6 +70,14 @@ class Pace:
             self._next_pause = min(2 * self._next_pause, self._limits.pause_max)
         else:
             self._next_pause = self._limits.pause_min
+
+
+def pays(pace: Pace, load: float, limits: AheadLimits) -> bool:
+    """Whether guesses are likely to save time: the route is slow, they did not lose lately, and its hops have room.
+
+    load: steps of others that the busiest hop announced.
+    """
+    return not pace.is_quick and not pace.loses and load <= limits.load_max
 
 
 def _follow(mean: float, value: float, share: float) -> float:

@@ -7,7 +7,8 @@
     feed(token)     the caller's next token. If it is the first guess, its output is on the way already. If not, the
                     guesses were wrong from there on: they, and the frames that hold them, are forgotten, and the next
                     frame takes their place on the servers
-    frame(guesses)  the next step: the last token of the text if it is not in flight, and guesses behind all others
+    frame(guesses)  the next step: the last tokens of the text if they are not in flight, and guesses behind all others
+    plain()         the last tokens of the text travel as a step that the caller waits for: no frame holds them
     covering(at)    the frame with the output of a position
 
 So a step's answer counts if the tokens that it continues became the text. Nobody needs to be told of wrong guesses: the
@@ -21,7 +22,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 from swarm.client.speculation.calibration import Calibration
-from swarm.client.speculation.drafts import Guess
+from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits
 
 Answer = TypeVar("Answer")
@@ -64,12 +65,15 @@ class Counts:
 class Pipe(Generic[Answer]):
     """One session's tokens in flight."""
 
-    def __init__(self, limits: AheadLimits, calibration: Calibration) -> None:
+    def __init__(self, limits: AheadLimits, calibration: Calibration, positions_max: int | None = None) -> None:
+        """positions_max: of text and guesses together; None for no bound."""
         self.text: list[int] = []
         self.counts = Counts()
         self.depth = limits.tokens_max  # tokens that may be in flight; the caller may say fewer
         self._limits = limits
         self._calibration = calibration
+        self._positions_max = positions_max
+        self._sent = 0  # the position behind the last token that was sent and counts
         self._guesses: deque[tuple[Guess, float]] = deque()  # each with how likely it is, if those before it are right
         self._frames: deque[Frame[Answer]] = deque()
 
@@ -84,12 +88,22 @@ class Pipe(Generic[Answer]):
         room = min(self.depth - len(self._guesses), self._limits.frame_tokens)
         if len(self._frames) >= self._limits.frames_max:
             return 0
-        return room if room >= self._limits.frame_tokens_min or not self._guesses else 0
+        if room < self._limits.frame_tokens_min and self._guesses:
+            return 0
+        if self._positions_max is not None:
+            room = min(room, self._positions_max - len(self.text) - len(self._guesses))
+        return max(0, room)
+
+    @property
+    def unsent(self) -> int:
+        """How many of the text's last tokens are not in flight."""
+        return len(self.text) - min(self._sent, len(self.text))
 
     def restart(self, keep: int, tokens: Iterable[int] = ()) -> None:
         """Nothing is in flight that counts. The servers keep so many tokens of the text, and have these behind them."""
         del self.text[keep:]
         self.text.extend(tokens)
+        self._sent = len(self.text)
         self._guesses.clear()
         self._frames.clear()
 
@@ -110,9 +124,15 @@ class Pipe(Generic[Answer]):
                 self._frames.popleft()
         else:
             self.counts.trips += 1
+            self._sent = min(self._sent, len(self.text) - 1)
             self._guesses.clear()
             self._frames.clear()
         return is_right
+
+    def guessed(self, draft: Draft) -> list[tuple[Guess, float]]:
+        """Return what a draft guesses for the next frame, as far as there is room and it is worth sending."""
+        room = self.room
+        return self.likely(draft.propose(self.text, self.guesses, room)) if room else []
 
     def likely(self, guesses: Sequence[Guess]) -> list[tuple[Guess, float]]:
         """Return those of these guesses that are worth sending: if the text gets there more often than `cut_off` says.
@@ -131,15 +151,20 @@ class Pipe(Generic[Answer]):
 
     def frame(self, guesses: Sequence[tuple[Guess, float]]) -> Frame[Answer]:
         """Return the next step, which is in flight from now on. guesses: some, or the last token is not in flight."""
-        is_first = not self._frames
-        start = len(self.text) - 1 if is_first else self._frames[-1].stop
+        start = self._sent
         tokens = (*self.text[start:], *(guess.token for guess, _ in guesses))
         assert tokens
         frame: Frame[Answer] = Frame(start, tokens)
         self._guesses.extend(guesses)
         self._frames.append(frame)
+        self._sent = frame.stop
         self.counts.computed += len(tokens)
         return frame
+
+    def plain(self) -> None:
+        """Take the last tokens of the text for sent: they travel as a step that the caller waits for."""
+        self.counts.computed += self.unsent
+        self._sent = len(self.text)
 
     def covering(self, position: int) -> Frame[Answer]:
         """Return the frame in flight that holds a position."""

@@ -56,6 +56,13 @@ from swarm.version import __version__
     show_default=True,
     help="whose beginnings of prompts servers keep: of each key's name by itself, of all together, of none",
 )
+@click.option(
+    "--draft",
+    type=click.Choice(("lookup", "none")),
+    default="lookup",
+    show_default=True,
+    help="what guesses next tokens: earlier text of the same request, or nothing; the answer is the same",
+)
 @click.option("--no-keys", is_flag=True, help="serve any caller, on any address")
 @click.option("--allow-origin", multiple=True, help="of pages that may call the gateway; may be repeated; * for all")
 @click.option("--ends-memory", type=SIZE, default=None, help="of all embeddings and heads; default: half the memory")

@@ -25,7 +25,10 @@ class ConversationLimits:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A session with the token ids that every hop has. ids: as many as the session is long."""
+    """A session with the token ids that every hop has.
+
+    ids: those of the text. Guesses behind them may still be in flight: the next step takes their positions back.
+    """
 
     session: Session
     ids: list[int]
@@ -82,8 +85,11 @@ class Conversations:
         await self.close_old()
 
     async def close_old(self) -> None:
-        """Close the sessions that are over a limit."""
+        """Close the sessions that are over a limit, and those of which a step has failed behind the answer's end."""
         limits = self._limits
+        for failed in [kept for kept in self._idle if kept.session.error is not None]:
+            self._idle.remove(failed)
+            await failed.session.close()
         while self._idle and (
             self.tokens > limits.tokens_max
             or len(self._idle) > limits.sessions_max

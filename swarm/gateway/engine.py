@@ -1,7 +1,8 @@
 """The engine of one model: a coroutine and a session for each generation, one batch for all heads that are ready.
 
     generate -> Conversations.take | Membership.open     a session, with as much of the prompt as it has already
-             -> Session.step                             the rest of the prompt; then one token after the other
+             -> Session.step                             the rest of the prompt
+             -> Ahead.step                               one token after the other, with guesses ahead where they pay
              -> Head                                     in the compute thread, with those of all other generations
 
 `generate()` of `transformers` would need a thread and 2.6 to 4.5 ms of processor time a token for each stream; this
@@ -25,8 +26,10 @@ from swarm.blocks import Blocks
 from swarm.client.session.membership import Membership
 from swarm.client.session.plan import SessionPlan
 from swarm.client.session.session import Session
+from swarm.client.speculation.drafts import Lookup
 from swarm.compute.task import Executor, Probe, Task
 from swarm.errors import PromptTooLong
+from swarm.gateway.ahead import Ahead, DraftUse, Guessing, GuessLimits
 from swarm.gateway.conversations import ConversationLimits, Conversations, Kept
 from swarm.gateway.generation import Emitted, Generation, Rerouted, Started, Token
 from swarm.gateway.head import Head, Next, echoed
@@ -57,7 +60,9 @@ class EngineLimits:
     crowded_s: float = limit(0.5, "s", "a session that opens for longer has the oldest idle one closed")
     conversations: ConversationLimits = field(default_factory=ConversationLimits)
     marks: MarkLimits = field(default_factory=MarkLimits)
+    guesses: GuessLimits = field(default_factory=GuessLimits)
     prefixes: PrefixUse = "own"
+    draft: DraftUse = "lookup"
 
 
 class Engine:
@@ -82,15 +87,17 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._salt = token_bytes(16)
         self._blocks = Blocks(0, traits.n_blocks)
+        rolls_back = set(traits.kinds) <= {"full", "none"} and traits.can_roll_back
+        guesses = self.limits.draft != "none" and traits.can_roll_back
+        self.guessing = Guessing(Lookup if guesses else None, self.limits.guesses)
         self._plan = SessionPlan(
             root=checkpoint.root,
             positions_max=self.positions_max,
-            rollback_max=0,
+            rollback_max=self.limits.guesses.ahead.tokens_max if guesses and not rolls_back else 0,
             step_timeout_s=self.limits.step_timeout_s,
             wait_for_blocks_s=self.limits.wait_for_blocks_s,
             expansion=Expansion(lambda ids, start: ends.embed(ids[:, :, 0], start), ends.position_bytes),
         )
-        rolls_back = set(traits.kinds) <= {"full", "none"} and traits.can_roll_back
         self.conversations = Conversations(self.limits.conversations, rolls_back=rolls_back, now=self._loop.time)
 
     def generate(self, generation: Generation) -> AsyncGenerator[Emitted, bool | None]:
@@ -212,34 +219,36 @@ class _Run:
     async def emit(self) -> AsyncGenerator[Emitted, bool | None]:
         """Compute the prompt, then sample until the end; keep the session if it ends in good order."""
         generation, engine, in_order = self._generation, self._engine, False
-        self._kept, cached = await engine.session(generation)
-        session = self._kept.session
-        self._hops, self._repairs = frozenset(hop.peer_id for hop in session.route), session.repairs
-        try:
-            sampler = Sampler(generation.sampling, generation.prompt, generation.grammar)
-            began = engine.now()
-            hidden, echo = await self._prefill(cached)
-            yield Started(cached, echo)
-            yield self._rerouted(engine.now() - began)
-            count, in_order = 0, generation.tokens_max == 0
-            while not in_order:
-                chosen = await engine.next(hidden, sampler, len(self._kept.ids), generation.owner)
-                for token in chosen.tokens:
-                    count += 1
-                    in_order = self._is_over(token.id, count, is_last=token is chosen.tokens[-1])
-                    if (yield token):
-                        in_order = True
-                    if in_order:
-                        return
+        with engine.guessing.stream():
+            self._kept, cached = await engine.session(generation)
+            session = self._kept.session
+            self._hops, self._repairs = frozenset(hop.peer_id for hop in session.route), session.repairs
+            try:
+                sampler = Sampler(generation.sampling, generation.prompt, generation.grammar)
                 began = engine.now()
-                hidden = await self._step(chosen.embedding, [token.id for token in chosen.tokens], want=1)
-                if session.repairs != self._repairs:
-                    yield self._rerouted(engine.now() - began)
-        finally:
-            if in_order and not generation.echo:
-                await engine.conversations.put(self._kept)
-            else:
-                await session.close()
+                hidden, echo = await self._prefill(cached)
+                yield Started(cached, echo)
+                yield self._rerouted(engine.now() - began)
+                count, in_order, ahead = 0, generation.tokens_max == 0, self._ahead()
+                while not in_order:
+                    chosen = await engine.next(hidden, sampler, len(self._kept.ids), generation.owner)
+                    for token in chosen.tokens:
+                        count += 1
+                        in_order = self._is_over(token.id, count, is_last=token is chosen.tokens[-1])
+                        if (yield token):
+                            in_order = True
+                        if in_order:
+                            return
+                    began, ids = engine.now(), [token.id for token in chosen.tokens]
+                    hidden = await ahead.step(ids, chosen.embedding)
+                    self._kept.ids += ids
+                    if session.repairs != self._repairs:
+                        yield self._rerouted(engine.now() - began)
+            finally:
+                if in_order and not generation.echo:
+                    await engine.conversations.put(self._kept)
+                else:
+                    await session.close()
 
     async def _prefill(self, cached: int) -> tuple[Tensor, tuple[Token, ...]]:
         """Compute the prompt behind `cached`. Returns the last position's output, and the echo that is asked for."""
@@ -254,6 +263,12 @@ class _Run:
             if generation.echo:
                 echo += await engine.echo(hidden, prompt[start + 1 : start + 1 + len(part)], top)
         return hidden[:, -1:], tuple(echo)
+
+    def _ahead(self) -> Ahead:
+        """Return the steps behind the prompt, of which the last token that the output may have is never fed."""
+        generation, engine, kept = self._generation, self._engine, self._kept
+        fed = len(generation.prompt) + max(0, generation.tokens_max - 1)
+        return Ahead(kept.session, kept.ids, engine.guessing, engine.embed, positions_max=fed, now=engine.now)
 
     async def _step(self, embedded: Tensor, ids: Sequence[int], want: int) -> Tensor:
         keep = len(self._kept.ids)

@@ -122,6 +122,10 @@ class Models:
         tokens = "Tokens of them, which servers hold."
         recorder.gauge("conversations_tokens", tokens, lambda: sum(r.engine.conversations.tokens for r in self._here()))
 
+        sent = "Tokens that were guessed and sent ahead, of models in memory."
+        recorder.gauge("guesses_sent", sent, lambda: sum(r.engine.guessing.sent for r in self._here()))
+        became = "Guessed tokens that became the text, of models in memory."
+        recorder.gauge("guesses_kept", became, lambda: sum(r.engine.guessing.kept for r in self._here()))
         agreed = "Audits of models in memory that no server contradicted."
         recorder.gauge("audits_agreed", agreed, lambda: sum(each.agreed for each in self._audits()))
         disputed = "Audits of models in memory that some server contradicted."

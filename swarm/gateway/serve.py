@@ -23,6 +23,7 @@ from swarm.config import UpstreamSettings, Way
 from swarm.dht.reading import chosen, open_directory
 from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
+from swarm.gateway.ahead import DraftUse
 from swarm.gateway.app import Gateway, GatewayLimits, make_app
 from swarm.gateway.doors import DoorOptions
 from swarm.gateway.engine import EngineLimits, PrefixUse
@@ -70,6 +71,7 @@ def arguments_of(
     keys: Path | None,
     concurrency: int,
     prefixes: PrefixUse,
+    draft: DraftUse,
     no_keys: bool,
     allow_origin: tuple[str, ...],
     ends_memory: int | None,
@@ -109,7 +111,9 @@ def arguments_of(
         limits=GatewayLimits(
             admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
         ),
-        engine=EngineLimits(step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12), prefixes=prefixes),
+        engine=EngineLimits(
+            step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12), prefixes=prefixes, draft=draft
+        ),
     )
 
 

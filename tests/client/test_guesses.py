@@ -140,6 +140,45 @@ def test_a_wrong_guess_drops_all_behind_it():
     assert (frame.start, frame.tokens) == (3, (7,))
 
 
+def test_tokens_that_were_not_guessed_travel_in_one_frame():
+    """As those do that a grammar forces."""
+    pipe, route = Pipe(LIMITS, Calibration()), Route()
+    pipe.restart(0, [1])
+    route.held = [1]
+    pipe.feed(2)
+    route.send(pipe.frame([(Guess(3, 0), 1.0), (Guess(4, 0), 1.0)]))
+    for token in (3, 7, 8):
+        pipe.feed(token)
+    assert pipe.unsent == 2
+    frame = pipe.frame([(Guess(9, 0), 1.0)])
+    assert (frame.start, frame.tokens) == (3, (7, 8, 9))
+    assert pipe.unsent == 0
+    assert pipe.feed(9)
+    assert pipe.unsent == 0
+
+
+def test_tokens_of_a_plain_step_are_in_no_frame():
+    pipe = Pipe(LIMITS, Calibration())
+    pipe.restart(0, [1])
+    pipe.feed(2)
+    pipe.plain()
+    assert pipe.unsent == 0
+    pipe.feed(3)
+    frame = pipe.frame([])
+    assert (frame.start, frame.tokens) == (2, (3,))
+    assert pipe.counts.computed == 2
+
+
+def test_no_guess_lies_behind_the_last_position():
+    pipe = Pipe(LIMITS, Calibration(), positions_max=5)
+    pipe.restart(0, [1, 2])
+    pipe.feed(3)
+    assert pipe.room == 2
+    pipe.frame([(Guess(4, 0), 1.0), (Guess(5, 0), 1.0)])
+    assert pipe.room == 0
+    assert pipe.guessed(Lookup()) == []
+
+
 def test_room_is_left_until_a_frame_is_worth_it():
     pipe = Pipe(LIMITS, Calibration())
     pipe.restart(0, [1])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarm.client.speculation.limits import PaceLimits
-from swarm.client.speculation.pace import Pace
+from swarm.client.speculation.limits import AheadLimits, PaceLimits
+from swarm.client.speculation.pace import Pace, pays
 
 TRIP_S = 0.1
 LIMITS = PaceLimits(tokens=8, pause_min=16, pause_max=64)
@@ -78,6 +78,14 @@ def test_on_a_quick_route_nothing_is_guessed():
     for _ in range(20):
         caller.token()
     assert not caller.pace.is_quick
+
+
+@pytest.mark.parametrize(
+    ("took_s", "load", "expected"), [(TRIP_S, 0.0, True), (1.5 * TRIP_S, 0.0, False), (TRIP_S, 4.5, False)]
+)
+def test_guesses_pay_where_they_do_not_lose_and_hops_have_room(took_s, load, expected):
+    assert pays(after(*[took_s] * LIMITS.tokens).pace, load, AheadLimits()) is expected
+    assert not pays(Pace(LIMITS), load, AheadLimits())  # of a route of which nothing is known
 
 
 def test_a_draft_that_is_slow_for_the_route_does_not_guess():

@@ -133,6 +133,18 @@ async def test_memory_holds_as_many_models_as_are_allowed(swarm, folders):
         assert (await models.get("second")).name == "second"  # it comes back
 
 
+async def test_guesses_of_models_in_memory_are_counted(swarm, folders):
+    async with models_of(swarm, folders / "llama", folders / "second") as models:
+        recorder = Recorder()
+        models.watch(recorder)
+        for name, sent, kept in (("llama", 7, 5), ("second", 4, 2)):
+            guessing = (await models.get(name)).backend.engine.guessing
+            guessing.sent, guessing.kept = sent, kept
+        figures = recorder.text().decode()
+        assert "swarm_gateway_guesses_sent 11.0" in figures
+        assert "swarm_gateway_guesses_kept 7.0" in figures
+
+
 async def test_model_that_can_never_fit_is_told_to_the_request(swarm, folders):
     async with models_of(swarm, folders / "llama", ends_bytes_max=1000) as models:
         with pytest.raises(Rejected, match="--ends-memory") as refused:

@@ -12,7 +12,7 @@ class Idle:
     """A session that can be closed."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.closed = self.has_failed = False
 
     async def close(self) -> None:
         self.closed = True
@@ -55,6 +55,18 @@ async def test_longest_prefix_is_taken_and_one_token_is_left_to_compute():
     for each in (long, short):  # whichever is idle for longer
         await idle.put(each)
     assert idle.take([1, 2, 3, 4], "", None).kept is long
+
+
+async def test_failed_session_is_closed_and_not_continued():
+    idle = conversations()
+    failed, other = kept([1, 2, 3]), kept([1, 2])
+    await idle.put(failed)
+    await idle.put(other)
+    failed.session.has_failed = True
+    await idle.close_old()
+    assert failed.session.closed
+    assert not other.session.closed
+    assert idle.take([1, 2, 3, 4], "", None).kept is other
 
 
 async def test_conversation_breaks_ties():
