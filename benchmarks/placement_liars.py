@@ -177,6 +177,7 @@ def main() -> None:
     write_json(
         options.json, "placement_liars", options.seed, ratios,
         unit="ratio", servers=options.servers, speeds=options.speeds, results=results,
+        columns=COLUMNS, rows=[row(result) for result in results],
     )  # fmt: skip
 
 

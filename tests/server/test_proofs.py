@@ -15,6 +15,7 @@ from swarm.identity import Identity
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
 from swarm.net.gate import PROGRESS
+from swarm.net.limits import DialerLimits
 from swarm.net.listener import Listener
 from swarm.net.noise import ChannelKey
 from swarm.protocol.messages import Open, Opened, Output, Refused, Step
@@ -38,7 +39,8 @@ def swarm(tmp_path_factory):
 async def prober(swarm, limits: ProbeLimits = PATIENT):
     me = Endpoint(Identity.generate(), ChannelKey(), NETWORK)
     size = swarm.checkpoint.traits.hidden_size
-    prober = Prober(partial(Dialer, me), partial(new_name, me.identity.peer_id), size, limits)
+    dialer = partial(Dialer, me, limits=DialerLimits(timeout_s=60.0))
+    prober = Prober(dialer, partial(new_name, me.identity.peer_id), size, limits)
     try:
         yield prober
     finally:
