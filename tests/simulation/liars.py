@@ -8,7 +8,6 @@ from torch import Tensor
 
 from swarm.blocks import Blocks
 from swarm.dht.records import RECORD, Announcement, Rtt
-from swarm.errors import BadBlocks
 from swarm.identity import Identity
 from tests.simulation.model import PRIME, Cost, HashCache, HashSpan
 
@@ -16,21 +15,22 @@ BOAST = 20.0  # times its speed
 
 
 class LyingSpan(HashSpan):
-    """Puts out other numbers than it computes, at a share of the positions. Each liar has numbers of its own."""
+    """Puts out other numbers than it computes, at a share of the positions: its own, and the same each time."""
 
     def __init__(
-        self, blocks: Blocks, seed: bytes, share: float, whole: Blocks | None = None, cost: Cost | None = None
+        self, blocks: Blocks, random: Random, share: float, whole: Blocks | None = None, cost: Cost | None = None
     ) -> None:
+        """random: draws the positions that are wrong, and what the server adds to their numbers."""
         super().__init__(blocks, whole, cost)
-        self._seed, self._share = seed, share
-        self._random = Random(seed)
-        self._off = self._random.randrange(PRIME // 4, PRIME // 2)
+        self._random, self._share = random, share
+        self._off = random.randrange(PRIME // 4, PRIME // 2)
 
     def part(self, blocks: Blocks) -> HashSpan:
         """As `Span.part`. Raises BadBlocks."""
-        if blocks not in self._whole:
-            raise BadBlocks(str(blocks), f"this span has {self._whole}")
-        return LyingSpan(blocks, self._random.randbytes(8), self._share, self._whole, self.cost)
+        part = super().part(blocks)
+        lying = LyingSpan(part.blocks, self._random, self._share, self._whole, self.cost)
+        lying._off = self._off
+        return lying
 
     def forward(
         self, hidden: Tensor, *, cache: HashCache, positions: Tensor | None = None, mask: Tensor | None = None

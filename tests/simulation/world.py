@@ -176,7 +176,9 @@ class Host:
         self.process = Process(name, me, f"{name}:1")
         self.berth = world.harbour.berth(name, self.process) if world.harbour is not None else None
         self.lies = world.is_liar(identity.peer_id)
-        self.span = LyingSpan(blocks, rng.randbytes(8), weather.lies) if self.lies else HashSpan(blocks)
+        self.span = HashSpan(blocks)
+        if self.lies:
+            self.span = LyingSpan(blocks, Random(f"lies {identity.peer_id}"), weather.lies)
         if Random(f"class {name}").random() < weather.rounded:
             self.span.numeric_class = NumericClass(NUMERIC_CLASS, "int8")
         self.pool = Pool(rng.randrange(100, 300) if self.tight else 100_000)
