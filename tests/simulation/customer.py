@@ -7,11 +7,11 @@ from dataclasses import replace
 from tests.simulation.run import Outcome, User
 from tests.simulation.world import Client, Weather
 
-SESSIONS = 30
+SESSIONS = 20
 TOKENS = 8  # of each
 PAUSE_S = 5.0  # between sessions
 MEANWHILE = 3.0  # sessions that begin before an audit has ended: it takes some twenty seconds
-AUDITED = 0.25  # of sessions: more than by default, so that few sessions show what audits do
+AUDITED = 0.5  # of sessions: more than by default, so that few sessions show what audits do
 
 
 def lying_weather_of(weather: Weather, liars: float) -> Weather:
@@ -31,8 +31,16 @@ def wrong_sessions_most(outcomes: Iterable[Outcome]) -> float:
     return sum(o.met for o in every) * (1 / max(audited, 1e-9) + MEANWHILE)
 
 
+class Visit(User):
+    """One short session of one row: a row more costs every audit as much again."""
+
+    batches = (1,)
+
+
 class Customer(User):
     """Repeats what a user does, with another prompt and in another session each time."""
+
+    sessions = SESSIONS
 
     def __init__(self, seed: str, tokens: int, client: Client, outcome: Outcome) -> None:
         super().__init__(seed, tokens, client, outcome)
@@ -43,9 +51,9 @@ class Customer(User):
         outcome, client = self._outcome, self._client
         met: set[str] = set()
         try:
-            for number in range(SESSIONS):
+            for number in range(self.sessions):
                 wrong = outcome.wrong
-                visit = User(f"{self._seed} {number}", TOKENS, client, outcome)
+                visit = Visit(f"{self._seed} {number}", TOKENS, client, outcome)
                 await visit.run()
                 outcome.sessions += 1
                 outcome.wrong_sessions += outcome.wrong > wrong
