@@ -26,6 +26,7 @@ from swarm.server.placement import (
     served,
     should_move,
 )
+from tests.support.often import rest_is_long
 
 
 def holder(name: str, start: int, stop: int, tps: float = 10.0, automatic: bool = True) -> Holder:
@@ -131,7 +132,8 @@ def test_a_hundred_servers_come_within_a_tenth_of_an_annealer_and_stop(speeds, n
     assert bottleneck <= power_bound(n_blocks, holders)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow("hours of two swarms, in which every server looks every five minutes")
+@pytest.mark.parametrize("kind", rest_is_long(KINDS, ["silent", "slow"]))
 def test_one_fifth_of_liars_takes_little_from_the_bottleneck(kind):
     """All of them are in one half of the model. Their claims draw honest servers to the other half, as far as these
     believe them.
