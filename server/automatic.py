@@ -1,6 +1,7 @@
 """A server that chooses its own span: claims it, looks from time to time where it is needed, says when to move."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
@@ -14,8 +15,9 @@ from swarm.dht.records import Announcement
 from swarm.errors import NetworkError
 from swarm.limits import limit
 from swarm.model.checkpoint import Checkpoint
-from swarm.server.placement import Holder, candidates, choose_span, holders_of, should_move
+from swarm.server.placement import Holder, candidates, choose_span, should_move
 from swarm.server.proofs import Proofs
+from swarm.server.weights import holders_of
 
 Claim = Callable[[Blocks], Awaitable[object]]
 """`claim(blocks)`: announce that a span will be here, instead of the one that was claimed before."""
@@ -95,10 +97,10 @@ class Automatic:
                 return blocks
 
     async def _holders(self, announcements: list[Announcement]) -> tuple[Holder, ...]:
-        """Return who counts as holding what, after calls to some of those that have proven nothing yet."""
+        """Return who counts as holding what, after probes of some of those that have proven nothing yet."""
         others = [a for a in announcements if a.public_key != self._key]
-        proofs = {**await self._proofs.look(others), self._key: True}
-        return holders_of(announcements, self._numeric_class, proofs=proofs)
+        proven = {**await self._proofs.look(others), self._key: math.inf}
+        return holders_of(announcements, proven, self._numeric_class)
 
     async def _survey(self) -> list[Announcement]:
         survey = await self._directory.survey(self._checkpoint.root, self._checkpoint.n_blocks, everybody=True)

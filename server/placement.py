@@ -11,8 +11,8 @@ are served alike, and rises whenever any block is served better, the more the wo
 of corners in which a sharp one gets stuck; the sharp ones look at the bottleneck. (Petals compares sorted lists of
 throughputs, which has no scale on which a gain could be too small to be worth it.)
 
-**The mover.** Every server computes a queue of candidates, nearly the same from the same records (each has called other
-servers, so it trusts others of the claims): of each automatic server
+**The mover.** Every server computes a queue of candidates, nearly the same from the same records (each has probed other
+servers, so it knows others of the claims): of each automatic server
 its best other span, if that raises the level by more than `move_gain` of the server's own share of the swarm's power
 (one that brings 1 % of the power moves for 0.02 % more), the largest gain first, then by key. The first one moves. The
 r-th one waits for `looks_per_rank` r looks in a row: so a first one that never moves, because it lies or hangs, delays
@@ -27,16 +27,14 @@ reason to move on, and the simulation in `benchmarks/placement.py` shows that th
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.activations import NumericClass, tier_of
 from swarm.blocks import Blocks
-from swarm.dht.records import Announcement
 from swarm.limits import limit
 
 SHARPNESS = (4.0, 16.0, 64.0)  # p; a single one ends a few per cent lower, or gets stuck
@@ -52,58 +50,26 @@ class PlacementLimits:
     move_gain: float = limit(0.02, "share", "of the mover's share of the power that a move must add to the level")
     looks_per_rank: int = limit(2, "looks", "that a candidate waits for each one before it")
     floor_share: float = limit(1e-4, "share", "of its fair share that an unserved block counts with")
-    power_spread_max: float = limit(20.0, "times", "the median power; a claim of more counts as that much")
-    silent_share: float = limit(
-        0.01, "share", "of its claim, and of the median power, that a silent server counts with"
-    )
     holders_min: int = limit(2, "holders", "of a block that a server leaves; fewer only where others have fewer still")
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A server's span. tps: tokens/s through the whole span, so for each block. automatic: it may move."""
+    """A server's span. tps: tokens/s through the whole span, so for each block. automatic: it may move.
+
+    proven: it has shown that it computes. Other holders do not count where a block is not to be left by the last ones.
+    """
 
     key: str  # the public key, hex
     blocks: Blocks
     tps: float
     automatic: bool = False
+    proven: bool = True
 
     @property
     def power(self) -> float:
         """Block-tokens per second: the same for every place and length of its span."""
         return self.tps * len(self.blocks)
-
-
-def holders_of(
-    announcements: Iterable[Announcement],
-    numeric_class: NumericClass | None = None,
-    limits: PlacementLimits = PlacementLimits(),
-    proofs: Mapping[str, bool] | None = None,
-) -> tuple[Holder, ...]:
-    """Return the servers that hold or will soon hold blocks: online or joining, of the tier of a numeric class.
-
-    A server that has not measured yet counts with the median power, and none with more than power_spread_max times it.
-    proofs: by public key, whether a server has proven to be there or was silent (`swarm.server.proofs`). A server that
-    has proven nothing counts with the median power of those that have at most, and a silent one with nearly none.
-    Without proofs all are believed.
-    """
-    tier = None if numeric_class is None else tier_of(str(numeric_class))
-    there = [a for a in announcements if a.state in {"online", "joining"} and tier in {None, tier_of(a.numeric_class)}]
-    believed = [a for a in there if proofs is None or proofs.get(a.public_key)]
-    measured = [a.decode_tps * len(a.span) for a in believed or there if a.decode_tps is not None]
-    typical = median(measured) if measured else 1.0
-
-    def power(a: Announcement) -> float:
-        claimed = typical if a.decode_tps is None else a.decode_tps * len(a.span)
-        proven = True if proofs is None else proofs.get(a.public_key)
-        if proven:
-            return min(claimed, limits.power_spread_max * typical)
-        return min(claimed, typical) * (1.0 if proven is None else limits.silent_share)
-
-    return tuple(
-        Holder(a.public_key, a.span, power(a) / len(a.span), a.automatic)
-        for a in sorted(there, key=lambda a: (a.public_key, a.span))
-    )
 
 
 def served(n_blocks: int, holders: Iterable[Holder]) -> Rates:
@@ -136,7 +102,8 @@ def choose_span(
     """
     length = min(length, n_blocks)
     others = [holder for holder in holders if holder.key != key]
-    typical = median([holder.power for holder in others]) if others else 1.0
+    known = [holder.power for holder in others if holder.proven] or [holder.power for holder in others]
+    typical = median(known) if known else 1.0
     me = Holder(key, Blocks(0, length), typical / length, True)
     gains = _gains(n_blocks, [*others, me], [len(others)], limits)[0]
     count = np.concatenate(([0.0], np.cumsum(served(n_blocks, [replace(h, tps=1.0) for h in others]))))
@@ -148,8 +115,11 @@ def choose_span(
 def candidates(
     n_blocks: int, holders: Sequence[Holder], limits: PlacementLimits = PlacementLimits()
 ) -> tuple[tuple[str, Blocks], ...]:
-    """Return the servers that would gain the swarm enough by moving, and whereto; the best first."""
-    movable = [i for i, holder in enumerate(holders) if holder.automatic]
+    """Return the servers that would gain the swarm enough by moving, and whereto; the best first.
+
+    A server that has shown nothing is none: it would only delay those behind it.
+    """
+    movable = [i for i, holder in enumerate(holders) if holder.automatic and holder.proven]
     total = sum(holder.power for holder in holders)
     found = []
     rows = max(1, (1 << 20) // n_blocks)  # many servers are looked at in slices: matrices of a million numbers
@@ -183,16 +153,17 @@ def _allowed(
 ) -> NDArray[np.bool_]:
     """Return whether a mover may go to a start without leaving blocks to too few holders: [movers, starts].
 
-    A block with c holders lacks max(0, holders_min - c) squared. Where a move makes some lack more, it has to make
-    others lack less by a greater sum. So one strong server that lies does not draw all others from a block.
+    A block with c proven holders lacks max(0, holders_min - c) squared. Where a move makes some lack more, it has
+    to make others lack less by a greater sum. So one strong server that lies does not draw all others from a block.
     """
-    count = served(n_blocks, [replace(holder, tps=1.0) for holder in holders])
-    start, length = (
-        np.array([value(holders[i].blocks) for i in movers])[:, None] for value in (lambda b: b.start, len)
+    count = served(n_blocks, [replace(holder, tps=float(holder.proven)) for holder in holders])
+    start, length, proven = (
+        np.array([value(holders[i]) for i in movers])[:, None]
+        for value in (lambda h: h.blocks.start, lambda h: len(h.blocks), lambda h: h.proven)
     )
     at = np.arange(n_blocks)
     mine = (at >= start) & (at < start + length)
-    without = count - mine
+    without = count - (mine & proven)
     lack = np.maximum(0.0, limits.holders_min - without) ** 2 - np.maximum(0.0, limits.holders_min - without - 1) ** 2
     stop = np.minimum(at + length, n_blocks)
 

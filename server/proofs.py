@@ -1,6 +1,6 @@
-"""Which announced servers are there: they have proven it to this one, by a handshake at an address of their record.
+"""What other servers have shown to this one: that they are there and compute, and how fast (`swarm.server.probes`).
 
-A record costs nothing, so its claims count for little until then (`swarm.server.placement.holders_of`).
+A record costs nothing, so its claims count for little until then (`swarm.server.weights`).
 """
 
 import asyncio
@@ -8,75 +8,110 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from random import Random
 
+from swarm.blocks import Blocks
 from swarm.dht.records import Announcement
 from swarm.errors import NetworkError
 from swarm.limits import limit
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Remote
+from swarm.server.probes import Prober
 
 
 @dataclass(frozen=True, slots=True)
 class ProofLimits:
-    """How many servers are called, and how long an answer counts."""
+    """How many servers are called and probed, and how long an answer counts."""
 
     at_once_max: int = limit(8, "calls", "to other servers at one time; more wait")
     calls_max: int = limit(64, "calls", "of one look; the other servers stay unproven until the next one")
-    look_s: float = limit(10.0, "s", "for all calls of a look; a server not reached by then stays unproven")
-    peer_timeout_s: float = limit(5.0, "s", "a server that has proven nothing by then is silent")
-    proven_s: float = limit(3600.0, "s", "that a proof counts")
+    probes_max: int = limit(16, "probes", "of one look, of servers that have answered the call; then no more calls")
+    look_s: float = limit(15.0, "s", "for all calls of a look; a server not reached by then stays unproven")
+    proven_s: float = limit(7200.0, "s", "that a probe counts")
     silent_s: float = limit(600.0, "s", "that a silent server is left alone")
     joining_s: float = limit(1800.0, "s", "a server that joins for longer is silent: it has no address to call")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What one server has shown. power: block-tokens/s, 0 where it was silent. blocks: its span at that time."""
+
+    power: float
+    blocks: Blocks
+    until: float
+
+
+def callees(
+    spans: Mapping[str, Blocks], shown: Mapping[str, Shown], random: Random, limits: ProofLimits = ProofLimits()
+) -> list[str]:
+    """Return which servers to call, in this order, until enough have been probed. spans: by public key.
+
+    Servers that have shown nothing come at random. Those that have moved come before them, with half of the probes:
+    servers that move on purpose leave some for others.
+    """
+    unknown = [key for key in spans if key not in shown]
+    moved = [key for key, blocks in spans.items() if key in shown and shown[key].power and shown[key].blocks != blocks]
+    first = random.sample(moved, min(len(moved), limits.probes_max // 2))
+    rest = [*unknown, *(key for key in moved if key not in first)]
+    return [*first, *random.sample(rest, len(rest))][: limits.calls_max]
 
 
 class Proofs:
     """What one server knows of the others. Lives in the event loop."""
 
-    def __init__(self, dialer: Dialer, random: Random, limits: ProofLimits = ProofLimits()) -> None:
-        self._dialer, self._random, self._limits = dialer, random, limits
-        self._proven_until: dict[str, float] = {}
-        self._silent_until: dict[str, float] = {}
+    def __init__(self, prober: Prober, random: Random, limits: ProofLimits = ProofLimits()) -> None:
+        self._prober, self._random, self._limits = prober, random, limits
+        self._shown: dict[str, Shown] = {}  # by public key
         self._joining_since: dict[str, float] = {}
 
-    async def look(self, servers: Iterable[Announcement]) -> Mapping[str, bool]:
-        """Call some of those that have not been called lately, at random.
+    async def look(self, servers: Iterable[Announcement]) -> Mapping[str, float]:
+        """Probe some servers that have shown nothing lately, at random; before them those that have moved since.
 
-        Returns by public key whether a server has proven to be there, False where it was silent; without the others.
+        Returns by public key the block-tokens/s that a server has shown, 0 where it was silent; without the others.
         """
         now = asyncio.get_running_loop().time()
-        self._proven_until = {key: until for key, until in self._proven_until.items() if until > now}
-        self._silent_until = {key: until for key, until in self._silent_until.items() if until > now}
+        self._shown = {key: shown for key, shown in self._shown.items() if shown.until > now}
         there = {server.public_key: server for server in servers}
         joining = {key for key, server in there.items() if server.state == "joining"}
         self._joining_since = {key: self._joining_since.get(key, now) for key in joining}
-        unknown = [
-            server
-            for key, server in there.items()
-            if key not in self._proven_until.keys() | self._silent_until | joining
-        ]
-        chosen = self._random.sample(unknown, min(len(unknown), self._limits.calls_max))
-        turns = asyncio.Semaphore(self._limits.at_once_max)
-        calls = [asyncio.create_task(self._call(server, turns)) for server in chosen]
+        await self._probe_some({key: server for key, server in there.items() if key not in joining})
+        waits = {key for key, since in self._joining_since.items() if now - since > self._limits.joining_s}
+        return {key: self._shown[key].power for key in there.keys() & self._shown} | dict.fromkeys(waits, 0.0)
+
+    async def close(self) -> None:
+        """End the channels of the calls."""
+        await self._prober.close()
+
+    async def _probe_some(self, servers: Mapping[str, Announcement]) -> None:
+        """Probe at most so many of these, and wait for the answers."""
+        spans = {key: server.span for key, server in servers.items()}
+        chosen = [servers[key] for key in callees(spans, self._shown, self._random, self._limits)]
+        turns, probes = asyncio.Semaphore(self._limits.at_once_max), asyncio.Semaphore(self._limits.probes_max)
+        calls = [asyncio.create_task(self._call(server, turns, probes)) for server in chosen]
         if calls:
             _, late = await asyncio.wait(calls, timeout=self._limits.look_s)
             for call in late:
                 call.cancel()
-        waits = {key for key, since in self._joining_since.items() if now - since > self._limits.joining_s}
-        return dict.fromkeys(there.keys() & self._proven_until, True) | dict.fromkeys(
-            there.keys() & (self._silent_until.keys() | waits), False
-        )
+            await asyncio.gather(*late, return_exceptions=True)  # each closes its session
 
-    async def close(self) -> None:
-        """End the channels of the calls."""
-        await self._dialer.close()
-
-    async def _call(self, server: Announcement, turns: asyncio.Semaphore) -> None:
+    async def _call(self, server: Announcement, turns: asyncio.Semaphore, probes: asyncio.Semaphore) -> None:
+        """Call one server and probe it. probes: those that the look has left; none is given back."""
         async with turns:
-            answered = await answers(self._dialer, server, self._limits.peer_timeout_s)
+            if probes.locked():
+                return
+            channel = await self._prober.connect(server)
+            if channel is None:
+                self._note(server, 0.0)
+                return
+            try:
+                if not probes.locked():
+                    await probes.acquire()
+                    self._note(server, await self._prober.probe(channel, server))
+            finally:
+                self._prober.release(channel)
+
+    def _note(self, server: Announcement, power: float) -> None:
         now = asyncio.get_running_loop().time()
-        if answered:
-            self._proven_until[server.public_key] = now + self._limits.proven_s
-        else:
-            self._silent_until[server.public_key] = now + self._limits.silent_s
+        until = now + (self._limits.proven_s if power else self._limits.silent_s)
+        self._shown[server.public_key] = Shown(power, server.span, until)
 
 
 async def answers(dialer: Dialer, server: Announcement, timeout_s: float) -> bool:

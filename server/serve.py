@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -29,7 +30,6 @@ from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.net.addresses import changes
 from swarm.net.anchor import AnchorLimits
-from swarm.net.channel import ignore
 from swarm.net.dialer import Dialer
 from swarm.net.endpoint import Endpoint
 from swarm.net.listener import Listener
@@ -39,6 +39,7 @@ from swarm.net.p2p import P2PConfig, multiaddr_of, port_of
 from swarm.net.reach import is_public
 from swarm.net.relay import RelayLimits
 from swarm.net.traversal import ListeningTraversal, TraversalLimits
+from swarm.protocol.naming import new_name
 from swarm.protocol.tensors import coding_of
 from swarm.server.announcer import Announcer
 from swarm.server.arguments import ServeArguments
@@ -48,6 +49,7 @@ from swarm.server.limits import HandlerLimits, PrefixLimits
 from swarm.server.loader import Loaded, Opened, in_thread, open_model
 from swarm.server.metrics import answering, metrics_of
 from swarm.server.namesakes import Namesakes
+from swarm.server.probes import Prober
 from swarm.server.proofs import Proofs
 from swarm.server.reachable import Listening, Reachability
 from swarm.server.server import Server, ServerLimits, ServerOptions
@@ -167,7 +169,12 @@ class _Host:
         self._claims = Claims(directory, checkpoint, traversal.me, numeric_class, options)
         key = traversal.me.identity.public_key.hex()
         random = Random()  # noqa: S311 - whom to call and when to look is no secret
-        proofs = Proofs(Dialer(traversal.me, ignore, traversal.dial), random)
+        prober = Prober(
+            partial(Dialer, traversal.me, dial=traversal.dial),
+            partial(new_name, traversal.me.identity.peer_id),
+            checkpoint.traits.hidden_size,
+        )
+        proofs = Proofs(prober, random)
         self._automatic = Automatic(directory, checkpoint, key, numeric_class, every_s, random, proofs)
 
     async def run(self, loaded: Loaded | None) -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("plan", {"spans of 8, latency", "spans of 8, throughput", "spans of 8, latency, computing"}),
         ("inversion", {f"blocks 0:{depth}, attacker's time per token" for depth in (0, 1, 2, 4, 8)}),
         ("placement", {"settled / annealer", "settled with stale views / annealer"}),
+        ("placement_liars", {"nobody: with / without", "silent: with / without", "boasting: with / without"}),
         pytest.param(
             "health",
             {"first reading of the DHT", "later readings", "GET /api/v1/state, 50 a second"},

@@ -1,13 +1,17 @@
 """Finds the servers of a route that computed wrongly: asks for replays, and draws the conclusions. Pure.
 
-An audit computes a session's positions anew on a reference route, of other servers. If the outputs differ, each server
-of the session's route is put into the reference route by itself, then each of the reference into the session's route.
-One that makes a difference is accused, and those in whose place it stood: a third holder of the same blocks says which
-side is right.
+An audit computes a session's positions anew on a reference route, of other servers. If the outputs differ, the
+reference computes them once more. One that contradicts itself has a server that is wrong at random, and shows nothing:
+others take its place, and its servers are suspects, too. Then each suspect is put into the reference by itself, and
+each server of the reference into the session's route. One that makes a difference is accused, and those in whose place
+it stood: a third holder of the same blocks says which side is right.
 
-    third == before      the one that was put in computes wrongly
+    third == before      the one that was put in computes wrongly, if it is wrong again and again
     third == with it     those in whose place it stood do
     no third             one of them does
+
+A suspect that is wrong in the same way twice is wrong. Else it has to differ in each of several replays, between which
+the reference repeats itself: so a server of the reference that is wrong at times gets no other one blamed.
 
 If none makes a difference, a server was wrong once. If the session's route stands by its answers, and the reference
 does not, it was one of the reference; if it is the other way round, one of the session's.
@@ -22,8 +26,20 @@ from torch import Tensor
 
 from swarm.blocks import Blocks
 from swarm.client.planning.route import Hop
+from swarm.limits import limit
 
 Outputs = Mapping[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class InquestLimits:
+    """How far an audit goes."""
+
+    references_max: int = limit(6, "routes", "that may contradict themselves; then the session's servers are doubted")
+    thirds_max: int = limit(3, "holders", "that are asked who is right, where the ones before differ from both sides")
+    repeats_min: int = limit(
+        4, "replays", "in which a server differs each time, and each time in another way, is wrong"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +75,7 @@ Agree = Callable[[Replay, Replay], bool]
 Inquest = Generator[Ask, Replay | None, Verdict]
 
 
-def inquest(claim: Replay, agree: Agree) -> Inquest:
+def inquest(claim: Replay, agree: Agree, limits: InquestLimits = InquestLimits()) -> Inquest:
     """Ask for replays, one after the other; a replay that cannot be had is None. Returns the verdict.
 
     claim: what the session's route has answered. agree: whether outputs are of the same computation.
@@ -71,13 +87,21 @@ def inquest(claim: Replay, agree: Agree) -> Inquest:
     suspects = [hop for hop in route if hop.process not in processes_of(reference.route)]
     if agree(claim, reference):
         return Verdict(cleared=processes_of((*suspects, *reference.route)))
-    if verdicts := (yield from _accusations(suspects, reference, agree)):
+    base, fickle = yield from _steady(reference, route, agree, limits)
+    if base is None:
+        return Verdict(doubted=processes_of(suspects))
+    if agree(claim, base):
+        suspects = []
+    verdicts = yield from _accusations((*suspects, *fickle), base, agree, limits)
+    if verdicts:
         return _joined(verdicts)
+    if not suspects:
+        return Verdict(cleared=processes_of((*route, *base.route)), doubted=processes_of(fickle))
     again = yield Ask(route)
     if again is None or not agree(again, claim):
         return Verdict(doubted=processes_of(suspects))
-    others = [hop for hop in reference.route if hop.process not in processes_of(route)]
-    if verdicts := (yield from _accusations(others, again, agree)):
+    others = [hop for hop in base.route if hop.process not in processes_of(route)]
+    if verdicts := (yield from _accusations(others, again, agree, limits)):
         return _joined(verdicts)
     return Verdict(doubted=processes_of(others))
 
@@ -114,33 +138,73 @@ def _reference(route: tuple[Hop, ...]) -> Generator[Ask, Replay | None, Replay |
     return None
 
 
-def _accusations(hops: Sequence[Hop], base: Replay, agree: Agree) -> Generator[Ask, Replay | None, list[Verdict]]:
+def _steady(
+    reference: Replay, route: tuple[Hop, ...], agree: Agree, limits: InquestLimits
+) -> Generator[Ask, Replay | None, tuple[Replay | None, tuple[Hop, ...]]]:
+    """Return a reference that repeats itself, or None, and the hops of those that did not."""
+    fickle: tuple[Hop, ...] = ()
+    found: Replay | None = reference
+    for _ in range(limits.references_max):
+        if found is None:
+            break
+        again = yield Ask(found.route)
+        if again is not None and agree(again, found):
+            return found, fickle
+        fickle += tuple(hop for hop in found.route if hop.process not in processes_of(route))
+        found = yield Ask(without=processes_of((*route, *fickle)))
+    return None, fickle
+
+
+def _accusations(
+    hops: Sequence[Hop], base: Replay, agree: Agree, limits: InquestLimits
+) -> Generator[Ask, Replay | None, list[Verdict]]:
     """Put each hop into a route by itself. Returns the verdicts on those that make a difference."""
     verdicts = []
     for hop in hops:
         swapped = yield Ask(with_hop(base.route, hop))
         if swapped is not None and not agree(swapped, base):
-            verdicts.append((yield from _third(hop, swapped, base, agree)))
+            verdicts.append((yield from _third(hop, swapped, base, agree, limits)))
     return verdicts
 
 
-def _third(hop: Hop, swapped: Replay, base: Replay, agree: Agree) -> Generator[Ask, Replay | None, Verdict]:
-    """Ask a third holder of a hop's blocks whether the hop is wrong, or those that the route has in its place."""
+def _third(
+    hop: Hop, swapped: Replay, base: Replay, agree: Agree, limits: InquestLimits
+) -> Generator[Ask, Replay | None, Verdict]:
+    """Ask third holders of a hop's blocks whether the hop is wrong, or those that the route has in its place."""
     rivals = processes_of(_part(base.route, hop.blocks.start, hop.blocks.stop))
     beside = (
         *_part(base.route, base.route[0].blocks.start, hop.blocks.start),
         *_part(base.route, hop.blocks.stop, _stop(base.route)),
     )
-    third = yield Ask(beside, rivals | {hop.process})
-    accused = frozenset({hop.process})
-    if third is None:
-        return Verdict(doubted=rivals | accused)
-    if agree(third, base):
-        return Verdict(cleared=rivals, wrong=accused)
-    if agree(third, swapped):
-        return Verdict(cleared=accused, wrong=rivals) if len(rivals) == 1 else Verdict(accused, doubted=rivals)
-    newcomers = processes_of(third.route) - processes_of(beside)
+    accused, newcomers = frozenset({hop.process}), frozenset[str]()
+    for _ in range(limits.thirds_max):
+        third = yield Ask(beside, rivals | accused | newcomers)
+        if third is None:
+            break
+        if agree(third, base):
+            if (yield from _is_wrong_again(hop, swapped, base, agree, limits)):
+                return Verdict(cleared=rivals, wrong=accused)
+            return Verdict(doubted=accused | processes_of(base.route))
+        if agree(third, swapped):
+            return Verdict(cleared=accused, wrong=rivals) if len(rivals) == 1 else Verdict(accused, doubted=rivals)
+        newcomers |= processes_of(third.route) - processes_of(beside)
     return Verdict(doubted=rivals | accused | newcomers)
+
+
+def _is_wrong_again(
+    hop: Hop, swapped: Replay, base: Replay, agree: Agree, limits: InquestLimits
+) -> Generator[Ask, Replay | None, bool]:
+    """Repeat an accusation. Returns whether the hop is wrong in the same way, or each time while the route is right."""
+    for _ in range(limits.repeats_min - 1):
+        again = yield Ask(with_hop(base.route, hop))
+        if again is None or agree(again, base):
+            return False
+        if agree(again, swapped):
+            return True
+        before = yield Ask(base.route)
+        if before is None or not agree(before, base):
+            return False
+    return True
 
 
 def _joined(verdicts: list[Verdict]) -> Verdict:

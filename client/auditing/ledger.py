@@ -45,7 +45,7 @@ class Ledger:
         audits, news = self.audits, set(verdict.wrong)
         if verdict.doubted:
             news |= self._doubt(verdict.doubted)
-        for process in news:
+        for process in news | verdict.cleared:
             self._doubts.pop(process, None)
         if verdict.wrong or verdict.doubted:
             peers = [peer for peer in sorted(process.partition("/")[0] for process in news) if peer not in audits.wrong]

@@ -1,6 +1,7 @@
 """A server that chooses its span: claims, looks and the memory that it has, without a network."""
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
 from random import Random
@@ -36,8 +37,8 @@ def store() -> MemoryStore:
 class Believing:
     """Takes every server for one that has proven to be there. Real calls are in test_proofs.py."""
 
-    async def look(self, servers: Iterable[Announcement]) -> dict[str, bool]:
-        return {server.public_key: True for server in servers}
+    async def look(self, servers: Iterable[Announcement]) -> dict[str, float]:
+        return {server.public_key: math.inf for server in servers}
 
 
 class Newcomer:

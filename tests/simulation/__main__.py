@@ -16,6 +16,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from tests.simulation.customer import Customer, wrong_sessions_most
 from tests.simulation.guesser import Guesser
 from tests.simulation.jobs import Job, simulate_job
 from tests.simulation.run import Outcome, User, settle
@@ -30,6 +31,7 @@ RESULTS = TREE / "build" / "simulation"
 @click.option("--departures", default="6,60", show_default=True, help="a minute, among a hundred servers")
 @click.option("--anchors", is_flag=True, help="some servers are hidden, and the anchors that lead to them die")
 @click.option("--guesses", is_flag=True, help="tokens are guessed ahead: steps are in flight that may be wrong")
+@click.option("--liars", default=0.0, show_default=True, help="a share of servers boasts and computes wrongly")
 @click.option("--jobs", default=1, show_default=True, help="processes")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="where results are kept")
 @click.option("--trace", is_flag=True, help="run one seed and print all that happens")
@@ -39,6 +41,7 @@ def main(
     departures: str,
     anchors: bool,
     guesses: bool,
+    liars: float,
     jobs: int,
     results: Path,
     trace: bool,
@@ -46,12 +49,14 @@ def main(
 ) -> None:
     """Simulate swarms in which servers come and go, and compare every token with the model run locally."""
     rates = [float(rate) for rate in departures.split(",")]
-    user = (Guesser if guesses else User).__name__
+    user = (Customer if liars else Guesser if guesses else User).__name__
     if trace:
-        _print_trace((int(seeds), rates[0], anchors, user), messages)
+        _print_trace((int(seeds), rates[0], anchors, user, liars), messages)
         return
     first, _, last = seeds.partition(":")
-    wanted = [(seed, rate, anchors, user) for seed in range(int(first), int(last or int(first) + 1)) for rate in rates]
+    wanted = [
+        (seed, rate, anchors, user, liars) for seed in range(int(first), int(last or int(first) + 1)) for rate in rates
+    ]
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{code_version()}.jsonl"
     done = _read(path)
@@ -88,7 +93,7 @@ def _read(path: Path) -> dict[Job, Outcome]:
             outcome = Outcome(**json.loads(line))
         except (ValueError, TypeError):
             continue
-        found[outcome.seed, outcome.departures_per_min, outcome.anchored, outcome.user] = outcome
+        found[outcome.seed, outcome.departures_per_min, outcome.anchored, outcome.user, outcome.liars] = outcome
     return found
 
 
@@ -138,6 +143,13 @@ def _report(outcomes: Sequence[Outcome]) -> int:
     row("channels relayed", lambda group: sum(o.relayed for o in group))
     row("channels punched", lambda group: sum(o.punched for o in group))
     row("servers refused for their clock", lambda group: sum(o.skewed for o in group))
+    if any(o.liars for o in outcomes):
+        row("sessions", lambda group: sum(o.sessions for o in group))
+        row("wrong sessions", lambda group: sum(o.wrong_sessions for o in group))
+        row("wrong sessions by the formula", lambda group: round(wrong_sessions_most(group), 1))
+        row("lying servers that sessions met", lambda group: sum(o.met for o in group))
+        row("of them found", lambda group: sum(o.found for o in group))
+        row("honest servers taken for wrong", lambda group: sum(o.slandered for o in group))
     row("repairs", lambda group: sum(o.repairs for o in group))
     row("virtual seconds a run", lambda group: _mean(o.virtual_s for o in group))
     row("CPU seconds a run", lambda group: _mean(o.cpu_s for o in group))
@@ -146,7 +158,8 @@ def _report(outcomes: Sequence[Outcome]) -> int:
         click.echo(f"{name:<46}" + "".join(f"{value:>12}" for value in values))
     bad = [outcome for outcome in outcomes if not outcome.good]
     for outcome in bad[:20]:
-        why = outcome.error or (outcome.faults or [f"{outcome.wrong} wrong tokens"])[0]
+        blamed = f"{outcome.slandered} honest servers taken for wrong" if outcome.slandered else ""
+        why = outcome.error or (outcome.faults or [blamed or f"{outcome.wrong} wrong tokens"])[0]
         click.echo(f"\n{why}\n  {replay(outcome)}")
     return 1 if bad else 0
 
@@ -159,6 +172,7 @@ def _mean(values: Iterable[float]) -> float:
 def replay(outcome: Outcome) -> str:
     """Return the command that runs this seed again and shows what happens."""
     anchors = " --anchors" * outcome.anchored + " --guesses" * (outcome.user == Guesser.__name__)
+    anchors += f" --liars {outcome.liars:g}" if outcome.liars else ""
     rate = f"{outcome.departures_per_min:g}"
     return f"python -m tests.simulation --seeds {outcome.seed} --departures {rate}{anchors} --trace"
 

@@ -63,6 +63,16 @@ class Outcome:
     anchor_deaths: int = 0
     relayed: int = 0  # channels
     punched: int = 0
+    liars: float = 0.0  # of servers
+    lies: float = 1.0  # of a liar's positions
+    sessions: int = 0  # of users that open one after the other
+    wrong_sessions: int = 0  # of them
+    met: int = 0  # liars in the routes of these sessions
+    found: int = 0  # of them, that audits have shown as wrong
+    slandered: int = 0  # honest servers that audits have taken for wrong
+    agreed: int = 0  # audits
+    disputed: int = 0
+    unaudited: int = 0
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     events: int = 0
@@ -71,8 +81,9 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether everything held that must hold."""
-        return not (self.wrong or self.hung or self.faults or (self.error and self.covered))
+        """Whether everything held that must hold. Among liars some tokens are wrong, and no honest server is blamed."""
+        wrong = self.slandered if self.liars else self.wrong
+        return not (wrong or self.hung or self.faults or (self.error and self.covered))
 
     def row(self) -> dict[str, Any]:
         """As written to a file."""
@@ -129,6 +140,7 @@ def simulate(
     """Run one seed. lines: gets a readable trace. user: what generates; User by default."""
     weather, user = weather or weather_of(seed, departures_per_min), user or User
     outcome = Outcome(seed, departures_per_min, anchored=weather.anchors > 0, user=user.__name__)
+    outcome.liars, outcome.lies = weather.liars, weather.lies
     began = time.process_time()
     loop = VirtualLoop(HORIZON_S)
     trace = Trace(loop, lines)
@@ -162,10 +174,11 @@ async def _run(
     if harbour is not None:
         lives += [loop.create_task(harbour.churn()), loop.create_task(harbour.watch())]
     users = [kind(f"user {seed}", TOKENS, client, outcome)]
-    if seed % 3 == 0:
+    if seed % 3 == 0 and not weather.liars:
         users.append(kind(f"other user {seed}", TOKENS // 4, client, outcome))
     try:
-        await asyncio.gather(*(user.run() for user in users))
+        async with client.swarm.auditor:
+            await asyncio.gather(*(user.run() for user in users))
     except SwarmError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     except Hang as hang:
@@ -202,6 +215,7 @@ class User:
         self._past = self._local.new_cache()
         self._mask: Tensor | None = None
         self._offset = 0  # of position ids, where there is padding
+        self.peers: set[str] = set()  # of the session's hops
 
     async def run(self) -> None:
         """Open a session, generate, close it. Raises Hang, or what the session raises."""
@@ -265,6 +279,7 @@ class User:
         got = await in_time(session.step(given, keep=keep, rows=rows, want=want))
         expected = self._locally(hidden, positions, mask, keep, rows)[:, -want:]
         self._outcome.tokens += len(tokens[0])
+        self.peers.update(hop.peer_id for hop in session.route)
         if not torch.equal(got, expected):
             self._outcome.wrong += len(tokens[0])
         return greedy(expected)

@@ -12,6 +12,7 @@ from typing import Any
 
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
+from swarm.client.auditing.auditor import AuditLimits, Auditor
 from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.membership import Membership
@@ -33,6 +34,7 @@ from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.pool import Pool
 from tests.simulation.anchors import Ways
 from tests.simulation.harbour import Berth, Harbour
+from tests.simulation.liars import LyingSpan, boasted
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan
 from tests.simulation.network import Network, Process, Trace
@@ -68,6 +70,9 @@ class Weather:
     hidden: float = 0.0  # of servers, with anchors
     cones: float = 0.0  # of routers that keep ports: two such peers punch
     rounded: float = 0.0  # of servers that announce another numeric class of the same tier
+    liars: float = 0.0  # of servers that boast and compute wrongly
+    lies: float = 1.0  # of the positions that a liar computes, those that are wrong
+    audited: float = 0.0  # of the client's sessions
 
 
 class VirtualExecutor:
@@ -170,7 +175,10 @@ class Host:
         me: Any = SimpleNamespace(identity=identity, key=key, network=NETWORK)
         self.process = Process(name, me, f"{name}:1")
         self.berth = world.harbour.berth(name, self.process) if world.harbour is not None else None
+        self.lies = world.is_liar(identity.peer_id)
         self.span = HashSpan(blocks)
+        if self.lies:
+            self.span = LyingSpan(blocks, Random(f"lies {identity.peer_id}"), weather.lies)
         if Random(f"class {name}").random() < weather.rounded:
             self.span.numeric_class = NumericClass(NUMERIC_CLASS, "int8")
         self.pool = Pool(rng.randrange(100, 300) if self.tight else 100_000)
@@ -221,6 +229,7 @@ class Host:
             issued=now,
             expires=now + 1,
         )
+        bare = boasted(bare, [host.identity for host in self.world.hosts]) if self.lies else bare
         return bare if self.berth is None else self.berth.reach.applied(bare)
 
     def start(self, after_s: float) -> None:
@@ -265,8 +274,13 @@ class Host:
         return self.process.state == "running" and not self.handler.admission.draining
 
     def holds(self, now: float) -> bool:
-        """Whether the client can count on it: it serves, has room, can be reached and is known to the directory."""
+        """Whether the client can count on it: it serves, has room, can be reached and is known to the directory.
+
+        And it computes what it should.
+        """
         world = self.world
+        if self.lies:
+            return False
         if world.seen_until.get(self.name, 0.0) <= world.wall_clock() + world.client_skew_s:
             return False
         if self.berth is not None and not self.berth.is_reached(now):
@@ -343,6 +357,10 @@ class World:
             going_on: asyncio.Future[None] = self.loop.create_future()
             process.enter(partial(going_on.set_result, None))
             await going_on
+
+    def is_liar(self, peer: str) -> bool:
+        """Whether a server of this identity lies; it does so again after a restart."""
+        return Random(f"liar {peer}").random() < self.weather.liars
 
     # Servers
 
@@ -456,6 +474,7 @@ class Client:
     """The client's process: production directory, router, sessions and dialer."""
 
     def __init__(self, world: World, seed: int, limits: SessionLimits | None = None) -> None:
+        self.world = world
         rng = Random(f"client {seed}")
         identity = Identity(rng.randbytes(32))
         me: Any = SimpleNamespace(identity=identity, key=SimpleNamespace(public=rng.randbytes(32)), network=NETWORK)
@@ -471,7 +490,10 @@ class Client:
         store = Store(world, self.process, world.gate(clock))
         self.directory = Directory(store, identity=None, network=NETWORK, clock=clock)
         wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
-        self.swarm = Membership(Router(wanted, self.directory, self.sessions.avoidance), self.sessions)
+        router = Router(wanted, self.directory, self.sessions.avoidance)
+        self.swarm = Membership(router, self.sessions)
+        audits = AuditLimits(share=world.weather.audited)
+        self.swarm.auditor = Auditor(router, self.sessions, audits, Random(f"audits {seed}").random)
 
 
 async def ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
