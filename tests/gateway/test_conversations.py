@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.errors import SessionClosed
 from swarm.gateway.conversations import ConversationLimits, Conversations, Kept, common_prefix
 
 IDS = st.lists(st.integers(0, 2), max_size=12)
@@ -12,7 +13,7 @@ class Idle:
     """A session that can be closed."""
 
     def __init__(self) -> None:
-        self.closed = self.has_failed = False
+        self.closed, self.error = False, None
 
     async def close(self) -> None:
         self.closed = True
@@ -62,7 +63,7 @@ async def test_failed_session_is_closed_and_not_continued():
     failed, other = kept([1, 2, 3]), kept([1, 2])
     await idle.put(failed)
     await idle.put(other)
-    failed.session.has_failed = True
+    failed.session.error = SessionClosed("a step has failed")
     await idle.close_old()
     assert failed.session.closed
     assert not other.session.closed

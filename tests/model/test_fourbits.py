@@ -16,7 +16,7 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
-from swarm.model.fourbits import FourBitFormat, FourBitLimits, FourBitMatrix, packed
+from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed
 from swarm.model.integer import IntegerFormat, integers_of, matrices_in, split, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.packed import Segment
