@@ -13,7 +13,7 @@ above it; top-p behind it does so by the least and the most mass above the token
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Rule:
         """Return the bounds behind the processors, float32 [vocabulary]. ids: the text, int64 [1, positions]."""
         low, high = bounds.low[None], bounds.high[None]
         for processor in self.each:
-            low, high = processor(ids, low), processor(ids, high)  # type: ignore[arg-type]  # types of old names
+            low, high = processor(ids, low), processor(ids, high)
         return Bounds(low[0], high[0])
 
 
@@ -95,19 +95,22 @@ def rule_of(
         kind = type(each)  # a subclass may do anything
         if kind in single and rule.top_k is None:
             rule = replace(rule, each=(*rule.each, each))
-        elif kind is TopKLogitsWarper and is_drawn and rule.top_k is None and _cuts(each, limits.top_k_max):
-            rule = replace(rule, top_k=each.top_k)
-        elif kind is TopPLogitsWarper and rule.top_k is not None and rule.top_p is None and _cuts(each, 1):
-            rule = replace(rule, top_p=each.top_p)
+            continue
+        warper: Any = each
+        if kind not in {TopKLogitsWarper, TopPLogitsWarper} or warper.filter_value != -torch.inf:
+            return None
+        if kind is TopKLogitsWarper and is_drawn and rule.top_k is None and warper.top_k <= limits.top_k_max:
+            rule = replace(rule, top_k=warper.top_k)
+        elif (
+            kind is TopPLogitsWarper
+            and rule.top_k is not None
+            and rule.top_p is None
+            and warper.min_tokens_to_keep <= 1
+        ):
+            rule = replace(rule, top_p=warper.top_p)
         else:
             return None
     return rule
-
-
-def _cuts(warper: LogitsProcessor, most: int) -> bool:
-    """Whether a warper removes the tokens that it leaves out, and keeps at most so many in any case."""
-    kept = warper.top_k if isinstance(warper, TopKLogitsWarper) else warper.min_tokens_to_keep
-    return bool(warper.filter_value == -torch.inf and kept <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,8 @@ def _leaders(scores: Bounds, rush: Tensor | None, rule: Rule, limits: ChoiceLimi
     rows = keys.topk(min(limits.leaders, len(keys))).indices
     if rule.top_k is None:
         return rows
-    return torch.cat([rows, scores.low.topk(min(rule.top_k, len(keys))).indices]).unique()
+    all_rows: Tensor = torch.cat([rows, scores.low.topk(min(rule.top_k, len(keys))).indices]).unique()
+    return all_rows
 
 
 def _contenders(scores: Bounds, rush: Tensor | None, rule: Rule, limits: ChoiceLimits) -> Tensor:

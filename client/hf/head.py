@@ -148,7 +148,7 @@ class BoundedProcessors(LogitsProcessorList):
         self._rule = rule
         self.head = head
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]  # noqa: ANN401
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Return scores of which the chosen token alone is finite, or the processed scores of the exact head.
 
         input_ids: [1, positions]. scores: float32 [1, vocabulary].
@@ -175,8 +175,12 @@ class HeadedModel(HollowModel):
     def head_facts(self) -> HeadFacts:
         """Bytes of the head, and how often 8 bits decided. Printed, it is a line."""
         if self._facts is None:
-            return HeadFacts(_bytes_of(self.get_output_embeddings()))
+            return HeadFacts(_bytes_of(self._own_head()))
         return replace(self._facts)
+
+    def _own_head(self) -> nn.Module | None:
+        head: nn.Module | None = self.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return head
 
     def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as `transformers` has it
         """Do as `transformers` does, with the head in 8 bits where bounds can decide."""
@@ -189,14 +193,14 @@ class HeadedModel(HollowModel):
     def _has_unfinished_sequences(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - as `transformers` has it
         """Do as `transformers` does. The loop of `_sample` asks before each forward."""
         unfinished: bool = super()._has_unfinished_sequences(*args, **kwargs)  # type: ignore[misc]
-        head = self.get_output_embeddings()
+        head = self._own_head()
         if unfinished and isinstance(head, DecidedLinear):
             head.decided[0].expect()
         return unfinished
 
     def _bounded_processors(self, ids: Tensor, kwargs: dict[str, Any]) -> BoundedProcessors | None:
         """Return processors that choose by bounds; None for a call that gets all logits."""
-        head, config = self.get_output_embeddings(), kwargs["generation_config"]
+        head, config = self._own_head(), kwargs["generation_config"]
         if not isinstance(head, DecidedLinear) or ids.shape[0] != 1 or ids.device.type != "cpu":
             return None
         if config.output_scores or config.output_logits or self._forward_hooks or head._forward_hooks:
@@ -210,17 +214,17 @@ def prepare_head(model: PreTrainedModel, traits: Traits) -> None:
     head: Any = model.get_output_embeddings()
     mixed: Any = model
     facts = mixed._facts = HeadFacts(_bytes_of(head))
-    if type(head) is not nn.Linear or head.bias is not None:
-        facts.why_exact = "it is no plain linear layer"
-    else:
-        facts.why_exact = unfit(head.weight)
-    if facts.why_exact is None:
+    why: str | None = "it is no plain linear layer"
+    if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()):
+        why = unfit(head.weight)
+    if why is None:
         bounded = BoundedHead(head.weight)
-        facts.why_exact = _disproof(model, traits, bounded)
-        if facts.why_exact is None:
+        why = _disproof(model, traits, bounded)
+        if why is None:
             facts.int8_bytes, facts.prepared_s = bounded.n_bytes, bounded.prepared_s
             vars(head)["decided"] = (DecidedHead(bounded, facts),)
             head.__class__ = DecidedLinear
+    facts.why_exact = why
     if facts.why_exact is not None:
         _log.warning("the head stays exact", why=facts.why_exact)
 

@@ -216,7 +216,7 @@ class DistributedModel(HeadedModel):
         samples = kwargs["generation_config"].do_sample and input_ids.device.type == "cpu"
         self._calls.processors = kwargs["logits_processor"] if samples else None
         try:
-            return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+            return super()._sample(input_ids, *args, **kwargs)
         finally:
             self._calls.processors = before
 

@@ -201,18 +201,18 @@ class Attempt:
         return {i for i, answer in enumerate(answers) if isinstance(answer, wire.Rerouted) and answer.journal}
 
     async def _replies(
-        self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int], asked: Callable[[], None] | None
+        self, replies: Sequence["asyncio.Future[Reply]"], new: Collection[int], behind: Callable[[], None] | None
     ) -> list[Reply]:
         """Wait for the replies of all legs, and then for the pings of the new ones. Raises HopFailed.
 
-        asked: called once the pings have left, which are not to wait behind activations.
+        behind: sends activations, once the pings have left, which are not to wait for them.
         """
         legs = self._circuit.layout.legs
         pings = [asyncio.ensure_future(self._ping(legs[index])) for index in new]
         try:
-            if asked is not None:
+            if behind is not None:
                 await asyncio.sleep(0)
-                asked()
+                behind()
             asked = [*legs, *(legs[index] for index in sorted(new))]
             return await _answered(replies, asked, self._limits.reply_s, "did not answer")
         finally:

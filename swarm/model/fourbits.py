@@ -101,7 +101,8 @@ class FourBitMatrix(RoundedMatrix):
     @classmethod
     def restored(cls, size: tuple[int, int], parts: Sequence[Tensor]) -> "FourBitMatrix":
         """Make a matrix of its parts again."""
-        return cls(size[1], *parts)
+        codes, extremes, scales = parts
+        return cls(size[1], codes, extremes, scales)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -71,8 +71,9 @@ def make_steady(block: nn.Module) -> None:
     """Have the layers of a block that keep their weights multiply in integers."""
     for module in block.modules():
         weight = getattr(module, "weight", None)
-        is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
-        if is_matrix and "integers" not in vars(module):
+        if isinstance(module, nn.Embedding) or "integers" in vars(module):
+            continue
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2:
             module.weight = SteadyWeight.of(weight)
 
 
