@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from swarm.activations import Tier, tier_of
@@ -146,17 +147,20 @@ def test_it_does_not_matter_how_much_is_unpacked_at_once():
 
 
 PRODUCT = """
-import hashlib, torch
-from tests.model.test_fourbits import FourBitMatrix, widest
-rows, weight = widest()
+import hashlib, sys
+from safetensors.torch import load_file
+from swarm.model.fourbits import FourBitMatrix
+drawn = load_file(sys.argv[1])
+rows, weight = drawn["rows"], drawn["weight"]
 print(hashlib.sha256(FourBitMatrix.of(weight).multiply(rows).numpy().tobytes()).hexdigest())
 """
 
 
-def test_other_kernels_compute_the_same_bits():
+def test_other_kernels_compute_the_same_bits(tmp_path):
     rows, weight = widest()
+    save_file({"rows": rows, "weight": weight}, tmp_path / "drawn.safetensors")  # others would draw other numbers
     here = hashlib.sha256(FourBitMatrix.of(weight).multiply(rows).numpy().tobytes()).hexdigest()
-    line = [sys.executable, "-c", PRODUCT]
+    line = [sys.executable, "-c", PRODUCT, tmp_path / "drawn.safetensors"]
     other = subprocess.run(line, env={**os.environ, **OLD_KERNELS}, capture_output=True, text=True, check=True)
     assert other.stdout.split() == [here]
 
