@@ -267,7 +267,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "the reference is right without a third",
                 "client/auditing/inquest.py",
-                "return Verdict(doubted=rivals | accused)",
+                "return Verdict(doubted=rivals | accused | newcomers)",
                 "return Verdict(wrong=accused)",
                 "test_without_a_third_holder_both_are_doubted",
             ),
