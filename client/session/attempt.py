@@ -205,7 +205,7 @@ class Attempt:
     ) -> list[Reply]:
         """Wait for the replies of all legs, and then for the pings of the new ones. Raises HopFailed.
 
-        behind: sends activations, once the pings have left, which are not to wait for them.
+        behind: sends activations, after the pings: those measure the way, and must not wait behind activations.
         """
         legs = self._circuit.layout.legs
         pings = [asyncio.ensure_future(self._ping(legs[index])) for index in new]

@@ -103,7 +103,7 @@ class Session:
         deadline = _now() + self._plan.step_timeout_s
         try:
             async with asyncio.timeout(limit_s), self._lock:
-                if first is not None:
+                if first is not None and first.activations.tokens <= self._plan.positions_max:  # else `step` refuses it
                     self._circuit.behind_opens = partial(self._send_ahead, first)
                 with self._watcher.watching():
                     await self._travel.restorer.restore(deadline)

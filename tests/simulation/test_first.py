@@ -1,18 +1,22 @@
 """The first step of a session travels behind the Opens, ahead of their answers."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from swarm.activations import Activations
 from swarm.client.planning.preferences import Preferences
+from swarm.client.session.session import First
+from swarm.errors import PromptTooLong
 from swarm.protocol import messages as wire
 from swarm.protocol.tensors import meta_of
 from swarm.server.parked import Parked, ParkedLimits
 from tests.simulation.going import Going, crowd_out, only_these, played, small_chunks
-from tests.simulation.model import HIDDEN_SIZE
+from tests.simulation.model import HIDDEN_SIZE, embed
 from tests.simulation.village import PLAN, Village
 from tests.simulation.world import Host
 
@@ -78,6 +82,20 @@ def test_a_long_prompt_goes_on_behind_its_first_chunk() -> None:
         assert ahead.session.repairs == 0
 
     played(scenario, client=small_chunks(8))
+
+
+def test_a_prompt_that_is_too_long_does_not_travel_ahead() -> None:
+    """The session takes a shorter one afterwards, and its output is that one's."""
+
+    async def scenario(going: Going) -> None:
+        village = await left(going)
+        too_long = First(Activations(embed([range(9)])), 1)
+        shorter = Going(village, await village.open(replace(PLAN, positions_max=8), too_long))
+        with pytest.raises(PromptTooLong):
+            await shorter.session.step(too_long.activations, want=1)
+        await shorter.say(5)
+
+    played(scenario)
 
 
 def test_step_that_is_faster_than_the_open_waits_for_it() -> None:
