@@ -27,7 +27,7 @@ TOP_K = {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.9}
 WAYS = {
     "greedy": {"do_sample": False},
     "greedy, with a penalty": {"do_sample": False, "repetition_penalty": 1.3},
-    "greedy, not these": {"do_sample": False, "suppress_tokens": [5, 9], "min_new_tokens": 20},
+    "greedy, not these": {"do_sample": False, "suppress_tokens": [5, 9], "all_new": True},
     "greedy, not cached": {"do_sample": False, "use_cache": False},
     "seeded": {"do_sample": True, "top_k": 0},
     "seeded, warm": {"do_sample": True, "top_k": 0, "temperature": 0.7, "repetition_penalty": 1.1},
@@ -44,9 +44,11 @@ WHOLE = {
 }
 
 
-def generated(model, ids=IDS, tokens=16, **how):
-    """Return the tokens, and the state of the random numbers."""
+def generated(model, ids=IDS, tokens=16, all_new=False, **how):
+    """Return the tokens, and the state of the random numbers. all_new: no token may end the text."""
     torch.manual_seed(7)
+    if all_new:
+        how["min_new_tokens"] = tokens
     found = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, eos_token_id=[1], pad_token_id=0, **how
     )

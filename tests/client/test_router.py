@@ -55,7 +55,7 @@ class Sessions:
     def __init__(self, avoidance):
         self.avoidance, self.any_open, self.latency_ms = avoidance, False, None
 
-    async def open(self, plan, blocks, planner, limits):
+    async def open(self, plan, blocks, planner, limits, first):
         self.any_open = True
         hops = await planner(blocks, (), (), True)
         return SimpleNamespace(route=[replace(hop, latency_ms=self.latency_ms) for hop in hops])
