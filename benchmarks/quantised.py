@@ -5,8 +5,8 @@
 Quality: the demo model, or another checkpoint, reads held-out windows of 512 tokens of Python's standard library. All
 its blocks are one span; embeddings and head are plain. KL is that of the next token to float32's, in nats.
 
-Speed: a random llama's blocks on one thread, behind 64 positions: a step of one session, a packed step of four, and a
-prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for the kernels that an
+Speed: a random llama's blocks on one thread, behind 64 positions: a step of one session, packed steps of four and
+eight, and a prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for the kernels that an
 older processor would have.
 
 Other kernels: a process whose libraries may use no vectors beyond SSE4.1 reads four of the windows, too. A flip is a
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,12 @@ def main() -> None:
     arguments.add_argument("--hidden", type=int, default=768, help="width of the random llama")
     arguments.add_argument("--blocks", type=int, default=12)
     arguments.add_argument("--count", type=int, default=20, help="samples of each step")
-    arguments.add_argument("--no-speed", action="store_true", help="quality alone")
+    arguments.add_argument(
+        "--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="whose speed is measured"
+    )
+    alone = arguments.add_mutually_exclusive_group()
+    alone.add_argument("--no-speed", action="store_true", help="quality alone")
+    alone.add_argument("--no-quality", action="store_true", help="speed alone")
     arguments.add_argument("--choices", type=Path, help="write the first choices of four windows, and nothing else")
     arguments.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
     arguments.add_argument("--check", action="store_true", help="exit with 1 where integers are too far from float32")
@@ -82,26 +87,19 @@ def main() -> None:
     if options.choices is not None:
         save_file(choices_of(options.model), options.choices)
         return
-    qualities = quality_of(options.model, 2 if options.quick else options.windows)
-    exact = qualities["float32"].perplexity
-    flips = flips_of(options.model)
-    columns = (
-        "class",
-        "perplexity",
-        "to float32's",
-        "KL, nats",
-        "same first choice",
-        f"flips of {FLIP_WINDOWS * WINDOW:,}",
-    )
-    rows = [
-        (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}", str(flips[name]))
-        for name, q in qualities.items()
-    ]
-    table("held-out text", columns, rows)
+    far: list[str] = []
+    columns: tuple[str, ...] = ()
+    rows: list[tuple[str, ...]] = []
     samples: list[Samples] = []
     if not options.no_speed:
         hidden, blocks = (256, 2) if options.quick else (options.hidden, options.blocks)
-        samples = speed_of(hidden, blocks, 2 if options.quick else options.count)
+        columns, rows, samples = speed_of(options.classes, hidden, blocks, 2 if options.quick else options.count)
+        table(f"{blocks} blocks of width {hidden}: quickest, and in times of bfloat16's speed", columns, rows)
+    if not options.no_quality:
+        qualities = quality_of(options.model, 2 if options.quick else options.windows)
+        flips = flips_of(options.model)
+        columns, rows, far = compared(qualities, flips)
+        table("held-out text", columns, rows)
     write_json(
         options.json,
         "quantised",
@@ -113,13 +111,27 @@ def main() -> None:
             name: os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY") if name in os.environ
         },
     )
+    if options.check and far:
+        sys.exit(f"further from float32 than they may be: {', '.join(far)}")
+
+
+def compared(
+    qualities: dict[str, Quality], flips: dict[str, int]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Return the table's columns and rows, and which classes are further from float32 than they may be."""
+    columns = ("class", "perplexity", "to float32's", "KL, nats", "same first choice")
+    columns += (f"flips of {FLIP_WINDOWS * WINDOW:,}",)
+    exact = qualities["float32"].perplexity
+    rows = [
+        (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}", str(flips[name]))
+        for name, q in qualities.items()
+    ]
     far = [
         name
         for name, (kl, ratio) in MOST.items()
         if qualities[name].kl > kl or qualities[name].perplexity / exact > ratio or flips[name]
     ]
-    if options.check and far:
-        sys.exit(f"further from float32 than they may be: {', '.join(far)}")
+    return columns, rows, far
 
 
 def quality_of(model: Path, windows: int) -> dict[str, Quality]:
@@ -176,61 +188,66 @@ def read(model: Path, name: str, rows: Tensor) -> Iterator[Tensor]:
             yield ends.get_output_embeddings()(ends.get_decoder().norm(hidden))[0].float().log_softmax(-1)
 
 
-def speed_of(hidden: int, blocks: int, count: int) -> list[Samples]:
-    """Time a random model's blocks in all classes, in turns."""
+def speed_of(
+    classes: Sequence[str], hidden: int, blocks: int, count: int
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[Samples]]:
+    """Time a random model's blocks in some classes, in turns. Returns the table's columns and rows, and the samples."""
     shape = {"hidden_size": hidden, "intermediate_size": 4 * hidden if hidden >= 2048 else 8 * hidden // 3}
     shape |= {"num_hidden_layers": blocks, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
     spans: dict[str, Span] = {}
     loads: dict[str, float] = {}
+    ways: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
         save_checkpoint(Path(folder), "llama", torch.bfloat16, SEED, **shape)
         checkpoint = open_checkpoint(folder)
-        for name, (dtype, quantize) in CLASSES.items():
+        for name in classes:
+            dtype, quantize = CLASSES[name]
             began = time.perf_counter()
             spans[name] = load_span(checkpoint, Blocks(0, blocks), dtype=dtype, quantize=quantize)
             loads[name] = time.perf_counter() - began
-            choose_kernels(spans[name])
-    samples: list[Samples] = []
-    rows = []
+            kind = choose_kernels(spans[name])
+            ways[name] = "as they are" if kind is None else kind.says
+    rows: list[tuple[str, ...]] = []
+    timed: dict[str, Samples] = {}
     with torch.inference_mode():
         works = {name: works_of(span) for name, span in spans.items()}
-        timed = {}
-        for what, times in (("1 session", count), ("4 sessions", count), ("prompt of 512", max(1, count // 5))):
+        kinds = list(works[classes[0]])
+        for what in kinds:
             turns = {f"{what}, {name}": works[name][what] for name in spans}
             interleaved(1, turns)  # warms up
-            timed |= interleaved(times, turns)
-    samples += timed.values()
+            timed |= interleaved(max(1, count // 5) if what.startswith("prompt") else count, turns)
+    base = "bfloat16" if "bfloat16" in classes else classes[0]
     for name, span in spans.items():
-        best = [min(timed[f"{what}, {name}"].ms) for what in ("1 session", "4 sessions", "prompt of 512")]
-        plain = [min(timed[f"{what}, bfloat16"].ms) for what in ("1 session", "4 sessions", "prompt of 512")]
-        ratios = [f"{ms:.2f} ({base / ms:.2f}x)" for ms, base in zip(best, plain, strict=True)]
-        rows.append((name, f"{span.weight_bytes / 1e6:.0f}", f"{loads[name]:.1f}", *ratios))
-    columns = ("class", "weights, MB", "load, s", "1 session, ms", "4 sessions, ms", "prompt of 512, ms")
-    table(f"{blocks} blocks of width {hidden}: quickest, and in times of bfloat16's speed", columns, rows)
-    return samples
+        best = [min(timed[f"{what}, {name}"].ms) for what in kinds]
+        plain = [min(timed[f"{what}, {base}"].ms) for what in kinds]
+        ratios = [f"{ms:.2f} ({other / ms:.2f}x)" for ms, other in zip(best, plain, strict=True)]
+        rows.append((name, ways[name], f"{span.weight_bytes / 1e6:.0f}", f"{loads[name]:.1f}", *ratios))
+    columns = ("class", "weights", "MB", "load, s", *(f"{what}, ms" for what in kinds))
+    return columns, rows, list(timed.values())
 
 
 def works_of(span: Span) -> dict[str, Callable[[], object]]:
     """Return what is timed. Steps leave their caches as long as they were."""
     token = torch.randn(1, 1, span.hidden_size).to(span.dtype)
     prompt = torch.randn(1, 512, span.hidden_size).to(span.dtype)
-    caches = [span.new_cache(rollback_max=1) for _ in range(5)]
+    caches = [span.new_cache(rollback_max=1) for _ in range(9)]
     for cache in caches:
         span.forward(prompt[:, :64], cache=cache)
-    lone, *together = caches
+    lone, *others = caches
 
     def alone() -> None:
         span.forward(token, cache=lone)
         lone.keep(64)
 
-    def packed() -> None:
+    def packed(together: Sequence[Any]) -> None:
         span.forward_packed([Segment(token, cache) for cache in together])
         for cache in together:
             cache.keep(64)
 
     return {
         "1 session": alone,
-        "4 sessions": packed,
+        "4 sessions": lambda: packed(others[:4]),
+        "8 sessions": lambda: packed(others),
         "prompt of 512": lambda: span.forward(prompt, cache=span.new_cache()),
     }
 

@@ -1,20 +1,15 @@
 """The choice of kernels for a span on this processor: measured when the span is loaded.
 
-Decode reads every weight for a handful of tokens, so its speed is that of reading weights. The stock kernels take
-them as they lie in the checkpoint. oneDNN can take them in an order of its own, prepared once ("prepacked"): on a Zen 4
-core fp32 weights are then read at 29 GB/s instead of 15 and bf16 ones at 20 instead of 12, and batches of 2 to 64
-tokens take half as long. On a Zen 3 core batches take three quarters as long, and single tokens a tenth longer. So
-both are timed on the span's own weights.
+Decode reads every weight for a handful of tokens, so its speed is that of reading weights. torch takes them as they
+lie in the checkpoint. Which of the other ways (`swarm.model.linears`) is faster depends on the processor, so each is
+timed on the span's own weights, and proved on its blocks.
 
 Attention of one position in half precision is the other slow spot: torch's kernel takes four times as long as turning
 keys and values into fp32 and using the kernel for that, which is more exact, too.
-
-Packed weights take the place of the others, not memory beside them. The numbers stay: fp32 is multiplied and added up
-in fp32, in another order.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +23,7 @@ from swarm.blocks import Blocks
 from swarm.limits import limit
 from swarm.model.allocator import return_free_memory
 from swarm.model.hollow import blocks_of
+from swarm.model.linears import OtherLinear, kinds_of
 from swarm.model.probe import TOLERANCES, outputs_of, samples_of
 from swarm.model.span import Span
 
@@ -43,7 +39,7 @@ class KernelLimits:
     trial_rounds: int = limit(9, "rounds", "of a trial, of which the quickest counts")
     gain_min: float = limit(1.1, "times", "less of a gain is noise: the stock kernel stays")
     loss_max: float = limit(1.3, "times", "a lone step's loss that a batch's gain may cost: prefill runs beside it")
-    layout_tokens: int = limit(16, "tokens", "the batch that the packed order is made for; it does well from 1 to 512")
+    trial_tokens: int = limit(8, "tokens", "of the batch that is timed beside a step alone")
 
 
 Quickest = Callable[..., list[float]]
@@ -61,50 +57,35 @@ def quickest(rounds: int, *works: Callable[[], None]) -> list[float]:
     return [min(taken) for taken in times]
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer whose weight is in oneDNN's order. Made of an `nn.Linear` by `_pack`.
+def choose_kernels(
+    span: Span,
+    limits: KernelLimits = KernelLimits(),
+    quickest: Quickest = quickest,
+) -> type[OtherLinear] | None:
+    """Multiply by a span's weights in the way that is fastest here and computes the same. Takes a second or so.
 
-    `weight` keeps shape, dtype and device, but no memory: it is NaN everywhere, so that code that goes around
-    `forward` is found out by the proof.
-    """
-
-    packed: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply; [..., in] -> [..., out]."""
-        if torch.is_grad_enabled():
-            return nn.functional.linear(input, self.packed.to_dense(), self.bias)
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
-        return output
-
-
-def choose_kernels(span: Span, limits: KernelLimits = KernelLimits(), quickest: Quickest = quickest) -> bool:
-    """Pack a span's weights if that is faster here and computes the same. Returns whether it did. Takes a second or so.
-
-    Call it in a thread that has as many cores as the compute thread will have.
+    Call it in a thread that has as many cores as the compute thread will have. Returns that way; None: it is torch's.
     """
     layers = blocks_of(span.model)
-    linears = {index: list(_linears(layers[index])) for index in span.blocks}
+    linears = {index: list(_linears(layers[index], span.dtype)) for index in span.blocks}
     everything = [linear for found in linears.values() for linear in found]
-    if span.weight_bytes < limits.pack_bytes_min or not torch.backends.mkldnn.is_available():
-        return False
+    if span.weight_bytes < limits.pack_bytes_min:
+        return None
     with torch.inference_mode():
         _choose_attention(span, limits, quickest)
         if not everything:  # they are int8, or on a GPU
-            return False
-        try:
-            if not _is_faster(everything, limits, quickest):
-                return False
-        except RuntimeError:  # a build of torch without these operators
-            return False
+            return None
+        kind = _fastest(everything, limits, quickest)
+        if kind is None:
+            return None
         for index in samples_of(span):
-            if not _proved(span.part(Blocks(index, index + 1)), linears[index], limits):
-                return False
+            if not _proved(kind, span.part(Blocks(index, index + 1)), linears[index]):
+                return None
         for linear in everything:
-            if not isinstance(linear, PackedLinear):
-                _pack(linear, limits)
+            if type(linear) is nn.Linear:
+                kind.take(linear)
     return_free_memory()  # the weights as they were, and those of the trial
-    return True
+    return kind
 
 
 def leave_out_planned_attention(device: torch.device) -> None:
@@ -179,47 +160,59 @@ def _agree(got: list[Tensor], expected: list[Tensor]) -> bool:
     )
 
 
-def _linears(block: nn.Module) -> Iterator[nn.Linear]:
+def _linears(block: nn.Module, dtype: torch.dtype) -> Iterator[nn.Linear]:
     """Yield the plain linear layers of a block on the CPU: no subclass, which would have its reason."""
-    dtypes = torch.float32, torch.bfloat16
     for module in block.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in dtypes:
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype is dtype:
             yield module
 
 
-def _is_faster(linears: Iterable[nn.Linear], limits: KernelLimits, quickest: Quickest) -> bool:
-    """Time stock and packed weights, in turn: a step alone, and a batch."""
-    trial: list[tuple[Tensor, Tensor]] = []
-    size = 0
+def _fastest(linears: Sequence[nn.Linear], limits: KernelLimits, quickest: Quickest) -> type[OtherLinear] | None:
+    """Time torch's way and the others, in turn: a step alone, and a batch. Returns the best one; None for torch's."""
+    weights: list[Tensor] = []
     for linear in linears:
-        if size >= limits.trial_bytes:
-            break
-        trial.append((linear.weight, _packed(linear.weight, limits)))
-        size += linear.weight.nbytes
+        if sum(weight.nbytes for weight in weights) < limits.trial_bytes:
+            weights.append(linear.weight)
+    best, gain = None, 1.0
+    for kind in kinds_of(weights[0].dtype):
+        try:
+            alone, together = _gains(kind, weights, limits, quickest)
+        except RuntimeError:  # torch has not this way, or this processor does not
+            continue
+        is_better = max(alone, together) >= limits.gain_min and min(alone, together) > 1 / limits.loss_max
+        if is_better and alone * together > gain:
+            best, gain = kind, alone * together
+    return best
+
+
+def _gains(
+    kind: type[OtherLinear], weights: Sequence[Tensor], limits: KernelLimits, quickest: Quickest
+) -> tuple[float, float]:
+    """Return how many times as fast as torch's way another one is, for one token and for a batch."""
+    ready = [kind.prepared(weight) for weight in weights]
     gains = []
-    for tokens in (1, 8):
-        inputs = {weight.shape[1]: torch.ones(tokens, weight.shape[1], dtype=weight.dtype) for weight, _ in trial}
+    for tokens in (1, limits.trial_tokens):
+        inputs = {weight.shape[1]: torch.ones(tokens, weight.shape[1], dtype=weight.dtype) for weight in weights}
 
         def stock(inputs: dict[int, Tensor] = inputs) -> None:
-            for weight, _ in trial:
+            for weight in weights:
                 nn.functional.linear(inputs[weight.shape[1]], weight)
 
-        def packed(inputs: dict[int, Tensor] = inputs) -> None:
-            for weight, ready in trial:
-                torch.ops.mkldnn._linear_pointwise(inputs[weight.shape[1]], ready, None, "none", [], "")
+        def other(inputs: dict[int, Tensor] = inputs) -> None:
+            for weight, prepared in zip(weights, ready, strict=True):
+                kind.multiply(inputs[weight.shape[1]], prepared, None)
 
-        stock_s, packed_s = quickest(limits.trial_rounds, stock, packed)
-        gains.append(stock_s / packed_s)
-    alone, together = gains
-    return max(gains) >= limits.gain_min and min(gains) > 1 / limits.loss_max and alone * together > 1
+        stock_s, other_s = quickest(limits.trial_rounds, stock, other)
+        gains.append(stock_s / other_s)
+    return gains[0], gains[1]
 
 
-def _proved(part: Span, linears: list[nn.Linear], limits: KernelLimits) -> bool:
-    """Pack one block, and compare its outputs before and after; where they differ, leave it as it was."""
+def _proved(kind: type[OtherLinear], part: Span, linears: list[nn.Linear]) -> bool:
+    """Compute one block in the other way, and compare its outputs; where they differ, leave it as it was."""
     weights = [linear.weight for linear in linears]
     expected = outputs_of(part)
     for linear in linears:
-        _pack(linear, limits)
+        kind.take(linear)
     try:
         agree = _agree(outputs_of(part), expected)
     except Exception:  # noqa: BLE001 - a family may use its layers in any way
@@ -230,17 +223,3 @@ def _proved(part: Span, linears: list[nn.Linear], limits: KernelLimits) -> bool:
             linear.weight = weight
             vars(linear).pop("packed", None)
     return agree
-
-
-def _pack(linear: nn.Linear, limits: KernelLimits) -> None:
-    weight = linear.weight
-    vars(linear)["packed"] = _packed(weight, limits)
-    with torch.inference_mode(mode=False):
-        nothing = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
-        linear.weight = nn.Parameter(nothing, requires_grad=weight.requires_grad)
-    linear.__class__ = PackedLinear
-
-
-def _packed(weight: Tensor, limits: KernelLimits) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), limits.layout_tokens)
-    return packed

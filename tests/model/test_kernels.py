@@ -1,4 +1,4 @@
-"""Weights in oneDNN's order: taken where measuring says so, and only if they compute the same."""
+"""Other ways to multiply by weights: taken where measuring says so, and only if they compute the same."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from torch.testing import assert_close
 
 from swarm.blocks import Blocks
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.kernels import KernelLimits, PackedLinear, choose_kernels, leave_out_planned_attention
+from swarm.model.kernels import KernelLimits, choose_kernels, leave_out_planned_attention
+from swarm.model.linears import LinearLimits, PackedLinear, WidenedLinear
 from swarm.model.loading import load_span
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
@@ -18,10 +19,19 @@ def span(family_dir):
     return load_span(open_checkpoint(family_dir("llama")), Blocks(1, 3))
 
 
-def chosen(span, *gains: float) -> bool:
-    """Choose kernels where a trial finds these gains at one token and at eight."""
+def chosen(span, *gains: float):
+    """Choose kernels where a trial finds these gains at one token and at eight, of each way in turn."""
     results = iter([[gain, 1.0] for gain in gains])
     return choose_kernels(span, KernelLimits(pack_bytes_min=0), lambda *_: next(results))
+
+
+def without_packing(monkeypatch):
+    """Let the processor be one for which oneDNN has nothing in half precision."""
+
+    def prepared(weight):
+        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or")
+
+    monkeypatch.setattr(PackedLinear, "prepared", prepared)
 
 
 def linears_of(span):
@@ -42,7 +52,7 @@ def linears_of(span):
     ],
 )
 def test_weights_are_packed_where_more_is_gained_than_lost(span, gains, packs):
-    assert chosen(span, *gains) is packs
+    assert chosen(span, *gains) is (PackedLinear if packs else None)
     assert any(isinstance(linear, PackedLinear) for linear in linears_of(span)) is packs
 
 
@@ -72,6 +82,74 @@ def test_weights_stay_as_they_were_where_packed_ones_compute_something_else(span
     assert not any(isinstance(linear, PackedLinear) for linear in linears_of(span))
     for linear, weight in zip(linears_of(span), before, strict=True):
         assert torch.equal(linear.weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("packed", "widened", "expected"),
+    [
+        ((2.0, 2.0), (1.0, 1.9), PackedLinear),
+        ((0.9, 1.3), (1.0, 1.9), WidenedLinear),
+        ((1.0, 1.0), (1.0, 1.05), None),
+        (None, (1.0, 1.9), WidenedLinear),
+        (None, (1.0, 1.05), None),
+    ],
+)
+def test_the_best_way_is_taken_of_those_that_the_processor_has(family_dir, monkeypatch, packed, widened, expected):
+    if packed is None:
+        without_packing(monkeypatch)
+    elif not torch.backends.mkldnn.is_available():
+        pytest.skip("torch is built without oneDNN")
+    span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 3), dtype=torch.bfloat16)
+    monkeypatch.setattr(PackedLinear, "take", classmethod(lambda cls, linear: setattr(linear, "__class__", cls)))
+    monkeypatch.setattr(PackedLinear, "forward", nn.Linear.forward)  # whether the kernel is there is another matter
+    if packed is not None:
+        monkeypatch.setattr(PackedLinear, "prepared", lambda weight: weight)
+    gains = [1.0, *(packed or ()), *widened]
+    assert chosen(span, *gains) is expected
+    assert {type(linear) for linear in linears_of(span)} == {expected or nn.Linear}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
+@pytest.mark.parametrize("outputs", [7, 64])
+def test_a_widened_product_is_the_exact_one_rounded_once(monkeypatch, dtype, rows, outputs):
+    monkeypatch.setattr(WidenedLinear, "limits", LinearLimits(tile_bytes=4 * 96 * 5))  # five rows of the weight
+    generator = torch.Generator().manual_seed(rows)
+    linear = nn.Linear(96, outputs, dtype=dtype)
+    input = torch.randn(2, rows, 96, generator=generator).to(dtype)[:1]
+    exact = nn.functional.linear(input.double(), linear.weight.double(), linear.bias.double())
+    WidenedLinear.take(linear)
+    with torch.inference_mode():
+        output = linear(input)
+    assert output.dtype is dtype
+    assert output.shape == (1, rows, outputs)
+    assert output.is_contiguous()
+    assert_close(output.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-6)
+
+
+def test_a_widened_layer_has_gradients():
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        linear = nn.Linear(16, 8, dtype=torch.bfloat16)
+        WidenedLinear.take(linear)
+        input = torch.ones(3, 16, dtype=torch.bfloat16, requires_grad=True)
+        linear(input).sum().backward()
+    assert_close(input.grad, linear.weight.detach().sum(0).expand(3, 16))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # the latter with biases
+def test_a_widened_span_computes_the_same(family_dir, monkeypatch, family):
+    without_packing(monkeypatch)
+    span = load_span(open_checkpoint(family_dir(family)), Blocks(1, 3), dtype=torch.bfloat16)
+    steps = [torch.randn(1, tokens, span.hidden_size, generator=torch.Generator().manual_seed(1)) for tokens in (20, 4)]
+    outputs = []
+    for expected in (None, WidenedLinear):
+        assert expected is None or chosen(span, 1.0, 1.0, 2.0) is expected
+        cache = span.new_cache()
+        with torch.inference_mode():
+            outputs.append([span.forward(step.bfloat16(), cache=cache) for step in steps])
+    for stock, widened in zip(*outputs, strict=True):
+        assert float((widened - stock).float().norm() / stock.float().norm()) < 0.02
+    assert any(isinstance(linear, WidenedLinear) for linear in linears_of(span))
 
 
 def test_a_gpu_attends_without_plans_that_every_new_length_needs():
