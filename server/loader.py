@@ -97,8 +97,8 @@ class Loader:
             raise BadConfiguration("--blocks", why) from None
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)  # of this thread, so that kernels are timed as they will run
-        packed = choose_kernels(span)
-        _log.info("kernels chosen", weights="packed by oneDNN" if packed else "as they are", batches=span.packs)
+        kind = choose_kernels(span)
+        _log.info("kernels chosen", weights="as they are" if kind is None else kind.says, batches=span.packs)
         with torch.inference_mode():
             prices = cache_prices(span)
         return Loaded(span, arguments.cache_tokens or tokens_that_fit(span, prices, arguments.cache_memory), prices)
