@@ -54,10 +54,11 @@ class_options = option_group(
 )
 @click.option(
     "--head",
-    type=click.Choice(("exact", "auto")),
+    type=click.Choice(("exact", "auto", "int8")),
     default="exact",
     show_default=True,
-    help="auto: tokens are chosen by a copy of the head in 8 bits, where that proves the exact head's token",
+    help="auto: tokens are chosen by a copy of the head in 8 bits, where that proves the exact head's token; int8: "
+    "embeddings and head take half of bfloat16's memory, and the text may differ",
 )
 @click.option(
     "--dtype",

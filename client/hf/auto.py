@@ -104,14 +104,15 @@ class AutoDistributedModel:
         directory. They change the time alone (docs/speculation.md). audit: the share of sessions that other servers
         compute once more after their end, to find servers that compute wrongly (docs/audits.md); 0 for none.
         head: "auto" has `generate()` choose tokens by a copy of the head in 8 bits, where that proves the exact head's
-        token. It takes half as much memory again (docs/head.md).
+        token. It takes half as much memory again. "int8" has embeddings and head in 8 bits alone, which takes half of
+        the memory, and may change tokens (docs/head.md).
 
         Returns an instance of the model's own class. It is a context manager, and has `route`, `exactness`, `blocks`,
         `inference_session` and `close` beside the methods of `transformers`.
         Raises UsageError, CheckpointError or NetworkError; NoRoute comes with the first step.
         """
         if head not in get_args(HeadMode):
-            raise BadConfiguration("head", f'{head!r}; it is "exact" or "auto"')
+            raise BadConfiguration("head", f'{head!r}; it is "exact", "auto" or "int8"')
         preferences = Preferences.checked(allowed_peers, blocked_peers, optimize, trusted_peers, quality, exact=exact)
         coding = _coding(wire)
         settings = _settings(
@@ -147,8 +148,7 @@ class AutoDistributedModel:
         _check_blocks(checkpoint, options)
         weights = _local_weights(quantize, checkpoint, local_blocks, device)
         ends = load_ends(checkpoint, dtype=dtype, device=device)
-        if head == "auto":
-            prepare_head(ends, checkpoint.traits)
+        prepare_head(ends, checkpoint.traits, head)
         mtp = partial(drafting_by_mtp, checkpoint, ends)
         drafting = _drafting(draft, ends, mtp, token=token, cache_dir=settings.cache_dir, device=device)
         first = partial(load_span, dtype=dtype, device=device, quantize=weights)

@@ -1,4 +1,4 @@
-"""The head of a distributed model, computed in 8 bits where that proves the exact head's token.
+"""The head of a distributed model: exact, in int8, or computed in 8 bits where that proves the exact head's token.
 
 `generate()` takes logits from the head, changes them, and chooses. Within it the head does not compute: it notes its
 input and returns NaN. The processors, which come next, know the whole text and what is drawn. They choose by bounds
@@ -20,12 +20,13 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from swarm.client.hf.choice import Rule, choose, rule_of
 from swarm.client.hf.hollow import HollowModel
+from swarm.client.hf.rounded import round_ends
 from swarm.model.bounded import BoundedHead, Bounds, unfit
 from swarm.model.ends import replace_blocks
 from swarm.model.integer import nothing
 from swarm.model.traits import Traits
 
-HeadMode = Literal["exact", "auto"]
+HeadMode = Literal["exact", "auto", "int8"]
 
 _log = structlog.get_logger("swarm.head")
 
@@ -36,10 +37,11 @@ class HeadFacts:
 
     why_exact: why it has no 8 bits; None if it has. n_bytes: of the exact weight. int8_bytes: of its copy.
     prepared_s: to make the copy. proven: tokens that bounds decided. whole: tokens that took all logits. rows: computed
-    exactly for the former.
+    exactly for the former. embedding_bytes: of embeddings beside a head that is int8 itself, with no exact one.
     """
 
     n_bytes: int
+    embedding_bytes: int | None = None
     why_exact: str | None = None
     int8_bytes: int = 0
     prepared_s: float = 0.0
@@ -48,6 +50,8 @@ class HeadFacts:
     rows: int = 0
 
     def __str__(self) -> str:
+        if self.embedding_bytes is not None:
+            return f"head: int8, {self.n_bytes / 1e6:,.1f} MB; embeddings: {self.embedding_bytes / 1e6:,.1f} MB"
         exact = f"head: exact, {self.n_bytes / 1e6:,.1f} MB"
         if self.why_exact is not None:
             return f"{exact} ({self.why_exact})"
@@ -209,10 +213,18 @@ class HeadedModel(HollowModel):
         return None if rule is None else BoundedProcessors(kwargs["logits_processor"], rule, head)
 
 
-def prepare_head(model: PreTrainedModel, traits: Traits) -> None:
-    """Give the client's part of a model, from `load_ends`, a head in 8 bits, or a reason why it has none."""
+def prepare_head(model: PreTrainedModel, traits: Traits, mode: HeadMode) -> None:
+    """Give the client's part of a model, from `load_ends`, the head of a mode.
+
+    "auto": an exact one with a copy in 8 bits, or a reason why it has none. "int8": as `round_ends`, which raises
+    BadConfiguration.
+    """
     head: Any = model.get_output_embeddings()
     mixed: Any = model
+    if mode == "int8":
+        mixed._facts = HeadFacts(*round_ends(model, traits))
+    if mode != "auto":
+        return
     facts = mixed._facts = HeadFacts(_bytes_of(head))
     why: str | None = "it is no plain linear layer"
     if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()):

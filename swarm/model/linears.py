@@ -6,7 +6,7 @@ batches take three quarters as long, and single tokens a tenth longer. Packed we
 memory beside them. The numbers stay: fp32 is multiplied and added up in fp32, in another order.
 
 *Widened*: on processors without instructions for bfloat16 or float16, such as those with AVX2 alone, torch multiplies
-each row by itself, so that sixteen take sixteen times as long as one. There a layer makes float32 of some rows of its
+each row by itself: 64 took 30 times as long as one. There a layer makes float32 of some rows of its
 weight, which stay in the processor's cache, multiplies all inputs by them, and goes on to the next rows. Products of
 two such numbers are exact in float32, so only the order of additions is another one.
 """

@@ -60,7 +60,7 @@ def headed(folder, dtype=torch.float32):
     """Return a stock model, and the same with a head in 8 bits."""
     checkpoint = open_checkpoint(folder)
     ends = load_ends(checkpoint, dtype=dtype)
-    prepare_head(ends, checkpoint.traits)
+    prepare_head(ends, checkpoint.traits, "auto")
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model.set_output_embeddings(ends.get_output_embeddings())

@@ -14,7 +14,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.hf.drafting import drafting_by_mtp
-from swarm.client.hf.head import prepare_head
+from swarm.client.hf.head import HeadMode, prepare_head
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
 from swarm.client.hf.model import DistributedModel, distribute
@@ -115,7 +115,7 @@ class InProcessSwarm:
         coding: Coding | None = None,
         audits: AuditLimits = NO_AUDITS,
         dtype: torch.dtype | None = None,
-        head: str = "exact",
+        head: HeadMode = "exact",
     ) -> DistributedModel:
         """A distributed model; `close` it. dtype: of its ends, if not the servers'. quantize: of the local blocks."""
 
@@ -138,8 +138,7 @@ class InProcessSwarm:
         here = partial(load_span, self.checkpoint, dtype=dtype, quantize=quantize)
         first = here(Blocks(0, local_blocks)) if local_blocks else None
         ends = load_ends(self.checkpoint, dtype=dtype)
-        if head == "auto":
-            prepare_head(ends, self.checkpoint.traits)
+        prepare_head(ends, self.checkpoint.traits, head)
         backend = swarm if first is None else LocalFirst(first, swarm)
         return distribute(ends, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))
 
