@@ -63,12 +63,19 @@ class Verdict:
     """What an audit has shown, by processes.
 
     cleared: they agree with independent ones. wrong: two independent holders contradict it. doubted: one of them
-    computed wrongly. A verdict of nothing says that no other server could be asked.
+    computed wrongly. alike: of a dispute, those that made no difference in each other's place. That shows less, because
+    a liar behind them may ignore what it gets. A verdict of nothing says that no other server could be asked.
     """
 
     cleared: frozenset[str] = frozenset()
     wrong: frozenset[str] = frozenset()
     doubted: frozenset[str] = frozenset()
+    alike: frozenset[str] = frozenset()
+
+    @property
+    def accuses(self) -> bool:
+        """Whether any server is wrong, or may be."""
+        return bool(self.wrong or self.doubted)
 
 
 Agree = Callable[[Replay, Replay], bool]
@@ -85,25 +92,24 @@ def inquest(claim: Replay, agree: Agree, limits: InquestLimits = InquestLimits()
     if reference is None:
         return Verdict()
     suspects = [hop for hop in route if hop.process not in processes_of(reference.route)]
-    if agree(claim, reference):
-        return Verdict(cleared=processes_of((*suspects, *reference.route)))
+    if agree(claim, reference):  # a hop of both routes shows nothing: it may be wrong in both
+        return Verdict(cleared=processes_of(route) ^ processes_of(reference.route))
     base, fickle = yield from _steady(reference, route, agree, limits)
     if base is None:
         return Verdict(doubted=processes_of(suspects))
     if agree(claim, base):
         suspects = []
-    verdicts = yield from _accusations((*suspects, *fickle), base, agree, limits)
-    if verdicts:
-        return _joined(verdicts)
+    found = yield from _accusations((*suspects, *fickle), base, agree, limits)
+    if found.accuses:
+        return found
     if not suspects:
         return Verdict(cleared=processes_of((*route, *base.route)), doubted=processes_of(fickle))
     again = yield Ask(route)
     if again is None or not agree(again, claim):
         return Verdict(doubted=processes_of(suspects))
     others = [hop for hop in base.route if hop.process not in processes_of(route)]
-    if verdicts := (yield from _accusations(others, again, agree, limits)):
-        return _joined(verdicts)
-    return Verdict(doubted=processes_of(others))
+    found = yield from _accusations(others, again, agree, limits)
+    return found if found.accuses else Verdict(doubted=processes_of(others))
 
 
 def processes_of(hops: Iterable[Hop]) -> frozenset[str]:
@@ -114,6 +120,11 @@ def processes_of(hops: Iterable[Hop]) -> frozenset[str]:
 def with_hop(route: tuple[Hop, ...], hop: Hop) -> tuple[Hop, ...]:
     """Return the route with a hop in the place of those that have its blocks, or parts of those hops."""
     return (*_part(route, route[0].blocks.start, hop.blocks.start), hop, *_part(route, hop.blocks.stop, _stop(route)))
+
+
+def _rivals(hop: Hop, base: Replay) -> tuple[Hop, ...]:
+    """Return the hops in whose place a hop stands in a route."""
+    return _part(base.route, hop.blocks.start, hop.blocks.stop)
 
 
 def _part(route: tuple[Hop, ...], start: int, stop: int) -> tuple[Hop, ...]:
@@ -157,21 +168,25 @@ def _steady(
 
 def _accusations(
     hops: Sequence[Hop], base: Replay, agree: Agree, limits: InquestLimits
-) -> Generator[Ask, Replay | None, list[Verdict]]:
-    """Put each hop into a route by itself. Returns the verdicts on those that make a difference."""
+) -> Generator[Ask, Replay | None, Verdict]:
+    """Put each hop into a route by itself. Returns the verdict on all of them."""
     verdicts = []
     for hop in hops:
         swapped = yield Ask(with_hop(base.route, hop))
-        if swapped is not None and not agree(swapped, base):
+        if swapped is None:
+            continue
+        if agree(swapped, base):
+            verdicts.append(Verdict(alike=processes_of((hop, *_rivals(hop, base)))))
+        else:
             verdicts.append((yield from _third(hop, swapped, base, agree, limits)))
-    return verdicts
+    return _joined(verdicts)
 
 
 def _third(
     hop: Hop, swapped: Replay, base: Replay, agree: Agree, limits: InquestLimits
 ) -> Generator[Ask, Replay | None, Verdict]:
     """Ask third holders of a hop's blocks whether the hop is wrong, or those that the route has in its place."""
-    rivals = processes_of(_part(base.route, hop.blocks.start, hop.blocks.stop))
+    rivals = processes_of(_rivals(hop, base))
     beside = (
         *_part(base.route, base.route[0].blocks.start, hop.blocks.start),
         *_part(base.route, hop.blocks.stop, _stop(base.route)),
@@ -211,4 +226,5 @@ def _joined(verdicts: list[Verdict]) -> Verdict:
     wrong = frozenset().union(*(verdict.wrong for verdict in verdicts))
     doubted = frozenset().union(*(verdict.doubted for verdict in verdicts)) - wrong
     cleared = frozenset().union(*(verdict.cleared for verdict in verdicts)) - wrong - doubted
-    return Verdict(cleared, wrong, doubted)
+    alike = frozenset().union(*(verdict.alike for verdict in verdicts)) - wrong - doubted
+    return Verdict(cleared, wrong, doubted, alike)
