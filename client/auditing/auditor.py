@@ -125,11 +125,11 @@ class Auditor:
         """Leave wrong servers out for good, and those that may be wrong for a while."""
         sessions = self._sessions
         wrong = self._ledger.note(verdict)
-        self._router.audited((verdict.cleared | verdict.alike) - wrong, wrong | verdict.doubted)
+        self._router.audited((verdict.cleared | verdict.alike) - wrong, wrong | verdict.suspected)
         for process in sorted(wrong):
             _log.warning("server computes wrongly", peer=process.partition("/")[0])
             sessions.expel(process)
-        for process in verdict.doubted - wrong:
+        for process in verdict.suspected - wrong:
             sessions.avoidance.declined(process, self._limits.doubted_s)
 
     async def _verdict(self, case: _Case) -> Verdict:

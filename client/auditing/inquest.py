@@ -8,7 +8,9 @@ it stood: a third holder of the same blocks says which side is right.
 
     third == before      the one that was put in computes wrongly, if it is wrong again and again
     third == with it     those in whose place it stood do
-    no third             one of them does
+    third == a third     both sides do: two that are independent say what is right
+    no third             one of the two sides does
+    all differ           several do, and nothing says which
 
 A suspect that is wrong in the same way twice is wrong. Else it has to differ in each of several replays, between which
 the reference repeats itself: so a server of the reference that is wrong at times gets no other one blamed.
@@ -36,7 +38,7 @@ class InquestLimits:
     """How far an audit goes."""
 
     references_max: int = limit(6, "routes", "that may contradict themselves; then the session's servers are doubted")
-    thirds_max: int = limit(3, "holders", "that are asked who is right, where the ones before differ from both sides")
+    thirds_max: int = limit(5, "holders", "that are asked who is right, where the ones before differ from all others")
     repeats_min: int = limit(
         4, "replays", "in which a server differs each time, and each time in another way, is wrong"
     )
@@ -63,19 +65,26 @@ class Verdict:
     """What an audit has shown, by processes.
 
     cleared: they agree with independent ones. wrong: two independent holders contradict it. doubted: one of them
-    computed wrongly. alike: of a dispute, those that made no difference in each other's place. That shows less, because
-    a liar behind them may ignore what it gets. A verdict of nothing says that no other server could be asked.
+    computed wrongly. unclear: several of them did, so that it says little of any one. alike: of a dispute, those that
+    made no difference in each other's place. That shows less, because a liar behind them may ignore what it gets. A
+    verdict of nothing says that no other server could be asked.
     """
 
     cleared: frozenset[str] = frozenset()
     wrong: frozenset[str] = frozenset()
     doubted: frozenset[str] = frozenset()
+    unclear: frozenset[str] = frozenset()
     alike: frozenset[str] = frozenset()
+
+    @property
+    def suspected(self) -> frozenset[str]:
+        """Those that may be wrong."""
+        return self.doubted | self.unclear
 
     @property
     def accuses(self) -> bool:
         """Whether any server is wrong, or may be."""
-        return bool(self.wrong or self.doubted)
+        return bool(self.wrong or self.suspected)
 
 
 Agree = Callable[[Replay, Replay], bool]
@@ -192,6 +201,7 @@ def _third(
         *_part(base.route, hop.blocks.stop, _stop(base.route)),
     )
     accused, newcomers = frozenset({hop.process}), frozenset[str]()
+    thirds: list[Replay] = []  # that differ from both sides, and from each other
     for _ in range(limits.thirds_max):
         third = yield Ask(beside, rivals | accused | newcomers)
         if third is None:
@@ -201,9 +211,22 @@ def _third(
                 return Verdict(cleared=rivals, wrong=accused)
             return Verdict(doubted=accused | processes_of(base.route))
         if agree(third, swapped):
-            return Verdict(cleared=accused, wrong=rivals) if len(rivals) == 1 else Verdict(accused, doubted=rivals)
-        newcomers |= processes_of(third.route) - processes_of(beside)
-    return Verdict(doubted=rivals | accused | newcomers)
+            return _joined([Verdict(cleared=accused), _contradicted(rivals)])
+        own = processes_of(third.route) - processes_of(beside)
+        for other in thirds:
+            if agree(third, other):
+                right = own | (processes_of(other.route) - processes_of(beside))
+                is_wrong = yield from _is_wrong_again(hop, swapped, base, agree, limits)
+                accusation = Verdict(wrong=accused) if is_wrong else Verdict(doubted=accused)
+                return _joined([Verdict(cleared=right), accusation, _contradicted(rivals)])
+        thirds.append(third)
+        newcomers |= own
+    return Verdict(unclear=rivals | accused | newcomers) if thirds else Verdict(doubted=rivals | accused)
+
+
+def _contradicted(rivals: frozenset[str]) -> Verdict:
+    """Return the verdict on hops that two independent holders contradict: it is clear who is wrong if they are one."""
+    return Verdict(wrong=rivals) if len(rivals) == 1 else Verdict(doubted=rivals)
 
 
 def _is_wrong_again(
@@ -222,9 +245,15 @@ def _is_wrong_again(
     return True
 
 
-def _joined(verdicts: list[Verdict]) -> Verdict:
-    wrong = frozenset().union(*(verdict.wrong for verdict in verdicts))
-    doubted = frozenset().union(*(verdict.doubted for verdict in verdicts)) - wrong
-    cleared = frozenset().union(*(verdict.cleared for verdict in verdicts)) - wrong - doubted
-    alike = frozenset().union(*(verdict.alike for verdict in verdicts)) - wrong - doubted
-    return Verdict(cleared, wrong, doubted, alike)
+def _joined(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return all verdicts as one: the worst of a server counts."""
+
+    def all_of(each: Callable[[Verdict], frozenset[str]]) -> frozenset[str]:
+        return frozenset[str]().union(*map(each, verdicts))
+
+    wrong = all_of(lambda verdict: verdict.wrong)
+    doubted = all_of(lambda verdict: verdict.doubted) - wrong
+    unclear = all_of(lambda verdict: verdict.unclear) - wrong - doubted
+    blamed = wrong | doubted | unclear
+    cleared, alike = (all_of(each) - blamed for each in (lambda v: v.cleared, lambda v: v.alike))
+    return Verdict(cleared, wrong, doubted, unclear, alike)

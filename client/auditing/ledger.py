@@ -47,7 +47,7 @@ class Ledger:
             news |= self._doubt(verdict.doubted)
         for process in news | verdict.cleared:
             self._doubts.pop(process, None)
-        if verdict.wrong or verdict.doubted:
+        if verdict.accuses:
             peers = [peer for peer in sorted(process.partition("/")[0] for process in news) if peer not in audits.wrong]
             self.audits = replace(audits, disputed=audits.disputed + 1, wrong=(*audits.wrong, *peers))
         elif verdict.cleared:

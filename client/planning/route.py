@@ -151,26 +151,26 @@ class Route(Sequence[Hop]):
                 hop.peer_id,
                 str(hop.blocks),
                 hop.numeric_class,
-                cost.speed,
-                "audited" if cost.is_confirmed else "",
                 "" if hop.latency_ms is None else f"{hop.latency_ms:.1f}",
                 *(
                     f"{ms:.1f}"
                     for ms in (cost.trip_ms, cost.compute_ms, cost.queue_ms, cost.software_ms, cost.total_ms)
                 ),
+                cost.speed,
+                "audited" if cost.is_confirmed else "",
             )
             for hop, cost in zip(self.hops, self.estimates, strict=True)
         ]
-        columns = ("hop", "blocks", "class", "speed", "outputs", "latency ms")
+        times = ("latency ms", "trip", "compute", "queue", "software", "estimate ms")
         return "\n".join(
             [
                 f"{len(self)} hops in {', '.join(self.numeric_classes)}, {self.estimate_ms:.1f} ms a token by estimate,"
                 f" planned for {self.optimize}",
                 f"exactness {self.exactness!r}: {_meaning(self.exactness)}",
                 "",
-                *table((*columns, "trip", "compute", "queue", "software", "estimate ms"), rows),
-                *_notes(self.estimates),
+                *table(("hop", "blocks", "class", *times, "speed", "outputs"), rows),
                 f"and {self.home_ms:.1f} ms from the last hop to the client",
+                *_notes(self.estimates),
             ]
         )
 
