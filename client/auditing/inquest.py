@@ -185,7 +185,8 @@ def _accusations(
         if swapped is None:
             continue
         if agree(swapped, base):
-            verdicts.append(Verdict(alike=processes_of((hop, *_rivals(hop, base)))))
+            gone = processes_of(base.route) - processes_of(swapped.route)  # what is in both routes may be wrong in both
+            verdicts.append(Verdict(alike=gone | {hop.process}))
         else:
             verdicts.append((yield from _third(hop, swapped, base, agree, limits)))
     return _joined(verdicts)
