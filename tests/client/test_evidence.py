@@ -256,6 +256,17 @@ async def test_a_session_of_few_steps_teaches_nothing():
 
 
 @pytest.mark.virtual_clock
+async def test_a_router_draws_routes_where_it_is_told_to():
+    honest, liar = [server(0, 6, tps=20) for _ in range(3)], server(0, 6, tps=1e6)
+    router, *_ = router_of(*honest, liar)
+    router.evidence = proven(liar)
+    assert (await router.plan(Blocks(0, 6)))[0].signed is liar
+    random = Random("draws")
+    drawn = [(await router.plan(Blocks(0, 6), draws=random))[0].peer_id for _ in range(40)]
+    assert len(set(drawn)) == 4
+
+
+@pytest.mark.virtual_clock
 async def test_the_router_prefers_what_audits_have_confirmed():
     one, other = server(0, 6), server(0, 6)
     router, *_ = router_of(one, other)

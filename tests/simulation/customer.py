@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.simulation.run import Outcome, User
 from tests.simulation.world import Client, Weather
 
-SESSIONS = 20
+SESSIONS = 30
 TOKENS = 20  # of each
 PAUSE_S = 5.0  # between sessions
 MEANWHILE = 3.0  # sessions that begin before an audit has ended: it takes some twenty seconds
