@@ -148,7 +148,9 @@ def test_a_trip_that_use_has_borne_out_counts_in_full():
 def test_servers_that_an_audit_has_confirmed_come_first_once_there_are_any():
     quick, near_it, slow = server(0, 12, tps=20), server(0, 12, tps=17), server(0, 12, tps=10)
     believed = proven(quick)
-    assert planned(ALL, [quick, near_it, slow], evidence=believed)[0].signed is quick
+    route = planned(ALL, [quick, near_it, slow], evidence=believed)
+    assert route[0].signed is quick
+    assert route.cost_ms == route.estimate_ms
     evidence = believed.audited([key_of(near_it.announcement)], [])
     route = planned(ALL, [quick, near_it, slow], evidence=evidence)
     assert route[0].signed is near_it
