@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -78,10 +79,11 @@ class ByHand(Router):
         fresh: bool = False,
         *,
         positions_needed: int = 0,
+        draws: Random | None = None,
     ) -> Route:
         """As told, or as planned."""
         if self.by_hand is None:
-            return await super().plan(blocks, avoid, held, fresh, positions_needed=positions_needed)
+            return await super().plan(blocks, avoid, held, fresh, positions_needed=positions_needed, draws=draws)
         return estimated(self.by_hand, self._request(blocks, avoid))
 
 

@@ -43,6 +43,8 @@ class AuditLimits:
     share: float = limit(0.02, "of sessions", "are audited; servers compute their positions once more")
     waiting_max: int = limit(4, "sessions", "wait for their audit; more that end meanwhile are not audited")
     positions_max: int = limit(8192, "positions", "of all rows; longer sessions are not audited")
+    tries_max: int = limit(2, "routes", "tried for a replay, where servers that were drawn for it fail")
+    holders_s: float = limit(2.0, "s", "a hop of a replay that fails is asked again for so long; no user waits")
     doubted_s: float = limit(600.0, "s", "a server that may be wrong is left out for so long")
 
 
@@ -64,12 +66,17 @@ class Auditor:
         sessions: Sessions,
         limits: AuditLimits = AuditLimits(),
         chance: Callable[[], float] = random.random,
+        draws: random.Random | None = None,
     ) -> None:
-        """chance: returns a number in [0, 1) that says whether the next session is audited."""
+        """chance: returns a number in [0, 1) that says whether the next session is audited.
+
+        draws: of the routes of replays; servers must not know it.
+        """
         self._router = router
         self._sessions = sessions
         self._limits = limits
         self._chance = chance
+        self._draws = draws or random.SystemRandom()
         self._ledger = Ledger()
         self._cases: asyncio.Queue[_Case] = asyncio.Queue(limits.waiting_max)
         self._auditing: asyncio.Task[None] | None = None
@@ -118,10 +125,11 @@ class Auditor:
         """Leave wrong servers out for good, and those that may be wrong for a while."""
         sessions = self._sessions
         wrong = self._ledger.note(verdict)
+        self._router.audited((verdict.cleared | verdict.alike) - wrong, wrong | verdict.suspected)
         for process in sorted(wrong):
             _log.warning("server computes wrongly", peer=process.partition("/")[0])
             sessions.expel(process)
-        for process in verdict.doubted - wrong:
+        for process in verdict.suspected - wrong:
             sessions.avoidance.declined(process, self._limits.doubted_s)
 
     async def _verdict(self, case: _Case) -> Verdict:
@@ -139,23 +147,31 @@ class Auditor:
 
     async def _replay(self, ask: Ask, case: _Case) -> Replay | None:
         """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails."""
+        for _ in range(self._limits.tries_max):
+            try:
+                return await self._replayed(ask, case)
+            except SwarmError as error:
+                _log.info("no audit on this route", why=str(error))
+            if processes_of(ask.kept) & set(self._sessions.avoidance.processes):
+                break  # others in the place of the drawn ones would not help
+        return None
+
+    async def _replayed(self, ask: Ask, case: _Case) -> Replay:
+        """Compute a session's positions anew on one route. Raises SwarmError."""
         plan = replace(case.plan, audited=False, prefix=None, expansion=None, wait_for_blocks_s=0.0)
         testimony, sessions = case.testimony, self._sessions
         plan = plan.sized(testimony.rows, testimony.length, sessions.limits.chunks)
+        hops = await self._hops(ask, case.blocks, classes_of(testimony.route), plan)
+        recovery = replace(sessions.limits.recovery, holders_s=self._limits.holders_s)
+        limits = replace(sessions.limits, recovery=recovery)
+        session = await sessions.open(plan, case.blocks, _fixed(hops), limits)
         try:
-            hops = await self._hops(ask, case.blocks, classes_of(testimony.route), plan)
-            session = await sessions.open(plan, case.blocks, _fixed(hops))
-            try:
-                outputs = await _computed(testimony, session)
-            finally:
-                await session.close()
-        except SwarmError as error:
-            _log.info("no audit on this route", why=str(error))
-            return None
-        return Replay(hops, outputs)
+            return Replay(hops, await _computed(testimony, session))
+        finally:
+            await session.close()
 
     async def _hops(self, ask: Ask, blocks: Blocks, held: Held, plan: SessionPlan) -> tuple[Hop, ...]:
-        """Return a route with the hops that are to be kept. Raises NoRoute or NetworkError.
+        """Return a route with the hops that are to be kept, and others that are drawn. Raises NoRoute or NetworkError.
 
         held: the numeric classes of the session's route; others of their tier where those have no servers.
         """
@@ -166,7 +182,10 @@ class Auditor:
             until = kept.blocks.start if kept is not None else blocks.stop
             if at < until:
                 part = Blocks(at, until)
-                hops += (await self._router.plan(part, avoid, held, fresh=True, positions_needed=needed)).hops
+                found = await self._router.plan(
+                    part, avoid, held, fresh=True, positions_needed=needed, draws=self._draws
+                )
+                hops += found.hops
             if kept is not None:
                 hops.append(kept)
                 at = kept.blocks.stop

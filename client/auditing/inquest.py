@@ -8,7 +8,9 @@ it stood: a third holder of the same blocks says which side is right.
 
     third == before      the one that was put in computes wrongly, if it is wrong again and again
     third == with it     those in whose place it stood do
-    no third             one of them does
+    third == a third     both sides do: two that are independent say what is right
+    no third             one of the two sides does
+    all differ           several do, and nothing says which
 
 A suspect that is wrong in the same way twice is wrong. Else it has to differ in each of several replays, between which
 the reference repeats itself: so a server of the reference that is wrong at times gets no other one blamed.
@@ -36,7 +38,7 @@ class InquestLimits:
     """How far an audit goes."""
 
     references_max: int = limit(6, "routes", "that may contradict themselves; then the session's servers are doubted")
-    thirds_max: int = limit(3, "holders", "that are asked who is right, where the ones before differ from both sides")
+    thirds_max: int = limit(5, "holders", "that are asked who is right, where the ones before differ from all others")
     repeats_min: int = limit(
         4, "replays", "in which a server differs each time, and each time in another way, is wrong"
     )
@@ -63,12 +65,26 @@ class Verdict:
     """What an audit has shown, by processes.
 
     cleared: they agree with independent ones. wrong: two independent holders contradict it. doubted: one of them
-    computed wrongly. A verdict of nothing says that no other server could be asked.
+    computed wrongly. unclear: several of them did, so that it says little of any one. alike: of a dispute, those that
+    made no difference in each other's place. That shows less, because a liar behind them may ignore what it gets. A
+    verdict of nothing says that no other server could be asked.
     """
 
     cleared: frozenset[str] = frozenset()
     wrong: frozenset[str] = frozenset()
     doubted: frozenset[str] = frozenset()
+    unclear: frozenset[str] = frozenset()
+    alike: frozenset[str] = frozenset()
+
+    @property
+    def suspected(self) -> frozenset[str]:
+        """Those that may be wrong."""
+        return self.doubted | self.unclear
+
+    @property
+    def accuses(self) -> bool:
+        """Whether any server is wrong, or may be."""
+        return bool(self.wrong or self.suspected)
 
 
 Agree = Callable[[Replay, Replay], bool]
@@ -85,25 +101,24 @@ def inquest(claim: Replay, agree: Agree, limits: InquestLimits = InquestLimits()
     if reference is None:
         return Verdict()
     suspects = [hop for hop in route if hop.process not in processes_of(reference.route)]
-    if agree(claim, reference):
-        return Verdict(cleared=processes_of((*suspects, *reference.route)))
+    if agree(claim, reference):  # a hop of both routes shows nothing: it may be wrong in both
+        return Verdict(cleared=processes_of(route) ^ processes_of(reference.route))
     base, fickle = yield from _steady(reference, route, agree, limits)
     if base is None:
         return Verdict(doubted=processes_of(suspects))
     if agree(claim, base):
         suspects = []
-    verdicts = yield from _accusations((*suspects, *fickle), base, agree, limits)
-    if verdicts:
-        return _joined(verdicts)
+    found = yield from _accusations((*suspects, *fickle), base, agree, limits)
+    if found.accuses:
+        return found
     if not suspects:
         return Verdict(cleared=processes_of((*route, *base.route)), doubted=processes_of(fickle))
     again = yield Ask(route)
     if again is None or not agree(again, claim):
         return Verdict(doubted=processes_of(suspects))
     others = [hop for hop in base.route if hop.process not in processes_of(route)]
-    if verdicts := (yield from _accusations(others, again, agree, limits)):
-        return _joined(verdicts)
-    return Verdict(doubted=processes_of(others))
+    found = yield from _accusations(others, again, agree, limits)
+    return found if found.accuses else Verdict(doubted=processes_of(others))
 
 
 def processes_of(hops: Iterable[Hop]) -> frozenset[str]:
@@ -114,6 +129,11 @@ def processes_of(hops: Iterable[Hop]) -> frozenset[str]:
 def with_hop(route: tuple[Hop, ...], hop: Hop) -> tuple[Hop, ...]:
     """Return the route with a hop in the place of those that have its blocks, or parts of those hops."""
     return (*_part(route, route[0].blocks.start, hop.blocks.start), hop, *_part(route, hop.blocks.stop, _stop(route)))
+
+
+def _rivals(hop: Hop, base: Replay) -> tuple[Hop, ...]:
+    """Return the hops in whose place a hop stands in a route."""
+    return _part(base.route, hop.blocks.start, hop.blocks.stop)
 
 
 def _part(route: tuple[Hop, ...], start: int, stop: int) -> tuple[Hop, ...]:
@@ -157,26 +177,32 @@ def _steady(
 
 def _accusations(
     hops: Sequence[Hop], base: Replay, agree: Agree, limits: InquestLimits
-) -> Generator[Ask, Replay | None, list[Verdict]]:
-    """Put each hop into a route by itself. Returns the verdicts on those that make a difference."""
+) -> Generator[Ask, Replay | None, Verdict]:
+    """Put each hop into a route by itself. Returns the verdict on all of them."""
     verdicts = []
     for hop in hops:
         swapped = yield Ask(with_hop(base.route, hop))
-        if swapped is not None and not agree(swapped, base):
+        if swapped is None:
+            continue
+        if agree(swapped, base):
+            gone = processes_of(base.route) - processes_of(swapped.route)  # what is in both routes may be wrong in both
+            verdicts.append(Verdict(alike=gone | {hop.process}))
+        else:
             verdicts.append((yield from _third(hop, swapped, base, agree, limits)))
-    return verdicts
+    return _joined(verdicts)
 
 
 def _third(
     hop: Hop, swapped: Replay, base: Replay, agree: Agree, limits: InquestLimits
 ) -> Generator[Ask, Replay | None, Verdict]:
     """Ask third holders of a hop's blocks whether the hop is wrong, or those that the route has in its place."""
-    rivals = processes_of(_part(base.route, hop.blocks.start, hop.blocks.stop))
+    rivals = processes_of(_rivals(hop, base))
     beside = (
         *_part(base.route, base.route[0].blocks.start, hop.blocks.start),
         *_part(base.route, hop.blocks.stop, _stop(base.route)),
     )
     accused, newcomers = frozenset({hop.process}), frozenset[str]()
+    thirds: list[Replay] = []  # that differ from both sides, and from each other
     for _ in range(limits.thirds_max):
         third = yield Ask(beside, rivals | accused | newcomers)
         if third is None:
@@ -186,9 +212,22 @@ def _third(
                 return Verdict(cleared=rivals, wrong=accused)
             return Verdict(doubted=accused | processes_of(base.route))
         if agree(third, swapped):
-            return Verdict(cleared=accused, wrong=rivals) if len(rivals) == 1 else Verdict(accused, doubted=rivals)
-        newcomers |= processes_of(third.route) - processes_of(beside)
-    return Verdict(doubted=rivals | accused | newcomers)
+            return _joined([Verdict(cleared=accused), _contradicted(rivals)])
+        own = processes_of(third.route) - processes_of(beside)
+        for other in thirds:
+            if agree(third, other):
+                right = own | (processes_of(other.route) - processes_of(beside))
+                is_wrong = yield from _is_wrong_again(hop, swapped, base, agree, limits)
+                accusation = Verdict(wrong=accused) if is_wrong else Verdict(doubted=accused)
+                return _joined([Verdict(cleared=right), accusation, _contradicted(rivals)])
+        thirds.append(third)
+        newcomers |= own
+    return Verdict(unclear=rivals | accused | newcomers) if thirds else Verdict(doubted=rivals | accused)
+
+
+def _contradicted(rivals: frozenset[str]) -> Verdict:
+    """Return the verdict on hops that two independent holders contradict: it is clear who is wrong if they are one."""
+    return Verdict(wrong=rivals) if len(rivals) == 1 else Verdict(doubted=rivals)
 
 
 def _is_wrong_again(
@@ -207,8 +246,15 @@ def _is_wrong_again(
     return True
 
 
-def _joined(verdicts: list[Verdict]) -> Verdict:
-    wrong = frozenset().union(*(verdict.wrong for verdict in verdicts))
-    doubted = frozenset().union(*(verdict.doubted for verdict in verdicts)) - wrong
-    cleared = frozenset().union(*(verdict.cleared for verdict in verdicts)) - wrong - doubted
-    return Verdict(cleared, wrong, doubted)
+def _joined(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return all verdicts as one: the worst of a server counts."""
+
+    def all_of(each: Callable[[Verdict], frozenset[str]]) -> frozenset[str]:
+        return frozenset[str]().union(*map(each, verdicts))
+
+    wrong = all_of(lambda verdict: verdict.wrong)
+    doubted = all_of(lambda verdict: verdict.doubted) - wrong
+    unclear = all_of(lambda verdict: verdict.unclear) - wrong - doubted
+    blamed = wrong | doubted | unclear
+    cleared, alike = (all_of(each) - blamed for each in (lambda v: v.cleared, lambda v: v.alike))
+    return Verdict(cleared, wrong, doubted, unclear, alike)

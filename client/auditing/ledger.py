@@ -10,8 +10,16 @@ from swarm.limits import limit
 class LedgerLimits:
     """How much a client remembers of its audits."""
 
-    processes_max: int = limit(4096, "processes", "whose doubts are remembered; the oldest are forgotten first")
+    doubts_max: int = limit(256, "doubts", "that are remembered, with all whom each meant; the oldest go first")
     doubts_min: int = limit(2, "doubts", "of different companies show a process that is in all of them as wrong")
+
+
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    """One of a company was wrong. excused: those of them that others agreed with since."""
+
+    company: frozenset[str]
+    excused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,7 @@ class Ledger:
     def __init__(self, limits: LedgerLimits = LedgerLimits()) -> None:
         self.audits = Audits()
         self._limits = limits
-        self._doubts: dict[str, tuple[int, frozenset[str]]] = {}  # how many, and who was in all of them
+        self._doubts: tuple[_Doubt, ...] = ()
 
     def skip(self) -> None:
         """Note a session that was drawn, and is not audited."""
@@ -43,11 +51,13 @@ class Ledger:
     def note(self, verdict: Verdict) -> frozenset[str]:
         """Take a verdict. Returns the processes that are known to be wrong since then."""
         audits, news = self.audits, set(verdict.wrong)
+        self._doubts = tuple(replace(doubt, excused=doubt.excused | verdict.cleared) for doubt in self._doubts)
         if verdict.doubted:
-            news |= self._doubt(verdict.doubted)
-        for process in news | verdict.cleared:
-            self._doubts.pop(process, None)
-        if verdict.wrong or verdict.doubted:
+            self._doubts = (*self._doubts, _Doubt(verdict.doubted))[-self._limits.doubts_max :]
+            news |= {process for process in verdict.doubted if self._is_common(process)}
+        # A doubt that a wrong server explains says nothing of the others that it meant.
+        self._doubts = tuple(doubt for doubt in self._doubts if not doubt.company & news)
+        if verdict.accuses:
             peers = [peer for peer in sorted(process.partition("/")[0] for process in news) if peer not in audits.wrong]
             self.audits = replace(audits, disputed=audits.disputed + 1, wrong=(*audits.wrong, *peers))
         elif verdict.cleared:
@@ -56,14 +66,7 @@ class Ledger:
             self.skip()
         return frozenset(news)
 
-    def _doubt(self, company: frozenset[str]) -> set[str]:
-        """Note that one of some processes was wrong. Returns those of whom that is known now."""
-        found = set()
-        for process in company:
-            count, together = self._doubts.pop(process, (0, company))
-            self._doubts[process] = count, together = count + 1, together & company
-            if count >= self._limits.doubts_min and together == {process}:
-                found.add(process)
-        while len(self._doubts) > self._limits.processes_max:
-            del self._doubts[next(iter(self._doubts))]
-        return found
+    def _is_common(self, process: str) -> bool:
+        """Whether a process is the only one that is meant by all doubts that mean it, and these are enough."""
+        companies = [d.company for d in self._doubts if process in d.company and process not in d.excused]
+        return len(companies) > self._limits.doubts_min and frozenset.intersection(*companies) == {process}

@@ -106,14 +106,15 @@ class Offer:
 def offers_of(request: Request, servers: Iterable[SignedAnnouncement], held: Held = ()) -> list[Offer]:
     """Return the blocks that these servers may be given; if servers with room cover the wanted blocks, only theirs.
 
-    held: a server gets only blocks of its own numeric class. In an order that does not depend on that of `servers`: the
-    planner breaks ties by it.
+    held: a server gets only blocks of its own numeric class. The planner breaks ties by their order. It depends on the
+    client's salt, and not on the order of `servers`.
     """
     offers = [Offer(signed, blocks) for signed in servers for blocks in _runs(signed.announcement, request, held)]
     with_room = [offer for offer in offers if has_room(offer.announcement, request)]
     if len(with_room) < len(offers) and covered(request.wanted, with_room):
         offers = with_room
-    return sorted(offers, key=lambda o: (o.announcement.public_key, o.announcement.blocks, o.blocks))
+    place = request.evidence.place
+    return sorted(offers, key=lambda o: (place(o.announcement), o.announcement.blocks, o.blocks))
 
 
 def has_room(announcement: Announcement, request: Request) -> bool:

@@ -20,7 +20,10 @@ from swarm.dht.records import Announcement, SignedAnnouncement
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A server that is not in the route. slower_ms: by how much the best route through it is, where it is usable."""
+    """A server that is not in the route.
+
+    slower_ms: by how much the best route through it costs more, where the server is usable (`Route.cost_ms`).
+    """
 
     peer_id: str
     blocks: Blocks
@@ -123,7 +126,7 @@ def explanation(route: Route, request: Request) -> Explanation:
         a = signed.announcement
         if (a.public_key, a.blocks) in chosen:
             continue
-        slower_ms = through_ms.get((a.public_key, a.blocks), np.inf) - route.estimate_ms
+        slower_ms = through_ms.get((a.public_key, a.blocks), np.inf) - route.cost_ms
         reason = eligibility.reason(a) or _unchosen(a, request, mixing, slower_ms)
         rejected.append(Rejected(a.peer_id, a.span, reason, _detail(reason, a, slower_ms), slower_ms))
     order = list(Reason)
@@ -132,7 +135,7 @@ def explanation(route: Route, request: Request) -> Explanation:
 
 
 def _through(request: Request, usable: Sequence[SignedAnnouncement]) -> dict[tuple[str, tuple[int, int]], float]:
-    """Return the time per token of the best route through each server."""
+    """Return the cost of the best route through each server, as `Route.cost_ms`."""
     offers = offers_of(request, usable)
     if not covered(request.wanted, offers):
         return {}

@@ -20,7 +20,7 @@ from swarm.client.planning.search import Search
 from swarm.client.planning.stages import Part, stages_of
 from swarm.dht.records import SignedAnnouncement
 
-Cost = tuple[float, float]  # ms: of the slowest stage, 0.0 where that does not count, and of one token
+Cost = tuple[float, float]  # ms: of the slowest stage, 0.0 where that does not count, and `Route.cost_ms`
 
 
 def plan(request: Request) -> Route:
@@ -73,7 +73,7 @@ def _best(request: Request, offers: Sequence[Offer]) -> tuple[Cost, Route] | Non
         if not visits.visits_once(stages, parts):
             continue
         route = _route(request, offers, parts)
-        cost = (0.0 if pace is None else max(stage_ms, route.slowest_ms)), route.estimate_ms
+        cost = (0.0 if pace is None else max(stage_ms, route.slowest_ms)), route.cost_ms
         found.append((cost, route))
         if cost <= good_enough:
             break

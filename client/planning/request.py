@@ -6,9 +6,10 @@ from functools import cached_property
 from statistics import median
 
 from swarm.blocks import Blocks
+from swarm.client.planning.evidence import Evidence
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.promise import Held
-from swarm.dht.records import SignedAnnouncement
+from swarm.dht.records import Announcement, SignedAnnouncement
 from swarm.identity import public_key_of
 from swarm.limits import limit
 
@@ -19,6 +20,10 @@ class PlanningLimits:
 
     unknown_rtt_ms: float = limit(40.0, "ms", "a round trip that neither peer has measured: half-way round a continent")
     unmeasured_tps: float = limit(20.0, "tokens/s", "the decode rate of a server that has not measured itself yet")
+    ring_slack: float = limit(1.25, "factor", "a token may take so much longer than servers claim; the rest counts")
+    unaudited_share: float = limit(
+        0.25, "of its time", "that a hop without an agreed audit counts as slower, where others have one"
+    )
     no_room_ms: float = limit(1e6, "ms/block", "penalty of a server without room: more than any route, a last resort")
     hop_ms: float = limit(0.5, "ms", "the software of one more hop")
     stage_floor_ms: float = limit(20.0, "ms", "a faster stage waits for the network: splitting it gains nothing")
@@ -36,7 +41,7 @@ class Request:
     coding: of activations; only servers that take them so.
     avoid: peer ids, or processes as in `Hop.process`. client_rtts: round trips in ms that the client has measured, by
     public key (hex). positions_needed: cached tokens; servers with less room are taken only where others leave blocks
-    uncovered.
+    uncovered. evidence: how far claims are believed.
     """
 
     model: str
@@ -49,6 +54,7 @@ class Request:
     preferences: Preferences = field(default_factory=Preferences)
     client_rtts: Mapping[str, float] = field(default_factory=dict)
     positions_needed: int = 0
+    evidence: Evidence = field(default_factory=Evidence)
     limits: PlanningLimits = field(default_factory=PlanningLimits)
 
     @cached_property
@@ -63,6 +69,27 @@ class Request:
         The client's own connection to the world is a part of every round trip.
         """
         return median(self.client_rtts.values()) if self.client_rtts else self.limits.unknown_rtt_ms
+
+    def claimed_ms(self, announcement: Announcement) -> float:
+        """Return the time of a token in one block of a server by its claim, where it has nothing else to do."""
+        tokens_per_s = announcement.decode_tps or self.limits.unmeasured_tps
+        return 1000.0 / tokens_per_s / (announcement.blocks.stop - announcement.blocks.start)
+
+    @cached_property
+    def ordinary_ms(self) -> float:
+        """The time of a token in one block of an ordinary server: the median of what all claim."""
+        return median(self.claimed_ms(signed.announcement) for signed in self.servers) if self.servers else 0.0
+
+    @cached_property
+    def ordinary_rtt_ms(self) -> float:
+        """An ordinary announced round trip: the median over the servers of the median that each announces.
+
+        Of a server that announces none it is `unknown_rtt_ms`, so a few long lists do not shift it; and it is no more.
+        """
+        unknown_ms = self.limits.unknown_rtt_ms
+        lists = (sorted(ms for _, ms in signed.announcement.rtts) for signed in self.servers)
+        typical = [rtts[len(rtts) // 2] if rtts else unknown_ms for rtts in lists]
+        return min(unknown_ms, median(typical)) if typical else unknown_ms
 
 
 def keys_of(peer_ids: Iterable[str]) -> set[str]:

@@ -1,6 +1,6 @@
 """A route: the hops that cover a range of blocks in order, and the estimated cost of each. Values only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -9,6 +9,11 @@ from swarm.client.planning.promise import Exactness, Held
 from swarm.dht.records import Announcement, SignedAnnouncement
 
 Optimize = Literal["latency", "throughput"]
+
+Speed = Literal["claimed", "shown", "ordinary"]
+"""Why a server's speed counts as it does: it claims no more than ordinary servers do; or it claims more, and a session
+of this client has borne that out; or none has, and it counts as an ordinary one.
+"""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -67,7 +72,11 @@ def process_of(announcement: Announcement) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HopEstimate:
-    """One hop's part of a token's time, in milliseconds. trip_ms: one way, from the hop before or from the client."""
+    """One hop's part of a token's time, in milliseconds.
+
+    trip_ms: one way, from the hop before or from the client. caution_ms: no part of that time; plans add it where no
+    audit of this client has found the server's outputs right, and has so of others. is_confirmed: whether one has.
+    """
 
     peer_id: str
     blocks: Blocks
@@ -75,6 +84,9 @@ class HopEstimate:
     compute_ms: float
     queue_ms: float
     software_ms: float
+    caution_ms: float = 0.0
+    speed: Speed = "claimed"
+    is_confirmed: bool = False
 
     @property
     def stage_ms(self) -> float:
@@ -124,6 +136,11 @@ class Route(Sequence[Hop]):
         return sum(hop.total_ms for hop in self.estimates) + self.home_ms
 
     @property
+    def cost_ms(self) -> float:
+        """The estimate, and what plans add to it for hops that no audit has confirmed: the least cost wins."""
+        return self.estimate_ms + sum(hop.caution_ms for hop in self.estimates)
+
+    @property
     def slowest_ms(self) -> float:
         """How long the slowest hop is busy with a token."""
         return max(hop.stage_ms for hop in self.estimates)
@@ -139,20 +156,21 @@ class Route(Sequence[Hop]):
                     f"{ms:.1f}"
                     for ms in (cost.trip_ms, cost.compute_ms, cost.queue_ms, cost.software_ms, cost.total_ms)
                 ),
+                cost.speed,
+                "audited" if cost.is_confirmed else "",
             )
             for hop, cost in zip(self.hops, self.estimates, strict=True)
         ]
+        times = ("latency ms", "trip", "compute", "queue", "software", "estimate ms")
         return "\n".join(
             [
                 f"{len(self)} hops in {', '.join(self.numeric_classes)}, {self.estimate_ms:.1f} ms a token by estimate,"
                 f" planned for {self.optimize}",
                 f"exactness {self.exactness!r}: {_meaning(self.exactness)}",
                 "",
-                *table(
-                    ("hop", "blocks", "class", "latency ms", "trip", "compute", "queue", "software", "estimate ms"),
-                    rows,
-                ),
+                *table(("hop", "blocks", "class", *times, "speed", "outputs"), rows),
                 f"and {self.home_ms:.1f} ms from the last hop to the client",
+                *_notes(self.estimates),
             ]
         )
 
@@ -168,6 +186,17 @@ def _meaning(exactness: Exactness) -> str:
             return "other servers of these classes choose the same tokens, as far as was measured"
         case "tier":
             return "where two tokens are nearly as likely, other servers may choose the other one"
+
+
+def _notes(estimates: Sequence[HopEstimate]) -> Iterator[str]:
+    """Say for people why speeds count as they do, and what audits change."""
+    speeds = {hop.speed for hop in estimates}
+    if "shown" in speeds:
+        yield "speed shown: a server claims more than an ordinary one, and a session of yours has borne that out"
+    if "ordinary" in speeds:
+        yield "speed ordinary: a server claims more, and no session of yours has borne that out"
+    if any(hop.caution_ms for hop in estimates):
+        yield "outputs not audited: such a server counts as slower than those that agreed with others in your audits"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,15 +5,18 @@ import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from random import Random, SystemRandom
 from typing import Protocol
 
 from swarm.blocks import Blocks
-from swarm.client.planning.costs import estimated
+from swarm.client.planning.blind import plan_blindly
+from swarm.client.planning.costs import estimated, shown_by
+from swarm.client.planning.evidence import Evidence
 from swarm.client.planning.explain import ExplainedRoute
 from swarm.client.planning.plan import plan
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.promise import Crossing, Held
-from swarm.client.planning.request import Request
+from swarm.client.planning.request import Request, key_and_process
 from swarm.client.planning.route import Hop, Route
 from swarm.client.planning.surveys import Surveys
 from swarm.dht.directory import Directory, Survey
@@ -95,7 +98,9 @@ class Router:
         avoided: Avoided,
         preferences: Preferences | None = None,
         limits: RouterLimits | None = None,
+        random: Random | None = None,
     ) -> None:
+        """random: draws the order of servers that cost the same; servers must not know it."""
         self.surveys = Surveys(directory, model.root, model.n_blocks)
         self.preferences = preferences or Preferences()
         self.limits = limits or RouterLimits()
@@ -103,6 +108,8 @@ class Router:
         self._directory = directory
         self._avoided = avoided
         self._rtts: dict[str, float] = {}  # measured, in ms, by public key
+        self._random = random or SystemRandom()
+        self.evidence = Evidence(salt=self._salt())
 
     async def plan(
         self,
@@ -112,12 +119,14 @@ class Router:
         fresh: bool = False,
         *,
         positions_needed: int = 0,
+        draws: Random | None = None,
     ) -> Route:
         """Plan a route, or a part of one that is to be repaired. Raises NoRoute.
 
         held: the numeric classes of the route before; a repair stays in their tier, and in them if it can.
         avoid: peers and processes that are never taken. Those that failed lately are taken if no others are left.
         fresh: read the directory first. A repair reads it beside the plan otherwise, a new route if it is old.
+        draws: of a route that is drawn at random, whatever servers claim (`blind`).
         """
         request = self._request(blocks, avoid, held, positions_needed)
         repairing = bool(held)
@@ -127,19 +136,21 @@ class Router:
         if reading is not Reading.FIRST:
             if reading is Reading.BESIDE:
                 self.surveys.begin()
-            return self._planned(request, self.surveys.latest)
+            return self._planned(request, self.surveys.latest, draws)
         try:
             looking = self.surveys.begin()
-            if repairing and (found := await self._found_early(request, looking)) is not None:
+            if repairing and (found := await self._found_early(request, looking, draws)) is not None:
                 return found
             survey = await asyncio.shield(looking)
         except NetworkError as error:
             if not self.surveys.latest.servers and not repairing:
                 raise
-            return self._planned_unread(request, error)
-        return self._planned(request, survey)
+            return self._planned_unread(request, error, draws)
+        return self._planned(request, survey, draws)
 
-    async def _found_early(self, request: Request, looking: "asyncio.Task[Survey]") -> Route | None:
+    async def _found_early(
+        self, request: Request, looking: "asyncio.Task[Survey]", draws: Random | None
+    ) -> Route | None:
         """Plan with the records of a look-up as soon as they suffice: the last nodes to answer may be dead."""
         tried = 0
         while not looking.done():
@@ -149,25 +160,26 @@ class Router:
             tried = self.surveys.n_heard
             survey = self.surveys.merged()
             with contextlib.suppress(NoRoute):
-                found = self._planned(request, survey)
+                found = self._planned(request, survey, draws)
                 self.surveys.adopt(survey)
                 return found
         return None
 
-    def _planned_unread(self, request: Request, unread: NetworkError) -> Route:
+    def _planned_unread(self, request: Request, unread: NetworkError, draws: Random | None) -> Route:
         """Plan with the latest survey, because the directory cannot be read."""
         try:
-            return self._planned(request, self.surveys.latest)
+            return self._planned(request, self.surveys.latest, draws)
         except NoRoute as failure:
             why = f"{failure.why}; the directory cannot be read now ({unread})"
             raise NoRoute(failure.model, failure.missing, why, failure.passing) from None
 
-    def _planned(self, request: Request, survey: Survey) -> Route:
+    def _planned(self, request: Request, survey: Survey, draws: Random | None) -> Route:
         """Plan without the processes that failed lately; if that fails, without as many of the latest as possible."""
         lately = [process for process in self._avoided.processes if process not in request.avoid]
 
         def without(count: int) -> Route:
-            return plan(replace(request, servers=survey.servers, avoid={*request.avoid, *lately[:count]}))
+            asked = replace(request, servers=survey.servers, avoid={*request.avoid, *lately[:count]})
+            return plan(asked) if draws is None else plan_blindly(asked, draws)
 
         least, most = 0, len(lately)
         if most:
@@ -202,6 +214,17 @@ class Router:
         while len(self._rtts) > self.limits.rtts_max:
             del self._rtts[next(iter(self._rtts))]
 
+    def used(self, hops: Sequence[Hop], token_ms: float) -> None:
+        """Learn from a session. token_ms: the median time of one token around its route."""
+        self.remember(hops)
+        request = self._request(Blocks(hops[0].blocks.start, hops[-1].blocks.stop), ())
+        self.evidence = self.evidence.used(shown_by(hops, token_ms, request), self._salt())
+
+    def audited(self, right: Collection[str], blamed: Collection[str]) -> None:
+        """Learn from an audit: processes whose outputs were right, and those that are wrong or may be."""
+        keys = (map(key_and_process, sorted(processes)) for processes in (right, blamed))
+        self.evidence = self.evidence.audited(*keys)
+
     async def diagnosed(self, failure: NoRoute) -> NoRoute:
         """Add to a failure: records of other files under this name, and servers of another protocol, if there are any.
 
@@ -232,4 +255,8 @@ class Router:
             preferences=self.preferences,
             client_rtts=dict(self._rtts),
             positions_needed=positions_needed,
+            evidence=self.evidence,
         )
+
+    def _salt(self) -> bytes:
+        return self._random.randbytes(16)

@@ -9,8 +9,9 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.client.planning.costs import PREFIX, block_ms, client_trip_ms
+from swarm.client.planning.costs import PREFIX, block_ms, caution, client_trip_ms
 from swarm.client.planning.eligible import Offer, has_room
+from swarm.client.planning.evidence import key_of
 from swarm.client.planning.request import Request
 from swarm.dht.records import Announcement
 
@@ -78,7 +79,8 @@ def stages_of(request: Request, offers: Sequence[Offer]) -> Stages:
     announcements = [offer.announcement for offer in offers]
     spans = np.array([(o.blocks.start, o.blocks.stop) for o in offers], dtype=np.int64).reshape(-1, 2)
     start, stop = np.clip(spans - wanted.start, 0, len(wanted)).T
-    busy_ms = np.array([block_ms(a, limits) * (1.0 + a.load) for a in announcements])
+    busy_ms = np.array([block_ms(a, request) * (1.0 + a.load) for a in announcements])
+    slower = np.array([caution(a, request) for a in announcements])
     numbers = {a.public_key: number for number, a in enumerate(announcements)}
     no_room = np.array([not has_room(a, request) for a in announcements], dtype=bool)
     return Stages(
@@ -86,10 +88,10 @@ def stages_of(request: Request, offers: Sequence[Offer]) -> Stages:
         start=start,
         stop=stop,
         block_ms=busy_ms,
-        weight_ms=busy_ms + limits.no_room_ms * no_room,
+        weight_ms=busy_ms * (1.0 + slower) + limits.no_room_ms * no_room,
         client_ms=np.array([client_trip_ms(a, request) for a in announcements]),
         peer=np.array([numbers[a.public_key] for a in announcements], dtype=np.int64),
-        trips=_trips_between(len(announcements), *_announced(announcements), limits.unknown_rtt_ms / 2),
+        trips=_trips_between(announcements, request),
         hop_ms=limits.hop_ms,
     )
 
@@ -106,13 +108,37 @@ def _announced(announcements: Sequence[Announcement]) -> tuple[Ints, Ints, Float
     return source[usable], target[usable], trip_ms[usable]
 
 
-def _trips_between(n_servers: int, source: Ints, target: Ints, ms: Floats, default_ms: float) -> Trips:
-    """Sort known trips, each with its way back. The longest counts, so that no peer can claim to be near."""
-    itself = np.arange(n_servers)
+def _trips_between(announcements: Sequence[Announcement], request: Request) -> Trips:
+    """Sort known trips, each with its way back. Each counts as `costs` says."""
+    source, target, ms = _announced(announcements)
+    itself = np.arange(len(announcements))
+    by_source = np.repeat([1.0, 0.0, 1.0], [len(ms), len(ms), len(itself)])
     source, target = np.concatenate([source, target, itself]), np.concatenate([target, source, itself])
-    ms = np.concatenate([ms, ms, np.full(n_servers, np.inf)])  # no server follows itself
+    ms = np.concatenate([ms, ms, np.full(len(itself), np.inf)])  # no server follows itself
     key = target << 32 | source
     order = np.argsort(key)
     first = np.flatnonzero(np.diff(key[order], prepend=-1))
-    longest = np.maximum.reduceat(ms[order], first)
-    return Trips(source[order][first], target[order][first], longest, default_ms)
+
+    def most(values: Floats) -> Floats:
+        """Return the most of each pair of servers."""
+        found: Floats = np.maximum.reduceat(values[order], first)
+        return found
+
+    by_both = (most(by_source) * most(1.0 - by_source)).astype(bool)
+    unknown_ms = request.limits.unknown_rtt_ms / 2
+    least = np.where(by_both, request.ordinary_rtt_ms / 2, unknown_ms)
+    _lower_shown(least, key[order][first], announcements, request)
+    return Trips(source[order][first], target[order][first], np.maximum(most(ms), least), unknown_ms)
+
+
+def _lower_shown(least: Floats, pairs: Ints, announcements: Sequence[Announcement], request: Request) -> None:
+    """Let trips count as less where use has shown less. pairs: target << 32 | source, sorted."""
+    places = {key_of(announcement): index for index, announcement in enumerate(announcements)}
+    for edge, shown_ms in request.evidence.trips.items():
+        one, other = (places.get(key, -1) for key in edge)
+        if one < 0 or other < 0:
+            continue
+        for pair in (one << 32 | other, other << 32 | one):
+            at = int(np.searchsorted(pairs, pair))
+            if at < len(pairs) and pairs[at] == pair:
+                least[at] = min(least[at], shown_ms)

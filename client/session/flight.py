@@ -106,20 +106,26 @@ class Flight:
             for step in self._ahead:
                 self._send(step)
             self._flies = True
+            alone = True  # nothing was in flight before the first step
             while self._ahead and (ticket := self._ahead[0].ticket) is not None:
                 with self._watcher.watching():
                     async with asyncio.timeout_at(self._ahead[0].deadline):
-                        await self._collect(self._ahead[0], ticket)
+                        await self._collect(self._ahead[0], ticket, alone=alone)
                 self._ahead.popleft()
+                alone = False
         finally:
             self._flies = False
             self._travel.steps.clear()
 
-    async def _collect(self, step: _Ahead, ticket: Ticket) -> None:
+    async def _collect(self, step: _Ahead, ticket: Ticket, *, alone: bool) -> None:
         began, repairs = self._loop.time(), self._travel.restorer.repairs
         outputs = await self._travel.collect(ticket, step.deadline)
         if repairs == self._travel.restorer.repairs:
-            self._watcher.patience.observe(self._loop.time() - began)
+            took_s = self._loop.time() - began
+            if alone and ticket.activations.tokens == 1:
+                self._watcher.observe(took_s)
+            else:
+                self._watcher.patience.observe(took_s)
         if not step.answer.done():
             step.answer.set_result(outputs[0] if outputs else step.chunk.activations.hidden[:, :0])
 

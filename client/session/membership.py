@@ -26,6 +26,7 @@ from swarm.client.planning.route import Hop
 from swarm.client.planning.router import Router, Wanted
 from swarm.client.session.limits import SessionLimits
 from swarm.client.session.plan import SessionPlan
+from swarm.client.session.ring import Use
 from swarm.client.session.session import First, Session
 from swarm.client.session.sessions import Sessions
 from swarm.dht.directory import Directory
@@ -110,6 +111,7 @@ class Membership:
             raise await self.router.diagnosed(failure) from None
         self.router.remember(session.route)
         self.auditor.opened(session, blocks, plan)
+        session.ended.add_done_callback(self._learn)
         return session
 
     async def route(
@@ -130,6 +132,11 @@ class Membership:
         assert self._keeping is not None
         self._keeping.cancel()
         await self.auditor.__aexit__()
+
+    def _learn(self, ended: "asyncio.Future[Use | None]") -> None:
+        """Learn from a session that has ended how fast its servers are."""
+        if (use := ended.result()) is not None:
+            self.router.used(use.hops, use.token_ms)
 
     async def _keep_fresh(self) -> None:
         """Read the directory again and again while sessions are open: a repair must not have to wait for the DHT."""

@@ -31,6 +31,7 @@ from swarm.client.session.inlet import Inlet
 from swarm.client.session.moving import Mover
 from swarm.client.session.plan import Planner, SessionPlan
 from swarm.client.session.restore import Restorer
+from swarm.client.session.ring import Use
 from swarm.client.session.steps import Steps
 from swarm.client.session.transcript import Testimony, Transcript
 from swarm.client.session.travel import Travel
@@ -58,7 +59,7 @@ class Session:
         self.length = 0  # positions that every hop has
         self._plan = plan
         self._shared = shared
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done when it is closed
+        self.ended: asyncio.Future[Use | None] = asyncio.get_running_loop().create_future()  # when it is closed
         self.error: SwarmError | None = None  # a step has failed, or the session was closed: it takes no further step
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
@@ -192,7 +193,7 @@ class Session:
         self._mover.stop()
         self._circuit.close()
         if not self.ended.done():
-            self.ended.set_result(None)
+            self.ended.set_result(self._watcher.ring.use)
 
     # A step
 
@@ -230,7 +231,7 @@ class Session:
             finally:
                 self._travel.steps.clear()
         if self._travel.restorer.repairs == repairs and tokens == 1:
-            self._watcher.patience.observe(_now() - began)
+            self._watcher.observe(_now() - began)
         return outputs
 
     def _blame_holder(self) -> None:

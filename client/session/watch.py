@@ -14,6 +14,7 @@ import structlog
 from swarm.client.session.circuit import Circuit
 from swarm.client.session.leg import Leg
 from swarm.client.session.limits import WatchLimits
+from swarm.client.session.ring import Ring
 from swarm.client.session.rounds import Overdue, Rounds, Stuck, Wedged, rebuilding_front
 from swarm.client.session.steps import Steps
 from swarm.client.session.timeout import Timeout
@@ -28,6 +29,7 @@ class Watcher:
 
     def __init__(self, circuit: Circuit, steps: Steps, limits: WatchLimits) -> None:
         self.patience = Timeout(limits.patience_s)  # of one token: a prefill is long enough to be asked about anyway
+        self.ring = Ring()
         self._answers = Timeout(limits.answer_s)
         self._circuit = circuit
         self._steps = steps
@@ -53,6 +55,11 @@ class Watcher:
             patience.cancel()
             if watcher is not None:
                 watcher.cancel()
+
+    def observe(self, took_s: float) -> None:
+        """Learn from a step of one token that travelled alone around a route that stood all the time."""
+        self.patience.observe(took_s)
+        self.ring.note(self._circuit.layout, took_s)
 
     def holder(self, at_least_s: float) -> str | None:
         """Return the process that held the step or repair that was watched last for so long.

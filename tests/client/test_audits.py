@@ -65,6 +65,23 @@ def test_honest_servers_agree(checkpoint, full):
         assert (model.audits.agreed, model.audits.disputed, model.audits.wrong) == (2, 0, ())
 
 
+def test_replays_are_drawn_and_servers_that_agreed_are_confirmed(checkpoint):
+    with inprocess(checkpoint, *SPANS, "0:6") as swarm, audited(swarm) as model:
+        router = model.backend.membership.router
+        plan, drawn = router.plan, []
+
+        async def noted(*arguments, draws=None, **options):
+            drawn.append(draws is not None)
+            return await plan(*arguments, draws=draws, **options)
+
+        router.plan = noted
+        generate(model)
+        assert drawn == [False, True]
+        hops = {*(hop.peer_id for hop in model.route), *(server.me.identity.peer_id for server in swarm.servers)}
+        assert len(router.evidence.confirmed) == len(hops) == 4
+        assert "audited" in model.route.explain()
+
+
 def test_server_that_leaves_a_block_out_is_found_and_left(checkpoint, full):
     with inprocess(checkpoint, *SPANS) as swarm, audited(swarm) as model:
         liar = swarm.serve("0:6", lie=leaves_a_block_out)

@@ -94,13 +94,13 @@ def test_without_a_third_holder_both_are_doubted():
     assert (verdict.wrong, verdict.doubted) == (frozenset(), names(A, D))
 
 
-def test_three_that_differ_are_all_doubted():
+def test_of_three_that_differ_it_is_unclear_who_is_wrong():
     class Each(World):
         def outputs(self, route):
             return {0: next(iter(processes_of(route)))}
 
     one, two, three = hop(0, 12), hop(0, 12), hop(0, 12)
-    assert Each((one, two, three)).verdict((one,)).doubted == names(one, two, three)
+    assert Each((one, two, three)).verdict((one,)) == Verdict(unclear=names(one, two, three))
 
 
 def test_a_hop_that_was_wrong_once_is_one_of_the_route():
@@ -171,8 +171,46 @@ def test_a_server_that_is_wrong_at_times_gets_no_other_one_blamed(wrong_in):
 
 def test_one_hop_is_audited_where_no_other_route_exists():
     other = hop(4, 8)
-    assert World((*ROUTE, other)).verdict(ROUTE).cleared >= names(B, other)
+    assert World((*ROUTE, other)).verdict(ROUTE).cleared == names(B, other), "the others were in both routes"
     assert World((*ROUTE, other, hop(4, 8)), (B,)).verdict(ROUTE).wrong == names(B)
+
+
+def test_those_that_make_no_difference_in_each_others_place_are_alike():
+    first, middle, last = (hop(each.blocks.start, each.blocks.stop) for each in ROUTE)
+    verdict = World((*ROUTE, first, middle, last, F), (A,)).verdict(ROUTE)
+    assert verdict.alike == names(B, C, middle, last)
+    verdict = World((*ROUTE, D, E, F), (A,)).verdict(ROUTE)
+    assert verdict.alike == names(B, C), "the others remain in the route with other blocks"
+
+
+def test_a_wrong_server_is_never_alike():
+    every = (*ROUTE, D, E, F, hop(0, 12))
+    for liars in ((A, D), (D,), (A, B), (E,)):
+        assert not World(every, liars).verdict(ROUTE).alike & names(*liars)
+
+
+class Each(World):
+    """Each of its wrong servers is wrong in its own way."""
+
+    def outputs(self, route):
+        return {0: tuple(sorted(processes_of(route) & processes_of(self.wrong)))}
+
+
+def test_two_thirds_that_agree_show_that_both_sides_are_wrong():
+    liar, right, fellow = hop(4, 8), hop(4, 8), hop(4, 8)
+    first, last = hop(0, 4), hop(8, 12)
+    verdict = Each((first, liar, last, right, fellow, *ROUTE), (liar, B)).verdict(ROUTE)
+    assert verdict.wrong == names(B, liar)
+    assert verdict.cleared == names(right, fellow)
+    assert not verdict.suspected
+
+
+def test_of_a_crowd_of_liars_nobody_is_doubted_alone():
+    first, last = hop(0, 4), hop(8, 12)
+    crowd = [hop(4, 8) for _ in range(4)]
+    verdict = Each((first, *crowd, last, *ROUTE), (B, *crowd)).verdict(ROUTE)
+    assert verdict.unclear == names(B, *crowd)
+    assert not verdict.wrong | verdict.doubted
 
 
 def test_nothing_is_said_where_nobody_else_can_be_asked():
@@ -215,8 +253,22 @@ def test_audits_are_counted_by_what_they_showed():
 
 
 def test_doubts_are_bounded():
-    ledger = Ledger(LedgerLimits(processes_max=2))
-    ledger.note(Verdict(doubted=frozenset({"a/1"})))
-    for name in ("b/1", "c/1"):
-        ledger.note(Verdict(doubted=frozenset({name})))
-    assert not ledger.note(Verdict(doubted=frozenset({"a/1"})))
+    ledger = Ledger(LedgerLimits(doubts_max=2))
+    for name in "abcaa":
+        assert not ledger.note(Verdict(doubted=frozenset({f"{name}/1"})))
+
+
+def test_a_doubt_that_a_wrong_server_explains_counts_no_more():
+    ledger = Ledger()
+    for liar in ("x/1", "y/1"):
+        assert not ledger.note(Verdict(doubted=frozenset({"honest/1", liar})))
+    assert ledger.note(Verdict(wrong=frozenset({"x/1"}))) == {"x/1"}
+    assert not ledger.note(Verdict(doubted=frozenset({"honest/1", "z/1"})))
+    assert ledger.note(Verdict(doubted=frozenset({"honest/1", "q/1"}))) == {"honest/1"}, "three are left"
+
+
+def test_where_several_are_wrong_nobody_is_counted():
+    ledger = Ledger()
+    for liar in ("x/1", "y/1", "z/1", "q/1"):
+        assert not ledger.note(Verdict(unclear=frozenset({"honest/1", liar})))
+    assert ledger.audits.disputed == 4

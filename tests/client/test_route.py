@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError
+from itertools import combinations
 from types import ModuleType
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from swarm.blocks import Blocks
 from swarm.client.planning.costs import estimated
 from swarm.client.planning.eligible import Reason
+from swarm.client.planning.evidence import Evidence, edge_of, key_of
 from swarm.client.planning.explain import ExplainedRoute, explanation
 from swarm.client.planning.plan import plan
 from swarm.client.planning.preferences import Preferences
@@ -64,6 +66,13 @@ def server(
         ),
         b"",
     )
+
+
+def proven(*servers):
+    """Return the evidence of a client whose sessions have borne out all that these servers claim."""
+    claims = [signed.announcement for signed in servers]
+    trips = {edge_of(one, other): 0.0 for one, other in combinations(claims, 2)}
+    return Evidence(blocks={key_of(claim): 0.0 for claim in claims}, trips=trips)
 
 
 def adrift(signed):
@@ -200,8 +209,9 @@ def test_a_directory_full_of_servers_is_planned_in_a_moment():
 
 
 def test_near_hops_are_taken_over_faster_far_ones():
-    first, near, far = server(0, 6), None, server(6, 12, tps=25)
-    near = server(6, 12, rtts=[(first, 2)])
+    identity = Identity.generate()
+    first, far = server(0, 6, rtts=[(server(6, 12, identity=identity), 2)]), server(6, 12, tps=25)
+    near = server(6, 12, rtts=[(first, 2)], identity=identity)
     hops = planned(Blocks(0, 12), [first, near, far])
     assert [hop.signed for hop in hops] == [first, near]
 
@@ -286,7 +296,7 @@ def test_only_allowed_peers_are_used():
 
 def test_throughput_spares_the_slowest_server():
     slow, fast = server(0, 9, tps=5), server(3, 12, tps=20)
-    route = planned(Blocks(0, 12), [slow, fast], optimize="throughput")
+    route = planned(Blocks(0, 12), [slow, fast], optimize="throughput", evidence=proven(fast))
     assert [(hop.signed, str(hop.blocks)) for hop in route] == [(slow, "0:3"), (fast, "3:12")]
 
 
@@ -343,7 +353,9 @@ def test_an_explanation_has_a_reason_for_every_unused_server():
 
 
 def test_an_explanation_for_people_names_every_hop_and_stays_short():
-    asked = request(Blocks(0, 12), [server(0, 6), server(6, 12)] + [server(0, 12, tps=1) for _ in range(150)])
+    fast = [server(0, 6), server(6, 12)]
+    slow = [server(0, 12, tps=1) for _ in range(150)]
+    asked = request(Blocks(0, 12), fast + slow, evidence=proven(*fast))
     route = ExplainedRoute.of(plan(asked), asked)
     text = route.explain()
     assert len(text.splitlines()) < 65
@@ -375,8 +387,14 @@ def test_a_printed_route_is_the_table_that_explains_it():
     head, promise, _, _, first, second, home = str(route).splitlines()
     assert head == "2 hops in float32, 261.0 ms a token by estimate, planned for latency"
     assert promise.startswith("exactness 'tokens': other servers of these classes choose the same tokens")
-    assert first.split() == [route[0].peer_id, "0:6", "float32", "12.3", "20.0", "50.0", "100.0", "0.5", "170.5"]
-    assert second.split() == [route[1].peer_id, "6:12", "float32", "20.0", "50.0", "0.0", "0.5", "70.5"]
+    assert first.split() == [
+        *(route[0].peer_id, "0:6", "float32"),
+        *("12.3", "20.0", "50.0", "100.0", "0.5", "170.5", "claimed"),
+    ]
+    assert second.split() == [
+        *(route[1].peer_id, "6:12", "float32"),
+        *("20.0", "50.0", "0.0", "0.5", "70.5", "claimed"),
+    ]
     assert home == "and 20.0 ms from the last hop to the client"
     assert repr(measured) == f"<Hop {measured.peer_id} 0:6, 12.3 ms>"
 
@@ -402,7 +420,7 @@ def reachable(route):
 def test_a_server_gets_only_blocks_it_is_trusted_with():
     mine, other, whole = server(0, 8, tps=1), server(0, 12, tps=1000), server(4, 12, tps=1)
     trusted = ((Blocks(0, 2), frozenset({mine.announcement.peer_id})),)
-    asked = request(Blocks(0, 12), [mine, other, whole], trusted_peers=trusted)
+    asked = request(Blocks(0, 12), [mine, other, whole], trusted_peers=trusted, evidence=proven(other))
     route = plan(asked)
     assert [(hop.signed is mine, str(hop.blocks)) for hop in route] == [(True, "0:2"), (False, "2:12")]
     rejected = explanation(route, asked).rejected

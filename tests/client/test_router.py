@@ -58,7 +58,8 @@ class Sessions:
     async def open(self, plan, blocks, planner, limits, first):
         self.any_open = True
         hops = await planner(blocks, (), (), True)
-        return SimpleNamespace(route=[replace(hop, latency_ms=self.latency_ms) for hop in hops])
+        self.ended = asyncio.get_running_loop().create_future()
+        return SimpleNamespace(route=[replace(hop, latency_ms=self.latency_ms) for hop in hops], ended=self.ended)
 
     async def close(self):
         self.any_open = False

@@ -13,7 +13,7 @@ from swarm.client.planning.plan import plan
 from swarm.client.planning.promise import Crossing, crossings
 from swarm.client.planning.route import Hop
 from swarm.errors import NoRoute
-from tests.client.test_route import planned, request, server
+from tests.client.test_route import planned, proven, request, server
 
 ALL = Blocks(0, 12)
 
@@ -68,7 +68,8 @@ def test_any_quality_takes_the_tier_with_the_better_route():
     assert planned(ALL, [ours, theirs])[0].signed is ours
     assert planned(ALL, [ours, theirs], quality="any")[0].signed is theirs
     faster = server(0, 12, tps=100, dtype="bfloat16+int8")
-    assert planned(ALL, [ours, theirs, faster], quality="any")[0].signed is faster
+    shown = proven(theirs, faster)
+    assert planned(ALL, [ours, theirs, faster], quality="any", evidence=shown)[0].signed is faster
 
 
 def test_full_quality_says_that_there_are_servers_of_fewer_bits():
@@ -196,6 +197,6 @@ def test_an_explanation_compares_with_all_classes_that_may_be_mixed():
         ({"quality": "any"}, [Reason.SLOWER, Reason.OTHER_TIER]),
         ({"exact": True, "quality": "any"}, [Reason.OTHER_CLASS, Reason.OTHER_CLASS]),
     ]:
-        asked = request(ALL, [best, other, quantised], **options)
+        asked = request(ALL, [best, other, quantised], evidence=proven(best), **options)
         rejected = {one.peer_id: one.reason for one in explanation(plan(asked), asked).rejected}
         assert [rejected[signed.announcement.peer_id] for signed in (other, quantised)] == reasons

@@ -267,8 +267,8 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "the reference is right without a third",
                 "client/auditing/inquest.py",
-                "return Verdict(doubted=rivals | accused | newcomers)",
-                "return Verdict(wrong=accused)",
+                "if thirds else Verdict(doubted=rivals | accused)",
+                "if thirds else Verdict(wrong=accused)",
                 "test_without_a_third_holder_both_are_doubted",
             ),
             (
@@ -277,6 +277,45 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "if agree(third, base):",
                 "if True:",
                 "test_the_server_that_contradicts_may_be_the_wrong_one",
+            ),
+        ],
+        "Claims of speed and nearness draw no client to a server": [
+            (
+                "a claim of speed is believed",
+                "client/planning/costs.py",
+                "return max(request.claimed_ms(announcement), min(request.ordinary_ms, shown_ms))",
+                "return request.claimed_ms(announcement)",
+                "test_a_boast_counts_as_an_ordinary_speed",
+            ),
+            (
+                "a trip that one end announces is believed",
+                "client/planning/stages.py",
+                "by_both = (most(by_source) * most(1.0 - by_source)).astype(bool)",
+                "by_both = most(by_source) >= 0.0",
+                "test_a_trip_that_one_end_announces_is_no_shorter_than_an_unknown_one",
+            ),
+            (
+                "an unknown trip hides a boast",
+                "client/planning/costs.py",
+                "max(_announced(one, other), default=0.0) / 2",
+                "max(_announced(one, other), default=request.limits.unknown_rtt_ms) / 2",
+                "test_a_trip_that_no_server_announces_hides_no_boast",
+            ),
+        ],
+        "Claims draw no audit to a server": [
+            (
+                "claims decide the routes of replays",
+                "client/planning/router.py",
+                "return plan(asked) if draws is None else plan_blindly(asked, draws)",
+                "return plan(asked)",
+                "test_a_router_draws_routes_where_it_is_told_to",
+            ),
+            (
+                "speeds stay as they are claimed",
+                "client/planning/blind.py",
+                '"decode_tps": tokens_per_s, ',
+                "",
+                "test_boasts_draw_no_replays",
             ),
         ],
         "No peer announces in another's name, replaces, shortens or replays its record": [

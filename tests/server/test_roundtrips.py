@@ -121,7 +121,8 @@ async def test_what_was_measured_can_be_announced_and_planned_with():
     assert trips.latest == (Rtt(near.announcement.public_key[:16], 12.3),)
     assert dialer.held == 0
     me = mine().model_copy(update={"rtts": trips.latest})
-    route = planned(Blocks(8, 16), [SignedAnnouncement(me, b""), near])
+    agrees = near.announcement.model_copy(update={"rtts": (Rtt(me.public_key[:16], 12.0),)})
+    route = planned(Blocks(8, 16), [SignedAnnouncement(me, b""), SignedAnnouncement(agrees, b"")])
     assert route.estimates[1].trip_ms == pytest.approx(12.3 / 2)
     dialer.dialled.clear()
     dialer.answers_s[near.announcement.peer_id] = [0.01] * 3

@@ -7,8 +7,8 @@ from dataclasses import replace
 from tests.simulation.run import Outcome, User
 from tests.simulation.world import Client, Weather
 
-SESSIONS = 20
-TOKENS = 8  # of each
+SESSIONS = 30
+TOKENS = 20  # of each
 PAUSE_S = 5.0  # between sessions
 MEANWHILE = 3.0  # sessions that begin before an audit has ended: it takes some twenty seconds
 AUDITED = 0.5  # of sessions: more than by default, so that few sessions show what audits do

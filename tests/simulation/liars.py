@@ -1,6 +1,6 @@
 """Servers that lie: they boast of speed and of short round trips, and compute wrongly."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import torch
@@ -39,6 +39,12 @@ class LyingSpan(HashSpan):
         true = super().forward(hidden, cache=cache, positions=positions, mask=mask)
         lied = [self._random.random() < self._share for _ in range(true.shape[1])]
         return torch.where(torch.tensor(lied)[None, :, None], (true + self._off) % PRIME, true)
+
+
+def measured(announcement: Announcement, rtts: Iterable[tuple[Identity, float]]) -> Announcement:
+    """Return an honest record with the shortest round trips, in ms."""
+    nearest = sorted(((ms, other.public_key[:8].hex()) for other, ms in rtts))[: RECORD.rtts_max]
+    return announcement.model_copy(update={"rtts": tuple(Rtt(peer, round(ms, 1)) for ms, peer in nearest)})
 
 
 def boasted(announcement: Announcement, others: Sequence[Identity]) -> Announcement:

@@ -65,7 +65,8 @@ class Village:
         client = self.client = Client(self.world, seed, client_limits)
         chosen = preferences(kind, identities[:LISTED], identities[LISTED:])
         wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
-        self.router = Router(wanted, client.directory, client.sessions.avoidance, chosen)
+        order = Random(f"order {seed}")
+        self.router = Router(wanted, client.directory, client.sessions.avoidance, chosen, random=order)
         self.swarm = Membership(self.router, client.sessions)
         self.planning: Callable[[], Awaitable[None]] | None = None  # is awaited before each plan of a route
 

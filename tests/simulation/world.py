@@ -34,7 +34,7 @@ from swarm.server.limits import HandlerLimits, MemoryLimits
 from swarm.server.pool import Pool
 from tests.simulation.anchors import Ways
 from tests.simulation.harbour import Berth, Harbour
-from tests.simulation.liars import LyingSpan, boasted
+from tests.simulation.liars import LyingSpan, boasted, measured
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import NUMERIC_CLASS, HashSpan
 from tests.simulation.network import Network, Process, Trace
@@ -229,8 +229,18 @@ class Host:
             issued=now,
             expires=now + 1,
         )
-        bare = boasted(bare, [host.identity for host in self.world.hosts]) if self.lies else bare
+        bare = self._with_trips(bare) if self.world.weather.liars else bare
         return bare if self.berth is None else self.berth.reach.applied(bare)
+
+    def _with_trips(self, bare: Announcement) -> Announcement:
+        """Add round trips, and lies: among liars it matters how far honest servers are from each other."""
+        others = [host for host in self.world.hosts if host is not self]
+        if self.lies:
+            return boasted(bare, [host.identity for host in others])
+        network = self.world.network
+        return measured(
+            bare, [(host.identity, 2000.0 * network.link(self.name, host.name).latency_s) for host in others]
+        )
 
     def start(self, after_s: float) -> None:
         """Join, announce, serve. Raises ClockSkew."""
@@ -490,10 +500,11 @@ class Client:
         store = Store(world, self.process, world.gate(clock))
         self.directory = Directory(store, identity=None, network=NETWORK, clock=clock)
         wanted = Wanted(ROOT, MODEL, N_BLOCKS, NUMERIC_CLASS)
-        router = Router(wanted, self.directory, self.sessions.avoidance)
+        router = Router(wanted, self.directory, self.sessions.avoidance, random=Random(f"order {seed}"))
         self.swarm = Membership(router, self.sessions)
         audits = AuditLimits(share=world.weather.audited)
-        self.swarm.auditor = Auditor(router, self.sessions, audits, Random(f"audits {seed}").random)
+        draws = Random(f"references {seed}")
+        self.swarm.auditor = Auditor(router, self.sessions, audits, Random(f"audits {seed}").random, draws)
 
 
 async def ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
