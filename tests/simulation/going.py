@@ -18,10 +18,11 @@ from swarm.protocol.tensors import meta_of
 from swarm.server.limits import HandlerLimits, MemoryLimits
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
-from tests.simulation.village import HORIZON_S, PLAN, Village, finished
+from tests.simulation.village import PLAN, Village, finished
 from tests.simulation.world import N_BLOCKS, Host
 
 LIMITS = SessionLimits()
+SCENARIO_S = 600.0  # of virtual time: the longest scenario takes a third of it; one that hangs fails then
 
 
 class Going:
@@ -92,7 +93,7 @@ def played(
 
     limits, memory_limits: of every server. client: of all sessions of the client's.
     """
-    loop = VirtualLoop(HORIZON_S)
+    loop = VirtualLoop(SCENARIO_S)
     unheard: list[Any] = []
     loop.set_exception_handler(lambda _, context: unheard.append(context))
 
