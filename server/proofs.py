@@ -86,8 +86,11 @@ class Proofs:
         chosen = [servers[key] for key in callees(spans, self._shown, self._random, self._limits)]
         turns, probes = asyncio.Semaphore(self._limits.at_once_max), asyncio.Semaphore(self._limits.probes_max)
         calls = [asyncio.create_task(self._call(server, turns, probes)) for server in chosen]
-        if calls:
-            _, late = await asyncio.wait(calls, timeout=self._limits.look_s)
+        try:
+            if calls:
+                await asyncio.wait(calls, timeout=self._limits.look_s)
+        finally:  # also if the look is cancelled
+            late = [call for call in calls if not call.done()]
             for call in late:
                 call.cancel()
             await asyncio.gather(*late, return_exceptions=True)  # each closes its session
