@@ -1,9 +1,9 @@
-"""What one fifth of lying servers takes from a swarm of servers that place themselves.
+"""The damage of one fifth of lying servers to a swarm of servers that place themselves.
 
     python benchmarks/placement_liars.py [--servers 100] [--seeds 2] [--kinds nobody silent] [--quick] [--json PATH]
 
-Every honest server looks at the swarm every five minutes or so of virtual time, with views that are 20 to 60 s old. It
-calls and probes others as `swarm.server.proofs` does, weighs their records by `swarm.server.weights`, and moves by
+An honest server looks at the swarm about every five minutes of virtual time. Its view is 20 to 60 s old. It calls and
+probes others as `swarm.server.proofs` does, weighs their records by `swarm.server.weights`, and moves by
 `swarm.server.placement.should_move`. The liars are all in one half of the model, and never move:
 
     nobody    records without a server, each claims half of the model and 20 times the median power

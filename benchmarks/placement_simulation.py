@@ -16,7 +16,7 @@ from swarm.server.proofs import ProofLimits, Shown, callees
 from swarm.server.weights import Claim, weighed
 
 LOOK_EVERY_S = 300.0  # plus or minus a half
-QUIET_LOOKS = 12  # looks of every server without a move: more than anybody's patience that matters
+QUIET_LOOKS = 12  # looks of every server without a move: more than the patience of any server here
 DELAY_S = (20.0, 60.0)  # how old a view of another server is
 
 
@@ -35,7 +35,7 @@ def random_swarm(seed: int, n_blocks: int, servers: int, speeds: str) -> list[Ho
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How a simulation ended. quiet: nobody moved for QUIET_LOOKS looks of everybody."""
+    """How a simulation ended. quiet: no server moved in its last QUIET_LOOKS looks."""
 
     holders: tuple[Holder, ...]
     moves: int
@@ -51,7 +51,7 @@ def simulate(
     delay_s: tuple[float, float] = (0.0, 0.0),
     moves_max: int = 2000,
 ) -> Settled:
-    """Let every server look at random times and move when the rule says so, until nobody does any more.
+    """Let every server look at random times and move when the rule says so, until none does any more.
 
     delay_s: how old the view of each other server is, drawn for each look.
     """
@@ -125,7 +125,7 @@ RTT_S = (0.01, 0.2)  # between two servers
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A server. tps: what it computes, through its span. claimed: what its record says. answers: calls."""
+    """A server. tps: its speed through its span. claimed: the speed in its record. answers: calls."""
 
     claim: Claim
     tps: float
@@ -134,7 +134,7 @@ class Member:
 
 @dataclass(slots=True)
 class Looker:
-    """What one honest server knows."""
+    """The knowledge of one honest server."""
 
     shown: dict[str, Shown] = field(default_factory=dict)
     patience: int = 0

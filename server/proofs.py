@@ -1,6 +1,6 @@
-"""What other servers have shown to this one: that they are there and compute, and how fast (`swarm.server.probes`).
+"""The proofs of other servers: that they are there and compute, and how fast (`swarm.server.probes`).
 
-A record costs nothing, so its claims count for little until then (`swarm.server.weights`).
+A record is free, so its claims count for little until then (`swarm.server.weights`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class ProofLimits:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What one server has shown. power: block-tokens/s, 0 where it was silent. blocks: its span at that time."""
+    """The proof of one server. power: block-tokens/s, 0 where it was silent. blocks: its span at that time."""
 
     power: float
     blocks: Blocks
@@ -44,7 +44,7 @@ def callees(
 ) -> list[str]:
     """Return which servers to call, in this order, until enough have been probed. spans: by public key.
 
-    Servers that have shown nothing come at random. Those that have moved come before them, with half of the probes:
+    Unproven servers come in random order. Those that have moved come before them, with half of the probes at most: so
     servers that move on purpose leave some for others.
     """
     unknown = [key for key in spans if key not in shown]
@@ -55,7 +55,7 @@ def callees(
 
 
 class Proofs:
-    """What one server knows of the others. Lives in the event loop."""
+    """One server's knowledge of the others. Lives in the event loop."""
 
     def __init__(self, prober: Prober, random: Random, limits: ProofLimits = ProofLimits()) -> None:
         self._prober, self._random, self._limits = prober, random, limits
@@ -63,7 +63,7 @@ class Proofs:
         self._joining_since: dict[str, float] = {}
 
     async def look(self, servers: Iterable[Announcement]) -> Mapping[str, float]:
-        """Probe some servers that have shown nothing lately, at random; before them those that have moved since.
+        """Probe some servers without a proof that still counts, at random; before them those that have moved since.
 
         Returns by public key the block-tokens/s that a server has shown, 0 where it was silent; without the others.
         """
@@ -86,8 +86,11 @@ class Proofs:
         chosen = [servers[key] for key in callees(spans, self._shown, self._random, self._limits)]
         turns, probes = asyncio.Semaphore(self._limits.at_once_max), asyncio.Semaphore(self._limits.probes_max)
         calls = [asyncio.create_task(self._call(server, turns, probes)) for server in chosen]
-        if calls:
-            _, late = await asyncio.wait(calls, timeout=self._limits.look_s)
+        try:
+            if calls:
+                await asyncio.wait(calls, timeout=self._limits.look_s)
+        finally:  # also if the look is cancelled
+            late = [call for call in calls if not call.done()]
             for call in late:
                 call.cancel()
             await asyncio.gather(*late, return_exceptions=True)  # each closes its session

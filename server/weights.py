@@ -1,7 +1,7 @@
-"""What the record of a server weighs in a choice of blocks. Pure.
+"""The weight of a server's record in a choice of blocks. Pure.
 
-A record costs nothing, so a server's weight is the power that it has shown to the server that looks. All that is only
-claimed adds to no block more than `unproven_share` of its fair part of the shown power, however many claims there are.
+A record is free, so a server's weight is the power that it has shown to the server that looks. A block has a fair part
+of all shown power. Claims alone, however many, add at most `unproven_share` of that part to it.
 
     shown by a probe    its claim, if that is within `slack` of what it showed; else what it showed
                         and no more than `spread_max` times the median power
@@ -26,7 +26,7 @@ from swarm.server.placement import Holder, served
 class WeightLimits:
     """How far claims count."""
 
-    slack: float = limit(2.0, "times", "what a probe has shown; a claim of more counts as what was shown")
+    slack: float = limit(2.0, "times", "power that a probe showed; a greater claim counts as that power")
     spread_max: float = limit(20.0, "times", "the median power; a server with more counts as that much")
     silent_share: float = limit(0.01, "share", "of its claim, and of the median power, that a silent server may add")
     unproven_share: float = limit(
@@ -36,7 +36,7 @@ class WeightLimits:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a record says of a server's span. tps: tokens/s through it; None where it has not measured yet."""
+    """A record's statement of a server's span. tps: tokens/s through it; None where it has not measured yet."""
 
     key: str  # the public key, hex
     blocks: Blocks
@@ -70,7 +70,7 @@ def holders_of(
 def weighed(
     n_blocks: int, claims: Sequence[Claim], proven: Proven, limits: WeightLimits = WeightLimits()
 ) -> tuple[Holder, ...]:
-    """Return the claims with their weights, in their order. The claims of one key share what it has shown."""
+    """Return the claims with their weights, in their order. The claims of one key share its shown power."""
     records = Counter(claim.key for claim in claims)
     shown = [proven.get(claim.key, 0.0) for claim in claims]
     known = [believed(claim, power, limits) for claim, power in zip(claims, shown, strict=True) if power]
@@ -90,7 +90,7 @@ def weighed(
 
 
 def believed(claim: Claim, shown: float, limits: WeightLimits = WeightLimits()) -> float | None:
-    """Return the block-tokens/s of a claim, given what a probe has shown; None where none are claimed."""
+    """Return the block-tokens/s of a claim. shown: by a probe. None where none are claimed."""
     if claim.power is None:
         return None
     return claim.power if claim.power <= limits.slack * shown else shown

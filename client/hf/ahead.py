@@ -1,9 +1,8 @@
 """A session that goes ahead of its caller: guesses of the next tokens travel before the caller asks for them.
 
 `generate()` and hand-written loops feed one token after the other, as ever. If the token is the one that was guessed,
-its output is on the way, or here already; if not, the route takes back what was guessed wrong. So all that decides
-about tokens (processors, sampling, its random numbers, streamers, stopping) stays the caller's, and is the same with
-and without guesses.
+its output is on the way, or here already. If not, the route takes back the wrong guesses. So the caller alone decides
+about tokens, by its processors, sampling, random numbers, streamers and stopping. They are the same without guesses.
 """
 
 import time
@@ -38,7 +37,7 @@ class AheadSession:
 
     @property
     def counts(self) -> Counts:
-        """What became of guesses."""
+        """The fate of guesses, counted."""
         return self._lead.counts
 
     def step(
@@ -88,7 +87,7 @@ class AheadSession:
         self._session.close()
 
     def _may_guess(self, drafting: Drafting) -> bool:
-        """Decide for one token; what is in flight already is used anyway."""
+        """Decide for one token; steps that are in flight already are used anyway."""
         if not self._can_guess or self._embeds is False:
             return False
         pace, lead = self._lead.pace, self._lead

@@ -17,17 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as stock
 
 from swarm.limits import limit
 from swarm.model.bounded import Bounds
@@ -62,7 +52,7 @@ class Rows(Protocol):
 class Rule:
     """How logits become a token. each: processors of single scores. top_k, top_p: None where nothing is cut off."""
 
-    each: tuple[LogitsProcessor, ...] = ()
+    each: tuple[stock.LogitsProcessor, ...] = ()
     top_k: int | None = None
     top_p: float | None = None
     is_drawn: bool = False
@@ -76,20 +66,21 @@ class Rule:
 
 
 def rule_of(
-    processors: Sequence[LogitsProcessor],
+    processors: Sequence[stock.LogitsProcessor],
     *,
     is_drawn: bool,
     limits: ChoiceLimits = ChoiceLimits(),
 ) -> Rule | None:
     """Return the rule of a call's processors; None where one of them, or their order, is not known here."""
     single = (
-        MinLengthLogitsProcessor,
-        MinNewTokensLengthLogitsProcessor,
-        RepetitionPenaltyLogitsProcessor,
-        SuppressTokensAtBeginLogitsProcessor,
-        SuppressTokensLogitsProcessor,
-        TemperatureLogitsWarper,
+        stock.MinLengthLogitsProcessor,
+        stock.MinNewTokensLengthLogitsProcessor,
+        stock.RepetitionPenaltyLogitsProcessor,
+        stock.SuppressTokensAtBeginLogitsProcessor,
+        stock.SuppressTokensLogitsProcessor,
+        stock.TemperatureLogitsWarper,
     )
+    top_k, top_p = stock.TopKLogitsWarper, stock.TopPLogitsWarper
     rule = Rule(is_drawn=is_drawn)
     for each in processors:
         kind = type(each)  # a subclass may do anything
@@ -97,16 +88,11 @@ def rule_of(
             rule = replace(rule, each=(*rule.each, each))
             continue
         warper: Any = each
-        if kind not in {TopKLogitsWarper, TopPLogitsWarper} or warper.filter_value != -torch.inf:
+        if kind not in {top_k, top_p} or warper.filter_value != -torch.inf:
             return None
-        if kind is TopKLogitsWarper and is_drawn and rule.top_k is None and warper.top_k <= limits.top_k_max:
+        if kind is top_k and is_drawn and rule.top_k is None and warper.top_k <= limits.top_k_max:
             rule = replace(rule, top_k=warper.top_k)
-        elif (
-            kind is TopPLogitsWarper
-            and rule.top_k is not None
-            and rule.top_p is None
-            and warper.min_tokens_to_keep <= 1
-        ):
+        elif kind is top_p and rule.top_k is not None and rule.top_p is None and warper.min_tokens_to_keep <= 1:
             rule = replace(rule, top_p=warper.top_p)
         else:
             return None
@@ -177,9 +163,8 @@ def _winner(scores: Bounds, rush: Tensor | None, rule: Rule, limits: ChoiceLimit
     is_sure = torch.ones(len(rush), dtype=torch.bool)
     if rule.top_k is not None:
         rows = (scores.high >= _kth(scores.low, rule.top_k)).nonzero()[:, 0]
-        is_sure = scores.low[rows] >= _kth(scores.low, rule.top_k)
         scores = Bounds(scores.low[rows], scores.high[rows])
-        is_sure &= _may_be_above(scores) < rule.top_k
+        is_sure = _may_be_above(scores) < rule.top_k
         if rule.top_p is not None:
             if len(rows) > 2 * limits.top_k_max:  # ties: of each pair there is a number
                 return None

@@ -1,8 +1,8 @@
 """The steps that lead the caller of one session: the token that it asks for, and guesses behind it.
 
 A quick draft guesses whenever the caller asks. A slow one, such as a model, guesses in a thread of its own, while steps
-travel and the caller computes: so a guess costs time only if the route is quicker than the draft. Both send what they
-guessed under one lock, because steps are in order.
+travel. So a guess costs time only if the route is quicker than the draft. Both send their guesses under one lock,
+because steps are in order.
 """
 
 import threading
@@ -30,7 +30,7 @@ _log = structlog.get_logger("swarm.ahead")
 
 
 class Pending(Protocol):
-    """A step whose answer is on the way."""
+    """A step. Its answer is on the way."""
 
     @property
     def is_done(self) -> bool:
@@ -82,7 +82,7 @@ Embed = Callable[[Tensor, int], Tensor]
 
 
 class Lead:
-    """What one session has in flight, and where it comes from. `step` is the caller's; `_draft_on` the thread's."""
+    """One session's steps in flight, and their sources. `step` is the caller's; `_draft_on` the thread's."""
 
     def __init__(
         self, session: RemoteSession, embed: Embed, most: int, positions_max: int, limits: AheadLimits
@@ -103,7 +103,7 @@ class Lead:
 
     @property
     def counts(self) -> Counts:
-        """What became of guesses."""
+        """The fate of guesses, counted."""
         return self._pipe.counts
 
     @property
@@ -131,7 +131,7 @@ class Lead:
     def restart(self, keep: int, ids: Sequence[int] | None) -> None:
         """Take a step that did not come through here: the servers keep so many tokens, and have these behind them.
 
-        ids: None where nobody knows the tokens.
+        ids: None where the tokens are unknown.
         """
         with self._lock:
             pipe = self._pipe
@@ -143,7 +143,7 @@ class Lead:
                 self._begin()  # the drafts' text was another one
 
     def step(self, token: int, activations: Activations, processors: LogitsProcessorList | None = None) -> Tensor:
-        """Run the caller's next token, or take its output from what is in flight. Returns [1, 1, hidden_size].
+        """Run the caller's next token, or take its output from the steps in flight. Returns [1, 1, hidden_size].
 
         processors: of a caller that samples.
         """
@@ -206,7 +206,7 @@ class Lead:
             self.close()
             return False
         with self._lock:
-            if known:  # else the time is that of reading what is new of the text
+            if known:  # else the time is that of reading the new part of the text
                 self.pace.drafted(time.perf_counter() - began)
             if turn != self._turn or slow is not self._slow:
                 return slow is self._slow
@@ -231,7 +231,7 @@ class Lead:
                 self._slow = _Slow(drafting.slow(self.context), Background(self._draft_on))
 
     def _turns(self, *, is_over: bool = False) -> None:
-        """What the slow draft has guessed is behind a text that did not come. is_over: it is to wait."""
+        """The slow draft's guesses are behind a text that did not come. is_over: it is to wait."""
         self._turn += 1
         self._drafted.clear()
         self._rests = is_over
@@ -262,7 +262,7 @@ class Lead:
         return self._pipe.room
 
     def _guesses(self) -> list[tuple[Guess, float]]:
-        """Return what the quick draft guesses, as far as it is worth it."""
+        """Return the quick draft's guesses, as far as they are worth it."""
         draft = self._draft
         if draft is None or not self._room() or self._rests or self._drafted or not self._may_go_on:
             return []
@@ -274,7 +274,7 @@ class Lead:
         return guesses
 
     def _sent(self) -> list[tuple[Guess, float]]:
-        """Return what the slow draft has guessed, as far as it is worth it; it is to be sent."""
+        """Return the slow draft's guesses, as far as they are worth it; they are to be sent."""
         drafted = self._pipe.likely(self._drafted[: self._room()])
         if len(drafted) < len(self._drafted):
             self._turn += 1
@@ -332,7 +332,7 @@ class _Failed:
 
 
 class Background:
-    """A thread that works when it is woken, until there is nothing to do."""
+    """A thread that works when it is woken, until its work is done."""
 
     def __init__(self, work: Callable[[], bool]) -> None:
         """work: does a part of it, and returns whether there is more."""
@@ -342,7 +342,7 @@ class Background:
         threading.Thread(target=self._run, name="swarm-draft", daemon=True).start()
 
     def wake(self) -> None:
-        """There is something to do."""
+        """There is work."""
         self._bell.put(True)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ class Part:
     """The tensors of one file, by their names in the model.
 
     plain: shapes of those that stay as they are. rounded: shapes of those that do not. matrices: sizes [out, in] of
-    what the latter are rounded to, one for each layer and expert.
+    those that the latter become, one for each layer and expert.
     """
 
     plain: dict[str, tuple[int, ...]]
@@ -72,13 +72,13 @@ class Kept:
         dtype: torch.dtype,
         matrix: type[RoundedMatrix],
     ) -> None:
-        """dtype: in which the other weights are loaded. matrix: what weights are rounded to."""
+        """dtype: in which the other weights are loaded. matrix: the kind that weights are rounded to."""
         self._cache, self._key, self._parts, self._dtype, self._matrix = cache, key, parts, dtype, matrix
         self._lacking: dict[str, Part] = {}
         self.is_complete = False  # whether the cache had everything
 
     def recall(self, stays: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, RoundedMatrix]]:
-        """Return what the cache has: tensors to load by the model's names, and the matrices that are in it already.
+        """Return the tensors that the cache has, to be loaded by the model's names, and the matrices.
 
         stays: whether a name of the model stays the same where `transformers` loads it. A block of other names is
         rounded anew each time.
@@ -99,7 +99,7 @@ class Kept:
         return tensors, matrices
 
     def remember(self, model: PreTrainedModel) -> None:
-        """Give the cache what it lacked. model: with its rounded weights, made of verified ones."""
+        """Give the cache the parts that it lacked. model: with its rounded weights, made of verified ones."""
         state = model.state_dict()
         matrices = matrices_in(model)
         for part, content in self._lacking.items():

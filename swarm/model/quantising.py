@@ -76,7 +76,7 @@ def _lacks_kernels(weights: str, device: torch.device) -> str | None:
 
 
 def matrix_for(weights: str) -> type[RoundedMatrix]:
-    """Return what a weight becomes. weights: "int8" or "int4". Raises BadConfiguration for another name."""
+    """Return a weight's kind of matrix. weights: "int8" or "int4". Raises BadConfiguration for another name."""
     kinds: tuple[type[RoundedMatrix], ...] = IntegerMatrix, FourBitMatrix
     for kind in kinds:
         if kind.weights == weights:
@@ -100,9 +100,9 @@ class Rounding:
         kept: Kept | None = None,
         limits: IntegerLimits = IntegerLimits(),  # noqa: B008 - frozen
     ) -> None:
-        """skeleton: the hollow model, on the meta device. dtype: in which it is loaded. matrix: what weights become.
+        """skeleton: the hollow model, on the meta device. dtype: in which it is loaded.
 
-        kept: by a cache on disk.
+        matrix: the kind that weights become. kept: by a cache on disk.
         """
         self._limits, self._dtype, self._blocks, self._matrix, self._kept = limits, dtype, blocks, matrix, kept
         chosen = set(map(id, self._modules(skeleton)))
@@ -146,7 +146,7 @@ class Rounding:
         return_free_memory()
 
     def remember(self, model: PreTrainedModel) -> None:
-        """Let the cache have what it lacked, once the model is known to be right."""
+        """Give the cache the parts that it lacked, once the model is known to be right."""
         if self._kept is not None:
             self._kept.remember(model)
 
@@ -190,7 +190,7 @@ def refuse_to_quantise(
 def quantised_bytes(layer: nn.Module, item: int, quantize: str) -> int:
     """Return the memory of a block's weights once they are rounded. item: bytes of a number that is not.
 
-    quantize: what they become, as "int8".
+    quantize: as "int8".
     """
     matrix = matrix_for(quantize)
     weights = [weight for module in rounded_of(layer) for weight in weights_of(module)]

@@ -109,12 +109,40 @@ class Known:
         return Bounds(self._low[rows], self._high[rows])
 
 
-def test_a_race_that_float32_may_decide_otherwise_is_not_decided():
-    head, rule = Known(*torch.zeros(2, VOCABULARY)), rule_of([], is_drawn=True)
+ANY_HIDDEN = torch.zeros(1, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "token"),
+    [
+        ((1.0, 1.0), (1.0, 1.0), 0),  # torch takes the first of equal ones
+        ((1.0, 0.0), (1.0, 1.0), 0),  # the later one can be equal at most
+        ((0.0, 1.0), (1.0, 1.0), None),  # the earlier one may be equal, and then it is taken
+        ((0.0, 1.0), (0.9, 1.0), 1),
+        ((1.0, 0.0), (1.0, 1.1), None),
+        ((-torch.inf, -torch.inf), (-torch.inf, -torch.inf), None),
+    ],
+)
+def test_of_equal_logits_the_first_is_chosen(low, high, token):
+    head = Known(torch.tensor(low), torch.tensor(high))
+    assert choose(head, ANY_HIDDEN, IDS, rule_of([], is_drawn=False)).token == token
+
+
+@pytest.mark.parametrize("count", [50, VOCABULARY], ids=["all are computed", "too many"])
+def test_a_race_that_float32_may_decide_otherwise_is_not_decided(count):
+    head, rule = Known(*torch.zeros(2, count)), rule_of([], is_drawn=True)
     for ahead, token in ((1e-5, None), (1e-3, 5)):
-        noise = torch.ones(VOCABULARY)
+        noise = torch.ones(count)
         noise[5] -= ahead
-        assert choose(head, torch.zeros(1, WIDTH), IDS, rule, noise).token == token
+        assert choose(head, ANY_HIDDEN, IDS, rule, noise).token == token
+
+
+def test_a_draw_without_a_normal_probability_is_not_decided():
+    head, rule = Known(*torch.zeros(2, 50)), rule_of([], is_drawn=True)
+    for least, token in ((0.0, None), (1e-31, None), (1e-29, 5)):
+        noise = torch.ones(50)
+        noise[5] = least
+        assert choose(head, ANY_HIDDEN, IDS, rule, noise).token == token
 
 
 def test_a_token_that_top_k_may_leave_out_is_not_chosen():
@@ -141,10 +169,22 @@ def test_a_token_at_top_ps_border_is_not_decided():
         assert choose(head, hidden, IDS, rule, noise).token == token
 
 
+def test_a_token_behind_top_ps_border_is_not_decided():
+    """The first token has three fifths of the mass. The second wins if top-p keeps it."""
+    logits = torch.full((50,), -100.0)
+    logits[:2] = torch.tensor([0.6, 0.4]).log()
+    noise = torch.ones(50)
+    noise[1] = 0.1
+    for top_p, token in ((0.5998, None), (0.6002, None), (0.59, 0), (0.61, 1)):
+        rule = rule_of([TopKLogitsWarper(2), TopPLogitsWarper(top_p)], is_drawn=True)
+        assert choose(Known(logits, logits), ANY_HIDDEN, IDS, rule, noise).token == token
+
+
 def test_more_rows_than_are_worth_it_are_not_computed(head):
     hidden = hidden_states(1, head.weight.dtype)[0] * 0  # all logits are equal
     limits = ChoiceLimits(rows_max=64, rows_share=0.0)
-    assert choose(head, hidden, IDS, rule_of([], is_drawn=False), limits=limits).token is None
+    chosen = choose(head, hidden, IDS, rule_of([], is_drawn=False), limits=limits)
+    assert (chosen.token, chosen.rows) == (None, limits.leaders)
 
 
 def test_processors_that_are_not_known_leave_the_choice_to_the_exact_head():
@@ -160,4 +200,6 @@ def test_processors_that_are_not_known_leave_the_choice_to_the_exact_head():
     assert rule_of([TopKLogitsWarper(5, filter_value=-1e4)], is_drawn=True) is None
     assert rule_of([TopKLogitsWarper(5), TopPLogitsWarper(0.9, min_tokens_to_keep=2)], is_drawn=True) is None
     assert rule_of([TopKLogitsWarper(5), top_p], is_drawn=False) is None
+    assert rule_of([TopKLogitsWarper(5), TopKLogitsWarper(9)], is_drawn=True) is None
+    assert rule_of([TopKLogitsWarper(5), top_p, TopPLogitsWarper(0.95)], is_drawn=True) is None
     assert rule_of([WARM, TopKLogitsWarper(5), top_p], is_drawn=True) is not None

@@ -115,8 +115,9 @@ def test_other_families_have_it_in_both_dtypes(family, tmp_path):
         assert count(model)[0] > 0
 
 
-def test_a_family_that_changes_its_logits_keeps_the_exact_head(tmp_path):
-    save_family("gemma2", tmp_path)  # it caps them
+@pytest.mark.parametrize("family", ["gemma2", "cohere2", "granite"])  # they cap, multiply and divide them
+def test_a_family_that_changes_its_logits_keeps_the_exact_head(family, tmp_path):
+    save_family(family, tmp_path)
     stock, model = headed(tmp_path)
     assert generated(model, tokens=4, do_sample=False) == generated(stock, tokens=4, do_sample=False)
     assert "changes its logits" in str(model.head_facts)

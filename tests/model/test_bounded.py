@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from swarm.model import bounded
 from swarm.model.bounded import BoundedHead, unfit
 from swarm.model.integer import is_supported
 
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no int8 pr
 
 ROWS = 700  # several of the pieces in which rows are computed
 DTYPES = (torch.float32, torch.bfloat16)
-KINDS = ("plain", "outliers", "near zero", "aligned", "one of one sign", "zeros")
+KINDS = ("plain", "outliers", "near zero", "aligned", "one of one sign", "zeros", "exact weights")
 
 
 def made(kind, width, dtype, seed=0):
@@ -32,6 +33,10 @@ def made(kind, width, dtype, seed=0):
             hidden[:] = (steps - steps.round())[0] * 9
         case "one of one sign":
             weight, hidden = weight.abs(), hidden.abs()
+        case "exact weights":  # all that is lost is of the hidden state: nearly half a step of each number, one way
+            weight[:], weight[:, 0] = 127.0, 0.0
+            hidden[:] = hidden.sign().clamp(min=0) + 0.49
+            hidden[:, 0] = 63 * 126
         case "zeros":
             weight[::2], hidden[::2] = 0.0, 0.0
     return weight.to(dtype), hidden.to(dtype)
@@ -74,8 +79,10 @@ def test_a_hidden_state_that_is_not_finite_has_no_bounds():
     assert BoundedHead(weight).bounds(hidden[1:2]) is None
 
 
-def test_weights_without_proven_products_have_no_bounds():
+def test_weights_without_proven_products_have_no_bounds(monkeypatch):
     assert unfit(torch.zeros(4, 4)) is None
     assert "float16" in unfit(torch.zeros(4, 4, dtype=torch.float16))
     assert "meta" in unfit(torch.zeros(4, 4, device="meta"))
     assert "wide" in unfit(torch.zeros(1, 1 << 17))
+    monkeypatch.setattr(bounded, "is_supported", lambda: False)
+    assert "int8 products" in unfit(torch.zeros(4, 4))

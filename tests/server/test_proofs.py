@@ -191,6 +191,25 @@ def test_no_more_steps_are_in_flight_than_the_server_takes(swarm):
     assert peer.seen.count("step") == 2
 
 
+def test_a_look_that_is_cancelled_ends_its_calls(swarm):
+    """As when the server stops: no task stays behind, and the probed server hears of it."""
+
+    async def cancelled():
+        async with prober(swarm) as probing:
+            before = asyncio.all_tasks()
+            looking = asyncio.create_task(Proofs(probing, Random(1)).look([peer.record]))
+            while "step" not in peer.seen:
+                await asyncio.sleep(0.01)
+            looking.cancel()
+            await asyncio.wait({looking})
+            assert not [task for task in asyncio.all_tasks() - before if "Proofs" in repr(task.get_coro())]
+            while "close" not in peer.seen:
+                await asyncio.sleep(0.01)
+
+    with Peer(swarm, never_answers) as peer:
+        swarm.loop.run(asyncio.wait_for(cancelled(), 60.0))
+
+
 def test_a_probe_costs_a_server_a_quarter_of_a_second_of_its_claimed_time():
     assert [steps_of(tps) for tps in (None, 0.1, 8.0, 40.0, 100.0, 1e9)] == [4, 4, 4, 10, 25, 32]
 
@@ -228,6 +247,8 @@ def test_those_that_move_leave_half_of_the_probes_to_others():
     assert moved.keys() > set(called[:2])
     assert set(called) == spans.keys() - {"39"}
     assert moved.keys() - set(called[2:]) == set(called[:2])
+    thirds = {callees(spans, moved, Random(seed), limits)[2] in moved for seed in range(20)}
+    assert thirds == {True, False}  # either kind comes behind those two
 
 
 @pytest.mark.parametrize(("bound", "known"), [({"calls_max": 2}, 2), ({"probes_max": 1}, 1)])

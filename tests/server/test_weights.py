@@ -91,6 +91,14 @@ def test_however_many_claims_of_nobody_add_little_to_any_block(silent, blocks):
     assert served(32, [holder for holder in holders if holder.proven]).min() == 20.0
 
 
+def test_claims_that_overlap_add_little_to_the_block_that_they_share():
+    lies = [Claim(f"lie{i}", Blocks(0, 1 if i % 2 else 16), 1e6) for i in range(200)]
+    holders = weighed(32, [*honest(16), *lies], shown(honest(16)))
+    fair = sum(claim.power for claim in honest(16)) / 32
+    added = served(32, [holder for holder in holders if not holder.proven])
+    assert added.max() <= fair * LIMITS.unproven_share * 1.0001
+
+
 def test_claims_of_nobody_do_not_change_the_median():
     lies = [Claim(f"lie{i}", Blocks(0, 4), 1e6) for i in range(50)]
     proven = {**shown(honest(8)), "strong": math.inf}

@@ -1,4 +1,4 @@
-"""A session under way in a village, what is done to it, and hops that lie."""
+"""A session under way in a village, faults for it, and hops that lie."""
 
 import asyncio
 import gc
@@ -18,14 +18,15 @@ from swarm.protocol.tensors import meta_of
 from swarm.server.limits import HandlerLimits, MemoryLimits
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.model import HIDDEN_SIZE, HashSpan, embed
-from tests.simulation.village import HORIZON_S, PLAN, Village, finished
+from tests.simulation.village import PLAN, Village, finished
 from tests.simulation.world import N_BLOCKS, Host
 
 LIMITS = SessionLimits()
+SCENARIO_S = 600.0  # of virtual time: the longest scenario takes a third of it; one that hangs fails then
 
 
 class Going:
-    """A session under way in a village, whose every output is compared."""
+    """A session under way in a village. Every output of it is compared."""
 
     def __init__(self, village: Village, session: Session) -> None:
         self.village, self.session = village, session
@@ -35,7 +36,7 @@ class Going:
 
     @classmethod
     async def ahead(cls, village: Village, tokens: int, plan: SessionPlan = PLAN) -> "tuple[Going, float]":
-        """Open a session, whose first step of some tokens travels ahead. Returns how long both took, in seconds."""
+        """Open a session. Its first step, of some tokens, travels ahead. Returns how long both took, in seconds."""
         began = village.world.loop.time()
         first = First(Activations(embed([range(tokens)])), 1)
         going = cls(village, await village.open(plan, first))
@@ -92,13 +93,13 @@ def played(
 
     limits, memory_limits: of every server. client: of all sessions of the client's.
     """
-    loop = VirtualLoop(HORIZON_S)
+    loop = VirtualLoop(SCENARIO_S)
     unheard: list[Any] = []
     loop.set_exception_handler(lambda _, context: unheard.append(context))
 
     async def play() -> None:
         village = Village(loop, "allowed_peers", 3, limits, memory_limits, client)
-        await asyncio.sleep(25.0)  # everybody has announced
+        await asyncio.sleep(25.0)  # all servers have announced
         for process in village.world.network.processes.values() if far_s else ():
             village.world.network.link("client", process.name).latency_s = far_s
         session = await village.open(plan)
@@ -107,7 +108,7 @@ def played(
         await village.client.sessions.close()
         await asyncio.sleep(1.0)
         gc.collect()
-        assert not unheard  # of exceptions that nobody took
+        assert not unheard  # no task has ended with an exception that was never taken
 
     finished(loop, play())
 
@@ -117,11 +118,11 @@ def small_chunks(tokens: int) -> SessionLimits:
     return SessionLimits(chunks=ChunkLimits(chunk_bytes=tokens * HIDDEN_SIZE * 4))
 
 
-# What is done to hops
+# Faults
 
 
 def only_these(going: Going) -> None:
-    """From now on nobody is there but the servers of this route."""
+    """From now on the client takes the servers of this route alone."""
     router = going.village.router
     peers = frozenset(hop.peer_id for hop in going.session.route)
     router.preferences = replace(router.preferences, allowed_peers=peers)
@@ -139,7 +140,7 @@ def crowd_out(hosts: list[Host], spare: int) -> list[Any]:
 
 
 class Crowded:
-    """Hosts that compute for others alone: what comes is kept until it is its turn."""
+    """Hosts that compute for others alone: steps wait until it is their turn."""
 
     def __init__(self, hosts: list[Host]) -> None:
         self._hosts = hosts
@@ -161,12 +162,12 @@ class Crowded:
 
 
 def silent(kind: type[Message]) -> Callable[..., Any]:
-    """Return what sends no messages of this kind."""
+    """Return a hop's way to send, which leaves out messages of this kind."""
     return lambda _, message, sent: [] if isinstance(message, kind) else [(message, sent)]
 
 
 def spoiling(kind: type[Message], spoilt: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what sends `spoilt(message, activations)`, or nothing, instead of messages of this kind."""
+    """Return a hop's way to send: `spoilt(message, activations)` takes the place of messages of this kind, or None."""
 
     def send(_: Any, message: Any, sent: Any) -> Any:
         instead = spoilt(message, sent) if isinstance(message, kind) else (message, sent)

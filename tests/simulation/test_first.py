@@ -88,12 +88,17 @@ def test_a_prompt_that_is_too_long_does_not_travel_ahead() -> None:
     """The session takes a shorter one afterwards, and its output is that one's."""
 
     async def scenario(going: Going) -> None:
-        village = await left(going)
+        hosts, village = going.hosts, await left(going)
+        numbers = counted(hosts[0])
         too_long = First(Activations(embed([range(9)])), 1)
-        shorter = Going(village, await village.open(replace(PLAN, positions_max=8), too_long))
-        with pytest.raises(PromptTooLong):
-            await shorter.session.step(too_long.activations, want=1)
-        await shorter.say(5)
+        async with asyncio.timeout(10.0):
+            shorter = Going(village, await village.open(replace(PLAN, positions_max=8), too_long))
+            with pytest.raises(PromptTooLong):
+                await shorter.session.step(too_long.activations, want=1)
+            await asyncio.sleep(1.0)
+            assert not numbers, "the first hop was sent a prompt that its session has no room for"
+            await shorter.say(5)
+        assert numbers == [1]
 
     played(scenario)
 

@@ -43,14 +43,14 @@ NETWORK = "simulation"
 MODEL = "hash/model"
 ROOT = "5eed" * 16
 N_BLOCKS = 12
-EPOCH_S = 1_800_000_000.0  # what true wall clocks say when a run begins
+EPOCH_S = 1_800_000_000.0  # the true time when a run begins
 HOLDER_AFTER_S = 5.0  # a server counts as a holder when it has been online for so long
 DHT_S = 0.15  # one operation of the DHT
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """Which faults a run has, and how many. Rates are shares from 0 to 1 where nothing else is said."""
+    """Which faults a run has, and how many. Rates without another unit are shares from 0 to 1."""
 
     servers: int = 100
     departures_per_min: float = 0.0
@@ -61,7 +61,7 @@ class Weather:
     disorder: float = 0.0  # of messages
     slow_links: float = 0.0
     skew_s: float = 0.0  # clocks are off by up to so much
-    wrong_clocks: float = 0.0  # of servers whose clock is five minutes off
+    wrong_clocks: float = 0.0  # of servers with a clock that is five minutes off
     refusals: float = 0.0  # of servers that refuse sessions now and then
     tight_pools: float = 0.0  # of servers that have little room
     lost_announcements: float = 0.0
@@ -91,11 +91,11 @@ class VirtualExecutor:
             self._begin()
 
     def hold(self) -> None:
-        """Begin nothing more until `release`, as if all time went to others' jobs."""
+        """Begin no job until `release`, as if all time went to others' jobs."""
         self._held = True
 
     def release(self) -> None:
-        """Compute what has come meanwhile."""
+        """Compute the steps that have come meanwhile."""
         self._held = False
         if self._jobs and not self._busy:
             self._begin()
@@ -203,7 +203,7 @@ class Host:
             self.berth.follow(self.announcer)
 
     def wall_clock(self) -> float:
-        """What this server's clock says."""
+        """The time of this server's clock."""
         return self.world.wall_clock() + self.skew_s
 
     def announcement(self, state: State) -> Announcement:
@@ -286,7 +286,7 @@ class Host:
     def holds(self, now: float) -> bool:
         """Whether the client can count on it: it serves, has room, can be reached and is known to the directory.
 
-        And it computes what it should.
+        And it computes as it should.
         """
         world = self.world
         if self.lies:
@@ -301,7 +301,7 @@ class Host:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to the swarm during a run."""
+    """The faults of a run, counted."""
 
     crashes: int = 0
     stalls: int = 0
@@ -439,7 +439,7 @@ class World:
         host.process.resume()
 
     async def cut_links(self, client: Process) -> None:
-        """Partitions: between two servers, or of one server from everybody."""
+        """Partitions: between two servers, or of one server from all others."""
         rng, rate = self.rng, self.weather.partitions_per_min / 60
         while rate:
             await asyncio.sleep(rng.expovariate(rate))
@@ -460,7 +460,7 @@ class World:
             host.steady_since = self.loop.time()
 
     async def watch_coverage(self) -> None:
-        """Look every second: records end, and pools fill, without anybody's doing."""
+        """Look every second: records end, and pools fill, without an event."""
         while True:
             self.note_coverage()
             await asyncio.sleep(1.0)

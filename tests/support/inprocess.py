@@ -1,6 +1,6 @@
 """A swarm inside the test's process: real sockets, channels, compute threads and models; the directory is in memory.
 
-Quicker to start than processes, and a test can look inside. What needs processes or a real DHT is in tests/integration.
+Quicker to start than processes, and a test can look inside. tests/integration has those that need processes or a DHT.
 """
 
 import time
@@ -70,7 +70,7 @@ class InProcessSwarm:
     ) -> Server:
         """Start a server of these blocks and announce it. announce: addresses, in the place of its own.
 
-        lie: changes what the span computes.
+        lie: changes the span's computing.
         """
         span = load_span(self.checkpoint, Blocks.parse(blocks), dtype=dtype or self.dtype, quantize=quantize)
         lie(span)
@@ -90,7 +90,7 @@ class InProcessSwarm:
         return self.servers[-1]
 
     def crash(self, server: Server) -> None:
-        """Do what clients and neighbours see of a process that is killed: its record stays until it expires."""
+        """Do as clients and neighbours see it when a process is killed: its record stays until it expires."""
 
         async def vanish() -> None:
             await self._listeners[server].close()
