@@ -18,7 +18,7 @@ from tests.dht.support import NETWORK, ROOT, announcement, signed
 
 NOW = 1_800_000_000.0
 SALT = b"salt"
-KEY = key_id(span_key(NETWORK, ROOT, 0))
+KEY = key_id(span_key(NETWORK, ROOT))
 GATE = RecordGate(NETWORK, lambda: NOW)
 
 
@@ -140,7 +140,7 @@ def test_few_nodes_that_claim_a_full_key_do_not_make_it_one() -> None:
 
 
 def test_reader_stops_at_the_deepest_key() -> None:
-    key, branch = span_key(NETWORK, ROOT, 0), for_plan(SALT).branch
+    key, branch = span_key(NETWORK, ROOT), for_plan(SALT).branch
     for _ in range(RECORD.depth_max):
         (key,) = branch(key)
     assert branch(key) == ()
@@ -188,7 +188,7 @@ async def test_servers_of_a_full_key_are_found_below_it() -> None:
         mine = Directory(store, identity=owner, network=NETWORK, clock=lambda: NOW)
         assert (await mine.announce(announcement(owner, now=NOW))).replicas == 1
     above = store.storage.entries(KEY)
-    below = [store.storage.entries(key_id(span_key(NETWORK, ROOT, 0, bit))) for bit in "01"]
+    below = [store.storage.entries(key_id(span_key(NETWORK, ROOT, bit))) for bit in "01"]
     assert len(above) == RECORD.held_per_key
     assert sum(map(len, below)) == 40
     assert all(branch_of(entry.facts.owner)[0] == bit for bit, held in zip("01", below, strict=True) for entry in held)
