@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from directory_swarm import NETWORK, NOW, ROOT, LookUps, Shape, best_ms, make_servers
@@ -92,9 +93,9 @@ class Network:
         within = sum(self.places[peer] ^ place <= radius for peer in near)
         return near[: max(CALLS.replicas, within)]
 
-    def known(self) -> list[bytes]:
-        """Return the nodes that a reader knows: a bucket's worth at each distance from its own place."""
-        own, buckets = self.draw.getrandbits(160), dict[int, list[bytes]]()
+    def known(self, own: int) -> list[bytes]:
+        """Return the nodes that a member knows: a bucket's worth at each distance from its own place."""
+        buckets: dict[int, list[bytes]] = {}
         for peer in self.draw.sample(list(self.places), len(self.places)):
             buckets.setdefault((self.places[peer] ^ own).bit_length(), []).append(peer)
         return [peer for bucket in buckets.values() for peer in bucket[: CALLS.bucket_size]]
@@ -105,6 +106,11 @@ class Network:
         by_data = {entry.data: entry for entry in self.held.get(peer, ())}
         for key, look in asks:
             assert look is not None
+            if not look.below:
+                known, place = self.known(self.places[peer]), int.from_bytes(key)
+                near = sorted(known, key=lambda other: self.places[other] ^ place)[: look.named]
+                found.append(Found((), near, 0, request_of([(key, look)]).ByteSize() + 36 * len(near)))
+                continue
             self.served[peer] += 1
             packed = chosen(list(by_data.values()), look)
             entries = [by_data[data] for data in unpacked(packed)]
@@ -188,7 +194,7 @@ async def _look_up(network: Network, measured: Measured, first: int, n_blocks: i
         held = dict.fromkeys(around, first)
         return {place: Result(nodes=list(around), held=held, more=list(around), moved=int(measured.search_bytes))}
 
-    reading = Reading(searcher, search, network.known, lambda entries: None, 1)
+    reading = Reading(searcher, search, partial(network.known, network.draw.getrandbits(160)), lambda entries: None, 1)
     sample = for_plan(network.draw.randbytes(8), n_blocks)
     return (await reading.read(span_key(NETWORK, ROOT), sample))[span_key(NETWORK, ROOT)]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from swarm.blocks import BLOCKS_MAX
 from swarm.dht import messages
-from swarm.dht.format import CALLS, believe, believe_sample, peers_named
-from swarm.dht.sampling import Ask, Found, Look
+from swarm.dht.format import believe, believe_sample, peers_named
+from swarm.dht.sampling import SAMPLING, Ask, Found, Look
 from swarm.dht.validator import RecordGate
 from swarm.errors import InvalidMessage
 
@@ -36,7 +36,7 @@ def looks_of(request: Any) -> list[Look | None]:  # noqa: ANN401 - a protobuf me
             look.whole,
             look.named,
             look.within,
-            look.seen[: 3 * CALLS.named_max],
+            look.seen[: 3 * SAMPLING.seen_max],
             look.below,
             look.blocks,
         )

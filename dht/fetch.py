@@ -14,14 +14,14 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarm.dht.format import CALLS
 from swarm.dht.records import RECORD, key_id
-from swarm.dht.sampling import SAMPLING, Found, Look, Sample, children, is_full, missing
-from swarm.dht.search import EVERYWHERE, Result, Searcher, position
-from swarm.dht.validator import OnEntries
+from swarm.dht.sampling import SAMPLING, Found, Look, Sample, children, drawn, is_full, missing, tail_of
+from swarm.dht.search import EVERYWHERE, Result, Searcher, SearchLimits, position
+from swarm.dht.validator import Entry, OnEntries
 
 Searching = Callable[[Sequence[bytes], bytes], Awaitable[Mapping[bytes, Result]]]
 """`search(places, salt)`: a search for a sample."""
@@ -146,46 +146,68 @@ class _Gathering:
     offered: int = 1
     sent: int = 1
     pending: int = 0
+    parts: int = 1  # slices of the records that neighbours keep
     slices: "Slices" = field(init=False)
+    namers: dict[bytes, bytes] = field(default_factory=dict)  # nodes that were named meanwhile -> the node that did
+    blame: Counter[bytes] = field(default_factory=Counter)  # by namer: nodes without an answer
 
     async def run(self, known: Sequence[bytes]) -> None:
         """Ask nodes until the bytes are used up, each for a few slices; at last for blocks that are still missing."""
         around = [peer for peer in self.result.nodes if peer in self.result.held]
-        others = sorted(set(known) - set(around))
-        self.searcher.source.shuffle(others)
-        nodes = [*around, *others]
-        self.slices = Slices(nodes[: SAMPLING.nodes_max], self.searcher.surroundings.radius)
+        nodes = [*spread(set(known) - set(around), self.searcher.source), *around]
+        radius = self.searcher.surroundings.radius
+        exist = max(1, SearchLimits().expected * EVERYWHERE // max(1, radius))  # nodes of the network, or about
+        knows_all = len(nodes) > 0.7 * exist
+        first = nodes[: SAMPLING.nodes_max if knows_all else SAMPLING.nodes_first]
+        self.parts = 1 << int(math.log2(max(1.0, SearchLimits().expected * min(1.0, SAMPLING.nodes_max / exist))))
+        self.slices = Slices(radius, self.parts, self.sample.salt)
+        self.slices.add(first)
         most = int(self.sample.bytes_max * (1 - SAMPLING.missing_share))
-        for _ in range(SAMPLING.rounds_max):
-            await self._round(self.slices.next(), most)
+        if not knows_all:
+            await self._round(self.slices.next(), most * len(first) // SAMPLING.nodes_max, names=True)
+            further = [*self.namers, *nodes[len(first) :]]
+            self.slices.add(list(dict.fromkeys(further))[: SAMPLING.nodes_max - len(first)])
+        await self._round(self.slices.next(), most)
         if blocks := missing(self.result.entries.values(), self.sample.n_blocks):
-            further = [*nodes[SAMPLING.nodes_max :], *nodes][: SAMPLING.nodes_max]
-            await self._round([(peer, 0, 1) for peer in further], self.sample.bytes_max, blocks)
+            asks = [(peer, 0) for peer in dict.fromkeys([*nodes[len(first) :], *self.namers, *first])]
+            await self._round(asks[: SAMPLING.nodes_max], self.sample.bytes_max, blocks)
+        for _ in range(SAMPLING.rounds_max):
+            await self._round(self.slices.next(), self.sample.bytes_max)
 
-    async def _round(self, asks: Sequence[tuple[bytes, int, int]], most: int, blocks: bytes = b"") -> None:
-        """Ask nodes, a few at a time, each for a slice (part of parts). most: bytes that may have moved then."""
-        left = list(asks)
-        self.searcher.source.shuffle(left)
+    async def _round(
+        self, asks: Sequence[tuple[bytes, int]], most: int, blocks: bytes = b"", *, names: bool = False
+    ) -> None:
+        """Ask nodes, a few at a time, each for a slice. most: bytes that may have moved then.
+
+        names: each names some nodes near a random place as well.
+        """
+        left = list(reversed(asks))
 
         async def some() -> None:
             while left:
-                share = self.sent / self.offered  # of what the others could have sent
-                size = int((most - self.result.moved - self.pending) / max(1.0, len(left) * share))
-                if size < SAMPLING.least_bytes:
+                unused = most - self.result.moved - self.pending
+                if unused < SAMPLING.least_bytes:
                     return
-                peer, part, parts = left.pop()
-                look = Look(self.sample.salt, part, parts, min(size, _ANSWER_MAX), below=True, blocks=blocks)
-                await self._ask(peer, look)
+                share = self.sent / self.offered  # of what the others could have sent
+                size = max(SAMPLING.least_bytes, int(unused / max(1.0, len(left) * share)))
+                peer, part = left.pop()
+                if self.blame[self.namers.get(peer, b"")] < SAMPLING.blamed_max:
+                    size = min(size, _ANSWER_MAX)
+                    self.pending += size
+                    seen = self.slices.seen(peer, part)
+                    look = Look(self.sample.salt, part, self.parts, size, seen=seen, below=True, blocks=blocks)
+                    await asyncio.gather(self._ask(peer, look), *([self._name(peer)] if names else []))
+                    self.pending -= size
 
         async with asyncio.TaskGroup() as group:
             for _ in range(SAMPLING.nodes_at_once):
                 group.create_task(some())
 
     async def _ask(self, peer: bytes, look: Look) -> None:
-        self.pending += look.size
         found = await self.searcher.ask(peer, self.place, look)
-        self.pending -= look.size
         if found is None:
+            if namer := self.namers.get(peer):
+                self.blame[namer] += 1
             return
         self.result.moved += found.size
         self.offered += look.size
@@ -194,41 +216,72 @@ class _Gathering:
         self.result.add(found.entries)
         self.on_entries(found.entries)
         if found.entries and not look.blocks:
-            self.slices.came(peer, look.part)
+            self.slices.came(peer, look.part, found.entries)
+
+    async def _name(self, peer: bytes) -> None:
+        """Learn of nodes that one knows near a random place."""
+        found = await self.searcher.ask(
+            peer, self.searcher.source.randbytes(20), Look(b"", named=SAMPLING.named_anywhere)
+        )
+        if found is None:
+            return
+        self.result.moved += found.size
+        for other in found.near[: SAMPLING.named_anywhere]:
+            self.namers.setdefault(other, peer)
+
+
+def spread(nodes: Iterable[bytes], source: random.Random) -> list[bytes]:
+    """Return nodes in a random order in which the first ones are spread evenly: a reader knows many near itself."""
+    left = {peer: position(peer) for peer in nodes}
+    chosen = []
+    while left:
+        place = source.getrandbits(160)
+        chosen.append(min(left, key=lambda peer: left[peer] ^ place))
+        del left[chosen[-1]]
+    return chosen
 
 
 class Slices:
-    """Which slice each node is asked for: one that nodes near it, which keep the same records, have not sent.
+    """Which slice each node is asked for, and which records its neighbours have sent already. Pure.
 
-    A slice is one of so many parts as there are nodes so near, or about: a power of two, so that nodes with more and
-    with fewer neighbours cut alike. Pure.
+    Each record is kept by nodes of one neighbourhood: a part of the key space as wide as the radius, or up to twice.
+    Neighbours are asked for different slices; where there are more neighbours than slices, one after the other.
     """
 
-    def __init__(self, nodes: Sequence[bytes], radius: int) -> None:
-        """radius: within which nodes keep the same records."""
-        places = sorted((position(peer), peer) for peer in nodes)
-        self._near = {
-            peer: [other for far, other in places if far ^ place <= min(radius, EVERYWHERE - 1)]
-            for place, peer in places
-        }
-        self._parts = {peer: 1 << round(math.log2(len(near))) for peer, near in self._near.items()}
-        self._sent: dict[bytes, set[int]] = {peer: set() for peer in self._near}
-        self._begun = False
+    def __init__(self, radius: int, parts: int, salt: bytes) -> None:
+        """radius: within which nodes keep the same records. parts: slices of a neighbourhood's records."""
+        self._bits, self._parts, self._salt = radius.bit_length(), parts, salt
+        self._sent: dict[bytes, set[int]] = {}
+        self._asked: set[bytes] = set()
+        self._draws: dict[int, dict[bytes, None]] = {}  # of a neighbourhood's records that have come
 
-    def next(self) -> list[tuple[bytes, int, int]]:
-        """Return the next round: (node, part, parts). After the first one, only nodes that have sent records."""
-        asked: dict[bytes, int] = {}
-        for peer, near in self._near.items():
-            parts, sent = self._parts[peer], self._sent[peer]
-            if self._begun and not 0 < len(sent) < parts:
-                continue
-            alike = [other for other in near if self._parts[other] == parts]
-            copies = Counter(part for other in alike for part in self._sent[other])
-            copies.update(asked[other] for other in alike if other in asked)
-            asked[peer] = min((part for part in range(parts) if part not in sent), key=lambda part: copies[part])
-        self._begun = True
-        return [(peer, part, self._parts[peer]) for peer, part in asked.items()]
+    def add(self, nodes: Iterable[bytes]) -> None:
+        """Take in more nodes."""
+        self._sent |= {peer: set() for peer in nodes if peer not in self._sent}
 
-    def came(self, peer: bytes, part: int) -> None:
-        """Note that a node has sent records of a slice."""
+    def next(self) -> list[tuple[bytes, int]]:
+        """Return the next round: (node, part), neighbours far apart. Nodes of earlier rounds if they sent records."""
+        copies: dict[int, Counter[int]] = {}
+        for peer, sent in self._sent.items():
+            copies.setdefault(position(peer) >> self._bits, Counter()).update(sent)
+        chosen: list[tuple[int, bytes, int]] = []
+        ranks: Counter[int] = Counter()
+        for peer in sorted(self._sent, key=position):
+            sent, here = self._sent[peer], position(peer) >> self._bits
+            if peer not in self._asked or sent:
+                part = min(range(self._parts), key=lambda part: (part in sent, copies[here][part]))
+                copies[here][part] += 1
+                ranks[here] += 1
+                chosen.append((ranks[here], peer, part))
+        self._asked.update(self._sent)
+        return [(peer, part) for _, peer, part in sorted(chosen)]
+
+    def came(self, peer: bytes, part: int, entries: Sequence[Entry]) -> None:
+        """Note the records of a slice that a node has sent."""
         self._sent[peer].add(part)
+        self._draws.setdefault(position(peer) >> self._bits, {}).update({drawn(e, self._salt): None for e in entries})
+
+    def seen(self, peer: bytes, part: int) -> bytes:
+        """Return the records of a slice that this node need not send, as `Look.seen` names them."""
+        draws = self._draws.get(position(peer) >> self._bits, {})
+        return b"".join([tail_of(draw) for draw in draws if draw[-1] % self._parts == part][-SAMPLING.seen_max :])
