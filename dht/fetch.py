@@ -172,7 +172,10 @@ class _Gathering:
             asks = [(peer, 0) for peer in dict.fromkeys([*nodes[len(first) :], *self.namers, *first])]
             await self._round(asks[: SAMPLING.nodes_max], self.sample.bytes_max, blocks)
         for _ in range(SAMPLING.rounds_max):
+            before = len(self.result.entries)
             await self._round(self.slices.next(), self.sample.bytes_max)
+            if len(self.result.entries) < SAMPLING.news * before:
+                return
 
     async def _round(
         self, asks: Sequence[tuple[bytes, int]], most: int, blocks: bytes = b"", *, names: bool = False
@@ -215,8 +218,9 @@ class _Gathering:
         self.result.nodes.append(peer)
         self.result.add(found.entries)
         self.on_entries(found.entries)
-        if found.entries and not look.blocks:
-            self.slices.came(peer, look.part, found.entries)
+        if found.held and not look.blocks:
+            full = found.size > SAMPLING.filled_share * look.size
+            self.slices.came(peer, look.part, found.entries, more=full and len(found.entries) > 0)
 
     async def _name(self, peer: bytes) -> None:
         """Learn of nodes that one knows near a random place."""
@@ -252,6 +256,7 @@ class Slices:
         """radius: within which nodes keep the same records. parts: slices of a neighbourhood's records."""
         self._bits, self._parts, self._salt = radius.bit_length(), parts, salt
         self._sent: dict[bytes, set[int]] = {}
+        self._more: dict[bytes, set[int]] = {}  # slices of which a node has more than it could send
         self._asked: set[bytes] = set()
         self._draws: dict[int, dict[bytes, None]] = {}  # of a neighbourhood's records that have come
 
@@ -260,7 +265,7 @@ class Slices:
         self._sent |= {peer: set() for peer in nodes if peer not in self._sent}
 
     def next(self) -> list[tuple[bytes, int]]:
-        """Return the next round: (node, part), neighbours far apart. Nodes of earlier rounds if they sent records."""
+        """Return the next round: (node, part), neighbours far apart. Nodes of earlier rounds send other slices."""
         copies: dict[int, Counter[int]] = {}
         for peer, sent in self._sent.items():
             copies.setdefault(position(peer) >> self._bits, Counter()).update(sent)
@@ -268,17 +273,23 @@ class Slices:
         ranks: Counter[int] = Counter()
         for peer in sorted(self._sent, key=position):
             sent, here = self._sent[peer], position(peer) >> self._bits
-            if peer not in self._asked or sent:
-                part = min(range(self._parts), key=lambda part: (part in sent, copies[here][part]))
+            of_use = [
+                part
+                for part in range(self._parts)
+                if part in self._more.get(peer, ()) or (part not in sent and copies[here][part] < SAMPLING.copies)
+            ]
+            if peer not in self._asked or (sent and of_use):
+                part = min(of_use or [0], key=lambda part: (part in sent, copies[here][part]))
                 copies[here][part] += 1
                 ranks[here] += 1
                 chosen.append((ranks[here], peer, part))
         self._asked.update(self._sent)
         return [(peer, part) for _, peer, part in sorted(chosen)]
 
-    def came(self, peer: bytes, part: int, entries: Sequence[Entry]) -> None:
-        """Note the records of a slice that a node has sent."""
+    def came(self, peer: bytes, part: int, entries: Sequence[Entry], *, more: bool) -> None:
+        """Note the records of a slice that a node has sent. more: it has others for which there was no room."""
         self._sent[peer].add(part)
+        (set.add if more else set.discard)(self._more.setdefault(peer, set()), part)
         self._draws.setdefault(position(peer) >> self._bits, {}).update({drawn(e, self._salt): None for e in entries})
 
     def seen(self, peer: bytes, part: int) -> bytes:
