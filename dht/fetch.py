@@ -197,8 +197,9 @@ class _Gathering:
                 if self.blame[self.namers.get(peer, b"")] < SAMPLING.blamed_max:
                     size = min(size, _ANSWER_MAX)
                     self.pending += size
-                    seen = self.slices.seen(peer, part)
-                    look = Look(self.sample.salt, part, self.parts, size, seen=seen, below=True, blocks=blocks)
+                    seen = b"" if blocks else self.slices.seen(peer, part)
+                    parts = 1 if blocks else self.parts
+                    look = Look(self.sample.salt, part, parts, size, seen=seen, below=True, blocks=blocks)
                     await asyncio.gather(self._ask(peer, look), *([self._name(peer)] if names else []))
                     self.pending -= size
 
@@ -231,7 +232,8 @@ class _Gathering:
             return
         self.result.moved += found.size
         for other in found.near[: SAMPLING.named_anywhere]:
-            self.namers.setdefault(other, peer)
+            if other not in self.slices:
+                self.namers.setdefault(other, peer)
 
 
 def spread(nodes: Iterable[bytes], source: random.Random) -> list[bytes]:
@@ -259,6 +261,9 @@ class Slices:
         self._more: dict[bytes, set[int]] = {}  # slices of which a node has more than it could send
         self._asked: set[bytes] = set()
         self._draws: dict[int, dict[bytes, None]] = {}  # of a neighbourhood's records that have come
+
+    def __contains__(self, peer: bytes) -> bool:
+        return peer in self._sent
 
     def add(self, nodes: Iterable[bytes]) -> None:
         """Take in more nodes."""
