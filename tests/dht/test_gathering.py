@@ -144,7 +144,7 @@ async def test_look_up_of_a_large_model_moves_its_bytes_at_most(empty: float) ->
     kept = {peer: some if source.random() >= empty else () for peer, some in shared(held, nodes).items()}
     result = await Far(kept, nodes, around=[peer for peer in nodes if kept[peer]][:7]).read()
     assert result.moved <= SAMPLING.plan_bytes + 8192
-    assert len(result.entries) > 250
+    assert len(result.entries) > (50 if empty else 250)  # the few nodes that have any keep some of the records
 
 
 @pytest.mark.virtual_clock
