@@ -1,17 +1,18 @@
 """What a large swarm's directory costs: bytes of a plan's look-up, messages per node, and the routes that samples give.
 
     python benchmarks/directory.py [--servers 1000] [--nodes 100] [--look-ups 24] [--model] [--check] [--json PATH]
+    python benchmarks/directory.py --model --measured PATH
 
 Part one runs production nodes and directories over a network in memory, on a virtual clock: servers of one model of 80
 blocks announce, then clients look up for plans, and once more when a fifth of the nodes lie. Part two,
---model, computes 10,000 servers and 100,000 clients from what part one measured (`directory_model.py`). No figure is a
-time that a processor took.
+--model, computes 10,000 servers and 100,000 clients from what part one measured (`directory_model.py`), or from what an
+earlier run did. No figure is a time that a processor took.
 """
 
 import argparse
 import asyncio
+import json
 import sys
-from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from common import SEED, table, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # production nodes over a network in memory: the tests'
 
 from directory_model import Measured, modelled
-from directory_swarm import Shape, Swarm
+from directory_swarm import NETWORK, ROOT, Shape, Swarm
 
-from swarm.dht.records import RECORD
+from swarm.dht.records import RECORD, key_id, span_key
 from tests.simulation.loop import VirtualLoop
 
+MODEL = key_id(span_key(NETWORK, ROOT))
 HOUR_S = 3600.0
 BYTES_MAX = 256 << 10  # of one look-up
 MESSAGES_MAX = 50.0  # a second and node, of announcements
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=100, help="that keep records; servers announce through them")
     parser.add_argument("--look-ups", type=int, default=24)
     parser.add_argument("--model", action="store_true", help="compute 10,000 servers and 100,000 clients as well")
+    parser.add_argument("--measured", type=Path, help="the JSON of a run, instead of part one")
     parser.add_argument("--quick", action="store_true", help="60 servers and 20 nodes, to see that it works")
     parser.add_argument("--check", action="store_true", help="exit 1 unless the project's promises are kept")
     parser.add_argument("--json", type=Path, help="where the figures go")
@@ -46,7 +49,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.servers, options.nodes, options.look_ups = 60, 20, 4
-    measured = run(Shape(options.nodes, options.servers), options.look_ups, options.seed)
+    if options.measured is not None:
+        measured = json.loads(options.measured.read_text())["measured"]
+    else:
+        measured = run(Shape(options.nodes, options.servers), options.look_ups, options.seed)
     parts: dict[str, Any] = {"measured": measured}
     if options.model:
         parts["modelled"] = modelled(Measured.of(measured), Shape(2000, 10_000), 100_000, options.seed)
@@ -76,8 +82,9 @@ async def _measured(shape: Shape, look_ups: int, seed: int) -> dict[str, dict[st
     async with AsyncExitStack() as stack:
         await swarm.join(stack, n_readers=8)
         print("joined", flush=True)
-        load = await _announcing(swarm)
+        load, stored = await _announcing(swarm)
         print("announced", flush=True)
+        search = await swarm.searches(8)
         honest = (await swarm.look_ups(look_ups)).summary()
         liars = swarm.corrupt(0.2)
         await swarm.refresh(1)
@@ -89,26 +96,28 @@ async def _measured(shape: Shape, look_ups: int, seed: int) -> dict[str, dict[st
             "a server": sum(load) / shape.servers,
             "a node, median": load[len(load) // 2],
             "a node, most": load[-1],
+            "keepers of a record": stored,
         },
+        "a search for one key": search,
         "look-ups": honest,
         "look-ups, a fifth of the nodes lie": lied_to,
     }
 
 
-async def _announcing(swarm: Swarm) -> list[float]:
-    """Let servers announce, and read a sample as they do. Returns each node's messages a second, in order.
+async def _announcing(swarm: Swarm) -> tuple[list[float], float]:
+    """Let servers announce until each has a key, and then once more as they always do.
 
-    Of six announcements of a server one searches for its keepers; the other five remember them.
+    Returns each node's messages a second, in order, and how many nodes keep a record.
     """
     await swarm.read()
+    await swarm.refresh(1)
+    swarm.forget()
     served = swarm.network.served
     served.clear()
     await swarm.refresh(1)
-    searching = Counter(served)
-    served.clear()
-    await swarm.refresh(1)
-    serving = [node.member.daemon.p2p.peer_id for node, _ in swarm.nodes if node.member is not None]
-    return sorted((searching[peer] + 5 * served[peer]) / (6 * RECORD.refresh_s) for peer in serving)
+    members = [node.member for node, _ in swarm.nodes if node.member is not None]
+    load = sorted(served[member.daemon.p2p.peer_id] / RECORD.refresh_s for member in members)
+    return load, sum(len(node.storage.of_model(MODEL)) for node, _ in swarm.nodes) / len(swarm.directories)
 
 
 def broken_in(part: dict[str, dict[str, float]]) -> list[str]:

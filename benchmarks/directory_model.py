@@ -1,25 +1,31 @@
 """The model behind `directory.py --model`: a swarm that is too large to be run, computed from one that was run.
 
-Computed with production code: each server's records, the keys and levels that take them, the order of samples, the
+Computed with production code: each server's records, the keys and levels that take them, the reading of samples, the
 bytes of packed records, and routes. Taken from the measured swarm: bytes and calls of a search for one key, and
 messages of an announcement at each keeper. Assumed: `Assumptions`.
 """
 
+import asyncio
 import random
-import statistics
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 from directory_swarm import NETWORK, NOW, ROOT, LookUps, Shape, best_ms, make_servers
 
-from swarm.dht.records import RECORD, SignedAnnouncement, branch_of, key_id, sign_announcement, span_key, span_keys
-from swarm.dht.sampling import SAMPLING, Look, chosen, for_plan, is_full, unpacked
-from swarm.dht.search import SearchLimits
+from swarm.dht.asking import request_of
+from swarm.dht.fetch import Reading
+from swarm.dht.format import CALLS
+from swarm.dht.records import RECORD, SignedAnnouncement, branch_of, key_id, sign_announcement, span_key
+from swarm.dht.sampling import Ask, Found, chosen, for_plan, unpacked
+from swarm.dht.search import Result, Searcher, SearchLimits, position
 from swarm.dht.validator import Entry, RecordGate
 from swarm.identity import Identity
+
+ANSWER_BYTES = 40  # of an answer, beside its records
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +34,89 @@ class Assumptions:
 
     plan_every_s: float = 600.0  # a client reads the directory for a plan, on average
     servers_read_every_s: float = 600.0  # a server reads a sample for its round trips
+    new_share: float = 0.1  # of the readers do not know yet that the model is large
     look_ups: int = 8  # computed with all their records; planning among 10,000 servers takes long
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the run gave. search_bytes: of a look-up, less its packed records, for one key. search_calls: the same."""
+    """What the run gave. search_bytes: of the search for one key. search_calls: the same.
+
+    message_share: messages of one announcement at one of its keepers.
+    """
 
     search_bytes: float
     search_calls: float
-    message_share: float  # messages of one announcement at one of its keepers
+    message_share: float
 
     @classmethod
     def of(cls, figures: dict[str, dict[str, float]]) -> Self:
         """Take what the model needs from a run's figures."""
-        swarm, loads, look_ups = figures["swarm"], figures["announcements, messages a second"], figures["look-ups"]
-        keys = -(-swarm["blocks"] // RECORD.spans_per_key)
-        records = min(look_ups["bytes, median"] * 0.9, SAMPLING.plan_bytes * SAMPLING.distinct)
-        keepers = min(SearchLimits().expected, swarm["nodes"])
-        return cls(
-            (look_ups["bytes, median"] - records) / keys,
-            look_ups["calls, median"] / keys,
-            loads["a server"] * RECORD.refresh_s / keepers,
-        )
+        loads, search = figures["announcements, messages a second"], figures["a search for one key"]
+        share = loads["a server"] * RECORD.refresh_s / loads["keepers of a record"]
+        return cls(search["bytes, median"], search["calls, median"], share)
+
+
+@dataclass(slots=True)
+class Network:
+    """Nodes by peer id, with their places and the records that they keep."""
+
+    places: dict[bytes, int]
+    draw: random.Random
+    held: dict[bytes, list[Entry]] = field(default_factory=dict)
+    served: Counter[bytes] = field(default_factory=Counter)  # calls of look-ups that each node took
+    order: list[tuple[int, bytes]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, count: int, draw: random.Random) -> Self:
+        """Make nodes without records."""
+        peers = [draw.randbytes(34) for _ in range(count)]
+        network = cls({peer: position(peer) for peer in peers}, draw)
+        network.order = sorted((place, peer) for peer, place in network.places.items())
+        return network
+
+    def nearest(self, place: int) -> list[bytes]:
+        """Return the nodes that are near a place, nearest first."""
+        at = bisect_left(self.order, (place, b""))
+        some = self.order[max(0, at - 200) : at + 200]
+        return [peer for _, peer in sorted(some, key=lambda one: one[0] ^ place)]
+
+    def radius(self) -> int:
+        """Return what a node takes for the radius: the widest of a few samples."""
+        samples = [self.draw.getrandbits(160) for _ in range(SearchLimits().samples)]
+        return max(self.places[self.nearest(place)[SearchLimits().expected - 1]] ^ place for place in samples)
+
+    def keepers(self, key: str) -> list[bytes]:
+        """Return the nodes that keep a key's records."""
+        place, radius = int.from_bytes(key_id(key)), self.radius()
+        near = self.nearest(place)[: SearchLimits().asked_max]
+        within = sum(self.places[peer] ^ place <= radius for peer in near)
+        return near[: max(CALLS.replicas, within)]
+
+    def known(self, own: int) -> list[bytes]:
+        """Return the nodes that a member knows: a bucket's worth at each distance from its own place."""
+        buckets: dict[int, list[bytes]] = {}
+        for peer in self.draw.sample(list(self.places), len(self.places)):
+            buckets.setdefault((self.places[peer] ^ own).bit_length(), []).append(peer)
+        return [peer for bucket in buckets.values() for peer in bucket[: CALLS.bucket_size]]
+
+    async def call(self, peer: bytes, asks: Sequence[Ask]) -> list[Found]:
+        """Answer as a node does."""
+        found = []
+        by_data = {entry.data: entry for entry in self.held.get(peer, ())}
+        for key, look in asks:
+            assert look is not None
+            if not look.below:
+                known, place = self.known(self.places[peer]), int.from_bytes(key)
+                near = sorted(known, key=lambda other: self.places[other] ^ place)[: look.named]
+                found.append(Found((), near, 0, request_of([(key, look)]).ByteSize() + 36 * len(near)))
+                continue
+            self.served[peer] += 1
+            packed = chosen(list(by_data.values()), look)
+            entries = [by_data[data] for data in unpacked(packed)]
+            size = request_of([(key, look)]).ByteSize() + len(packed) + ANSWER_BYTES
+            found.append(Found(entries, (), len(by_data), size))
+        return found
 
 
 def modelled(measured: Measured, shape: Shape, clients: int, seed: int) -> dict[str, dict[str, float]]:
@@ -64,25 +130,25 @@ def modelled(measured: Measured, shape: Shape, clients: int, seed: int) -> dict[
         facts = gate.facts(data := sign_announcement(announcement, identity), ours=True)
         entries.append(Entry(data, facts, facts.span))
     by_data = {entry.data: SignedAnnouncement(a, b"") for entry, a in zip(entries, announcements, strict=True)}
-    held = _levels(entries, announcements)
-    best, found, searched = best_ms(list(by_data.values()), shape.n_blocks), LookUps(), []
+    keys, network = _levels(entries), Network.of(shape.nodes, draw)
+    announced = _announced(keys, network, measured)
+    best, found = best_ms(list(by_data.values()), shape.n_blocks), LookUps()
     for _ in range(assumed.look_ups):
-        keys, records, size = _look_up(held, shape, draw)
-        searched.append(len(keys))
-        servers = [by_data[record] for record in records]
-        found.bytes.append(int(size + len(keys) * measured.search_bytes))
-        found.calls.append(int(len(keys) * measured.search_calls))
-        found.servers.append(len(servers))
+        result = asyncio.run(_look_up(network, measured, len(keys[span_key(NETWORK, ROOT)]), shape.n_blocks))
+        found.bytes.append(result.moved)
+        found.calls.append(len(result.nodes))
+        found.servers.append(len(result.entries))
+        servers = [by_data[entry.data] for entry in result.entries.values()]
         found.ratios.append(best_ms(servers, shape.n_blocks) / best)
-    announced, read = _loads(held, shape, measured, draw, clients / assumed.plan_every_s, assumed)
+    read = _read(network, found, measured, clients, assumed)
     return {
         "swarm": {
             "servers": shape.servers,
             "nodes": shape.nodes,
             "clients": clients,
-            "keys": len(held),
-            "records of the fullest key": max(map(len, held.values())),
-            "keys searched, median": statistics.median(searched),
+            "keys": len(keys),
+            "records of the fullest key": max(map(len, keys.values())),
+            "records at a node, most": max(map(len, network.held.values())),
         },
         "announcements, messages a second": {
             "a node, median": announced[len(announced) // 2],
@@ -93,61 +159,53 @@ def modelled(measured: Measured, shape: Shape, clients: int, seed: int) -> dict[
     }
 
 
-def _levels(entries: Sequence[Entry], announcements: Sequence) -> dict[str, list[Entry]]:
+def _levels(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     """Return the records of each key, as servers that come one after the other choose keys."""
-    held: dict[str, list[Entry]] = {key: [] for key in span_keys(NETWORK, ROOT, announcements[0].n_blocks)}
-    for entry, announcement in zip(entries, announcements, strict=True):
-        branch = branch_of(announcement.public_key)
+    keys: dict[str, list[Entry]] = {}
+    for entry in entries:
+        branch = branch_of(entry.facts.owner)
         for depth in range(len(branch) + 1):
-            key = span_key(NETWORK, ROOT, announcement.blocks.start, branch[:depth])
-            if len(held.setdefault(key, [])) < RECORD.held_per_key:
-                held[key].append(entry)
+            held = keys.setdefault(span_key(NETWORK, ROOT, branch[:depth]), [])
+            if len(held) < RECORD.held_per_key:
+                held.append(entry)
                 break
-    return held
+    return keys
 
 
-def _look_up(held: dict[str, list[Entry]], shape: Shape, draw: random.Random) -> tuple[list[str], set[bytes], int]:
-    """Return the keys that one reader searches, the records that it finds, and their bytes, packed."""
-    sample = for_plan(draw.randbytes(8))
-    keys: list[str] = []
-    level = list(span_keys(NETWORK, ROOT, shape.n_blocks))
-    while level:
-        keys += level
-        deeper = [below for key in level if is_full([len(held[key])]) for below in sample.branch(key) if below in held]
-        draw.shuffle(deeper)
-        level = deeper[: max(0, sample.keys_max - len(keys))]
-    share = sample.bytes_max // len(keys)
-    size = int(SAMPLING.distinct * share / SAMPLING.slices)
-    records, total = set(), 0
-    for key in keys:
-        for number in range(SAMPLING.slices):
-            part = chosen(held[key], Look(sample.salt, number, SAMPLING.slices, size))
-            records |= set(unpacked(part))
-            total += len(part)
-    return keys, records, total
-
-
-def _loads(
-    held: dict[str, list[Entry]],
-    shape: Shape,
-    measured: Measured,
-    draw: random.Random,
-    plans_per_s: float,
-    assumed: Assumptions,
-) -> tuple[list[float], list[float]]:
-    """Return each node's messages a second of announcements, and of look-ups, in order."""
-    places = sorted(int.from_bytes(draw.randbytes(20)) for _ in range(shape.nodes))
-    radius = (1 << 160) * SearchLimits().expected // shape.nodes
-    announced: Counter[int] = Counter()
-    read: Counter[int] = Counter()
-    reads_per_s = plans_per_s + shape.servers / assumed.servers_read_every_s
-    for key, entries in held.items():
-        place = int.from_bytes(key_id(key))
-        near = sorted(places[max(0, bisect_left(places, place) - 200) :][:400], key=lambda other: other ^ place)
-        keepers = [other for other in near if other ^ place <= radius][:40]
-        keepers = keepers if len(keepers) >= 5 else near[:5]
-        asked = reads_per_s / 2 ** (key.count("/") - RECORD.key_parts)  # of two keys below a full one, one is read
-        for keeper in keepers:
+def _announced(keys: Mapping[str, list[Entry]], network: Network, measured: Measured) -> list[float]:
+    """Give records to their keepers. Returns each node's messages a second of announcements, in order."""
+    announced: Counter[bytes] = Counter()
+    for key, entries in keys.items():
+        for keeper in network.keepers(key):
+            network.held.setdefault(keeper, []).extend(entries)
             announced[keeper] += measured.message_share * len(entries) / RECORD.refresh_s
-            read[keeper] += asked * (1 + SAMPLING.slices / len(keepers))
-    return sorted(announced[place] for place in places), sorted(read[place] for place in places)
+    return sorted(announced[peer] for peer in network.places)
+
+
+async def _look_up(network: Network, measured: Measured, first: int, n_blocks: int) -> Result:
+    """Return what a reader finds that does not know the model yet. first: records under the model's first key."""
+    place = key_id(span_key(NETWORK, ROOT))
+    around = network.keepers(span_key(NETWORK, ROOT))
+    searcher = Searcher(network.call, network.draw)
+    for each in [network.draw.getrandbits(160) for _ in range(SearchLimits().samples)]:
+        searcher.surroundings.learn(each, network.nearest(each))
+
+    async def search(_: Sequence[bytes], salt: bytes) -> dict[bytes, Result]:
+        held = dict.fromkeys(around, first)
+        return {place: Result(nodes=list(around), held=held, more=list(around), moved=int(measured.search_bytes))}
+
+    reading = Reading(searcher, search, partial(network.known, network.draw.getrandbits(160)), lambda entries: None, 1)
+    sample = for_plan(network.draw.randbytes(8), n_blocks)
+    return (await reading.read(span_key(NETWORK, ROOT), sample))[span_key(NETWORK, ROOT)]
+
+
+def _read(network: Network, found: LookUps, measured: Measured, clients: int, assumed: Assumptions) -> list[float]:
+    """Return each node's messages a second of all look-ups, in order."""
+    readers = [(clients, assumed.plan_every_s), (len(network.held), assumed.servers_read_every_s)]
+    per_s = sum(count / every_s for count, every_s in readers)
+    first = network.keepers(span_key(NETWORK, ROOT))
+    share = sum(network.served.values()) / len(found.calls) / len(network.places)  # of nodes, asked by one look-up
+    read = {peer: per_s * share for peer in network.places}
+    for peer in first:
+        read[peer] += per_s * assumed.new_share
+    return sorted(read.values())

@@ -18,11 +18,12 @@ from swarm.client.planning.plan import plan
 from swarm.client.planning.request import Request
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.directory import Directory
-from swarm.dht.keepers import Keepers
+from swarm.dht.keepers import KeeperLimits, Keepers
 from swarm.dht.member import Member, MemberLimits
 from swarm.dht.node import NodeConfig, SwarmNode
-from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement, Span
+from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement, Span, key_id, span_key
 from swarm.dht.sampling import SAMPLING, Sample
+from swarm.dht.search import SearchLimits
 from swarm.dht.validator import Entry, OnEntries, RecordGate
 from swarm.errors import NoRoute
 from swarm.identity import Identity
@@ -178,6 +179,8 @@ class Swarm:
         self.announcements = make_servers(shape, self.draw, self.identities)
         self.nodes: list[tuple[SwarmNode, Identity]] = []
         self.readers: list[SwarmNode] = []
+        self.keepers = Keepers()  # that servers remember in common
+        self.publishers: list[Publisher] = []
         self.directories: list[Directory] = []
 
     def clock(self) -> float:
@@ -189,17 +192,18 @@ class Swarm:
         for i in range(self.shape.nodes):
             own = Identity(self.draw.randbytes(32))
             self.nodes.append((await stack.enter_async_context(self._node(own, i, client=False)), own))
-        for node, _ in self.nodes[:: max(1, len(self.nodes) // 20)]:
+        for node, _ in self.nodes:  # as nodes do every 15 s: else they judge distances by when they joined
             assert node.member is not None
-            await node.member.learn(1)
+            await node.member.learn(SearchLimits().samples)
         for i in range(n_readers):
             self.readers.append(await stack.enter_async_context(self._node(Identity.generate(), 9000 + i, client=True)))
         for i, identity in enumerate(self.identities):
             member = self.nodes[i % len(self.nodes)][0].member
             assert member is not None
+            self.publishers.append(Publisher(replace(member, keepers=self.keepers)))
             self.directories.append(
                 Directory(
-                    Publisher(replace(member, keepers=Keepers())),
+                    self.publishers[-1],
                     identity=identity,
                     network=NETWORK,
                     clock=self.clock,
@@ -221,6 +225,12 @@ class Swarm:
 
         return _Entered(attached)
 
+    def forget(self) -> None:
+        """Let one server in six forget the nodes around its key, as they do within two minutes."""
+        known = KeeperLimits().known_s
+        for publisher in self.publishers[:: int(known // RECORD.refresh_s) + 1]:
+            publisher.member = replace(publisher.member, keepers=Keepers())
+
     async def refresh(self, rounds: int) -> None:
         """Let all servers announce every 20 s, spread over that time."""
 
@@ -241,9 +251,21 @@ class Swarm:
 
         Each would read for itself; here they take the number from what one plan's bytes hold.
         """
-        seen = min(len(self.announcements), SAMPLING.plan_bytes // 512)
+        seen = min(len(self.announcements), SAMPLING.plan_bytes // 640)
         for directory in self.directories:
             directory.seen[ROOT] = seen
+
+    async def searches(self, count: int) -> dict[str, float]:
+        """Let readers search for the model's first key, one after the other, and fetch nothing."""
+        n_bytes, n_calls, draw = [], [], random.Random(1)
+        for reader in self.readers[:count]:
+            assert reader.member is not None
+            own, key = reader.member.daemon.p2p.peer_id, key_id(span_key(NETWORK, ROOT))
+            calls, moved = self.network.calls, self.network.moved[own]
+            await reader.member.search((key,), salt=draw.randbytes(8))
+            n_bytes.append(self.network.moved[own] - moved)
+            n_calls.append(self.network.calls - calls)
+        return {"bytes, median": statistics.median(n_bytes), "calls, median": statistics.median(n_calls)}
 
     async def look_ups(self, count: int) -> LookUps:
         """Let readers look up for plans, one after the other, and compare with the best route of all servers."""

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from swarm.blocks import BLOCKS_MAX
 from swarm.dht import messages
-from swarm.dht.format import CALLS, believe, believe_sample, peers_named
-from swarm.dht.sampling import Ask, Found, Look
+from swarm.dht.format import believe, believe_sample, peers_named
+from swarm.dht.sampling import SAMPLING, Ask, Found, Look
 from swarm.dht.validator import RecordGate
 from swarm.errors import InvalidMessage
 
@@ -23,7 +24,8 @@ def looks_of(request: Any) -> list[Look | None]:  # noqa: ANN401 - a protobuf me
     """Return what a request wants of each of its keys. Raises InvalidMessage."""
     if not request.looks:
         return [None] * len(request.keys)
-    if len(request.looks) != len(request.keys) or any(len(look.salt) > 32 for look in request.looks):
+    too_long = any(len(look.salt) > 32 or len(look.blocks) > BLOCKS_MAX // 8 for look in request.looks)
+    if len(request.looks) != len(request.keys) or too_long:
         raise InvalidMessage("find request", "samples that do not fit its keys")
     return [
         Look(
@@ -34,17 +36,19 @@ def looks_of(request: Any) -> list[Look | None]:  # noqa: ANN401 - a protobuf me
             look.whole,
             look.named,
             look.within,
-            look.seen[: 3 * CALLS.named_max],
+            look.seen[: 3 * SAMPLING.seen_max],
+            look.below,
+            look.blocks,
         )
         for look in request.looks
     ]
 
 
-async def found_in(gate: RecordGate, key: bytes, result: Any) -> Found:  # noqa: ANN401 - a protobuf message
-    """Return one node's answer about one key, with the records that hold."""
+async def found_in(gate: RecordGate, key: bytes, result: Any, asked: int) -> Found:  # noqa: ANN401 - a protobuf message
+    """Return one node's answer about one key, with the records that hold. asked: bytes of the request for it."""
     near = peers_named(result.nearest_peer_ids)
     if result.packed:
         entries = await believe_sample(gate, key, result.packed)
-        return Found(entries, near, max(result.held, len(entries)), len(result.packed))
-    entries = await believe(gate, key, result.value) if result.type == messages.FOUND_DICTIONARY else []
-    return Found(entries, near, max(result.held, len(entries)), len(result.value))
+    else:
+        entries = await believe(gate, key, result.value) if result.type == messages.FOUND_DICTIONARY else []
+    return Found(entries, near, max(result.held, len(entries)), asked + result.ByteSize())

@@ -28,7 +28,7 @@ from swarm.dht.records import (
     open_announcement,
     open_envelope,
     sign_announcement,
-    span_keys,
+    span_key,
 )
 from swarm.dht.sampling import for_everybody, for_plan
 from swarm.dht.sequence import Sequence, SequenceInMemory
@@ -165,8 +165,8 @@ class Directory:
         on_entries: takes records as they come, before the last node has answered; for `updated`.
         everybody: read the records of larger swarms, too, at the price of megabytes. salt: else a new one.
         """
-        wanted = (for_everybody if everybody else for_plan)(salt or os.urandom(8))
-        found = await self._store.get(span_keys(self._store.gate.seal.scope, root, n_blocks), on_entries, wanted)
+        wanted = (for_everybody if everybody else for_plan)(salt or os.urandom(8), n_blocks)
+        found = await self._store.get([span_key(self._store.gate.seal.scope, root)], on_entries, wanted)
         servers, others = [], set()
         for i, stored in enumerate(_flat(found.values())):
             if i % self._limits.open_slice == self._limits.open_slice - 1:

@@ -1,7 +1,7 @@
 """The key of a span's record, where a model has more servers than one key holds, and how often its name is announced.
 
-A key that is full goes on in two keys below it, by the owner's hash (`Facts.spans`). A server begins at the first key,
-goes down while most nodes refuse its record, and tries the key above again from time to time. Pure.
+A key that is full goes on in two keys below it, by the owner's hash (`Facts.spans`). A server begins at the model's
+first key, goes down while most nodes refuse its record, and tries the key above again from time to time. Pure.
 """
 
 import random

@@ -12,11 +12,11 @@ import structlog
 from hivemind.p2p import PeerID
 
 from swarm.dht.arrival import Arrival, Greeting
-from swarm.dht.fetch import read_sample
+from swarm.dht.fetch import Reading
 from swarm.dht.format import CALLS
 from swarm.dht.keepers import Keepers
 from swarm.dht.protocol import SwarmProtocol
-from swarm.dht.records import check_clock
+from swarm.dht.records import check_clock, key_id
 from swarm.dht.sampling import Sample
 from swarm.dht.search import Result, Searcher
 from swarm.dht.storage import RecordStorage
@@ -119,20 +119,16 @@ class Member:
     async def sample(
         self, keys: Sequence[str], sample: Sample, on_entries: OnEntries | None = None
     ) -> dict[str, tuple[bytes, ...]]:
-        """Read a sample of the records under keys, and under those below full ones. Raises Unreachable."""
+        """Read a sample of a model's records, under its first key and others. Raises Unreachable."""
 
         async def search(places: Sequence[bytes], salt: bytes) -> dict[bytes, Result]:
             return await self.search(places, on_entries, salt)
 
-        results = await read_sample(
-            keys,
-            sample,
-            search,
-            self.searcher.ask,
-            on_entries or (lambda entries: None),
-            self.searcher.source,
-            self.limits.search_keys_max,
-        )
+        (key,) = keys
+        hear = on_entries or (lambda entries: None)
+        reading = Reading(self.searcher, search, self.known, hear, self.limits.search_keys_max)
+        results = await reading.read(key, sample)
+        results[key].add(self.storage.of_model(key_id(key)))
         return {key: tuple(entry.data for entry in result.ordered()) for key, result in results.items()}
 
     async def search(

@@ -26,6 +26,8 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
         ("named", 6, _Field.TYPE_UINT32, False),
         ("within", 7, _Field.TYPE_UINT32, False),
         ("seen", 8, _Field.TYPE_BYTES, False),
+        ("below", 9, _Field.TYPE_BOOL, False),
+        ("blocks", 10, _Field.TYPE_BYTES, False),
     ],
     "FindRequest": [
         ("keys", 2, _Field.TYPE_BYTES, True),

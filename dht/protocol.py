@@ -139,7 +139,10 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             self._meet(request.peer.node_id, context.remote_id)
             response = FindResponse(peer=messages.NodeInfo(node_id=self.node_info.node_id))
             left, at_once = self.limits.answer_bytes_max, self.gate.limits.verify_slice
-            held = [self.records.entries(key) for key in keys]
+            held = [
+                self.records.of_model(key) if look is not None and look.below else self.records.entries(key)
+                for key, look in zip(keys, looks, strict=True)
+            ]
             n_bytes = sum(price(entries, look) for entries, look in zip(held, looks, strict=True))
             _pay(self._answered, context.remote_id, min(n_bytes, left))
             for key, entries, look in zip(keys, held, looks, strict=True):
@@ -244,7 +247,9 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         response = await self._call(peer, "rpc_find", request, self.limits.find_timeout_s)
         if response is None or len(response.results) != len(asks):
             return None
-        return [await found_in(self.gate, key, result) for (key, _), result in zip(asks, response.results, strict=True)]
+        asked = (request.ByteSize() + response.peer.ByteSize()) // len(asks)
+        results = zip(asks, response.results, strict=True)
+        return [await found_in(self.gate, key, result, asked) for (key, _), result in results]
 
     async def call_find(self, *_: object, **__: object) -> None:
         """hivemind's form of `find`."""

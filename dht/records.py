@@ -43,15 +43,12 @@ class RecordLimits:
     rtts_max: int = limit(16, "round trips", "a record with more is rejected")
     public_name_chars: int = limit(64, "characters", "a record with a longer public name is rejected")
     device_chars: int = limit(64, "characters", "a record with a longer device name is rejected")
-    spans_per_key: int = limit(8, "first blocks", "share one DHT key: a model of 128 blocks has 16 keys")
     model_shards: int = limit(16, "keys", "the names of models are spread over so many DHT keys")
     entries_per_key: int = limit(256, "entries", "in one answer that is not a sample")
-    held_per_key: int = limit(512, "entries", "a newcomer is refused, and goes to a key below")
-    depth_max: int = limit(
-        8, "levels", "of keys below a full one: 256 keys, for 100,000 servers of one group of blocks"
-    )
+    held_per_key: int = limit(128, "entries", "a newcomer is refused, and goes to a key below")
+    depth_max: int = limit(10, "levels", "of keys below a model's first: 2,047 keys, for 262,000 servers")
     unmeasured_tps: float = limit(20.0, "tokens/s", "that a server counts with until it has measured itself")
-    key_parts: int = limit(4, "separators", "in the name of a key of spans; each more is one level down")
+    key_parts: int = limit(3, "separators", "in the name of a key of spans; each more is one level down")
 
 
 RECORD = RecordLimits()
@@ -254,20 +251,14 @@ def canonical_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
 # scope: the network's name, or in a private swarm a secret of its members (`swarm.dht.sealing`).
 
 
-def span_keys(scope: str, root: str, n_blocks: int) -> tuple[str, ...]:
-    """Return every key under which spans of this model are stored while it is not full."""
-    return tuple(span_key(scope, root, first) for first in range(0, n_blocks, RECORD.spans_per_key))
-
-
-def span_key(scope: str, root: str, first_block: int, branch: str = "") -> str:
-    """Return the key of the spans that begin near `first_block`. branch: of bits, below keys that are full."""
-    key = f"swarm/spans/{scope}/{root}/{first_block // RECORD.spans_per_key}"
-    return "/".join((key, *branch))
+def span_key(scope: str, root: str, branch: str = "") -> str:
+    """Return the key of a model's spans. branch: of bits, below keys that are full."""
+    return "/".join((f"swarm/spans/{scope}/{root}", *branch))
 
 
 def branch_of(public_key: str) -> str:
     """Return the bits by which an owner's records are spread over keys below full ones."""
-    return f"{hashlib.sha256(bytes.fromhex(public_key)).digest()[0]:08b}"[: RECORD.depth_max]
+    return f"{int.from_bytes(hashlib.sha256(bytes.fromhex(public_key)).digest()[:2]):016b}"[: RECORD.depth_max]
 
 
 def span_subkey(public_key: str, blocks: tuple[int, int]) -> str:

@@ -1,29 +1,36 @@
 """Samples of a key's records: what a reader asks for, what a node answers, and the form in which records travel. Pure.
 
-A key of a large model holds more records than one plan needs. A reader draws a salt, and each node orders its records
-by it, in the same way. So one reader sees the same sample everywhere, and readers spread over the servers. Of three
-records two are drawn by weight: a server that claims to take half of the time is four times as likely to come first.
-The third is drawn without a look at claims, so that servers which claim the moon do not fill a sample.
+A large model has more records than one plan needs. A reader draws a salt, and each node orders its records by it, in
+the same way. So one reader sees the same sample everywhere, and readers spread over the servers. Of three records two
+are drawn by weight: a server that claims to take half of the time is eight times as likely to come first. The third is
+drawn without a look at claims, so that servers which claim the moon do not fill a sample. Among these, a record comes
+the earlier the fewer others the node holds of one of its blocks, so that few servers of a block are not lost in many.
 
 The order is that of weighted sampling without replacement (Efraimidis and Spirakis 2006).
 """
 
 import hashlib
 import math
+import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from swarm.dht.records import RECORD
 from swarm.dht.validator import Entry
+from swarm.identity import SIGNATURE_BYTES
 from swarm.limits import limit
 
-_WORDS = (  # of a record, commonest last: records are packed with them as a dictionary that both sides know
-    b'"anchors":[[],"automatic":false,true,"batches":true,"channel_key":"","codings":["int8"],"decode_tps":'
-    b'"device":"","expires":17,"free_tokens":,"issued":17,"load":0.0,"model":"","n_blocks":,"network":"public"'
-    b'"numeric_class":"bfloat16","float32","prefill_tps":null,"protocol":1,"public_key":"","public_name":"",'
-    b'"root":"","rtts":[["","sequence":17,"state":"online","version":"0.1.0"{"addresses":["","blocks":[,'
+_DIGITS = re.compile(rb"(?:[0-9a-f]{2}){8,64}")
+_WORDS = (  # a record as most are: records are packed with it as a dictionary that both sides know
+    b'true"int4""float32""float16""joining""draining"{"addresses":["192.168.1.10:31330"],"anchors":[],"automatic":false,'
+    b'"batches":null,"blocks":[0,8],"channel_key":"\1 ","codings":["int8"],"decode_tps":69.6,"device":"","expires":1800'
+    b'000060.3703,"free_tokens":288024,"issued":1800000000.3703,"load":0.0,"model":"","n_blocks":80,"network":"public","'
+    b'numeric_class":"bfloat16","prefill_tps":2289.84,"protocol":1,"public_key":"\1 ","public_name":"","root":"\1 ","rt'
+    b'ts":[["\1\x08","\1\x08"]],"sequence":1800000000300,"state":"online","version":"0.1.0"}'
 )
 
 
@@ -31,17 +38,29 @@ _WORDS = (  # of a record, commonest last: records are packed with them as a dic
 class SamplingLimits:
     """How much one look-up reads."""
 
-    plan_bytes: int = limit(144 << 10, "bytes", "of packed records for one plan; a sample of the rest is left unread")
-    everybody_bytes: int = limit(8 << 20, "bytes", "the same, for readers that need all servers")
+    plan_bytes: int = limit(248 << 10, "bytes", "that the look-up for one plan moves, its search included")
+    everybody_bytes: int = limit(16 << 20, "bytes", "of records for readers that need all servers")
     first_bytes: int = limit(1536, "bytes", "a node with no more than this answers a search with its records at once")
     distinct: float = limit(0.67, "share", "of the bytes that are for records once; the rest is for second copies")
     slices: int = limit(5, "nodes", "that share in one key's sample; one that lies hides a fifth of it")
     named: int = limit(8, "nodes", "named in one answer: those that the reader does not know yet, nearest first")
     seen_max: int = limit(48, "nodes", "that a reader says it knows; the nearest ones")
-    full_share: float = limit(0.5, "share", "of a key's room; a reader of a key that holds more reads on below it")
+    full_share: float = limit(0.5, "share", "of a key's room; a reader of a key that holds more reads on elsewhere")
     asked_if_full: int = limit(7, "nodes", "nearest to a key, of which most must say that it holds so much")
-    keys_max: int = limit(32, "keys", "searched for one plan; deeper ones beyond are left unread")
-    everybody_keys_max: int = limit(512, "keys", "searched by readers that need all servers")
+    everybody_keys_max: int = limit(512, "keys", "searched by readers that need all servers; deeper ones are not read")
+    nodes_max: int = limit(256, "nodes", "anywhere, that are asked for some of a large model's records")
+    nodes_first: int = limit(72, "nodes", "of them are asked for others as well, where the reader knows too few")
+    named_anywhere: int = limit(4, "nodes", "that a node names near a random place, where the reader knows too few")
+    blamed_max: int = limit(2, "nodes", "named by one node, without an answer; its others are not asked then")
+    nodes_at_once: int = limit(48, "nodes", "of them at one time: answers say how much the next may send")
+    least_bytes: int = limit(512, "bytes", "of one answer: with fewer left for each node, fewer nodes are asked")
+    filled_share: float = limit(0.6, "share", "of its bytes that an answer fills where a node has more to send")
+    copies: int = limit(8, "nodes", "near each other that a slice comes from, while bytes are left")
+    news: float = limit(1.01, "times", "as many records after a round as before it, or it is the last one")
+    rounds_max: int = limit(8, "rounds", "of them, each for other slices, while bytes are left")
+    missing_share: float = limit(0.1, "share", "of the bytes, kept for blocks that the rest has not brought")
+    larges_max: int = limit(64, "models", "that a reader remembers as large; the oldest is searched for again")
+    large_s: float = limit(3600.0, "s", "a reader remembers so long that a model is large, and spares its first key")
     unpacked_max: int = limit(4 << 20, "bytes", "of records in one answer; a longer one is rejected")
 
 
@@ -50,26 +69,25 @@ SAMPLING = SamplingLimits()
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a reader wants. bytes_max: of records, packed. branch: the keys to read below a key that is full."""
+    """What a reader wants of a model with `n_blocks` blocks, all of which are to be held by servers of the sample.
+
+    everybody: the records of all keys, bytes_max bytes at most. Else so many as `bytes_max` bytes of calls bring.
+    """
 
     salt: bytes
+    n_blocks: int
     bytes_max: int
-    keys_max: int
-    branch: Callable[[str], tuple[str, ...]]
+    everybody: bool
 
 
-def for_plan(salt: bytes, limits: SamplingLimits = SAMPLING) -> Sample:
-    """Return a sample that is enough for a good route. Of two keys below a full one the salt chooses."""
-
-    def branch(key: str) -> tuple[str, ...]:
-        return children(key)[hashlib.sha256(salt + key.encode()).digest()[0] & 1 :][:1]
-
-    return Sample(salt, limits.plan_bytes, limits.keys_max, branch)
+def for_plan(salt: bytes, n_blocks: int, limits: SamplingLimits = SAMPLING) -> Sample:
+    """Return a sample that is enough for a good route."""
+    return Sample(salt, n_blocks, limits.plan_bytes, everybody=False)
 
 
-def for_everybody(salt: bytes, limits: SamplingLimits = SAMPLING) -> Sample:
+def for_everybody(salt: bytes, n_blocks: int, limits: SamplingLimits = SAMPLING) -> Sample:
     """Return a sample that has all servers of all but huge swarms."""
-    return Sample(salt, limits.everybody_bytes, limits.everybody_keys_max, children)
+    return Sample(salt, n_blocks, limits.everybody_bytes, everybody=True)
 
 
 def children(key: str) -> tuple[str, ...]:
@@ -83,7 +101,9 @@ class Look(NamedTuple):
 
     size: bytes of records, packed, at most; the first in the salt's order of slice `part` of `parts`, which the salt
     cuts, too. whole: all records or none. named: nodes at most. within: only nodes that are nearer than 2**within,
-    where there are any. seen: the last three bytes of the place of each node that the reader knows.
+    where there are any. seen: the last three bytes of the place of each node that the reader knows. below: the key is a
+    model's first, and records under its other keys count as well; then `seen` names records that the reader has.
+    blocks: only records that have one of them, a bit each, from the lowest bit of the first byte on; b"" for any.
     """
 
     salt: bytes
@@ -94,6 +114,8 @@ class Look(NamedTuple):
     named: int = 0
     within: int = 160
     seen: bytes = b""
+    below: bool = False
+    blocks: bytes = b""
 
 
 Ask = tuple[bytes, Look | None]  # a key, and what is wanted of it; None: all records, and as many nodes as there are
@@ -103,7 +125,7 @@ Ask = tuple[bytes, Look | None]  # a key, and what is wanted of it; None: all re
 class Found:
     """One node's answer about one key. near: nodes nearer to it. held: records that the node says it has.
 
-    size: of the records, in bytes as they came.
+    size: of the call, in bytes, request and answer.
     """
 
     entries: Sequence[Entry] = ()
@@ -118,13 +140,16 @@ def chosen(entries: Sequence[Entry], look: Look) -> bytes:
         return packed(entries) if sum(len(entry.data) for entry in entries) <= look.size else b""
     parts = max(1, look.parts)  # nodes hold different records at times: a slice is cut by hashes, not by ranks
     sliced = [entry for entry in entries if drawn(entry, look.salt)[-1] % parts == look.part]
-    wanted = ordered(sliced, look.salt)
-    best, count = b"", max(1, look.size // 512)
+    if look.below and look.seen:
+        seen = _threes(look.seen)
+        sliced = [entry for entry in sliced if tail_of(drawn(entry, look.salt)) not in seen]
+    wanted = ordered(having(sliced, look.blocks), look.salt)
+    best, n = b"", max(1, look.size // 400)
     for _ in range(3 if wanted else 0):  # packed sizes are not known before; each try packs about `size` bytes
-        count = min(count, len(wanted))
-        if len(part := packed(wanted[:count])) <= look.size and len(part) > len(best):
+        n = min(n, len(wanted))
+        if len(part := packed(wanted[:n])) <= look.size and len(part) > len(best):
             best = part
-        count = max(1, int(0.98 * count * look.size / len(part)))
+        n = max(1, int(0.98 * n * look.size / len(part)))
     return best
 
 
@@ -138,23 +163,66 @@ def price(entries: Sequence[Entry], look: Look | None) -> int:
     return min(look.size, n_bytes // max(1, look.parts))
 
 
+def having(entries: Sequence[Entry], blocks: bytes) -> Sequence[Entry]:
+    """Return the records that have one of these blocks, as `Look.blocks` names them."""
+    wanted = int.from_bytes(blocks, "little")
+    return [entry for entry in entries if wanted & bits_of(entry)] if blocks else entries
+
+
+def bits_of(entry: Entry) -> int:
+    """Return a record's blocks, a bit each."""
+    start, stop = entry.facts.blocks
+    return (1 << stop) - (1 << start)
+
+
+def missing(entries: Iterable[Entry], n_blocks: int) -> bytes:
+    """Return the blocks of a model that no server of these records has, as `Look.blocks` names them; b"" for none."""
+    left = (1 << n_blocks) - 1
+    for entry in entries:
+        if entry.facts.cost < math.inf:
+            left &= ~bits_of(entry)
+    return left.to_bytes(-(-n_blocks // 8), "little") if left else b""
+
+
 def ordered(entries: Sequence[Entry], salt: bytes) -> list[Entry]:
     """Return records in the order of a salt: two by weight, one by chance, and so on; withdrawn ones last."""
     draws = {entry.place.subkey: drawn(entry, salt) for entry in entries}
+    fewest = _fewest(entries)
 
     def by_weight(entry: Entry) -> float:
-        u = (int.from_bytes(draws[entry.place.subkey][:8]) + 1) / 2**64
-        return -math.log(u) * entry.facts.cost**2
+        return exponential(draws[entry.place.subkey][:8]) * entry.facts.cost**3
 
-    def by_chance(entry: Entry) -> tuple[bool, bytes]:
-        return entry.facts.cost == math.inf, draws[entry.place.subkey][8:]
+    def by_chance(entry: Entry) -> tuple[bool, float]:
+        return entry.facts.cost == math.inf, exponential(draws[entry.place.subkey][8:16]) * fewest[entry.facts.blocks]
 
     weighted, random = sorted(entries, key=by_weight), sorted(entries, key=by_chance)
+    first = draws[random[0].place.subkey][16] if random else 0  # so that a third of short answers is by chance, too
+    sources = iter(weighted), iter(random)
     merged: dict[str, Entry] = {}
-    for i, entry in enumerate(random):
-        for other in (*weighted[2 * i : 2 * i + 2], entry):
-            merged.setdefault(other.place.subkey, other)
+    for i in count(first % 3):
+        new = (entry for entry in sources[i % 3 == 0] if entry.place.subkey not in merged)
+        if (entry := next(new, None)) is None:
+            break
+        merged[entry.place.subkey] = entry
     return list(merged.values())
+
+
+def _fewest(entries: Sequence[Entry]) -> dict[tuple[int, int], int]:
+    """Return for each span how many of these records hold its rarest block."""
+    spans = Counter(entry.facts.blocks for entry in entries)
+    changes: Counter[int] = Counter()
+    for (start, stop), n in spans.items():
+        changes[start] += n
+        changes[stop] -= n
+    edges = sorted(changes)
+    holders = list(accumulate(changes[edge] for edge in edges))
+    at = {edge: i for i, edge in enumerate(edges)}
+    return {(start, stop): min(holders[at[start] : at[stop]]) for start, stop in spans}
+
+
+def exponential(random: bytes) -> float:
+    """Return an exponentially distributed number from 8 random bytes."""
+    return -math.log((int.from_bytes(random) + 1) / 2**64)
 
 
 def drawn(entry: Entry, salt: bytes) -> bytes:
@@ -162,12 +230,18 @@ def drawn(entry: Entry, salt: bytes) -> bytes:
     return hashlib.sha256(salt + entry.place.subkey.encode()).digest()
 
 
+def tail_of(draw: bytes) -> bytes:
+    """Return the part of a record's random bytes by which a reader names a record that it has."""
+    return draw[-4:-1]
+
+
 def packed(entries: Sequence[Entry]) -> bytes:
     """Return records in the form in which they travel: each behind its length, compressed together."""
     if not entries:
         return b""
     packer = zlib.compressobj(zdict=_WORDS)
-    return packer.compress(b"".join(len(e.data).to_bytes(2, "big") + e.data for e in entries)) + packer.flush()
+    shorter = map(_with_bytes, (entry.data for entry in entries))
+    return packer.compress(b"".join(len(data).to_bytes(2, "big") + data for data in shorter)) + packer.flush()
 
 
 def unpacked(data: bytes, limits: SamplingLimits = SAMPLING) -> list[bytes]:
@@ -182,9 +256,34 @@ def unpacked(data: bytes, limits: SamplingLimits = SAMPLING) -> list[bytes]:
     records, at = [], 0
     while at + 2 <= len(text):
         length = int.from_bytes(text[at : at + 2])
-        records.append(text[at + 2 : at + 2 + length])
+        records.append(_with_digits(text[at + 2 : at + 2 + length]))
         at += 2 + length
     return records if at == len(text) else []
+
+
+def _with_bytes(record: bytes) -> bytes:
+    """Return a record whose hexadecimal digits are bytes, each run behind 1 and its length; 0 comes first then.
+
+    Digits do not compress to half. A record that has a 1 itself, as sealed ones do, stays as it is behind a 1.
+    """
+    signature, payload = record[:SIGNATURE_BYTES], record[SIGNATURE_BYTES:]
+    if b"\1" in payload:
+        return b"\1" + record
+    shorter = _DIGITS.sub(lambda run: bytes([1, len(run[0]) // 2]) + bytes.fromhex(run[0].decode()), payload)
+    return b"\0" + signature + shorter
+
+
+def _with_digits(data: bytes) -> bytes:
+    """Invert `_with_bytes`; anything else becomes no record that holds."""
+    signature, left = data[1 : 1 + SIGNATURE_BYTES], data[1 + SIGNATURE_BYTES :]
+    if data[:1] != b"\0":
+        return data[1:]
+    parts = [signature]
+    while (at := left.find(b"\1")) >= 0:
+        count = left[at + 1 : at + 2][0] if at + 1 < len(left) else 0
+        parts += [left[:at], left[at + 2 : at + 2 + count].hex().encode()]
+        left = left[at + 2 + count :]
+    return b"".join([*parts, left])
 
 
 def tail(place: int) -> bytes:
@@ -192,16 +291,20 @@ def tail(place: int) -> bytes:
     return (place & 0xFFFFFF).to_bytes(3, "big")
 
 
+def _threes(seen: bytes) -> set[bytes]:
+    return {seen[at : at + 3] for at in range(0, len(seen) - 2, 3)}
+
+
 def news(near: Sequence[tuple[int, int]], look: Look) -> list[int]:
     """Return which nodes an answer names. near: (place, distance) of nodes, nearest first. Returns their indices."""
-    seen = {look.seen[at : at + 3] for at in range(0, len(look.seen) - 2, 3)}
+    seen = _threes(look.seen)
     inside = [i for i, (_, distance) in enumerate(near) if distance < 1 << min(look.within, 160)]
     unseen = [i for i in inside or range(len(near)) if tail(near[i][0]) not in seen]
     return unseen[: look.named]
 
 
 def is_full(held: Sequence[int], limits: SamplingLimits = SAMPLING) -> bool:
-    """Return whether a key is read on below: the lower half of the nodes near it says that it holds much.
+    """Return whether a model's records are elsewhere, too: the lower half of the nodes near a key says it holds much.
 
     held: the counts that the nodes claim, 0 for those that have none.
     """

@@ -61,7 +61,8 @@ def position(peer: bytes) -> int:
 class Result:
     """The records and nodes around one key. nodes: those that answered, nearest first.
 
-    held: by node, the records that it says it has. more: the nodes that have more than they have sent.
+    held: by node, the records that it says it has. more: the nodes that have more than they have sent. moved: bytes of
+    the calls that were answered.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -69,11 +70,13 @@ class Result:
     nodes: list[bytes] = field(default_factory=list)
     held: dict[bytes, int] = field(default_factory=dict)
     more: list[bytes] = field(default_factory=list)
+    moved: int = 0
     limits: SearchLimits = SearchLimits()
 
     def heard(self, peer: bytes, found: Found) -> None:
         """Take in one node's answer to a search."""
         self.nodes.append(peer)
+        self.moved += found.size
         if found.held:
             self.held[peer] = found.held
         if found.held > len(found.entries):
@@ -120,6 +123,7 @@ class Searcher:
     def __init__(self, call: Call, random_source: random.Random, limits: SearchLimits = SearchLimits()) -> None:
         self.surroundings = Surroundings(limits)
         self._call, self.source, self._limits = call, random_source, limits
+        self.large: dict[bytes, float] = {}  # models that had more servers than one key, by their first key: until when
         self._waiting: dict[bytes, dict[Ask, list[asyncio.Future[Found | None]]]] = {}
         self._calls: set[asyncio.Task[None]] = set()
 

@@ -19,7 +19,7 @@ class StorageLimits:
     """How much a node keeps for others."""
 
     entries_per_key: int = limit(RECORD.held_per_key, "entries", "a newcomer is refused when a key has so many")
-    owned_max: int = limit(8, "entries", "of one owner under one key: its spans that begin within 8 blocks")
+    owned_max: int = limit(8, "entries", "of one owner under one key: its spans of one model; more go to keys below")
     bytes_max: int = limit(48 << 20, "bytes", "a newcomer is refused; 64 MiB with the digests that the gate remembers")
     entry_overhead_bytes: int = limit(1536, "bytes", "charged for the Python objects around one record")
     sweep_s: float = limit(5.0, "s", "expired entries of all keys are dropped this often")
@@ -32,6 +32,7 @@ class RecordStorage:
         self._clock = clock
         self._limits = limits
         self._keys: dict[bytes, dict[str, Entry]] = {}
+        self._models: dict[bytes, set[bytes]] = {}  # a model's first key -> those of its keys that have entries
         self._swept = clock()
         self.bytes = 0
 
@@ -54,12 +55,18 @@ class RecordStorage:
         if known is not None:
             self.bytes -= self._size(known)
         self._keys.setdefault(key, held)[subkey] = entry
+        if key != entry.facts.model.key:
+            self._models.setdefault(entry.facts.span.key, set()).add(key)
         self.bytes += self._size(entry)
         return True
 
     def entries(self, key: bytes) -> tuple[Entry, ...]:
         """Return the living entries of a key."""
         return tuple(self._alive(key).values())
+
+    def of_model(self, key: bytes) -> tuple[Entry, ...]:
+        """Return the living entries of a model, under all of its keys that this node keeps. key: the model's first."""
+        return tuple(entry for below in tuple(self._models.get(key, ())) for entry in self.entries(below))
 
     def is_full(self, entry: Entry) -> bool:
         """Return whether there is no room for an entry that would be new."""
@@ -81,11 +88,19 @@ class RecordStorage:
         if held is None:
             return {}
         now = self._clock()
-        for subkey in [subkey for subkey, entry in held.items() if entry.facts.expires <= now]:
-            self.bytes -= self._size(held.pop(subkey))
-        if not held:
-            del self._keys[key]
+        for entry in [entry for entry in held.values() if entry.facts.expires <= now]:
+            self.bytes -= self._size(held.pop(entry.place.subkey))
+            if not held:
+                del self._keys[key]
+                self._drop(entry.facts.span.key, key)
         return held
+
+    def _drop(self, model: bytes, key: bytes) -> None:
+        """Forget that a model has entries under a key."""
+        if key in (keys := self._models.get(model, set())):
+            keys.remove(key)
+            if not keys:
+                del self._models[model]
 
     def _sweep(self) -> None:
         now = self._clock()

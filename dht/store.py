@@ -10,7 +10,7 @@ from typing import Protocol
 
 from swarm.access import EVERYBODY, Access
 from swarm.dht.records import key_id
-from swarm.dht.sampling import Sample, is_full
+from swarm.dht.sampling import Sample, children, is_full
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
 
@@ -61,11 +61,11 @@ class MemoryStore:
     async def get(
         self, keys: Sequence[str], on_entries: OnEntries | None = None, sample: Sample | None = None
     ) -> dict[str, tuple[bytes, ...]]:
-        """Return the living records under each key; of a sample, those below full ones too, whatever its bytes."""
+        """Return the living records under each key; for a sample, all below full ones too, whatever its bytes."""
         del on_entries
         found: dict[str, tuple[bytes, ...]] = {}
         level = list(keys)
         while level:
             found |= {key: tuple(entry.data for entry in self.storage.entries(key_id(key))) for key in level}
-            level = [below for key in level if sample and is_full([len(found[key])]) for below in sample.branch(key)]
+            level = [below for key in level if sample and is_full([len(found[key])]) for below in children(key)]
         return found

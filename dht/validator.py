@@ -59,7 +59,7 @@ class Place:
 class Facts:
     """The verified facts of one record. `owner`: public key, hex. `issued`, `expires`: wall seconds.
 
-    key: the name of the span's key. cost: the claimed time of a token in one block, ms; infinite for a server that is
+    key: the name of the model's key. cost: the claimed time of a token in one block, ms; infinite for a server that is
     not to be found any more.
     """
 
@@ -70,9 +70,10 @@ class Facts:
     model: Place
     key: str = ""
     cost: float = 1.0
+    blocks: tuple[int, int] = (0, 1)
 
     def span_at(self, depth: int) -> Place:
-        """Return the place of the span `depth` levels below its key, for where that is full."""
+        """Return the place of the span `depth` levels below the model's key, for where that is full."""
         if not depth:
             return self.span
         key = key_id("/".join((self.key, *branch_of(self.owner)[:depth])))
@@ -123,7 +124,7 @@ class RecordGate:
         raise RecordError("misplaced: the record belongs under another key")
 
     def admit_span(self, key: bytes, data: bytes) -> Entry:
-        """Check a record that came without its place. Raises RecordError."""
+        """Check a record that came without its place, under a key of its model. Raises RecordError."""
         facts = self.facts(data)
         for place in facts.spans():
             if place.key == key:
@@ -153,7 +154,7 @@ class RecordGate:
         if not self._access.admits(record.peer_id):
             raise RecordError(f"owner: {record.peer_id} is not on this side's list of allowed peers")
         scope, subkey = self.seal.scope, self.seal.subkey
-        key = intern(span_key(scope, record.root, record.blocks.start))  # one string for all records of a key
+        key = intern(span_key(scope, record.root))  # one string for all records of a model
         facts = Facts(
             owner=record.public_key,
             issued=record.issued,
@@ -162,6 +163,7 @@ class RecordGate:
             model=Place(key_id(model_key(scope, record.model)), subkey(model_subkey(record)), record.expires),
             key=key,
             cost=claimed_cost(record),
+            blocks=record.blocks,
         )
         self._verified[digest] = facts
         if len(self._verified) > self.limits.verified_max:

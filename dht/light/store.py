@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from swarm.access import EVERYBODY, Access
 from swarm.dht.arrival import Arrival, Greeting
 from swarm.dht.asking import found_in, request_of
-from swarm.dht.fetch import read_sample
+from swarm.dht.fetch import Reading
 from swarm.dht.format import CALLS, peers_named
 from swarm.dht.light.limits import ReaderLimits
 from swarm.dht.messages import FindResponse, PingRequest, PingResponse
@@ -129,8 +129,9 @@ class LightStore:
         if sample is None:
             found = await search([key_id(key) for key in keys], None)
             return {key: found[key_id(key)] for key in keys}
-        searcher = self._searcher
-        return await read_sample(keys, sample, search, searcher.ask, on_entries, searcher.source, len(keys) or 1)
+        (key,) = keys
+        reading = Reading(self._searcher, search, lambda: list(self._nodes), on_entries, CALLS.keys_max)
+        return await reading.read(key, sample)
 
     async def close(self) -> None:
         """End the calls that are still under way."""
@@ -156,7 +157,7 @@ class LightStore:
             for other in peers_named(result.nearest_peer_ids):
                 self._remember(self._namers, other, peer)
             async with self._verifying:  # many answers at once must not each take a slice of one turn of the loop
-                found.append(await found_in(self.gate, key, result))
+                found.append(await found_in(self.gate, key, result, len(data) // len(asks)))
         return found
 
     # --- calls -------------------------------------------------------------------------------------------------------

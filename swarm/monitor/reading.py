@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from swarm.dht.directory import Directory, ModelEntry
-from swarm.dht.records import RECORD, Announcement
+from swarm.dht.records import Announcement
 from swarm.errors import NetworkError, SwarmError
 from swarm.limits import limit
 from swarm.monitor.assess import KnownModel
@@ -26,7 +26,6 @@ class ReadingLimits:
     """How much one reading looks at."""
 
     timeout_s: float = limit(25.0, "s", "a reading that takes longer has failed")
-    keys_max: int = limit(2048, "keys", "of models in the DHT; models beyond, the longest, are not looked up")
     surveys_max: int = limit(2, "models", "looked up at one time")
     records_max: int = limit(16384, "records", "kept; the rest is left out")
 
@@ -43,7 +42,7 @@ async def read(directory: Directory, known: Mapping[str, KnownModel], limits: Re
     """Read everything once. known: models that were served lately. Raises NetworkError, RecordError."""
     try:
         async with asyncio.timeout(limits.timeout_s):
-            return await _records(directory, choose(await directory.models(), known, limits), limits)
+            return await _records(directory, choose(await directory.models(), known), limits)
     except TimeoutError:
         raise DirectoryTimeout(limits.timeout_s) from None
 
@@ -70,22 +69,18 @@ async def _records(directory: Directory, chosen: Sequence[ModelEntry], limits: R
     return Found(tuple(records[: limits.records_max]), tuple(sorted(others)))
 
 
-def choose(
-    entries: Sequence[ModelEntry], known: Mapping[str, KnownModel], limits: ReadingLimits = ReadingLimits()
-) -> list[ModelEntry]:
-    """Choose the models to look up: those that were served lately first, the rest while there is room for their keys.
+def choose(entries: Sequence[ModelEntry], known: Mapping[str, KnownModel]) -> list[ModelEntry]:
+    """Choose the models to look up: those that were served lately first, the rest while there is room.
 
     Any peer can announce names; a flood of them must not push out the models that work.
     """
     chosen: list[ModelEntry] = []
-    keys = 0
     for entry in sorted(
         set(entries), key=lambda e: (known.get(e.root) != KnownModel(e.name, e.n_blocks), e.n_blocks, e)
     ):
         if (entry.root, entry.n_blocks) in {(other.root, other.n_blocks) for other in chosen}:
             continue
-        keys += -(-entry.n_blocks // RECORD.spans_per_key)
-        if len(chosen) == API.models_max or keys > limits.keys_max:
+        if len(chosen) == API.models_max:
             break
         chosen.append(entry)
     return chosen

@@ -28,7 +28,7 @@ from swarm.net.p2p import Daemon, P2PConfig, running_daemon
 from tests.dht.support import LOOPBACK, NETWORK, ROOT, announcement, node, signed
 
 ALICE, BOB, MALLORY = (Identity(name * 32) for name in (b"a", b"b", b"m"))
-KEY = key_id(span_key(NETWORK, ROOT, 0))
+KEY = key_id(span_key(NETWORK, ROOT))
 SUBKEY = packed_text(span_subkey(ALICE.public_key.hex(), (0, 4)))
 MOMENT_S = 0.05  # after a record has expired
 REGULAR = DHTProtocol.IS_REGULAR_VALUE
@@ -233,7 +233,7 @@ async def test_nothing_is_stored_in_anothers_place(tmp_path: Path) -> None:
         mine = announcement(MALLORY)
         data = sign_announcement(mine, MALLORY)
         own = packed_text(span_subkey(MALLORY.public_key.hex(), (0, 4)))
-        elsewhere = key_id(span_key(NETWORK, ROOT, 8))
+        elsewhere = key_id(span_key(NETWORK, "cd" * 32))
         assert await attacker.store(entry(data, mine.expires)) == [False]
         assert await attacker.store(entry(data, mine.expires, key=elsewhere, subkey=own)) == [False]
         assert await attacker.store(entry(data, mine.expires, subkey=own), in_cache=True) == [False]

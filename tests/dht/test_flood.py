@@ -26,7 +26,7 @@ from tests.support.often import rest_is_long
 
 Store = tuple[bytes, bytes, bytes, float]  # key, subkey, value, expiry as the stranger claims them
 NOW = 1_800_000_000.0
-KEY = key_id(span_key(NETWORK, ROOT, 0))
+KEY = key_id(span_key(NETWORK, ROOT))
 ROUNDS = 5  # between which the honest ones refresh their records
 COUNTS = pytest.mark.parametrize("count", rest_is_long([1000, 10_000], [1000]))
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 def store(owner: Identity, data: bytes, expires: float, start: int = 0, root: str = ROOT) -> Store:
-    key = key_id(span_key(NETWORK, root, start))
+    key = key_id(span_key(NETWORK, root))
     return key, packed_text(span_subkey(owner.public_key.hex(), (start, start + 4))), pack_value(data), expires
 
 

@@ -20,7 +20,7 @@ PUBLIC, HIDDEN, LOOK_UPS = 5, 200, 10
 NOW = 1_800_000_000.0
 ROUNDS = 2  # of announcements
 CALLS_A_SERVER = 5.0  # that a node takes within `refresh_s` from one hidden server (docs/directory.md)
-KEY = key_id(span_key(NETWORK, ROOT, 0))
+KEY = key_id(span_key(NETWORK, ROOT))
 
 
 @dataclass(frozen=True, repr=False)

@@ -83,8 +83,8 @@ async def test_record_goes_below_where_most_nodes_refuse_it(full: int, below: bo
             other = Identity(name * 32)
             server = Directory(nodes[-1], identity=other, network=NETWORK, clock=lambda: NOW)
             await server.announce(announcement(other, now=NOW))
-            assert i or any(node.storage.entries(key_id(span_key(NETWORK, ROOT, 0))) for node in nodes)
+            assert i or any(node.storage.entries(key_id(span_key(NETWORK, ROOT))) for node in nodes)
         branch = branch_of(owner.public_key.hex())[: int(below)]
-        key = key_id(span_key(NETWORK, ROOT, 0, branch))
+        key = key_id(span_key(NETWORK, ROOT, branch))
         holding = [n for n in nodes if owner.public_key.hex() in {e.facts.owner for e in n.storage.entries(key)}]
         assert len(holding) >= 6

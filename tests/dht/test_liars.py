@@ -23,7 +23,7 @@ from tests.support.often import rest_is_long
 NODES, LIARS, READERS = 100, 20, 8
 OFTEN = {Lie.FORGED}  # every lie is among those of the look-ups
 AT_ONCE = 50  # look-ups
-KEY = key_id(span_key(NETWORK, ROOT, 0))
+KEY = key_id(span_key(NETWORK, ROOT))
 
 
 @dataclass(frozen=True, repr=False)

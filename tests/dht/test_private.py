@@ -56,7 +56,7 @@ async def test_a_stranger_that_has_the_bytes_reads_no_record(access: Access) -> 
     await directory(private, ALICE).announce(announcement(ALICE))
     ((data, *_), *_) = [
         [entry.data for entry in private.storage.entries(key_id(key))]
-        for key in (span_key(private.gate.seal.scope, ROOT, 0), model_key(private.gate.seal.scope, "org/model"))
+        for key in (span_key(private.gate.seal.scope, ROOT), model_key(private.gate.seal.scope, "org/model"))
     ]
     for secret in (ROOT.encode(), ALICE.public_key.hex().encode(), b"org/model", b"127.0.0.1:4000", b"network"):
         assert secret not in data
@@ -69,9 +69,9 @@ async def test_a_stranger_cannot_tell_where_a_model_is_kept(access: Access) -> N
     private = store(OURS)
     await directory(private, ALICE).announce(announcement(ALICE))
     outside = RecordGate(NETWORK, time.time, access).seal
-    for key in (span_key(outside.scope, ROOT, 0), model_key(outside.scope, "org/model")):
+    for key in (span_key(outside.scope, ROOT), model_key(outside.scope, "org/model")):
         assert private.storage.entries(key_id(key)) == ()
-    (held,) = private.storage.entries(key_id(span_key(private.gate.seal.scope, ROOT, 0)))
+    (held,) = private.storage.entries(key_id(span_key(private.gate.seal.scope, ROOT)))
     assert held.place.subkey != outside.subkey(span_subkey(ALICE.public_key.hex(), (0, 4)))
     assert ALICE.public_key.hex()[:16] not in held.place.subkey
 
@@ -82,12 +82,12 @@ def test_a_strangers_record_fails_validation_wherever_it_is_put(access: Access) 
     now = time.time()
     stored = theirs.seal.close(signed(MALLORY, now=now))
     for seal in (ours.seal, theirs.seal):  # even where it has learnt our places
-        key = key_id(span_key(seal.scope, ROOT, 0))
+        key = key_id(span_key(seal.scope, ROOT))
         subkey = packed_text(seal.subkey(span_subkey(MALLORY.public_key.hex(), (0, 4))))
         with pytest.raises(RecordError, match="seal"):
             ours.admit(key, subkey, pack_value(stored), now + 60)
     accepted = ours.seal.close(signed(ALICE, now=now))
-    key = key_id(span_key(ours.seal.scope, ROOT, 0))
+    key = key_id(span_key(ours.seal.scope, ROOT))
     subkey = packed_text(ours.seal.subkey(span_subkey(ALICE.public_key.hex(), (0, 4))))
     assert ours.admit(key, subkey, pack_value(accepted), now + 60).data == accepted
 
@@ -145,7 +145,7 @@ async def test_over_the_network_a_stranger_reads_no_record_and_stores_none(tmp_p
         assert len(await directory(boot).servers(ROOT, 12)) == 1
         async with node(tmp_path, "mallory", access, boot.addresses, MALLORY) as mallory:
             assert (await directory(mallory).survey(ROOT, 12)).servers == ()
-            (held,) = boot.storage.entries(key_id(span_key(boot.gate.seal.scope, ROOT, 0)))
+            (held,) = boot.storage.entries(key_id(span_key(boot.gate.seal.scope, ROOT)))
             ours, theirs = boot.gate, mallory.gate
             stored = theirs.seal.close(signed(MALLORY))
             facts = theirs.facts(stored)

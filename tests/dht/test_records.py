@@ -18,11 +18,10 @@ from swarm.dht.records import (
     open_envelope,
     packed_text,
     sign_announcement,
-    span_keys,
 )
 from swarm.errors import RecordError, RecordExpired
 from swarm.identity import SIGNATURE_BYTES, Identity
-from tests.dht.support import NETWORK, ROOT, announcement, signed
+from tests.dht.support import NETWORK, announcement, signed
 
 NOW = 1_800_000_000.0
 ALICE, MALLORY = Identity(b"a" * 32), Identity(b"m" * 32)
@@ -217,11 +216,6 @@ def test_a_full_announcement_fits_and_a_larger_one_is_refused() -> None:
         sign_announcement(
             announcement(ALICE, now=NOW, addresses=("h" * 60 + ".x" * 30 + ":1",) * 8, extra="x" * 600), ALICE
         )
-
-
-def test_a_large_model_has_sixteen_keys() -> None:
-    assert len(set(span_keys(NETWORK, ROOT, 128))) == 16
-    assert len(span_keys(NETWORK, ROOT, 12)) == 2
 
 
 @given(text)

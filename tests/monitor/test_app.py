@@ -29,9 +29,9 @@ from swarm.monitor.assess import KnownModel
 from swarm.monitor.contacts import Answer, ContactLimits
 from swarm.monitor.gateways import GatewayLimits
 from swarm.monitor.history import Database, ProbeResult
-from swarm.monitor.reading import ReadingLimits, choose
+from swarm.monitor.reading import choose
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
-from swarm.monitor.state import Health, History, ModelDetail, State, Way
+from swarm.monitor.state import API, Health, History, ModelDetail, State, Way
 from swarm.net.address import ViaAnchor
 from swarm.protocol.meeting import AnchorLoad
 from tests.dht.support import NETWORK, ROOT, announcement
@@ -221,11 +221,11 @@ async def test_before_the_first_reading_the_page_is_there_and_not_healthy(world)
 
 
 async def test_models_of_late_are_looked_up_first_and_a_flood_of_names_is_bounded(world):
-    entries = [ModelEntry(f"m{i}", f"{i:064x}", 4096) for i in range(100)]
+    entries = [ModelEntry(f"m{i}", f"{i:064x}", 4096) for i in range(2 * API.models_max)]
     known = {entries[90].root: KnownModel("m90", 4096)}
     chosen = choose(entries, known)
     assert chosen[0] == entries[90]
-    assert len(chosen) == ReadingLimits().keys_max // 512
+    assert len(chosen) == API.models_max
 
 
 async def test_every_metric_of_the_dashboard_and_the_alerts_exists(world):

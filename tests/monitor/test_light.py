@@ -40,7 +40,7 @@ async def printed(module: str, *arguments: str, **env: str) -> dict[str, Any]:
 
 def plant(into: SwarmNode, data: bytes, public_key: str, expires: float) -> None:
     """Put bytes into a node's storage past its gate, as a node that lies would."""
-    place = Place(key_id(span_key(NETWORK, ROOT, 0)), span_subkey(public_key, (0, 4)), time.time() * 1000)
+    place = Place(key_id(span_key(NETWORK, ROOT)), span_subkey(public_key, (0, 4)), time.time() * 1000)
     facts = Facts(public_key, time.time(), expires, place, place)
     into.storage.put(Entry(data, facts, place))
 

@@ -15,7 +15,7 @@ from tests.dht.support import NETWORK, ROOT, signed
 from tests.fuzz.parsers.base import ALICE, NOW, SECRET, Opened, Parser, awaited, run
 
 RECORD = signed(ALICE, now=NOW, addresses=("192.0.2.7:4000", "[2001:db8::1]:4000"), rtts=(("0123456789abcdef", 1.5),))
-KEY = key_id(span_key(NETWORK, ROOT, 0))
+KEY = key_id(span_key(NETWORK, ROOT))
 SUBKEY = packed_text(span_subkey(ALICE.public_key.hex(), (0, 4)))
 
 
@@ -54,7 +54,7 @@ def _opened_entry(value: bytes) -> Opened:
 
 def _read_private_entry(value: bytes) -> object:
     gate = gate_of(Access(SECRET))
-    key = key_id(span_key(gate.seal.scope, ROOT, 0))
+    key = key_id(span_key(gate.seal.scope, ROOT))
     return gate.admit(key, packed_text(gate.seal.subkey(span_subkey(ALICE.public_key.hex(), (0, 4)))), value, NOW + 60)
 
 
