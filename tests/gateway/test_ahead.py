@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from swarm.client.speculation.drafts import Lookup
 from swarm.client.speculation.limits import PaceLimits
 from swarm.gateway import ahead as ahead_module
-from swarm.gateway.ahead import GuessLimits
+from swarm.gateway.ahead import Guessing, GuessLimits
 from swarm.gateway.answering import Model
 from swarm.gateway.chat import Chat, Completion, Finished, Text
 from swarm.gateway.engine import EngineLimits
@@ -241,6 +241,15 @@ async def test_many_streams_guess_nothing_and_one_that_is_left_does(swarm, full)
             assert engine.guessing.sent == 0
             await run(engine, replace(asked[0], tokens_max=16, owner="another"))
             assert engine.guessing.kept > 0
+
+
+def test_one_stream_more_than_the_limit_fills_an_engine():
+    guessing = Guessing(Lookup, GuessLimits(streams_max=2))
+    with guessing.stream(), guessing.stream():
+        assert not guessing.is_crowded
+        with guessing.stream():
+            assert guessing.is_crowded
+    assert guessing.streams == 0
 
 
 async def test_busy_hops_get_no_guesses(swarm, full, monkeypatch):

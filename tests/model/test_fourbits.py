@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
 from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed
-from swarm.model.integer import IntegerFormat, integers_of, matrices_in, split, to_integers
+from swarm.model.integer import IntegerFormat, integers_of, is_supported, matrices_in, split, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.packed import Segment
 from swarm.model.quantising import quantisation_for
@@ -277,6 +278,27 @@ def test_a_second_start_has_the_same_bits_and_notices_a_flipped_one(family_dir, 
     with caplog.at_level(logging.WARNING):
         assert torch.equal(load(), first)
     assert f"{path} is damaged" in caplog.text
+
+
+@pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
+def test_a_cache_of_int8_is_never_read_as_int4(family_dir, tmp_path):
+    """One folder has both. A file of the one in the place of the other is rounded anew."""
+
+    def load(quantize):
+        cache = WeightCache(tmp_path, WeightCacheLimits(free_bytes_min=0))
+        span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 2), quantize=quantize, rounded=cache)
+        assert integers_of(span.model) == quantize
+        return through(span, random(1, 24, span.hidden_size).to(span.dtype))
+
+    expected = {weights: load(weights) for weights in ("int8", "int4")}
+    assert not torch.equal(*expected.values())
+    assert all(torch.equal(load(weights), output) for weights, output in expected.items())
+    eight, four = sorted(tmp_path.rglob("*.safetensors"), key=lambda path: path.parent.name, reverse=True)
+    assert (eight.parent.name, four.parent.name) == ("float32+int8", "float32+int4")
+    four.unlink()
+    shutil.copy(eight, four.parent)
+    assert torch.equal(load("int4"), expected["int4"])
+    assert list(four.parent.iterdir()) == [four]
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gpt2"])
