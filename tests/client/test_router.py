@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from swarm.blocks import Blocks
+from swarm.client.planning.route import process_of
 from swarm.client.planning.router import Reading, Router, RouterLimits, Wanted, reading_for
 from swarm.client.session.avoidance import Avoidance
 from swarm.client.session.membership import Membership
@@ -103,13 +104,15 @@ def test_age_and_purpose_decide_whether_a_plan_reads(age_s, repairing, fresh, re
 
 
 async def test_the_process_that_failed_longest_ago_is_taken_first():
-    first, second, third = (server(0, 6, tps=rate) for rate in (100.0, 10.0, 1.0))
-    router, _, avoidance = router_of(first, second, third)
+    servers = [server(0, 6, tps=rate) for rate in (100.0, 10.0, 1.0)]
+    router, _, avoidance = router_of(*servers)
     (process_of_first,) = [hop.process for hop in await router.plan(Blocks(0, 6))]
     processes = [process_of_first]
     for _ in range(2):
         (hop,) = await router.plan(Blocks(0, 6), processes)
         processes.append(hop.process)
+    named = {process_of(signed.announcement): signed for signed in servers}
+    first, second, third = (named[process] for process in processes)  # the faster two cost the same
     assert await planned(router) == [first]
     for process in (processes[1], processes[2], processes[0]):  # each of them, a moment apart
         avoidance.failed(process)
