@@ -50,7 +50,8 @@ def round_ends(model: PreTrainedModel, traits: Traits, limits: RoundedLimits = R
     exact = _logits(model, traits)
     integers, scales = rounded(head.weight)
     are_tied = head.weight is embeddings.weight
-    to_integers(head, rounded=[IntegerMatrix(integers, scales)])
+    matrix = IntegerMatrix(integers, scales)
+    to_integers(head, rounded=[matrix])
     if type(embeddings) is nn.Embedding and embeddings.max_norm is None:
         kept = (integers, scales) if are_tied else rounded(embeddings.weight)
         vars(embeddings)["integers"] = kept
@@ -60,7 +61,7 @@ def round_ends(model: PreTrainedModel, traits: Traits, limits: RoundedLimits = R
     if not float((logits - exact).norm() / exact.norm()) < limits.far:  # NaN where a family goes around the modules
         raise BadConfiguration("head", "the family uses the head's weight in a way of its own, so it cannot be int8")
     width = sum(part.nbytes for part in vars(embeddings).get("integers", ())) or embeddings.weight.nbytes
-    return head.integers[0].n_bytes, width
+    return matrix.n_bytes, width
 
 
 def _logits(model: PreTrainedModel, traits: Traits) -> Tensor:
