@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from hivemind.p2p import PeerID
 
 from swarm.dht.directory import Directory
 from swarm.dht.node import SwarmNode
@@ -26,6 +27,7 @@ from swarm.dht.sampling import (
     tail_of,
     unpacked,
 )
+from swarm.dht.search import position
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry, RecordGate
 from swarm.identity import Identity
@@ -55,7 +57,7 @@ def keys_of(found: Sequence[Entry]) -> list[str]:
 
 @asynccontextmanager
 async def swarm(n_nodes: int, held: Sequence[Entry]) -> AsyncIterator[tuple[MemoryNetwork, list[SwarmNode], SwarmNode]]:
-    """Nodes that have met and hold the same records, and a reader."""
+    """Nodes that have met, each key's records at the nodes near it, and a reader."""
     source, network = random.Random(1), MemoryNetwork()
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(
@@ -66,8 +68,9 @@ async def swarm(n_nodes: int, held: Sequence[Entry]) -> AsyncIterator[tuple[Memo
             own = Identity(source.randbytes(32))
             joining = network.node(*first.addresses, identity=own, seed=i, clock=lambda: NOW)
             nodes.append(await stack.enter_async_context(joining))
-        for node in nodes:
-            for entry in levelled(held):
+        for entry in levelled(held):
+            place = int.from_bytes(entry.place.key)
+            for node in sorted(nodes, key=lambda node: place_of_peer(node) ^ place)[:13]:
                 node.storage.put(entry)
         reader = await stack.enter_async_context(network.node(*first.addresses, client=True, clock=lambda: NOW))
         yield network, nodes, reader
@@ -82,6 +85,10 @@ def levelled(held: Sequence[Entry]) -> list[Entry]:
         room[place.key] += 1
         placed.append(Entry(entry.data, entry.facts, place))
     return placed
+
+
+def place_of_peer(node: SwarmNode) -> int:
+    return position(PeerID.from_base58(node.peer_id).to_bytes())
 
 
 def directory(of: SwarmNode) -> Directory:

@@ -51,7 +51,7 @@ def admit(gate: RecordGate, data: bytes, **changes: object) -> Entry:
 
 
 def test_a_record_is_admitted_in_its_two_places_only(gate: RecordGate, clock: Clock) -> None:
-    data, other = signed(ALICE, now=clock.now), gate.facts(signed(BOB, 8, 12, now=clock.now))
+    data, other = signed(ALICE, now=clock.now), gate.facts(signed(BOB, 8, 12, now=clock.now, root="cd" * 32))
     facts = gate.facts(data)
     assert admit(gate, data).place == facts.span
     assert admit(gate, data, key=facts.model.key, subkey=packed_text(facts.model.subkey)).place == facts.model
