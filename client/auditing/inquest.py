@@ -37,7 +37,9 @@ Outputs = Mapping[int, Tensor]
 class InquestLimits:
     """How far an audit goes."""
 
-    references_max: int = limit(6, "routes", "that may contradict themselves; then the session's servers are doubted")
+    references_max: int = limit(
+        6, "routes", "that may contradict themselves; then nothing shows which servers are wrong"
+    )
     thirds_max: int = limit(5, "holders", "that are asked who is right, where the ones before differ from all others")
     repeats_min: int = limit(
         4, "replays", "in which a server differs each time, and each time in another way, is wrong"
@@ -104,8 +106,8 @@ def inquest(claim: Replay, agree: Agree, limits: InquestLimits = InquestLimits()
     if agree(claim, reference):  # a hop of both routes shows nothing: it may be wrong in both
         return Verdict(cleared=processes_of(route) ^ processes_of(reference.route))
     base, fickle = yield from _steady(reference, route, agree, limits)
-    if base is None:
-        return Verdict(doubted=processes_of(suspects))
+    if base is None:  # a doubt of the session would let unsteady references frame a server of several sessions
+        return Verdict(unclear=processes_of((*suspects, *fickle)))
     if agree(claim, base):
         suspects = []
     found = yield from _accusations((*suspects, *fickle), base, agree, limits)
@@ -163,15 +165,16 @@ def _steady(
 ) -> Generator[Ask, Replay | None, tuple[Replay | None, tuple[Hop, ...]]]:
     """Return a reference that repeats itself, or None, and the hops of those that did not."""
     fickle: tuple[Hop, ...] = ()
-    found: Replay | None = reference
-    for _ in range(limits.references_max):
-        if found is None:
-            break
+    found = reference
+    for left in reversed(range(limits.references_max)):
         again = yield Ask(found.route)
         if again is not None and agree(again, found):
             return found, fickle
         fickle += tuple(hop for hop in found.route if hop.process not in processes_of(route))
-        found = yield Ask(without=processes_of((*route, *fickle)))
+        other = (yield Ask(without=processes_of((*route, *fickle)))) if left else None
+        if other is None:
+            break
+        found = other
     return None, fickle
 
 

@@ -136,10 +136,19 @@ def test_a_reference_that_contradicts_itself_gives_way_and_its_server_is_found()
     assert not verdict.doubted
 
 
-def test_where_all_references_contradict_themselves_the_sessions_servers_are_doubted():
-    others = tuple(hop(0, 12) for _ in range(20))
+def test_where_all_references_contradict_themselves_nothing_shows_which_servers_are_wrong():
+    others = tuple(hop(0, 12) for _ in range(6))
     world = Random((*ROUTE, *others), (*others, A))
-    assert world.verdict(ROUTE) == Verdict(doubted=names(*ROUTE))
+    assert world.verdict(ROUTE) == Verdict(unclear=names(*ROUTE, *others))
+
+
+def test_references_that_contradict_themselves_frame_no_server_of_several_sessions():
+    ledger = Ledger()
+    for _ in range(4):
+        others = tuple(hop(0, 12) for _ in range(6))
+        route = (A, *(hop(h.blocks.start, h.blocks.stop) for h in ROUTE[1:]))
+        assert not ledger.note(Random((*route, *others), others).verdict(route))
+    assert ledger.audits.wrong == ()
 
 
 def test_a_third_holder_that_differs_from_both_gives_way_to_the_next():
