@@ -1,4 +1,4 @@
-"""What the benchmarks share: a tiny checkpoint, interleaved samples, a table, and JSON with everything in it."""
+"""Parts that benchmarks share: a tiny checkpoint, interleaved samples, a table, and JSON with everything in it."""
 
 import json
 import os
@@ -66,7 +66,7 @@ class ByHand(Router):
         return router
 
     async def servers_in_turn(self, peers: Sequence[str], cuts: Sequence[Blocks]) -> tuple[Hop, ...]:
-        """Return the route that runs `cuts[i]` on `peers[i]`, from what they announce."""
+        """Return the route that runs `cuts[i]` on `peers[i]`, from their announcements."""
         survey = await self.surveys.read()
         known = {signed.announcement.peer_id: signed for signed in survey.servers}
         return tuple(Hop(known[peer], blocks) for peer, blocks in zip(peers, cuts, strict=False))
@@ -88,7 +88,7 @@ class ByHand(Router):
 
 
 def decoder_step(model: PreTrainedModel, cache: object, prompt: Tensor) -> Callable[[], None]:
-    """Prefill, and return what computes one more token, greedily."""
+    """Prefill, and return a function that computes one more token, greedily."""
 
     def forward(tokens: Tensor) -> Tensor:
         logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -111,7 +111,7 @@ def even_cuts(n_blocks: int, hops: int) -> list[Blocks]:
 
 @dataclass(slots=True)
 class Samples:
-    """What was measured of one thing, in milliseconds."""
+    """The measurements of one thing, in milliseconds."""
 
     name: str
     ms: list[float] = field(default_factory=list)
@@ -139,7 +139,7 @@ def interleaved(count: int, works: dict[str, Callable[[], object]]) -> dict[str,
 
 
 def cpu_ms(pids: Sequence[int]) -> list[float]:
-    """What each process has computed so far, all threads together: waiting for a busy machine does not count."""
+    """Return each process's computing time so far, all threads together. Waiting for a busy machine does not count."""
     return [
         sum(int(task.joinpath("schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
         / 1e6
@@ -157,7 +157,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def write_json(path: Path | None, name: str, seed: int, samples: Sequence[Samples], **more: object) -> Path:
-    """Write what was measured, raw; by default into benchmarks/results. Returns where."""
+    """Write the measurements, raw; by default into benchmarks/results. Returns where."""
     commit = _commit()
     if path is None:
         path = RESULTS / f"{name}-{commit[:8]}-{time.strftime('%Y%m%d-%H%M%S')}.json"

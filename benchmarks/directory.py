@@ -1,12 +1,12 @@
-"""What a large swarm's directory costs: bytes of a plan's look-up, messages per node, and the routes that samples give.
+"""The costs of a large swarm's directory: bytes of a plan's look-up, messages per node, and routes from samples.
 
     python benchmarks/directory.py [--servers 1000] [--nodes 100] [--look-ups 24] [--model] [--check] [--json PATH]
     python benchmarks/directory.py --model --measured PATH
 
 Part one runs production nodes and directories over a network in memory, on a virtual clock: servers of one model of 80
 blocks announce, then clients look up for plans, and once more when a fifth of the nodes lie. Part two,
---model, computes 10,000 servers and 100,000 clients from what part one measured (`directory_model.py`), or from what an
-earlier run did. No figure is a time that a processor took.
+--model, computes 10,000 servers and 100,000 clients from part one's measurements (`directory_model.py`), or from those
+of an earlier run. No figure is a time that a processor took.
 """
 
 import argparse

@@ -30,7 +30,7 @@ ANSWER_BYTES = 40  # of an answer, beside its records
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the model assumes of a large swarm's members."""
+    """The model's assumptions about a large swarm's members."""
 
     plan_every_s: float = 600.0  # a client reads the directory for a plan, on average
     servers_read_every_s: float = 600.0  # a server reads a sample for its round trips
@@ -40,7 +40,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the run gave. search_bytes: of the search for one key. search_calls: the same.
+    """The figures of the run. search_bytes: of the search for one key. search_calls: the same.
 
     message_share: messages of one announcement at one of its keepers.
     """
@@ -51,7 +51,7 @@ class Measured:
 
     @classmethod
     def of(cls, figures: dict[str, dict[str, float]]) -> Self:
-        """Take what the model needs from a run's figures."""
+        """Take the model's input from a run's figures."""
         loads, search = figures["announcements, messages a second"], figures["a search for one key"]
         share = loads["a server"] * RECORD.refresh_s / loads["keepers of a record"]
         return cls(search["bytes, median"], search["calls, median"], share)
@@ -82,7 +82,7 @@ class Network:
         return [peer for _, peer in sorted(some, key=lambda one: one[0] ^ place)]
 
     def radius(self) -> int:
-        """Return what a node takes for the radius: the widest of a few samples."""
+        """Return the radius that a node assumes: the widest of a few samples."""
         samples = [self.draw.getrandbits(160) for _ in range(SearchLimits().samples)]
         return max(self.places[self.nearest(place)[SearchLimits().expected - 1]] ^ place for place in samples)
 
@@ -183,7 +183,7 @@ def _announced(keys: Mapping[str, list[Entry]], network: Network, measured: Meas
 
 
 async def _look_up(network: Network, measured: Measured, first: int, n_blocks: int) -> Result:
-    """Return what a reader finds that does not know the model yet. first: records under the model's first key."""
+    """Return the findings of a reader that does not know the model yet. first: records under the model's first key."""
     place = key_id(span_key(NETWORK, ROOT))
     around = network.keepers(span_key(NETWORK, ROOT))
     searcher = Searcher(network.call, network.draw)

@@ -1,7 +1,7 @@
-"""What `directory.py` measures: production nodes and directories over a network in memory, on a virtual clock.
+"""The swarm of `directory.py`: production nodes and directories over a network in memory, on a virtual clock.
 
 Nodes, searches, samples, records and their levels are the product's. Left out: p2pd, time on the wire, and the upkeep
-of routing tables. All nodes share one memory of verified signatures, because what is counted is messages and bytes.
+of routing tables. All nodes share one memory of verified signatures, because only messages and bytes count.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ class Publisher:
 
 @dataclass(slots=True)
 class LookUps:
-    """What look-ups for plans cost and found, one number for each."""
+    """Costs and findings of look-ups for plans, one number for each."""
 
     bytes: list[int] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
@@ -249,7 +249,7 @@ class Swarm:
     async def read(self) -> None:
         """Let all servers know about as many others as a reader's sample has: then they announce the name less often.
 
-        Each would read for itself; here they take the number from what one plan's bytes hold.
+        Each would read for itself; here they take the number from the records of one plan's bytes.
         """
         seen = min(len(self.announcements), SAMPLING.plan_bytes // 640)
         for directory in self.directories:

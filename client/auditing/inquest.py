@@ -8,7 +8,7 @@ it stood: a third holder of the same blocks says which side is right.
 
     third == before      the one that was put in computes wrongly, if it is wrong again and again
     third == with it     those in whose place it stood do
-    third == a third     both sides do: two that are independent say what is right
+    third == a third     both sides do: two that are independent agree on other outputs
     no third             one of the two sides does
     all differ           several do, and nothing says which
 
@@ -40,7 +40,9 @@ class InquestLimits:
     references_max: int = limit(
         6, "routes", "that may contradict themselves; then nothing shows which servers are wrong"
     )
-    thirds_max: int = limit(5, "holders", "that are asked who is right, where the ones before differ from all others")
+    thirds_max: int = limit(
+        5, "holders", "that are asked which side is right, where the ones before differ from all others"
+    )
     repeats_min: int = limit(
         4, "replays", "in which a server differs each time, and each time in another way, is wrong"
     )
@@ -64,11 +66,11 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an audit has shown, by processes.
+    """The findings of an audit, by processes.
 
     cleared: they agree with independent ones. wrong: two independent holders contradict it. doubted: one of them
     computed wrongly. unclear: several of them did, so that it says little of any one. alike: of a dispute, those that
-    made no difference in each other's place. That shows less, because a liar behind them may ignore what it gets. A
+    made no difference in each other's place. That shows less, because a liar behind them may ignore its input. A
     verdict of nothing says that no other server could be asked.
     """
 
@@ -96,7 +98,7 @@ Inquest = Generator[Ask, Replay | None, Verdict]
 def inquest(claim: Replay, agree: Agree, limits: InquestLimits = InquestLimits()) -> Inquest:
     """Ask for replays, one after the other; a replay that cannot be had is None. Returns the verdict.
 
-    claim: what the session's route has answered. agree: whether outputs are of the same computation.
+    claim: the answers of the session's route. agree: whether outputs are of the same computation.
     """
     route = claim.route
     reference = yield from _reference(route)
@@ -229,7 +231,7 @@ def _third(
 
 
 def _contradicted(rivals: frozenset[str]) -> Verdict:
-    """Return the verdict on hops that two independent holders contradict: it is clear who is wrong if they are one."""
+    """Return the verdict on hops that two independent holders contradict: a single one is wrong."""
     return Verdict(wrong=rivals) if len(rivals) == 1 else Verdict(doubted=rivals)
 
 

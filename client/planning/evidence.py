@@ -1,4 +1,4 @@
-"""What one client has learned of servers, beside what they claim. Values only: `Router` keeps the latest."""
+"""The experience that one client has of servers, beside their claims. Values only: `Router` keeps the latest."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ Edge = tuple[Key, Key]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a session has shown of its route.
+    """The findings of one session about its route.
 
     blocks: the time in ms of one token in one block of each process, at most. trips: of one way between two, at most.
     """
@@ -39,7 +39,7 @@ class EvidenceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What use and audits have shown of some processes.
+    """The findings of sessions and audits about some processes.
 
     blocks, trips: as in `Shown`, by the latest session through each. confirmed: processes whose outputs an audit has
     found right. All the latest last. salt: decides the order of servers that cost the same. It differs from client to
@@ -57,7 +57,7 @@ class Evidence:
         return hashlib.blake2b(announcement.public_key.encode(), digest_size=8, key=self.salt).digest()
 
     def used(self, shown: Shown, salt: bytes) -> "Evidence":
-        """Take what a session has shown.
+        """Take a session's findings.
 
         salt: a fresh one. It counts where a process is new to this client, so that the next route tries others of those
         that cost the same. A route that shows nothing new is kept: its servers may have kept a prompt's beginning.
@@ -89,6 +89,6 @@ def edge_of(one: Announcement, other: Announcement) -> Edge:
 
 
 def _latest(known: Mapping[Name, Value], news: Mapping[Name, Value], most: int) -> dict[Name, Value]:
-    """Put news behind what is known, and forget the oldest."""
+    """Put news behind the rest, and forget the oldest."""
     every = {name: value for name, value in known.items() if name not in news} | dict(news)
     return dict(list(every.items())[-most:])

@@ -137,7 +137,7 @@ class Route(Sequence[Hop]):
 
     @property
     def cost_ms(self) -> float:
-        """The estimate, and what plans add to it for hops that no audit has confirmed: the least cost wins."""
+        """The estimate, and the time that plans add to it for hops that no audit has confirmed: the least cost wins."""
         return self.estimate_ms + sum(hop.caution_ms for hop in self.estimates)
 
     @property

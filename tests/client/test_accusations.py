@@ -1,4 +1,4 @@
-"""The course of an inquest, replay by replay: what is asked next, and what each answer shows."""
+"""The course of an inquest, replay by replay: the next question, and the conclusions of each answer."""
 
 from collections.abc import Mapping
 from typing import Any
