@@ -51,18 +51,23 @@ class Reading:
         if search:
             result = (await self.search((place,), sample.salt))[place]
             if not is_full(_claims(result)):
-                left = sample.bytes_max - result.moved
-                fetching = _Fetch(place, result, sample.salt, left, self.on_entries)
-                await fetching.run(self.searcher.ask, self.searcher.source)
-                return result
+                return await self._near(place, result, sample)
         gathering = _Gathering(place, result, sample, self.searcher, self.on_entries)
         await gathering.run(self.known())
         if len(result.entries) > SAMPLING.full_share * RECORD.held_per_key:
             large[place] = now + SAMPLING.large_s
             while len(large) > SAMPLING.larges_max:
                 del large[next(iter(large))]
-        elif not search:  # the model is not large any more, or the nodes that this reader knows are gone
+        elif search:  # the nodes near the key claim what others do not bear out
+            return await self._near(place, result, sample)
+        else:  # the model is not large any more, or the nodes that this reader knows are gone
             return await self._for_plan(key, sample)
+        return result
+
+    async def _near(self, place: bytes, result: Result, sample: Sample) -> Result:
+        """Fetch what the nodes around a key have, with the bytes that are left."""
+        fetching = _Fetch(place, result, sample.salt, sample.bytes_max - result.moved, self.on_entries)
+        await fetching.run(self.searcher.ask, self.searcher.source)
         return result
 
     async def _everybody(self, key: str, sample: Sample) -> dict[str, Result]:
@@ -106,7 +111,7 @@ class _Fetch:
     async def run(self, ask: Asking, source: random.Random) -> None:
         """Ask the nearest nodes, which hold all records, and then others, until the share or the sample is used up."""
         more = set(self.result.more)
-        nodes = [peer for peer in self.result.nodes if peer in more]
+        nodes = [peer for peer in dict.fromkeys(self.result.nodes) if peer in more]
         slices = min(SAMPLING.slices, len(nodes))
         nearest, others = nodes[:slices], nodes[slices:]
         for each in (nearest, others):

@@ -117,6 +117,7 @@ def test_server_that_is_wrong_at_times_is_doubted_and_left(checkpoint):
             swarm.serve(blocks)
 
     with inprocess(checkpoint, "0:2", "4:6") as swarm, audited(swarm) as model:
+        model.backend.membership.router.limits = RouterLimits(survey_fresh_s=0.0, survey_age_s=0.0)
         liar = swarm.serve("2:4", lie=is_off_at_times)
         generate(model, After(3, others))
         assert (model.audits.disputed, model.audits.wrong) == (1, ())

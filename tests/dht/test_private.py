@@ -17,7 +17,7 @@ from swarm.dht.helper import serve_dial_back
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
 from swarm.dht.records import RECORD, key_id, model_key, packed_text, span_key, span_subkey
 from swarm.dht.sealing import SEAL_BYTES, KeyedSeal, Purpose
-from swarm.dht.store import MemoryStore
+from swarm.dht.store import FULL, MemoryStore
 from swarm.dht.validator import Entry, RecordGate, pack_value
 from swarm.errors import RecordError, Unreachable
 from swarm.identity import Identity
@@ -151,7 +151,8 @@ async def test_over_the_network_a_stranger_reads_no_record_and_stores_none(tmp_p
             facts = theirs.facts(stored)
             in_our_place = dataclasses.replace(held.place, rank=facts.span.rank)
             before = len(boot.storage)
-            assert await mallory.put([Entry(stored, facts, facts.span), Entry(stored, facts, in_our_place)]) == (0, 0)
+            put = await mallory.put([Entry(stored, facts, facts.span), Entry(stored, facts, in_our_place)])
+            assert put == (FULL, FULL)  # every node refused
             assert len(boot.storage) == before
             assert [s.announcement.peer_id for s in await directory(boot).servers(ROOT, 12)] == [ALICE.peer_id]
             assert ours.facts(held.data).owner == ALICE.public_key.hex()

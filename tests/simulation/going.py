@@ -22,7 +22,7 @@ from tests.simulation.village import PLAN, Village, finished
 from tests.simulation.world import N_BLOCKS, Host
 
 LIMITS = SessionLimits()
-SCENARIO_S = 600.0  # of virtual time: the longest scenario takes a third of it; one that hangs fails then
+SCENARIO_S = 1200.0  # of virtual time: a session is idle for 900; a scenario that hangs fails then
 
 
 class Going:
