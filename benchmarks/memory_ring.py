@@ -11,7 +11,7 @@ import torch
 from common import Samples
 from torch import Tensor
 
-from swarm.activations import Activations
+from swarm.activations import Activations, NumericClass
 from swarm.blocks import Blocks
 from swarm.client.hf.runtime import LoopThread
 from swarm.client.hf.swarm import WaitingSession
@@ -201,7 +201,7 @@ class _Echo:
     blocks = BLOCKS
     dtype = torch.float32
     device = torch.device("cpu")
-    numeric_class = "float32"
+    numeric_class = NumericClass("float32")
     traits = SimpleNamespace(positions_max=None)
     packs = False
 
