@@ -77,6 +77,7 @@ class ChunkLimits:
     chunk_bytes: int = limit(1 << 20, "bytes", "a message carries no more activations, so that others need not wait")
     chunk_s: float = limit(0.05, "s", "a chunk keeps the slowest hop busy for about so long")
     chunk_tokens_min: int = limit(64, "tokens", "smaller chunks would read all weights for too little")
+    chunks_ahead: int = limit(6, "chunks", "in flight beyond one for each hop; more would only be in others' way")
     positions_to_come: int = limit(128, "positions", "of each row beyond a step, which hops are to have room for")
 
 

@@ -213,7 +213,7 @@ class Session:
         self._travel.send_ahead(chunks, _now() + self._plan.step_timeout_s)
 
     async def _run(self, chunks: Iterator[Chunk], waiting: list[Ticket], tokens: int, deadline: float) -> list[Tensor]:
-        """Send chunks, at most a window of them in flight, and collect the wanted positions of each.
+        """Send chunks, as many at a time as keep all hops busy, and collect the wanted positions of each.
 
         waiting: of those that were sent already.
         """
@@ -223,7 +223,8 @@ class Session:
             try:
                 await self._travel.begin(deadline)
                 for chunk in chunks:
-                    if len(waiting) >= self._travel.steps.window:
+                    busy = len(self._circuit.layout.legs) + self._shared.limits.chunks.chunks_ahead
+                    if len(waiting) >= min(busy, self._travel.steps.window):
                         outputs += await self._travel.collect(waiting.pop(0), deadline)
                     waiting.append(self._travel.steps.put(chunk, deadline))
                 while waiting:
