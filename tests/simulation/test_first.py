@@ -10,6 +10,7 @@ import torch
 
 from swarm.activations import Activations
 from swarm.client.planning.preferences import Preferences
+from swarm.client.session.limits import ChunkLimits
 from swarm.client.session.session import First
 from swarm.errors import PromptTooLong
 from swarm.protocol import messages as wire
@@ -82,6 +83,27 @@ def test_a_long_prompt_goes_on_behind_its_first_chunk() -> None:
         assert ahead.session.repairs == 0
 
     played(scenario, client=small_chunks(8))
+
+
+def test_no_more_chunks_are_in_flight_than_keep_the_hops_busy() -> None:
+    """Behind all chunks of a long prompt the steps of other sessions would wait at a slow first hop."""
+
+    async def scenario(going: Going) -> None:
+        even(going, TRIP_S / 2)
+        first, *_, last = going.hosts
+        numbers, in_flight = counted(first), []
+
+        def sends(_: Any, message: Any, sent: Any) -> list[Any]:
+            if isinstance(message, wire.Output):
+                in_flight.append(len(numbers) - len(in_flight))
+            return [(message, sent)]
+
+        last.process.sends = sends
+        await going.say(40)
+        assert len(in_flight) == 40
+        assert max(in_flight) == len(going.hosts) + ChunkLimits().chunks_ahead
+
+    played(scenario, client=small_chunks(1))
 
 
 def test_a_prompt_that_is_too_long_does_not_travel_ahead() -> None:
