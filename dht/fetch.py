@@ -124,11 +124,12 @@ class _Fetch:
                 return
             looks = [Look(self.salt, part, slices, size) for part in range(slices)]
             wave = zip(nodes[first : first + slices], looks, strict=False)
-            for found in await asyncio.gather(*(ask(peer, self.key, look) for peer, look in wave)):
-                if found is not None:
-                    self._take(found)
+            await asyncio.gather(*(self._one(ask(peer, self.key, look)) for peer, look in wave))
 
-    def _take(self, found: Found) -> None:
+    async def _one(self, answer: Awaitable[Found | None]) -> None:
+        """Take one node's records as soon as they come: others may be silent."""
+        if (found := await answer) is None:
+            return
         before = len(self.result.entries)
         self.result.add(found.entries)
         self.on_entries(found.entries)

@@ -40,7 +40,7 @@ class SamplingLimits:
 
     plan_bytes: int = limit(248 << 10, "bytes", "that the look-up for one plan moves, its search included")
     everybody_bytes: int = limit(16 << 20, "bytes", "of records for readers that need all servers")
-    first_bytes: int = limit(1536, "bytes", "a node with no more than this answers a search with its records at once")
+    first_bytes: int = limit(4096, "bytes", "a node with no more than this answers a search with its records at once")
     distinct: float = limit(0.67, "share", "of the bytes that are for records once; the rest is for second copies")
     slices: int = limit(5, "nodes", "that share in one key's sample; one that lies hides a fifth of it")
     named: int = limit(8, "nodes", "named in one answer: those that the reader does not know yet, nearest first")

@@ -94,7 +94,7 @@ class DialerLimits:
     opening_max: int = limit(512, "peers", "that have not answered yet; the oldest attempt ends for a new one")
     idle_s: float = limit(90.0, "s", "an unused channel waits for its next user: longer than round trips are apart")
     address_after_s: float = limit(0.25, "s", "the next address is tried beside one that is silent for so long")
-    anchor_after_s: float = limit(1.0, "s", "the next anchor is asked beside the way before it")
+    anchor_after_s: float = limit(0.6, "s", "the next anchor is asked beside the way before it")
     answer_s: float = limit(0.5, "s", "a doubted channel may answer a ping when no new one could be opened")
 
 
