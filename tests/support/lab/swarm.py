@@ -135,8 +135,12 @@ class LabSwarm:
                 process.ask_to_stop()
 
     def bootstrap(self, host: Host, *options: str) -> LocalProcess:
-        """Start a bootstrap node on a public host and wait until it is ready; later processes join through it."""
+        """Start a bootstrap node on a public host and wait until it is ready; later processes join through it.
+
+        It takes the place of one that ran there before, which has another identity.
+        """
         address = f"{host.address}:{BOOTSTRAP_PORT}"
+        self.initial_peers = [peer for peer in self.initial_peers if f"/{host.address}/" not in peer]
         arguments = ("--listen", f"0.0.0.0:{BOOTSTRAP_PORT}", "--announce-address", address, *self._joining(), *options)
         process = self.start(host, "bootstrap", "swarm.dht.cli", arguments).wait_ready()
         self.initial_peers += [peer for peer in process.ready["addresses"] if f"/{host.address}/" in peer]
