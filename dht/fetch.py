@@ -1,9 +1,9 @@
 """Reads a sample of a model's records.
 
 Few servers have their records under the model's first key alone. Then the nodes around it share in the work: each of
-five sends another fifth of the sample, so that a record travels about once, and a node that lies hides a fifth. Further
-nodes send the same parts again until the bytes are used up. So a key with few records is read from all nodes that have
-it.
+five sends another fifth of the sample, so that a node that lies hides a fifth. Further nodes send the same parts again
+until the bytes are used up. Two nodes at least are asked for each part: one of them may lack a record. So a key with few
+records is read from all nodes that have it.
 
 The records of many servers are spread over most nodes of the network. So a reader needs no search for them: it asks
 nodes that it knows, wherever they are, for their records of the model. Neighbours have the same records: the reader
@@ -112,7 +112,7 @@ class _Fetch:
         """Ask the nearest nodes, which hold all records, and then others, until the share or the sample is used up."""
         more = set(self.result.more)
         nodes = [peer for peer in dict.fromkeys(self.result.nodes) if peer in more]
-        slices = min(SAMPLING.slices, len(nodes))
+        slices = max(1, min(SAMPLING.slices, len(nodes) // SAMPLING.senders)) if nodes else 0
         nearest, others = nodes[:slices], nodes[slices:]
         for each in (nearest, others):
             source.shuffle(each)
@@ -180,7 +180,7 @@ class _Gathering:
         for _ in range(SAMPLING.rounds_max):
             before = len(self.result.entries)
             await self._round(self.slices.next(), self.sample.bytes_max)
-            if len(self.result.entries) < SAMPLING.news * before:
+            if len(self.result.entries) == before:
                 return
 
     async def _round(
