@@ -41,8 +41,8 @@ help:
 demo: $(STAMP)
 	$(BIN)/swarm-demo
 
-# Two processes, each with its half of the tests; whichever is done first takes over some of the other's.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# Three processes for two cores: many tests wait for others. Whichever is done first takes over some of another's tests.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 test: $(HEALTH)
 	$(PYTEST) $(PYTEST_ARGS)

@@ -2,8 +2,8 @@
 
 Few servers have their records under the model's first key alone. Then the nodes around it share in the work: each of
 five sends another fifth of the sample, so that a node that lies hides a fifth. Further nodes send the same parts again
-until the bytes are used up. Two nodes at least are asked for each part: one of them may lack a record. So a key with few
-records is read from all nodes that have it.
+until the bytes are used up. Two nodes at least are asked for each part: one of them may lack a record. So a key with
+few records is read from all nodes that have it.
 
 The records of many servers are spread over most nodes of the network. So a reader needs no search for them: it asks
 nodes that it knows, wherever they are, for their records of the model. Neighbours have the same records: the reader

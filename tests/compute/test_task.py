@@ -110,3 +110,16 @@ def test_a_probe_runs_once_alone_and_teaches_nothing():
     probe.run(1)
     assert (probe.result(), probe.done, calls) == ("measured", probe.tokens, [1])
     assert Probe(lambda: "again").complete() == "again"
+
+
+@pytest.mark.parametrize(("keep", "skips"), [(4, True), (5, True), (6, False), (9, False)])
+def test_step_is_skipped_if_none_of_its_positions_stays(tenure: Tenure, keep: int, skips: bool) -> None:
+    task = Forward(tenure, activations(3), Place(5))
+    assert task.skip(keep) == task.is_skipped == skips
+
+
+def test_steps_that_were_begun_or_gather_are_not_skipped(tenure: Tenure) -> None:
+    begun, gathers = Forward(tenure, activations(3), Place(0)), Forward(tenure, activations(1), Place(0, rows=[0]))
+    begun.run(1)
+    assert not begun.skip(0)
+    assert not gathers.skip(0)

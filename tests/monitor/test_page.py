@@ -19,6 +19,7 @@ from swarm.demo.local import LocalProcess, LocalSwarm, Place
 from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.monitor.probe import probe_once
+from swarm.server.measure import device_name
 from tests.monitor import needs_light
 from tests.support import warm
 from tests.support.swarms import DEMO_CHECKPOINT, DEMO_SPANS, NETWORK, environment, eventually, join
@@ -102,7 +103,7 @@ def test_it_finds_a_swarm_probes_it_and_sees_a_server_die(swarm, tmp_path):
         assert 0 < day["inter_token_ms"]["p50"] <= day["inter_token_ms"]["p95"]
         detail = get(f"{url}/api/v1/models/{found['root']}")
         assert [server["blocks"] for server in detail["servers"]] == [[0, 4], [4, 8], [8, 12]]
-        assert {server["device"] for server in detail["servers"]} == {"cpu"}
+        assert {server["device"] for server in detail["servers"]} == {device_name(torch.device("cpu"))}
         memory = int(Path(f"/proc/{running.process.pid}/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
         assert memory < 200, "MB"
 

@@ -14,7 +14,6 @@ from swarm.client.session.flight import Flight
 from swarm.client.session.session import Session
 from swarm.client.session.steps import Steps
 from swarm.client.speculation.pipe import Pipe
-from swarm.compute.task import Forward
 from swarm.protocol.messages import Step
 from swarm.server.session import Answer, HostedSession
 from tests.simulation.__main__ import replay
@@ -123,11 +122,6 @@ def answers_of_a_wrong_path_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pipe, "feed", feed)
 
 
-def a_step_is_skipped_though_one_of_its_positions_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip = Forward.skip
-    monkeypatch.setattr(Forward, "skip", lambda self, keep: skip(self, keep - 1))
-
-
 def the_step_that_takes_guesses_back_counts_as_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer is dropped like those that may have been skipped."""
 
@@ -157,7 +151,6 @@ def a_skipped_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             steps_in_flight_are_forgotten_though_they_left,
             one_position_too_many_stays,
             answers_of_a_wrong_path_count,
-            a_step_is_skipped_though_one_of_its_positions_stays,
             the_step_that_takes_guesses_back_counts_as_one_of_them,
             a_skipped_step_is_not_counted,
         ],
@@ -166,5 +159,11 @@ def a_skipped_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda mutation: mutation.__name__,
 )
 def test_guesses_that_are_handled_wrongly_are_noticed(mutation, monkeypatch) -> None:
+    def is_noticed(seed: int) -> bool:
+        try:
+            return not guessed(seed).good
+        except RuntimeError:  # broken, the pipe finds no frame in flight
+            return True
+
     mutation(monkeypatch)
-    assert any(not guessed(seed).good for seed in range(SEEDS))
+    assert any(map(is_noticed, range(SEEDS)))
