@@ -2,16 +2,20 @@
 
 import contextlib
 import json
+import secrets
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from swarm.access import Access
 from swarm.commands import HOST_PORT, LOG_LEVELS, configure_logging, run_click
 from swarm.demo.local import LocalSwarm
+from swarm.dht.peermemory import memory_of
 from swarm.errors import SwarmError
 from swarm.version import __version__
 
@@ -61,9 +65,11 @@ def command(
         _compare(prompt, max_new_tokens, delay_ms)
         return
     # In float32, because in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
-    with LocalSwarm(
-        CHECKPOINT, SPANS, options=("--dtype", "float32"), on_start=lambda name: click.echo(f"starting {name}")
-    ) as swarm:
+    options = ("--dtype", "float32")
+    with (
+        network_of_its_own() as network,
+        LocalSwarm(CHECKPOINT, SPANS, options=options, network=network, on_start=_tell_start) as swarm,
+    ):
         click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on four servers\n")
         if gateway:
             _serve(swarm, *listen)
@@ -98,6 +104,21 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     click.echo(f"the local model gives the same {tokens.shape[1]} tokens")
 
 
+@contextlib.contextmanager
+def network_of_its_own() -> Iterator[str]:
+    """Yield a name that no other swarm on this machine has, so that none meets another. Nothing of it is remembered."""
+    name = f"demo-{secrets.token_hex(4)}"
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(OSError):
+            memory_of(name, Access(), public=False).path.unlink()
+
+
+def _tell_start(name: str) -> None:
+    click.echo(f"starting {name}")
+
+
 def _compare(prompt: str, max_new_tokens: int, delay_ms: float) -> None:
     """Generate the same text without guesses and with them, on a route of three servers that are far apart."""
     from swarm.client.hf.auto import AutoDistributedModel  # noqa: PLC0415 - torch: while the servers load theirs
@@ -108,7 +129,10 @@ def _compare(prompt: str, max_new_tokens: int, delay_ms: float) -> None:
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
     tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
     speeds, texts = [], []
-    with LocalSwarm(CHECKPOINT, log_level="warning", on_start=lambda name: click.echo(f"starting {name}")) as swarm:
+    with (
+        network_of_its_own() as network,
+        LocalSwarm(CHECKPOINT, network=network, log_level="warning", on_start=_tell_start) as swarm,
+    ):
         report = swarm.folder / "late.json"
         with far_apart(swarm, ("0:4", "4:8", "8:12"), delay_ms, report, ("--dtype", "float32")):
             for draft, title in (("none", "one token a trip"), ("lookup", "with guesses that travel ahead")):

@@ -1,6 +1,7 @@
 """Swarms of real processes for tests: a family's tiny checkpoint, the stock model beside it, and clients."""
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,7 +48,8 @@ class World:
 def environment(home: Path) -> dict[str, str]:
     """Variables for children: they find the package, and no file of whoever runs the tests."""
     names = {f"XDG_{kind}_HOME": kind.lower() for kind in ("CACHE", "CONFIG", "DATA")}
-    return {"PYTHONPATH": str(REPOSITORY), **{name: str(home / folder) for name, folder in names.items()}}
+    folders = {name: str(home / folder) for name, folder in names.items()}
+    return {"PYTHONPATH": str(REPOSITORY), "XDG_STATE_HOME": f"{os.devnull}/none", **folders}  # no swarm meets another
 
 
 @contextmanager
