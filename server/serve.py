@@ -84,11 +84,12 @@ async def serve(
         async with asyncio.TaskGroup() as group:
             opening = group.create_task(in_thread(lambda: open_model(arguments)))
             async with (
+                _mapped(listener.address.port, wanted.map_port and public and not wanted.announce_address) as mapped,
                 open_node(config, clock=time.time) as node,
                 remembering(node, memory),
                 nearby(node, config, lan=wanted.lan and not public) as here,
-                _mapped(listener.address.port, wanted.map_port and public and not wanted.announce_address) as mapped,
             ):
+                await _tried(mapped)
                 sequence = SequenceInFile(identity_path.with_name(f"{identity_path.name}.sequence"))
                 directory = Directory(
                     node, identity=identity, network=me.network, clock=time.time, sequence=sequence, public=public
@@ -121,16 +122,21 @@ async def serve(
 
 @asynccontextmanager
 async def _mapped(port: int, wanted: bool) -> AsyncIterator[Mapped | None]:
-    """Let the home router forward a port, if that is wanted and it does."""
+    """Ask the home router to forward a port, if that is wanted. It is asked while the node joins."""
     if not wanted:
         yield None
         return
-    async with map_ports((port,)) as mapped:
-        for mapping in mapped.mappings:
-            _log.info(
-                "the router forwards the port", internal=mapping.internal, at=str(mapping.external), by=mapping.by
-            )
+    async with map_ports((port,), wait=False) as mapped:
         yield mapped
+
+
+async def _tried(mapped: Mapped | None) -> None:
+    """Wait until the router was asked, and tell what it forwards."""
+    if mapped is None:
+        return
+    await mapped.tried()
+    for mapping in mapped.mappings:
+        _log.info("the router forwards the port", internal=mapping.internal, at=str(mapping.external), by=mapping.by)
 
 
 class _Host:

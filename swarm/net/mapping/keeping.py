@@ -32,21 +32,24 @@ async def map_ports(
     limits: MappingLimits | None = None,
     find_gateway: FindGateway = default_gateway,
     make_ways: MakeWays | None = None,
+    *,
+    wait: bool = True,
 ) -> "AsyncIterator[Mapped]":
     """Have the router forward these TCP ports for as long as the context lasts. Never raises for a router's sake.
 
-    ports: of this machine; each is wished for outside, too.
+    ports: of this machine; each is wished for outside, too. wait: until the router was asked; else `Mapped.tried` does.
     """
     limits = limits or MappingLimits()
     assert 0 < len(ports) <= limits.ports_max
     assert len({*ports}) == len(ports)
     mapped = Mapped(ports, limits, find_gateway, make_ways or (lambda gateway: all_ways(gateway, limits)))
     try:
-        await mapped.renew()
         with ungrouped():
             async with asyncio.TaskGroup() as group:
                 keeper = group.create_task(mapped.keep())
                 try:
+                    if wait:
+                        await mapped.tried()
                     yield mapped
                 finally:
                     keeper.cancel()
@@ -80,7 +83,7 @@ class Mapped:
         self._find_gateway, self._make_ways = find_gateway, make_ways
         self._gateway: Gateway | None = None  # that was asked last
         self._found: Found | None = None
-        self._changed, self._asked = asyncio.Event(), asyncio.Event()
+        self._changed, self._asked, self._tried = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
@@ -93,13 +96,19 @@ class Mapped:
             await self._changed.wait()
         return self.mappings
 
+    async def tried(self) -> None:
+        """Wait until the router was asked for the first time: at most `probe_s`, where none answers."""
+        await self._tried.wait()
+
     def renew_soon(self) -> None:
         """Ask the router again now, for example because a port does not answer any more."""
         self._asked.set()
 
     async def keep(self) -> None:
-        """Renew the mappings, or look for a router, for ever."""
+        """Ask for the mappings; then renew them, or look for a router, for ever."""
         now_s = asyncio.get_running_loop().time
+        await self.renew()
+        self._tried.set()
         while True:
             lease = self._found.lease if self._found is not None else None
             due_s = now_s() + next_s(lease, now_s(), self._limits)
