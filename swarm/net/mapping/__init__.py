@@ -8,9 +8,9 @@
             mappings = await mapped.changed(mappings)  # () when the ports are lost
 
 Entering takes at most `MappingLimits.probe_s` where no router answers; with `wait=False` no time at all, and
-`Mapped.tried` waits. A background task then renews the mappings, asks another gateway as soon as there is one, and keeps
-asking one that maps nothing. Leaving removes the mappings. `Mapped.renew_soon` asks again at once, for callers that saw
-a new network or a port that no longer answers.
+`Mapped.tried` waits. A background task then renews the mappings, asks another gateway as soon as there is one, and
+keeps asking one that maps nothing. Leaving removes the mappings. `Mapped.renew_soon` asks again at once, for callers
+that saw a new network or a port that no longer answers.
 
 All ports are mapped, or none. The external port can differ from the internal one. A mapping only counts if its external
 address is global, so a router behind a carrier's NAT gives none. That the port answers from outside is still to be
