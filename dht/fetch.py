@@ -2,8 +2,8 @@
 
 Few servers have their records under the model's first key alone. Then the nodes around it share in the work: each of
 five sends another fifth of the sample, so that a node that lies hides a fifth. Further nodes send the same parts again
-until the bytes are used up. Two nodes at least are asked for each part: one of them may lack a record. So a key with
-few records is read from all nodes that have it.
+until the bytes are used up. Two nodes at least are asked for each part: one of them may lack a record. Where they claim
+few records, five are asked for all of them at once.
 
 The records of many servers are spread over most nodes of the network. So a reader needs no search for them: it asks
 nodes that it knows, wherever they are, for their records of the model. Neighbours have the same records: the reader
@@ -112,19 +112,23 @@ class _Fetch:
         """Ask the nearest nodes, which hold all records, and then others, until the share or the sample is used up."""
         more = set(self.result.more)
         nodes = [peer for peer in dict.fromkeys(self.result.nodes) if peer in more]
-        slices = max(1, min(SAMPLING.slices, len(nodes) // SAMPLING.senders)) if nodes else 0
-        nearest, others = nodes[:slices], nodes[slices:]
+        at_once = min(SAMPLING.slices, len(nodes))
+        nearest, others = nodes[:at_once], nodes[at_once:]
         for each in (nearest, others):
             source.shuffle(each)
         nodes = nearest + others
+        claims = sorted(self.result.held.get(peer, 0) for peer in nodes)
+        few = bool(claims) and claims[len(claims) // 2] <= SAMPLING.few
+        parts = 1 if few else max(1, min(SAMPLING.slices, len(nodes) // SAMPLING.senders))
         wanted = SAMPLING.distinct * self.share
-        size = min(_ANSWER_MAX, int(wanted / max(1, slices)))
-        for first in range(0, len(nodes), max(1, slices)):
+        size = min(_ANSWER_MAX, int(wanted / max(1, at_once)))
+        for first in range(0, len(nodes), max(1, at_once)):
             if self.taken + size > self.share or self.new >= 0.9 * wanted:
                 return
-            looks = [Look(self.salt, part, slices, size) for part in range(slices)]
-            wave = zip(nodes[first : first + slices], looks, strict=False)
-            await asyncio.gather(*(self._one(ask(peer, self.key, look)) for peer, look in wave))
+            wave = nodes[first : first + at_once]
+            looks = [Look(self.salt, i % parts, parts, size) for i in range(len(wave))]
+            answers = (ask(peer, self.key, look) for peer, look in zip(wave, looks, strict=True))
+            await asyncio.gather(*map(self._one, answers))
 
     async def _one(self, answer: Awaitable[Found | None]) -> None:
         """Take one node's records as soon as they come: others may be silent."""

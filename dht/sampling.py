@@ -43,6 +43,7 @@ class SamplingLimits:
     first_bytes: int = limit(4096, "bytes", "a node with no more than this answers a search with its records at once")
     distinct: float = limit(0.67, "share", "of the bytes that are for records once; the rest is for second copies")
     slices: int = limit(5, "nodes", "that share in one key's sample; one that lies hides a fifth of it")
+    few: int = limit(32, "records", "of one key are asked for as a whole, from each of five nodes")
     senders: int = limit(2, "nodes", "are asked for each part, where there are so many; one may lack a record")
     named: int = limit(8, "nodes", "named in one answer: those that the reader does not know yet, nearest first")
     seen_max: int = limit(48, "nodes", "that a reader says it knows; the nearest ones")
