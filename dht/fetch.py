@@ -126,7 +126,7 @@ class _Fetch:
             if self.taken + size > self.share or self.new >= 0.9 * wanted:
                 return
             wave = nodes[first : first + at_once]
-            looks = [Look(self.salt, i % parts, parts, size) for i in range(len(wave))]
+            looks = [Look(self.salt, (first + i) % parts, parts, size) for i in range(len(wave))]
             answers = (ask(peer, self.key, look) for peer, look in zip(wave, looks, strict=True))
             await asyncio.gather(*map(self._one, answers))
 

@@ -56,8 +56,10 @@ def keys_of(found: Sequence[Entry]) -> list[str]:
 
 
 @asynccontextmanager
-async def swarm(n_nodes: int, held: Sequence[Entry]) -> AsyncIterator[tuple[MemoryNetwork, list[SwarmNode], SwarmNode]]:
-    """Nodes that have met, each key's records at the nodes near it, and a reader."""
+async def swarm(
+    n_nodes: int, held: Sequence[Entry], *, gaps: bool = False
+) -> AsyncIterator[tuple[MemoryNetwork, list[SwarmNode], SwarmNode]]:
+    """Nodes that have met, each key's records at the nodes near it, and a reader. gaps: one node lacks each record."""
     source, network = random.Random(1), MemoryNetwork()
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(
@@ -68,10 +70,11 @@ async def swarm(n_nodes: int, held: Sequence[Entry]) -> AsyncIterator[tuple[Memo
             own = Identity(source.randbytes(32))
             joining = network.node(*first.addresses, identity=own, seed=i, clock=lambda: NOW)
             nodes.append(await stack.enter_async_context(joining))
-        for entry in levelled(held):
+        for number, entry in enumerate(levelled(held)):
             place = int.from_bytes(entry.place.key)
-            for node in sorted(nodes, key=lambda node: place_of_peer(node) ^ place)[:13]:
-                node.storage.put(entry)
+            for rank, node in enumerate(sorted(nodes, key=lambda node: place_of_peer(node) ^ place)[:13]):
+                if not gaps or rank != number % n_nodes:
+                    node.storage.put(entry)
         reader = await stack.enter_async_context(network.node(*first.addresses, client=True, clock=lambda: NOW))
         yield network, nodes, reader
 
@@ -242,6 +245,13 @@ async def test_reader_of_a_large_key_takes_its_share_of_bytes() -> None:
 @pytest.mark.parametrize("count", [1, 12, 60])
 async def test_reader_of_a_small_key_finds_all_records(count: int) -> None:
     async with swarm(30, entries(count)) as (_, _, reader):
+        assert len((await directory(reader).survey(ROOT, 12)).servers) == count
+
+
+@pytest.mark.virtual_clock
+@pytest.mark.parametrize("count", [24, 60])
+async def test_record_that_one_node_lacks_is_found(count: int) -> None:
+    async with swarm(6, entries(count), gaps=True) as (_, _, reader):
         assert len((await directory(reader).survey(ROOT, 12)).servers) == count
 
 

@@ -65,8 +65,8 @@ class Network:
             raise MappingFailed("any protocol", "no gateway")
         return self.gateway
 
-    def map_ports(self, ports=PORTS, limits=LIMITS):
-        return map_ports(ports, limits, self.find_gateway, lambda _: self.ways)
+    def map_ports(self, ports=PORTS, limits=LIMITS, **options):
+        return map_ports(ports, limits, self.find_gateway, lambda _: self.ways, **options)
 
 
 def now_s():
@@ -173,6 +173,19 @@ async def test_a_router_that_never_answers_takes_a_second_and_a_half() -> None:
         assert now_s() == 1.5
         assert mapped.mappings == ()
         assert [str(failure) for failure in mapped.refusals] == ["no port by PCP: no answer in 1.5 s"] * 2
+
+
+@virtual
+async def test_caller_that_does_not_wait_goes_on_at_once_and_learns_later() -> None:
+    silent = FakeWay()
+    silent.silent = True
+    async with Network(silent).map_ports(wait=False) as mapped:
+        assert now_s() == 0
+        await mapped.tried()
+        assert now_s() == 1.5
+    async with Network(FakeWay()).map_ports(wait=False) as mapped:
+        await mapped.tried()
+        assert len(mapped.mappings) == len(PORTS)
 
 
 @virtual

@@ -282,8 +282,7 @@ def test_steps_in_flight_fill_the_window_and_no_more() -> None:
         await going.say(50)
         assert most == InboxLimits().window_steps
 
-    limits = small_chunks(1)
-    played(scenario, client=replace(limits, chunks=replace(limits.chunks, chunks_ahead=50)))
+    played(scenario, client=replace(small_chunks(1), chunks=replace(small_chunks(1).chunks, chunks_ahead=50)))
 
 
 def test_steps_that_come_twice_or_out_of_order_change_nothing() -> None:
