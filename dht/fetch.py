@@ -185,7 +185,8 @@ class _Gathering:
             before = len(self.result.entries)
             await self._round(self.slices.next(), self.sample.bytes_max)
             if len(self.result.entries) == before:
-                return
+                break
+        await self._round(self.slices.next(every=True), self.sample.bytes_max)  # what only one of them may have
 
     async def _round(
         self, asks: Sequence[tuple[bytes, int]], most: int, blocks: bytes = b"", *, names: bool = False
@@ -279,8 +280,11 @@ class Slices:
         """Take in more nodes."""
         self._sent |= {peer: set() for peer in nodes if peer not in self._sent}
 
-    def next(self) -> list[tuple[bytes, int]]:
-        """Return the next round: (node, part), neighbours far apart. Nodes of earlier rounds send other slices."""
+    def next(self, *, every: bool = False) -> list[tuple[bytes, int]]:
+        """Return the next round: (node, part), neighbours far apart. Nodes of earlier rounds send other slices.
+
+        every: all that are of use, instead of one for each node.
+        """
         copies: dict[int, Counter[int]] = {}
         for peer, sent in self._sent.items():
             copies.setdefault(position(peer) >> self._bits, Counter()).update(sent)
@@ -294,10 +298,11 @@ class Slices:
                 if part in self._more.get(peer, ()) or (part not in sent and copies[here][part] < SAMPLING.copies)
             ]
             if peer not in self._asked or (sent and of_use):
-                part = min(of_use or [0], key=lambda part: (part in sent, copies[here][part]))
-                copies[here][part] += 1
-                ranks[here] += 1
-                chosen.append((ranks[here], peer, part))
+                best = sorted(of_use or [0], key=lambda part: (part in sent, copies[here][part]))
+                for part in best if every else best[:1]:
+                    copies[here][part] += 1
+                    ranks[here] += 1
+                    chosen.append((ranks[here], peer, part))
         self._asked.update(self._sent)
         return [(peer, part) for _, peer, part in sorted(chosen)]
 
