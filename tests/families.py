@@ -248,6 +248,8 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 REFUSED = ("gemma4_text+ple+kvshare", "gemma3n_text", "recurrent_gemma")
 SPLIT = tuple(name for name in FAMILIES if name not in REFUSED)
+# What `make test` tries in the longest sweeps: each kind of attention, of positions, of experts and of past once.
+OFTEN = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "gpt2", "jamba")
 
 
 def make(name: str) -> PretrainedConfig:

@@ -153,6 +153,7 @@ def test_swarm_generate_continues_the_prompt(running):
     assert len(run.stdout) > len("def quicksort(items):") + 20
 
 
+@pytest.mark.long
 def test_the_python_snippet_prints_what_the_readme_shows(running, tmp_path):
     (snippet,), (shown,) = blocks(README, "python"), blocks(README, "text")
     assert len([line for line in snippet.splitlines() if line]) <= 9

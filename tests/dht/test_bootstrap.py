@@ -16,6 +16,7 @@ import pytest
 from swarm.identity import Identity
 from tests.dht.support import NETWORK, is_running, node, soon
 from tests.support import warm
+from tests.support.often import rest_is_long
 from tests.support.swarms import eventually
 
 START_S = 30.0
@@ -58,7 +59,7 @@ def assert_gone(pids: list[int]) -> None:
     eventually(lambda: not any(map(is_running, pids)), within_s=10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", rest_is_long([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 async def test_serves_and_ends_cleanly_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     with bootstrap(tmp_path) as running:
         assert running.ready["pid"] == running.process.pid

@@ -80,6 +80,7 @@ async def found(swarm: Swarm, root: str, owner: Identity) -> bool:
     return owner.public_key.hex() in {server.announcement.public_key for server in await directory.servers(root, 12)}
 
 
+@pytest.mark.long
 @pytest.mark.virtual_clock
 @pytest.mark.slow("a hundred nodes, and every record is verified")
 @pytest.mark.parametrize("look_ups", rest_is_long([40, 1000], [40]))

@@ -54,6 +54,7 @@ async def other_process(
         await process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.slow("another process with nodes of its own, each with its p2pd")
 @pytest.mark.parametrize(("n_nodes", "n_killed"), rest_is_long([(10, 4), (20, 8)], [(10, 4)]))
 async def test_every_record_is_found_within_one_refresh_of_kill_9(tmp_path: Path, n_nodes: int, n_killed: int) -> None:

@@ -118,6 +118,7 @@ def test_gateway_without_a_model_lists_what_this_disk_has(tmp_path, swarm):
         gateway.end(signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_model_of_the_settings_file_is_taken(tmp_path):
     """One name stands there, and the option may be repeated: what is missing is only a node to join through."""
     (tmp_path / "swarm.toml").write_text("model = 'org/name'\n")

@@ -32,6 +32,7 @@ def test_a_server_with_room_for_the_whole_model_takes_all_of_it(empty: World):
     assert empty.swarm.start_server("auto").wait_ready().ready["blocks"] == "0:6"
 
 
+@pytest.mark.long
 @pytest.mark.slow("five servers, one of which drains and moves")
 def test_a_server_moves_to_where_it_is_needed_and_its_session_goes_on_elsewhere(empty: World):
     mover = empty.swarm.start_server(*THREE_BLOCKS, "--rebalance-every", "0.5").wait_ready()

@@ -75,6 +75,7 @@ class After:
         pass
 
 
+@pytest.mark.long
 def test_without_anybody_to_take_over_a_killed_server_is_a_named_error_until_the_next_one_comes(two_hops: World):
     (victim,) = holders(two_hops, 1)
     limits = SessionLimits(recovery=RecoveryLimits(holders_s=1.0))  # a dead server stays announced
@@ -240,6 +241,7 @@ async def test_a_p2pd_that_is_killed_is_replaced_and_the_server_stays_announced(
             issued = (await announced())[server.ready["peer_id"]]
 
 
+@pytest.mark.long
 async def test_a_server_that_cannot_compute_any_more_withdraws_and_ends_with_an_error(
     checkpoint: Callable[[str], Path], home: Path
 ):

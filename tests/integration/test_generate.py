@@ -81,6 +81,7 @@ def test_generates_what_the_full_model_generates(running: World, client: PreTrai
     assert_generates_the_same(running.full, client, mode)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", rest_is_long(FAMILIES[1:], ["demo", "deepseek_v3"]))
 def test_a_family_gathers_rolls_back_and_prefills_in_chunks(family: str, checkpoint: Callable[[str], Path]):
     directory = DEMO_CHECKPOINT if family == "demo" else checkpoint(family)

@@ -169,6 +169,7 @@ def test_generate_finds_the_servers(halves: Lan) -> None:
 
 
 @slow
+@pytest.mark.long
 @pytest.mark.parametrize(("module", "path"), [("swarm.gateway.cli", "/readyz"), ("swarm.monitor.cli", "/api/v1/state")])
 def test_web_commands_find_the_servers(halves: Lan, module: str, path: str) -> None:
     models = ("--model", str(DEMO_CHECKPOINT), "--dtype", "float32") if "gateway" in module else ()

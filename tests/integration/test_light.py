@@ -40,6 +40,7 @@ def expected(world: World) -> str:
     return tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.long
 @pytest.mark.slow("it imports torch and transformers in another process")
 def test_bare_process_generates_what_the_whole_model_does(demo: World, tmp_path: Path):
     assert generated(demo, tmp_path, *BARE, "swarm.client.cli") == expected(demo)

@@ -13,6 +13,7 @@ NOTED_WITHIN_S = 60.0  # a client notes its neighbours 20 s after it has joined
 SAME = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
 
+@pytest.mark.long
 @pytest.mark.slow("a client notes its neighbours after 20 s")
 def test_clients_that_remember_nodes_join_when_the_bootstrap_node_is_dead(
     checkpoint: Callable[[str], Path], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,11 +15,10 @@ from swarm.model.direct import DirectLimits
 from swarm.model.loading import load_span
 from swarm.model.probe import learn_direct_path
 from swarm.model.span import Span, SpanLimits
-from tests.families import SPLIT, make
+from tests.families import OFTEN, SPLIT, make
 from tests.model.rings import GROWS, save_model
 from tests.support.often import rest_is_long
 
-OFTEN = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom")  # of the families, in `make test`
 FamilyDir = Callable[[str], Path]
 Schedule = list[int]
 
@@ -50,7 +49,7 @@ any_session = given(
 )
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
 @few
 @any_session
 def test_both_ways_give_the_same_bits(

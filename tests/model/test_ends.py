@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from swarm.model.ends import OneStepBlocks, replace_blocks
 from swarm.model.hollow import Placeholder, blocks_of, decoder_of
 from swarm.model.loading import load_ends
-from tests.families import SPLIT
+from tests.families import OFTEN, SPLIT
 from tests.model.rings import Pair, tokens
+from tests.support.often import rest_is_long
 
 PairOf = Callable[[str], Pair]
 
@@ -47,7 +48,7 @@ def _no_gradients() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
 def test_a_step_calls_one_placeholder_and_computes_the_same(pair_of: PairOf, name: str) -> None:
     checkpoint = pair_of(name).checkpoint
     ends, ids = load_ends(checkpoint, dtype=torch.float32), tokens(2, 5)

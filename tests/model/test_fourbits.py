@@ -25,6 +25,7 @@ from swarm.model.packed import Segment
 from swarm.model.quantising import quantisation_for
 from swarm.model.steady import steady_bytes
 from swarm.model.weightcache import WeightCache, WeightCacheLimits
+from tests.support.often import rest_is_long
 from tests.support.swarms import DEMO_CHECKPOINT
 
 WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "glm4", "gpt_neox", "granite", "nemotron", "opt", "smollm3")
@@ -158,6 +159,7 @@ print(hashlib.sha256(FourBitMatrix.of(weight).multiply(rows).numpy().tobytes()).
 """
 
 
+@pytest.mark.long
 def test_other_kernels_compute_the_same_bits(tmp_path):
     rows, weight = widest()
     save_file({"rows": rows, "weight": weight}, tmp_path / "drawn.safetensors")  # others would draw other numbers
@@ -199,7 +201,7 @@ def alone_and_packed(span):
     return list(zip(alone, packed, strict=True))
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *WINDOWS])
+@pytest.mark.parametrize("name", rest_is_long([*WHOLE, *WINDOWS], ("llama", "phi3", "opt", "gemma3_text", "cohere2")))
 def test_steps_of_many_sessions_are_the_same_as_alone_to_the_last_bit(name, span_of):
     assert all(torch.equal(*pair) for pair in alone_and_packed(span_of(name)))
 

@@ -18,8 +18,9 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.packed import Segment
 from swarm.model.span import Span
-from tests.families import SPLIT, make
+from tests.families import OFTEN, SPLIT, make
 from tests.model.rings import GROWS, save_model
+from tests.support.often import rest_is_long
 
 FamilyDir = Callable[[str], Path]
 
@@ -60,7 +61,7 @@ def test_the_families_that_run_together_are_known(span_of: Callable[[str], Span]
 any_schedule = given(schedule=schedules, part=st.sampled_from([(1, 6), (2, 4)]), seed=st.integers(0, 99))
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", rest_is_long(TOGETHER, [name for name in OFTEN if name in TOGETHER]))
 @few
 @any_schedule
 def test_members_come_and_go_roll_back_and_reorder(

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
-from tests.families import SPLIT
+from tests.families import OFTEN, SPLIT
 from tests.model.rings import CUTS, Pair, difference, tokens
+from tests.support.often import rest_is_long
 
 PairOf = Callable[[str], Pair]
 
@@ -31,7 +32,7 @@ def outputs(pair: Pair, embedded: list[Tensor]) -> list[Tensor]:
     return made
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
 def test_ends_of_a_family_compute_the_stock_models_logits(pair_of: PairOf, name: str) -> None:
     pair = pair_of(name)
     ends, ids = ends_of(pair), tokens(1, 9)
@@ -41,7 +42,7 @@ def test_ends_of_a_family_compute_the_stock_models_logits(pair_of: PairOf, name:
     assert difference(ends.logits(more[0]), expected[0, 7:8].float()) < 1e-4
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
 def test_rows_at_different_positions_embed_as_each_alone(pair_of: PairOf, name: str) -> None:
     ends, ids, starts = ends_of(pair_of(name)), tokens(3, 2), torch.tensor([0, 4, 9])
     together = ends.embed(ids, starts)

@@ -72,6 +72,7 @@ class Watched:
         self._streamer.end()
 
 
+@pytest.mark.long
 def test_probes_agree_with_a_clients_own_clock_within_a_tenth(swarm):
     """Of the same generations, however fast the machine is just then."""
     with join(DEMO_CHECKPOINT, swarm) as model:

@@ -31,6 +31,7 @@ def test_guarantees_are_read_from_their_tables() -> None:
     assert guarantees(page) == {"A": {"test_a", "test_b"}}
 
 
+@pytest.mark.long
 @pytest.mark.slow("runs a test in a copy of the tree, twice")
 def test_mutant_is_run_against_its_named_test(tmp_path: Path) -> None:
     result = tmp_path / "mutants.json"

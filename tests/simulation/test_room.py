@@ -94,6 +94,7 @@ def test_session_waiting_for_room_holds_none_and_names_full_hop() -> None:
     played(scenario)
 
 
+@pytest.mark.long
 def test_openings_beyond_the_rate_queue_and_none_fails() -> None:
     async def scenario(going: Going) -> None:
         waits: list[float] = []

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from tests.simulation.world import Weather
 from tests.support.often import rest_is_long
 
 SEEDS = 200
-OFTEN = 20  # of them in `make test`
+OFTEN = 10  # of them in `make test`
 PART = 10  # seeds of one test
 SLOW, FAST = 6.0, 60.0  # departures a minute, among a hundred servers
+FIRST = {"accept_a_stale_epoch": 26}  # the seed that is tried first: those before it notice nothing
 TREE = Path(__file__).parents[2]
 
 
@@ -77,7 +79,8 @@ def test_many_seeds_run_in_processes_of_their_own(tmp_path):
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_repair_that_is_broken_on_purpose_is_noticed(mutation, monkeypatch):
     mutation(monkeypatch)
-    assert any(not simulate(seed, FAST).good for seed in range(SEEDS))
+    first = FIRST.get(mutation.__name__, 0)
+    assert any(not simulate(seed, FAST).good for seed in (*range(first, SEEDS), *range(first)))
 
 
 FAULTS = {
@@ -96,9 +99,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_alone(fault):
-    outcomes = [simulate(seed, FAULTS[fault].departures_per_min, FAULTS[fault]) for seed in range(1000, 1003)]
+@pytest.mark.parametrize(
+    ("fault", "seed"), rest_is_long(product(FAULTS, range(1000, 1003)), [(f, 1000) for f in FAULTS])
+)
+def test_every_fault_alone(fault, seed):
+    outcomes = [simulate(seed, FAULTS[fault].departures_per_min, FAULTS[fault])]
     bad = [outcome for outcome in outcomes if not outcome.good]
     assert not bad, [(o.seed, o.error, o.faults, o.wrong) for o in bad]
 

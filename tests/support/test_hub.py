@@ -88,6 +88,7 @@ def test_metadata_give_the_size_and_the_sha256_of_every_weight_file(hub: Hub, ch
     assert "notes/training.md" not in {entry.path for entry in api.list_repo_tree(REPO)}
 
 
+@pytest.mark.long
 @pytest.mark.real_time
 def test_transformers_loads_a_model_in_a_process_whose_endpoint_it_is(hub: Hub, tmp_path: Path) -> None:
     code = (
@@ -160,7 +161,7 @@ def test_a_range_is_answered_with_that_range(hub: Hub, checkpoint: Path) -> None
         urllib.request.urlopen(urllib.request.Request(url, headers={"Range": f"bytes={len(content)}-"}))
     refused.value.close()
     assert refused.value.code == 416
-    assert [request.bytes_sent for request in hub.requests] == [92, 0]
+    assert sorted(request.bytes_sent for request in hub.requests) == [0, 92]  # noted once sent, each by a thread
 
 
 @pytest.mark.parametrize(
