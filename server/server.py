@@ -15,6 +15,7 @@ from swarm.config import PROTOCOL_VERSION
 from swarm.dht.records import Announcement
 from swarm.dht.records import Span as AnnouncedSpan
 from swarm.limits import limit
+from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.span import Span
 from swarm.net.dialer import Dialer
@@ -159,7 +160,13 @@ class Server:
             if not done.done():  # else the server is leaving
                 done.set_result(result if isinstance(result, Throughput) else None)
 
-        self.executor.submit(Probe(lambda: measure_throughput(self.span)), finish)
+        def measured() -> Throughput:
+            try:
+                return measure_throughput(self.span)
+            finally:
+                return_free_memory()  # of loading, too
+
+        self.executor.submit(Probe(measured), finish)
         self.throughput = await done
         if self.throughput is not None:
             limits, token_bytes = self.options.limits, self.span.hidden_size * self.span.dtype.itemsize
