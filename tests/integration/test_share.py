@@ -29,7 +29,8 @@ pytestmark = pytest.mark.long
 REPOSITORY = "org/larger"
 SPANS = (Blocks(0, 1), Blocks(1, 6))
 SHARE = 1.10  # a server holds at most this much of its part
-OVERHEAD_BYTES_MAX = 450 * 10**6  # beyond weights and KV pool, the whole process tree; 380 MB where measured
+# Beyond weights and KV pool, the whole process tree. 380 MB where measured; 520 MB with a torch for CUDA, used or not.
+OVERHEAD_BYTES_MAX = (600 if torch.version.cuda else 450) * 10**6
 NOISE_BYTES = 30 * 10**6  # of two processes' memory; the whole checkpoint has 90 MB
 READY_S_MAX = 15.0  # 5 s are promised for a quiet machine; this one may be busy
 GENERATE = """
