@@ -7,7 +7,8 @@ few records, five are asked for all of them at once.
 
 The records of many servers are spread over most nodes of the network. So a reader needs no search for them: it asks
 nodes that it knows, wherever they are, for their records of the model. Neighbours have the same records: the reader
-asks each of them for another slice. So look-ups spread over all nodes.
+asks each of them for another slice. So look-ups spread over all nodes. With the bytes that are left, the reader asks
+neighbours for all slices that they have not sent, because one of them may have a record that the others lack.
 """
 
 import asyncio
@@ -186,7 +187,7 @@ class _Gathering:
             await self._round(self.slices.next(), self.sample.bytes_max)
             if len(self.result.entries) == before:
                 break
-        await self._round(self.slices.next(every=True), self.sample.bytes_max)  # what only one of them may have
+        await self._round(self.slices.next(every=True), self.sample.bytes_max)
 
     async def _round(
         self, asks: Sequence[tuple[bytes, int]], most: int, blocks: bytes = b"", *, names: bool = False

@@ -11,7 +11,7 @@ from swarm.dht.asking import request_of
 from swarm.dht.fetch import Reading, Slices, spread
 from swarm.dht.records import RECORD, span_key
 from swarm.dht.sampling import SAMPLING, Ask, Found, chosen, drawn, for_plan, tail_of, unpacked
-from swarm.dht.search import Result, Searcher, position
+from swarm.dht.search import EVERYWHERE, Result, Searcher, position
 from swarm.dht.validator import Entry
 from tests.dht.support import NETWORK, ROOT
 from tests.dht.test_sampling import KEY, SALT, entries
@@ -103,6 +103,18 @@ def test_neighbours_are_told_what_has_come_and_others_are_not() -> None:
     slices.came(nodes[0], 0, held, more=True)
     assert slices.seen(nodes[1], 0) == b"".join(tail_of(drawn(entry, SALT)) for entry in held)
     assert slices.seen(nodes[-1], 0) == b""
+
+
+def test_last_round_asks_neighbours_for_all_slices_that_they_have_not_sent():
+    nodes = [bytes([i]) * 4 for i in range(5)]
+    slices = Slices(EVERYWHERE, 4, SALT)
+    slices.add(nodes)
+    first = slices.next()
+    assert sorted(peer for peer, _ in first) == nodes
+    for peer, part in first:
+        slices.came(peer, part, [], more=False)
+    rest = slices.next(every=True)
+    assert sorted([*first, *rest]) == [(peer, part) for peer in nodes for part in range(4)]
 
 
 def test_nodes_that_have_sent_nothing_are_asked_once() -> None:
