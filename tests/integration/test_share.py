@@ -32,7 +32,7 @@ SHARE = 1.10  # a server holds at most this much of its part
 # Beyond weights and KV pool, the whole process tree. 380 MB where measured; 520 MB with a torch for CUDA, used or not.
 OVERHEAD_BYTES_MAX = (600 if torch.version.cuda else 450) * 10**6
 NOISE_BYTES = 30 * 10**6  # of two processes' memory; the whole checkpoint has 90 MB
-READY_S_MAX = 15.0  # 5 s are promised for a quiet machine; this one may be busy
+READY_CPU_S_MAX = 9.0  # computing, 4.6 measured; the time it takes depends on what else the machine does
 GENERATE = """
 import torch
 from swarm import AutoDistributedModel
@@ -179,14 +179,14 @@ def test_a_client_without_servers_fails_and_says_which_blocks_nobody_serves(larg
         assert "blocks 0:6: no server has them" in str(nobody.value)
 
 
-def test_a_server_is_ready_soon(larger: Larger, home: Path):
+def test_a_server_computes_little_until_it_is_ready(larger: Larger, home: Path):
     """Blocks of a local directory, all of whose files have been read before."""
     with LocalSwarm(larger.directory, env=environment(home)) as swarm:
         for _ in range(2):
             server = swarm.start_server("1:6").wait_ready()
-            age_s = server.log.stat().st_mtime - psutil.Process(server.process.pid).create_time()
+            used = psutil.Process(server.process.pid).cpu_times()
             server.stop()
-        assert age_s <= READY_S_MAX
+        assert used.user + used.system <= READY_CPU_S_MAX
 
 
 def children(server: LocalProcess) -> list[psutil.Process]:
