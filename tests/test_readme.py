@@ -116,7 +116,7 @@ def test_make_demo_is_a_target_that_runs_the_demo():
     assert planned.strip().endswith("swarm-demo")
 
 
-@pytest.mark.slow("the demo is a swarm of processes that import on their own")
+@pytest.mark.long
 def test_the_demo_gives_the_local_models_tokens():
     run = subprocess.run(
         [sys.executable, "-m", "swarm.demo.cli", "--max-new-tokens", "24"],

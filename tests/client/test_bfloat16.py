@@ -6,11 +6,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.families import make
 from tests.support.inprocess import inprocess
+from tests.support.often import rest_is_long
 
+FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "gpt_oss", "bloom", "mamba2")
 BOUND = 0.02  # of logits that reach 5 to 30; 0.0 was measured for all, and bfloat16 itself is about 0.2 from float32
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "gpt_oss", "bloom", "mamba2"])
+@pytest.mark.parametrize("name", rest_is_long(FAMILIES, ("llama", "gemma3_text", "gpt_oss")))
 def test_logits_stay_within_the_bound(tmp_path, name):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(make(name)).save_pretrained(tmp_path)

@@ -130,7 +130,8 @@ async def test_signed_records_of_fresh_keys_displace_none_that_is_refreshed(coun
         assert taken >= RECORD.held_per_key - len(honest), "strangers are welcome where there is room"
 
 
-@pytest.mark.parametrize("stores", rest_is_long([20_000, 100_000], [20_000]))
+@pytest.mark.long
+@pytest.mark.parametrize("stores", [20_000, 100_000])
 async def test_stores_grow_a_node_by_64_mib_at_most(stores: int) -> None:
     """Each is a signed record of its own, mostly under keys of their own: the worst that can be stored."""
     clock, source, network = Clock(), random.Random(3), MemoryNetwork()

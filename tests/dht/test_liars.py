@@ -123,7 +123,7 @@ async def test_liars_that_settle_around_a_key_neither_hide_nor_displace_a_record
                     keeper.storage.put(Entry(stranger, facts, facts.span))
 
 
-@pytest.mark.slow("eleven nodes, each with its p2pd")
+@pytest.mark.long
 async def test_look_ups_survive_liars_over_real_connections(tmp_path: Path) -> None:
     """Ten nodes with a p2pd each, of which four lie beside the key."""
     owner, source = Identity(b"o" * 32), random.Random(5)

@@ -14,8 +14,3 @@ def rest_is_long(values: Iterable[Any], often: Collection[Any]) -> list[Any]:
         pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.long) for v in every if v not in often
     ]
     return [value for value in every if value in often] + rest
-
-
-def _long(value: Any) -> Any:
-    arguments = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*arguments, marks=pytest.mark.long)
