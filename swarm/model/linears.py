@@ -27,6 +27,10 @@ class LinearLimits:
     layout_tokens: int = limit(16, "tokens", "the batch that the packed order is made for; it does well from 1 to 512")
     tile_bytes: int = limit(1 << 20, "bytes", "of widened weights at a time; they stay in a core's cache")
     few: int = limit(8, "tokens", "up to which a widened batch lies by rows; larger ones lie by columns")
+    many: int = limit(128, "tokens", "from which it lies by rows again: columns take a fifth longer for 512")
+    tile_bytes_many: int = limit(
+        8 << 20, "bytes", "as `tile_bytes`, of so many tokens: it is read often, cached or not"
+    )
 
 
 class OtherLinear(nn.Linear):
@@ -109,23 +113,17 @@ class WidenedLinear(OtherLinear):
         rows = input.numel() // n_inputs
         if rows == 1:
             return nn.functional.linear(input, prepared, bias)
-        wide = input.reshape(rows, n_inputs).float()
-        height = max(1, cls.limits.tile_bytes // (4 * n_inputs))
+        wide, few, many = input.reshape(rows, n_inputs).float(), rows <= cls.limits.few, rows >= cls.limits.many
+        height = max(1, (cls.limits.tile_bytes_many if many else cls.limits.tile_bytes) // (4 * n_inputs))
         tile = torch.empty(min(height, n_outputs), n_inputs)
-        if rows <= cls.limits.few:
-            sums = torch.empty(rows, n_outputs)
-            for at in range(0, n_outputs, height):
-                part = tile[: n_outputs - at].copy_(prepared[at : at + height])
-                sums[:, at : at + height] = wide @ part.T
-        else:
-            columns, by_columns = wide.T.contiguous(), torch.empty(n_outputs, rows)
-            for at in range(0, n_outputs, height):
-                part = tile[: n_outputs - at].copy_(prepared[at : at + height])
-                torch.mm(part, columns, out=by_columns[at : at + height])
-            sums = by_columns.T
-        if bias is not None:
-            sums += bias
-        output = torch.empty(rows, n_outputs, dtype=input.dtype).copy_(sums)
+        columns = None if few or many else wide.T.contiguous()
+        output = torch.empty(rows, n_outputs, dtype=input.dtype)
+        for at in range(0, n_outputs, height):
+            part = tile[: n_outputs - at].copy_(prepared[at : at + height])
+            sums = wide @ part.T if columns is None else torch.mm(part, columns).T
+            if bias is not None:
+                sums += bias[at : at + height]
+            output[:, at : at + height] = sums
         return output.view(*input.shape[:-1], n_outputs)
 
     def forward(self, input: Tensor) -> Tensor:

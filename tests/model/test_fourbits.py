@@ -18,6 +18,7 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
+from swarm.model.compiled import kernels
 from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed
 from swarm.model.integer import IntegerFormat, integers_of, is_supported, matrices_in, split, to_integers
 from swarm.model.loading import block_bytes, load_span
@@ -345,3 +346,40 @@ def test_auto_never_takes_fewer_bits_than_int8(family_dir, monkeypatch):
 def test_weights_of_another_name_are_refused(weights, family_dir):
     with pytest.raises(BadConfiguration, match="neither int8 nor int4"):
         load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize=weights)
+
+
+SIZES = [(33, 768), (64, 40), (16, 2048), (24, 2080), (7, 4100)]  # blocks that are not full, and sums of several parts
+
+
+@pytest.mark.parametrize(("n_outputs", "n_inputs"), SIZES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, rows, threads, monkeypatch):
+    torch.manual_seed(rows)
+    weight = torch.randn(n_outputs, n_inputs) * torch.rand(n_outputs, 1) * 10
+    weight[:, 32:64] = 0.0  # a block without an extreme
+    matrix, input = FourBitMatrix.of(weight), torch.randn(rows, n_inputs) * 100
+    torch.set_num_threads(threads)
+    try:
+        compiled, steps = matrix.multiply(input), matrix.steps(0, n_outputs)
+    finally:
+        torch.set_num_threads(1)
+    monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
+    assert torch.equal(compiled, matrix.multiply(input))
+    assert torch.equal(steps, matrix.steps(0, n_outputs))
+
+
+def test_every_code_of_every_extreme_unpacks_to_the_same_step(monkeypatch):
+    extremes = torch.arange(-127, 128).to(torch.int8)[:, None]
+    codes = torch.arange(16, dtype=torch.uint8).repeat(255, 1)
+    codes = codes | (15 - codes) << 4
+    matrix = FourBitMatrix(32, codes, extremes, torch.ones(255))
+    compiled = matrix.steps(0, 255)
+    monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
+    assert torch.equal(compiled, matrix.steps(0, 255))
+
+
+def test_without_numba_there_are_no_compiled_kernels(monkeypatch):
+    assert kernels() is not None
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert kernels.__wrapped__() is None
