@@ -95,13 +95,19 @@ Agree = Callable[[Replay, Replay], bool]
 Inquest = Generator[Ask, Replay | None, Verdict]
 
 
-def inquest(claim: Replay, agree: Agree, limits: InquestLimits = InquestLimits()) -> Inquest:
+def inquest(
+    claim: Replay,
+    agree: Agree,
+    limits: InquestLimits = InquestLimits(),
+    order: Callable[[Sequence[Hop]], Sequence[Hop]] = tuple,
+) -> Inquest:
     """Ask for replays, one after the other; a replay that cannot be had is None. Returns the verdict.
 
-    claim: the answers of the session's route. agree: whether outputs are of the same computation.
+    claim: the answers of the session's route. agree: whether outputs are of the same computation. order: in which a
+    single hop of it is replaced, where not all can be: else those behind it would never be audited.
     """
     route = claim.route
-    reference = yield from _reference(route)
+    reference = yield from _reference(route, order)
     if reference is None:
         return Verdict()
     suspects = [hop for hop in route if hop.process not in processes_of(reference.route)]
@@ -150,13 +156,15 @@ def _stop(route: tuple[Hop, ...]) -> int:
     return route[-1].blocks.stop
 
 
-def _reference(route: tuple[Hop, ...]) -> Generator[Ask, Replay | None, Replay | None]:
+def _reference(
+    route: tuple[Hop, ...], order: Callable[[Sequence[Hop]], Sequence[Hop]]
+) -> Generator[Ask, Replay | None, Replay | None]:
     """Ask for a route without any of these hops; else for one with all but one of them."""
     reference = yield Ask(without=processes_of(route))
     if reference is not None or len(route) == 1:
         return reference
-    for index, hop in enumerate(route):
-        reference = yield Ask((*route[:index], *route[index + 1 :]), frozenset({hop.process}))
+    for hop in order(route):
+        reference = yield Ask(tuple(other for other in route if other is not hop), frozenset({hop.process}))
         if reference is not None:
             return reference
     return None
