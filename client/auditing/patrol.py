@@ -4,11 +4,14 @@
 
 The server is drawn among those that answer, each with the same chance; half of the draws are among doubted ones, if
 there are any. The hops beside it are drawn, too. So neither claims nor guesses say which server is audited next.
+
+A server that is wrong at times may be right in every replay. Then an audit shows that one of its route was wrong, and
+many audits show which (`swarm.client.auditing.odds`).
 """
 
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 from torch import Tensor
@@ -18,6 +21,7 @@ from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits, Auditor, Case, fixed
 from swarm.client.auditing.inquest import Ask, Verdict
 from swarm.client.auditing.ledger import Ledger
+from swarm.client.auditing.odds import Observation, OddsLimits, unsteady
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Hop, process_of
 from swarm.client.planning.router import Router, Wanted
@@ -36,10 +40,11 @@ class PatrolLimits:
     """The size of an audit of the swarm, which is what servers pay for it."""
 
     prompt: tuple[int, int] = limit((16, 64), "positions", "of the prompt of an audit's session, drawn between these")
-    steps: tuple[int, int] = limit((16, 32), "steps", "of one position behind it, drawn between these")
+    steps: tuple[int, int] = limit((40, 80), "steps", "of one position behind it, drawn between these")
     step_s: float = limit(30.0, "s", "a route that takes longer for one step is not audited")
     doubted_share: float = limit(0.5, "of draws", "are among doubted servers, if there are any; the rest among all")
     audits: AuditLimits = field(default_factory=lambda: AuditLimits(replays_max=64, audit_s=120.0))
+    odds: OddsLimits = field(default_factory=OddsLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Patrol:
         self._wanted, self._text, self._limits = wanted, text, limits
         self._draws = draws or random.SystemRandom()
         self._ledger = Ledger()
+        self._observations: tuple[Observation, ...] = ()
 
     @property
     def doubted(self) -> frozenset[str]:
@@ -103,7 +109,28 @@ class Patrol:
         verdict = await auditor.audit(case)
         if not (verdict.accuses or verdict.cleared):
             return Findings(drawn.announcement.peer_id, why="no other server has its blocks")
-        return _findings(drawn.announcement.peer_id, verdict)
+        return self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
+
+    def _with_unsteady(self, findings: Findings, verdict: Verdict) -> Findings:
+        """Remember an audit. Returns its findings, with the server that all of them together show as wrong at times."""
+        doubted = _peers(verdict.doubted) - findings.wrong
+        if findings.agreed or doubted:
+            kept = (*self._observations, Observation(findings.agreed, doubted))
+            self._observations = kept[-self._limits.odds.observations_max :]
+        gone = findings.wrong
+        found = unsteady(self._observations, self._limits.odds) if doubted else None
+        if found is not None:
+            _log.warning("server computes wrongly at times", peer=found)
+            gone |= {found}
+            company = {process for process in self._ledger.doubted if process.partition("/")[0] == found}
+            self._ledger.note(Verdict(wrong=frozenset(company)))  # so that it explains the doubts
+        self._observations = tuple(each for each in self._observations if not each.company & gone)
+        return replace(
+            findings,
+            wrong=gone,
+            doubted=frozenset() if found in doubted else findings.doubted,
+            agreed=findings.agreed - gone,
+        )
 
     def _drawn(self, servers: list[SignedAnnouncement]) -> SignedAnnouncement | None:
         doubted = [each for each in servers if process_of(each.announcement) in self._ledger.doubted]

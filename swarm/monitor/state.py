@@ -250,7 +250,7 @@ class ServerAudits(ApiModel):
     agreed: Count = Field(description="of them, those in which others computed the same")
     last_at: Moment
     finding: Finding
-    wrong_at: Moment | None = Field(description="when it was last found as wrong; None: it was not")
+    wrong_at: Moment | None = Field(default=None, description="when it was last found as wrong; None: it was not")
 
 
 class ServerState(ServerClaims):

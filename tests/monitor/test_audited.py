@@ -12,7 +12,6 @@ from tests.monitor import needs_light
 from tests.monitor.test_page import get, page
 from tests.support import warm
 from tests.support.lying_server import LIE, LIES
-from tests.support.often import rest_is_long
 from tests.support.swarms import DEMO_CHECKPOINT, environment, eventually
 
 pytestmark = [needs_light, pytest.mark.long]
