@@ -30,7 +30,7 @@ class OddsLimits:
     """How much is remembered, and how sure a finding is."""
 
     observations_max: int = limit(512, "audits", "that are remembered; the oldest go first")
-    disputes_min: int = limit(4, "audits", "have a server in the company, before it is tested")
+    disputes_min: int = limit(4, "audits", "have a server in doubt, before it is tested")
     candidates_max: int = limit(3, "servers", "tested after an audit, those of most disputes")
     log_odds_min: float = limit(10.0, "", "ln of the ratio of likelihoods, 22,000 to 1; with less nothing is found")
     rounds_max: int = limit(200, "rounds", "of fitting; then the fit counts as it is")

@@ -4,8 +4,8 @@
     credit  -=  its seconds                  when an audit has ended
     an audit begins only while credit >= 0
 
-So within any w seconds audits run for share * w + banked_s + one audit at most. They run one after the other, and a
-session's steps are computed by one server after the other: at no time does more than one server compute for them.
+So within any w seconds audits run for share * w + banked_s + one audit at most, and no server spends more on them. They
+run one after the other, and a step is computed by one server after the other.
 """
 
 from dataclasses import dataclass

@@ -78,7 +78,7 @@ class GatewayUrl(click.ParamType[str]):
     type=click.FloatRange(0.0, 1.0, min_open=True),
     default=0.02,
     show_default=True,
-    help="of the time, in which audits run at most: one server at a time then computes for them",
+    help="of the time, in which audits run at most: no server spends more on them",
 )
 @click.option(
     "--gateway",
