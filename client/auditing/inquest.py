@@ -259,11 +259,8 @@ def _contradicted(
     for _ in range(limits.repeats_min if beside else 0):
         elsewhere = yield Ask(tuple(hops), beside)
         if elsewhere is None or not agree(elsewhere, right):
-            break
-    else:
-        if beside:
-            return Verdict(doubted=blamed | beside)
-    return Verdict(wrong=blamed)
+            return Verdict(wrong=blamed)
+    return Verdict(doubted=blamed | beside) if beside else Verdict(wrong=blamed)
 
 
 def _is_wrong_again(

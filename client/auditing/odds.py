@@ -10,7 +10,7 @@ Servers that are wrong only beside certain others, and together, can have an hon
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ def _fitted(observations: Sequence[Observation], innocent: str | None, limits: O
     chance = dict.fromkeys(suspects, 0.2)
     before = -math.inf
     for _ in range(limits.rounds_max):
-        blame: Counter[str] = Counter()
+        blame: defaultdict[str, float] = defaultdict(float)
         likelihood = 0.0
         for each in observations:
             likelihood += sum(math.log1p(-chance[peer]) for peer in each.right if peer in chance)
