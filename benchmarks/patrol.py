@@ -59,15 +59,19 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     raw: dict[str, list[list[int]]] = before.get("raw", {})
+    rows: list[list[Any]] = []
     for dtype in options.classes:
         for lie in options.lies:
             if (dtype, lie) == ("bfloat16", "1 of 100"):
                 continue  # within the noise of that class
             past = raw.setdefault(f"{dtype}, {lie}", [])
             past += runs_of(dtype, lie, options.runs, Random(f"{SEED} {len(past)}"))
-    rows = [row_of(name, runs) for name, runs in raw.items() if runs]
+            rows = [row_of(name, runs) for name, runs in raw.items() if runs]
+            if options.json is not None:  # now already: a run that is stopped keeps its figures
+                write_json(options.json, "patrol", SEED, [], columns=COLUMNS, rows=rows, raw=raw)
     table("lying servers", COLUMNS, [tuple(map(str, row)) for row in rows])
-    write_json(options.json, "patrol", SEED, [], columns=COLUMNS, rows=rows, raw=raw)
+    if options.json is None:
+        write_json(None, "patrol", SEED, [], columns=COLUMNS, rows=rows, raw=raw)
     if options.check and any(row[-1] for row in rows):
         sys.exit("an honest server was taken for wrong")
 
