@@ -51,8 +51,11 @@ def main() -> None:
     arguments.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
     arguments.add_argument("--outputs", type=Path, help=argparse.SUPPRESS)
     arguments.add_argument("--check", action="store_true", help="exit with 1 where any was taken for wrong")
+    arguments.add_argument("--quick", action="store_true", help="two texts of one class")
     arguments.add_argument("--json", type=Path, help="where the figures go, and are added up")
     options = arguments.parse_args()
+    if options.quick:
+        options.texts, options.classes = 2, ["float32"]
     torch.set_num_threads(1)
     if options.outputs is not None:
         save_file(outputs_of(options), options.outputs)

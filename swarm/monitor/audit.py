@@ -37,7 +37,7 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
 from swarm.monitor.allowance import Allowance, AllowanceLimits
-from swarm.monitor.auditing import AuditLine, Orders
+from swarm.monitor.auditing import AuditingLimits, AuditLine, Orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +130,18 @@ async def audited(patrol: Patrol, arguments: AuditArguments, orders: Orders) -> 
 
 def line_of(root: str, findings: Findings, doubted: frozenset[str]) -> AuditLine:
     """Return the line about one audit. doubted: all that are in doubt."""
+
+    def told(peers: frozenset[str]) -> tuple[str, ...]:
+        return tuple(sorted(peers)[: AuditingLimits().servers_max])
+
     return AuditLine(
         root=root,
         at=time.time(),
         took_s=findings.took_s,
-        agreed=tuple(sorted(findings.agreed)),
-        disputed=tuple(sorted(findings.doubted)),
-        wrong=tuple(sorted(findings.wrong)),
-        doubted=tuple(sorted(doubted)),
+        agreed=told(findings.agreed),
+        disputed=told(findings.doubted),
+        wrong=told(findings.wrong),
+        doubted=told(doubted),
         why=findings.why[:200],
     )
 

@@ -24,7 +24,7 @@ class AuditingLimits:
     """How much of audits the page takes, and keeps in mind."""
 
     peers_max: int = limit(4096, "peers", "that the auditor may be told of; more are not audited")
-    servers_max: int = limit(512, "servers", "in the findings of one audit")
+    servers_max: int = limit(512, "servers", "in the findings of one audit; more are left out")
     wrong_s: float = limit(
         24 * 3600.0, "s", "that a server found as wrong is left out of audits; then it is audited again"
     )
