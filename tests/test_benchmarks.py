@@ -60,6 +60,8 @@ ROOT = Path(__file__).resolve().parent.parent
         ),
         ("speculation", {"5 ms, edit, greedy, stock", "5 ms, new, seeded, ahead, 0.75", "5 ms, new, greedy, never"}),
         ("directory --check", set()),
+        ("patrol --check", set()),
+        ("audits_honest --check", set()),
         ("wire", {"encode plain, 4096 x 1", "encode int8, 8192 x 256", "decode int8, 8192 x 256"}),
         ("head --check", {"exact", "bounds, greedy", "bounds, top-k 50, top-p 0.9"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),

@@ -9,7 +9,7 @@ The user does not wait for an audit. A replay is a session of its own, with the 
 
 import asyncio
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -44,17 +44,20 @@ class AuditLimits:
     waiting_max: int = limit(4, "sessions", "wait for their audit; more that end meanwhile are not audited")
     positions_max: int = limit(8192, "positions", "of all rows; longer sessions are not audited")
     tries_max: int = limit(2, "routes", "tried for a replay, where servers that were drawn for it fail")
+    replays_max: int = limit(256, "replays", "of one audit; nothing more is shown then, and suspects may be doubted")
+    audit_s: float = limit(600.0, "s", "after which an audit begins no further replay")
     holders_s: float = limit(2.0, "s", "a hop of a replay that fails is asked again for so long; no user waits")
     doubted_s: float = limit(600.0, "s", "a server that may be wrong is left out for so long")
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
-    """A session that has ended."""
+class Case:
+    """A session that has ended. first: a process whose place others take first, where not all can be replaced."""
 
     testimony: Testimony
     blocks: Blocks
     plan: SessionPlan
+    first: str | None = None
 
 
 class Auditor:
@@ -67,18 +70,19 @@ class Auditor:
         limits: AuditLimits = AuditLimits(),
         chance: Callable[[], float] = random.random,
         draws: random.Random | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """chance: returns a number in [0, 1) that says whether the next session is audited.
 
-        draws: of the routes of replays; servers must not know it.
+        draws: of the routes of replays; servers must not know it. ledger: of earlier audits, which goes on.
         """
         self._router = router
         self._sessions = sessions
         self._limits = limits
         self._chance = chance
         self._draws = draws or random.SystemRandom()
-        self._ledger = Ledger()
-        self._cases: asyncio.Queue[_Case] = asyncio.Queue(limits.waiting_max)
+        self._ledger = ledger or Ledger()
+        self._cases: asyncio.Queue[Case] = asyncio.Queue(limits.waiting_max)
         self._auditing: asyncio.Task[None] | None = None
 
     @property
@@ -111,18 +115,30 @@ class Auditor:
         if testimony is None or not is_short or self._cases.full():
             self._ledger.skip()
         else:
-            self._cases.put_nowait(_Case(testimony, blocks, plan))
+            self._cases.put_nowait(Case(testimony, blocks, plan))
 
     async def _audit_all(self) -> None:
         while True:
             case = await self._cases.get()
             try:
-                self._note(await self._verdict(case))
+                await self.audit(case)
             except Exception:  # noqa: BLE001 - the next ones must not end with it
                 _log.exception("an audit has failed")
 
-    def _note(self, verdict: Verdict) -> None:
-        """Leave wrong servers out for good, and those that may be wrong for a while."""
+    async def audit(self, case: Case) -> Verdict:
+        """Audit a session that has ended, now. Returns the verdict, with all that are known to be wrong since then."""
+        verdict = await self._verdict(case)
+        wrong = self._note(verdict)
+        return Verdict(
+            cleared=verdict.cleared - wrong,
+            wrong=wrong,
+            doubted=verdict.doubted - wrong,
+            unclear=verdict.unclear - wrong,
+            alike=verdict.alike - wrong,
+        )
+
+    def _note(self, verdict: Verdict) -> frozenset[str]:
+        """Leave wrong servers out for good, and those that may be wrong for a while. Returns the wrong ones."""
         sessions = self._sessions
         wrong = self._ledger.note(verdict)
         self._router.audited((verdict.cleared | verdict.alike) - wrong, wrong | verdict.suspected)
@@ -131,21 +147,30 @@ class Auditor:
             sessions.expel(process)
         for process in verdict.suspected - wrong:
             sessions.avoidance.declined(process, self._limits.doubted_s)
+        return wrong
 
-    async def _verdict(self, case: _Case) -> Verdict:
+    async def _verdict(self, case: Case) -> Verdict:
         """Carry out an inquest."""
         claim = Replay(case.testimony.route, case.testimony.outputs)
-        course = inquest(claim, _agreement(case.plan.coding))
-        ask = next(course)
+
+        def order(route: Sequence[Hop]) -> list[Hop]:
+            drawn = self._draws.sample(route, len(route))
+            return sorted(drawn, key=lambda hop: hop.process != case.first)
+
+        course = inquest(claim, _agreement(case.plan.coding), order=order)
+        ask, replays, now = next(course), 0, asyncio.get_running_loop().time
+        until = now() + self._limits.audit_s
         while True:
-            replay = await self._replay(ask, case)
+            is_over = replays >= self._limits.replays_max or now() > until
+            replay = None if is_over else await self._replay(ask, case)
+            replays += 1
             try:
                 ask = course.send(replay)
             except StopIteration as end:
                 verdict: Verdict = end.value
                 return verdict
 
-    async def _replay(self, ask: Ask, case: _Case) -> Replay | None:
+    async def _replay(self, ask: Ask, case: Case) -> Replay | None:
         """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails."""
         for _ in range(self._limits.tries_max):
             try:
@@ -156,24 +181,24 @@ class Auditor:
                 break  # others in the place of the drawn ones would not help
         return None
 
-    async def _replayed(self, ask: Ask, case: _Case) -> Replay:
+    async def _replayed(self, ask: Ask, case: Case) -> Replay:
         """Compute a session's positions anew on one route. Raises SwarmError."""
         plan = replace(case.plan, audited=False, prefix=None, expansion=None, wait_for_blocks_s=0.0)
         testimony, sessions = case.testimony, self._sessions
         plan = plan.sized(testimony.rows, testimony.length, sessions.limits.chunks)
-        hops = await self._hops(ask, case.blocks, classes_of(testimony.route), plan)
+        hops = await self.drawn_route(ask, case.blocks, classes_of(testimony.route), plan)
         recovery = replace(sessions.limits.recovery, holders_s=self._limits.holders_s)
         limits = replace(sessions.limits, recovery=recovery)
-        session = await sessions.open(plan, case.blocks, _fixed(hops), limits)
+        session = await sessions.open(plan, case.blocks, fixed(hops), limits)
         try:
             return Replay(hops, await _computed(testimony, session))
         finally:
             await session.close()
 
-    async def _hops(self, ask: Ask, blocks: Blocks, held: Held, plan: SessionPlan) -> tuple[Hop, ...]:
+    async def drawn_route(self, ask: Ask, blocks: Blocks, held: Held, plan: SessionPlan) -> tuple[Hop, ...]:
         """Return a route with the hops that are to be kept, and others that are drawn. Raises NoRoute or NetworkError.
 
-        held: the numeric classes of the session's route; others of their tier where those have no servers.
+        held: the numeric classes to compute in; others of their tier where those have no servers.
         """
         hops: list[Hop] = []
         needed, avoid = plan.batch * plan.positions_soon, {*ask.without, *processes_of(ask.kept)}
@@ -192,7 +217,7 @@ class Auditor:
         return tuple(hops)
 
 
-def _fixed(hops: tuple[Hop, ...]) -> Planner:
+def fixed(hops: tuple[Hop, ...]) -> Planner:
     """Return a planner for one route, of which nothing is ever replaced."""
 
     async def planner(missing: Blocks, avoid: Collection[str], held: Held, fresh: bool) -> tuple[Hop, ...]:

@@ -13,7 +13,9 @@ it stood: a third holder of the same blocks says which side is right.
     all differ           several do, and nothing says which
 
 A suspect that is wrong in the same way twice is wrong. Else it has to differ in each of several replays, between which
-the reference repeats itself: so a server of the reference that is wrong at times gets no other one blamed.
+the reference repeats itself: so a server of the reference that is wrong at times gets no other one blamed. And a
+server that others contradict is asked for between other hops, if there are any: one that lies only beside it, which it
+knows, must not get it blamed.
 
 If none makes a difference, a server was wrong once. If the session's route stands by its answers, and the reference
 does not, it was one of the reference; if it is the other way round, one of the session's.
@@ -95,13 +97,19 @@ Agree = Callable[[Replay, Replay], bool]
 Inquest = Generator[Ask, Replay | None, Verdict]
 
 
-def inquest(claim: Replay, agree: Agree, limits: InquestLimits = InquestLimits()) -> Inquest:
+def inquest(
+    claim: Replay,
+    agree: Agree,
+    limits: InquestLimits = InquestLimits(),
+    order: Callable[[Sequence[Hop]], Sequence[Hop]] = tuple,
+) -> Inquest:
     """Ask for replays, one after the other; a replay that cannot be had is None. Returns the verdict.
 
-    claim: the answers of the session's route. agree: whether outputs are of the same computation.
+    claim: the answers of the session's route. agree: whether outputs are of the same computation. order: in which a
+    single hop of it is replaced, where not all can be: else those behind it would never be audited.
     """
     route = claim.route
-    reference = yield from _reference(route)
+    reference = yield from _reference(route, order)
     if reference is None:
         return Verdict()
     suspects = [hop for hop in route if hop.process not in processes_of(reference.route)]
@@ -150,13 +158,15 @@ def _stop(route: tuple[Hop, ...]) -> int:
     return route[-1].blocks.stop
 
 
-def _reference(route: tuple[Hop, ...]) -> Generator[Ask, Replay | None, Replay | None]:
+def _reference(
+    route: tuple[Hop, ...], order: Callable[[Sequence[Hop]], Sequence[Hop]]
+) -> Generator[Ask, Replay | None, Replay | None]:
     """Ask for a route without any of these hops; else for one with all but one of them."""
     reference = yield Ask(without=processes_of(route))
     if reference is not None or len(route) == 1:
         return reference
-    for index, hop in enumerate(route):
-        reference = yield Ask((*route[:index], *route[index + 1 :]), frozenset({hop.process}))
+    for hop in order(route):
+        reference = yield Ask(tuple(other for other in route if other is not hop), frozenset({hop.process}))
         if reference is not None:
             return reference
     return None
@@ -201,12 +211,12 @@ def _third(
     hop: Hop, swapped: Replay, base: Replay, agree: Agree, limits: InquestLimits
 ) -> Generator[Ask, Replay | None, Verdict]:
     """Ask third holders of a hop's blocks whether the hop is wrong, or those that the route has in its place."""
-    rivals = processes_of(_rivals(hop, base))
+    others, rivals = _rivals(hop, base), processes_of(_rivals(hop, base))
     beside = (
         *_part(base.route, base.route[0].blocks.start, hop.blocks.start),
         *_part(base.route, hop.blocks.stop, _stop(base.route)),
     )
-    accused, newcomers = frozenset({hop.process}), frozenset[str]()
+    near, accused, newcomers = processes_of(beside), frozenset({hop.process}), frozenset[str]()
     thirds: list[Replay] = []  # that differ from both sides, and from each other
     for _ in range(limits.thirds_max):
         third = yield Ask(beside, rivals | accused | newcomers)
@@ -214,25 +224,43 @@ def _third(
             break
         if agree(third, base):
             if (yield from _is_wrong_again(hop, swapped, base, agree, limits)):
-                return Verdict(cleared=rivals, wrong=accused)
+                accusation = yield from _contradicted((hop,), near, base, agree, limits)
+                return _joined([Verdict(cleared=rivals), accusation])
             return Verdict(doubted=accused | processes_of(base.route))
         if agree(third, swapped):
-            return _joined([Verdict(cleared=accused), _contradicted(rivals)])
-        own = processes_of(third.route) - processes_of(beside)
+            accusation = yield from _contradicted(others, near, swapped, agree, limits)
+            return _joined([Verdict(cleared=accused), accusation])
+        own = processes_of(third.route) - near
         for other in thirds:
             if agree(third, other):
-                right = own | (processes_of(other.route) - processes_of(beside))
+                right = own | (processes_of(other.route) - near)
                 is_wrong = yield from _is_wrong_again(hop, swapped, base, agree, limits)
-                accusation = Verdict(wrong=accused) if is_wrong else Verdict(doubted=accused)
-                return _joined([Verdict(cleared=right), accusation, _contradicted(rivals)])
+                first = Verdict(doubted=accused)
+                if is_wrong:
+                    first = yield from _contradicted((hop,), near, third, agree, limits)
+                second = yield from _contradicted(others, near, third, agree, limits)
+                return _joined([Verdict(cleared=right), first, second])
         thirds.append(third)
         newcomers |= own
     return Verdict(unclear=rivals | accused | newcomers) if thirds else Verdict(doubted=rivals | accused)
 
 
-def _contradicted(rivals: frozenset[str]) -> Verdict:
-    """Return the verdict on hops that two independent holders contradict: a single one is wrong."""
-    return Verdict(wrong=rivals) if len(rivals) == 1 else Verdict(doubted=rivals)
+def _contradicted(
+    hops: Sequence[Hop], beside: frozenset[str], right: Replay, agree: Agree, limits: InquestLimits
+) -> Generator[Ask, Replay | None, Verdict]:
+    """Return the verdict on hops that two independent holders contradict: a single one is wrong, between others, too.
+
+    beside: those that it stood between. They know it, and could lie where it is next to them alone; then it or they are
+    in doubt. right: what the others have computed.
+    """
+    blamed = processes_of(hops)
+    if len(blamed) > 1:
+        return Verdict(doubted=blamed)
+    for _ in range(limits.repeats_min if beside else 0):
+        elsewhere = yield Ask(tuple(hops), beside)
+        if elsewhere is None or not agree(elsewhere, right):
+            return Verdict(wrong=blamed)
+    return Verdict(doubted=blamed | beside) if beside else Verdict(wrong=blamed)
 
 
 def _is_wrong_again(

@@ -66,6 +66,11 @@ class Ledger:
             self.skip()
         return frozenset(news)
 
+    @property
+    def doubted(self) -> frozenset[str]:
+        """The processes of which one or another was wrong, and with which none has agreed since."""
+        return frozenset[str]().union(*(doubt.company - doubt.excused for doubt in self._doubts))
+
     def _is_common(self, process: str) -> bool:
         """Whether a process is the only one that is meant by all doubts that mean it, and these are enough."""
         companies = [d.company for d in self._doubts if process in d.company and process not in d.excused]

@@ -22,6 +22,7 @@ from swarm.monitor.state import (
     ModelSummary,
     ProbeStats,
     Reading,
+    ServerAudits,
     ServerState,
     State,
     Status,
@@ -75,7 +76,10 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """All facts at one moment. contacts by public key (hex), known and probes by root, loads by an anchor's peer id."""
+    """All facts at one moment. contacts by public key (hex), known and probes by root, loads by an anchor's peer id.
+
+    audits by root and peer id.
+    """
 
     network: str
     records: Sequence[Announcement]
@@ -87,6 +91,7 @@ class Sighting:
     join_addresses: tuple[str, ...] = ()
     gateways: tuple[GatewayState, ...] = ()
     loads: Mapping[str, ToldLoad] = field(default_factory=dict)
+    audits: Mapping[tuple[str, str], ServerAudits] = field(default_factory=dict)
     revision: int = 0
 
 
@@ -106,6 +111,7 @@ class _Server:
     contact: Contact
     online: bool
     serving: bool
+    audits: ServerAudits | None
 
 
 def assess(sighting: Sighting, now: float, limits: AssessLimits = AssessLimits()) -> Assessment:
@@ -141,8 +147,8 @@ def assess(sighting: Sighting, now: float, limits: AssessLimits = AssessLimits()
 
 def _server(record: Announcement, sighting: Sighting, now: float, limits: AssessLimits) -> _Server:
     contact = sighting.contacts.get(record.public_key) or Contact(first_seen=now)
-    online = contact.online(now, limits)
-    return _Server(record, contact, online, online and record.state == "online")
+    online, audits = contact.online(now, limits), sighting.audits.get((record.root, record.peer_id))
+    return _Server(record, contact, online, online and record.state == "online", audits)
 
 
 def _ways(servers: Iterable[_Server]) -> Ways:
@@ -272,6 +278,8 @@ def _summary(
         decode_tps=_decode_tps(len(blocks), serving),
         prefill_tps=_prefill_tps(len(blocks), serving),
         free_tokens=free_tokens,
+        servers_audited=sum(server.audits is not None for server in members),
+        servers_wrong=sum(server.audits is not None and server.audits.finding == "wrong" for server in members),
         probes=probes,
     )
 
@@ -356,6 +364,7 @@ def _server_state(server: _Server, now: float) -> ServerState:
         free_tokens=record.free_tokens,
         load=record.load,
         age_s=max(0.0, now - contact.first_seen),
+        audits=server.audits,
     )
 
 

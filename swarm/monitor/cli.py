@@ -60,6 +60,27 @@ class GatewayUrl(click.ParamType[str]):
 @click.option("--probe", multiple=True, metavar="MODEL", help="generate through this model again and again; repeatable")
 @click.option("--probe-every", type=click.FloatRange(1.0), default=300.0, show_default=True, help="seconds")
 @click.option(
+    "--audit",
+    "audits",
+    multiple=True,
+    metavar="MODEL",
+    help="compare what servers of this model compute with what others do, and show it; repeatable (docs/audits.md)",
+)
+@click.option(
+    "--audit-every",
+    type=click.FloatRange(1.0),
+    default=300.0,
+    show_default=True,
+    help="seconds between audits on average, of all models together",
+)
+@click.option(
+    "--audit-share",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
+    default=0.02,
+    show_default=True,
+    help="of the time, in which audits run at most: no server spends more on them",
+)
+@click.option(
     "--gateway",
     "gateways",
     type=GatewayUrl(),
@@ -76,6 +97,9 @@ def command(
     join_address: tuple[str, ...],
     probe: tuple[str, ...],
     probe_every: float,
+    audits: tuple[str, ...],
+    audit_every: float,
+    audit_share: float,
     gateways: tuple[str, ...],
     ready_file: Path | None,
     log_level: str,
@@ -93,6 +117,9 @@ def command(
             join_addresses=join_address,
             probes=probe,
             probe_every_s=probe_every,
+            audits=audits,
+            audit_every_s=audit_every,
+            audit_share=audit_share,
             gateways=gateways,
         )
         run_until_stopped(lambda stop: serve_health(arguments, ready, stop), log_level)

@@ -20,6 +20,7 @@ import structlog
 
 from swarm.errors import BadConfiguration
 from swarm.limits import limit
+from swarm.monitor import verdicts
 from swarm.monitor.state import API, History, Point, ProbeStats, Quantiles, Window
 
 SCHEMA_VERSION = 1
@@ -110,6 +111,14 @@ class Database:
     def record_probe(self, result: ProbeResult) -> "Future[None]":
         """Keep a probe's result. A problem is noted, not raised."""
         return self._submit(lambda: self._written(lambda: self._record_probe(result)))
+
+    def record_audit(self, result: verdicts.AuditResult) -> "Future[None]":
+        """Keep an audit's result. A problem is noted, not raised."""
+        return self._submit(lambda: self._written(lambda: verdicts.write(self._db, result)))
+
+    def audits(self, now: float) -> "Future[verdicts.Records]":
+        """Return the audits of all servers."""
+        return self._submit(lambda: verdicts.read(self._db, now))
 
     def remembered(self, now: float) -> "Future[Remembered]":
         """Return the models that were served within the last day, and the peers that were ever seen."""
@@ -302,6 +311,7 @@ def _checked(path: Path, limits: HistoryLimits) -> sqlite3.Connection:
         db.execute(f"PRAGMA max_page_count = {limits.pages_max}")
         if version == 0:
             _make_tables(db)
+        db.execute(verdicts.SCHEMA)  # files of before have none, and programs of before leave it alone
     except BaseException:
         db.close()
         raise

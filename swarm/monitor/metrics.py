@@ -81,6 +81,8 @@ def _models(models: Iterable[ModelSummary]) -> Iterator[GaugeMetricFamily]:
         "swarm_model_servers_announced": ("Servers of the model with a living record.", lambda m: m.servers_announced),
         "swarm_model_free_tokens": ("Free KV tokens at the block that has fewest.", lambda m: m.free_tokens),
         "swarm_model_decode_tokens_per_second": ("Estimate for one user.", lambda m: m.decode_tps),
+        "swarm_model_servers_audited": ("Servers that this page has audited.", lambda m: m.servers_audited),
+        "swarm_model_servers_wrong": ("Of them, those that audits have shown as wrong.", lambda m: m.servers_wrong),
         "swarm_model_prefill_tokens_per_second": ("Of all servers at the weakest block.", lambda m: m.prefill_tps),
     }
     for name, (text, value_of) in figures.items():

@@ -1,35 +1,15 @@
-"""The health page's side of probes: runs `swarm.monitor.probe` as a child for each model, and keeps its results.
+"""The health page's side of probes: runs `swarm.monitor.probe` as a child for each model, and keeps its results."""
 
-The child has the client with torch and hivemind; this process has neither. It ends with this process.
-"""
-
-import asyncio
-import os
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.limits import limit
+from swarm.monitor.children import Child, Joining
 from swarm.monitor.history import HistoryLimits, ProbeResult
-from swarm.net.launch import command
 
 _log = structlog.get_logger("swarm.monitor")
-
-
-@dataclass(frozen=True, slots=True)
-class ProbingLimits:
-    """How many probes run, and how their children are held."""
-
-    probes_max: int = limit(8, "models", "that are probed; more are a wrong argument")
-    line_bytes_max: int = limit(64 * 1024, "bytes", "of one line; a child that prints a longer one is started again")
-    restart_s: float = limit(30.0, "s", "until a child that ended is started again")
-    stop_s: float = limit(5.0, "s", "that a child gets to end; then it is killed")
 
 
 class ProbeLine(BaseModel):
@@ -47,103 +27,24 @@ class ProbeLine(BaseModel):
     why: Annotated[str, Field(max_length=200)] = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbePlan:
-    """One model to probe: a hub id or directory, and how often."""
+def prober(model: str, every_s: float, joining: Joining, keep: Callable[[ProbeResult], object]) -> Child:
+    """Return the child that probes a model, a hub id or a directory. keep: called with every result."""
 
-    model: str
-    every_s: float
-    initial_peers: tuple[str, ...]
-    network: str
-    network_key: Path | None = None
-    allow_peers: Path | None = None
-    identity: Path | None = None
-
-    @property
-    def access_arguments(self) -> tuple[str, ...]:
-        """The options that name the files of a private swarm, as the child takes them."""
-        files = {"--network-key": self.network_key, "--allow-peers": self.allow_peers, "--identity": self.identity}
-        return tuple(part for name, path in files.items() if path is not None for part in (name, str(path)))
-
-
-class Prober:
-    """One child. `problem`: why there are no results; empty while all is well."""
-
-    def __init__(
-        self, plan: ProbePlan, keep: Callable[[ProbeResult], object], limits: ProbingLimits = ProbingLimits()
-    ) -> None:
-        """keep: called with every result."""
-        self.problem = "no result yet"
-        self._limits = limits
-        self._plan, self._keep = plan, keep
-
-    async def run(self) -> None:
-        """Probe until cancelled; a child that ends is started again."""
-        while True:
-            code = await self._run_child()
-            self.problem = f"the probe ended with code {code}; it is started again"
-            _log.warning("probe", model=self._plan.model, problem=self.problem)
-            await asyncio.sleep(self._limits.restart_s)
-
-    async def _run_child(self) -> int:
-        plan = self._plan
-        arguments = ("--every", str(plan.every_s), "--network", plan.network)
-        peers = ("--initial-peers", ",".join(plan.initial_peers))
-        line = command(
-            sys.executable,
-            "-m",
-            "swarm.monitor.probe",
-            *arguments,
-            *plan.access_arguments,
-            *peers,
-            "--",
-            plan.model,
-            descriptors_max=4096,
-            data_bytes_max=1 << 46,  # no limit of ours
-        )
-        child = await asyncio.create_subprocess_exec(
-            *line,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            limit=self._limits.line_bytes_max,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            start_new_session=True,  # Ctrl-C is for us, and we end our child
-        )
-        try:
-            assert child.stdout is not None
-            with suppress(ValueError):  # a line that does not end
-                async for text in child.stdout:
-                    self._take(text)
-            return await child.wait() if child.returncode is None else child.returncode
-        finally:
-            await _end(child, self._limits.stop_s)
-
-    def _take(self, text: bytes) -> None:
+    def take(text: bytes) -> str:
         try:
             line = ProbeLine.model_validate_json(text)
         except ValidationError:
-            _log.warning("probe", problem="the child printed something else", text=text[:100].decode(errors="replace"))
-            return
-        self.problem = "" if line.ok else "the last generation failed"  # why is in the log: it can name addresses
+            return foreign(text)
         if not line.ok:
-            _log.warning("a probe failed", model=self._plan.model, why=line.why)
-        self._keep(ProbeResult(line.root, line.at, line.ok, line.ttft_ms, line.gaps_ms))
+            _log.warning("a probe failed", model=model, why=line.why)
+        keep(ProbeResult(line.root, line.at, line.ok, line.ttft_ms, line.gaps_ms))
+        return "" if line.ok else "the last generation failed"  # why is in the log: it can name addresses
+
+    return Child("swarm.monitor.probe", ("--every", str(every_s), *joining.arguments, "--", model), take)
 
 
-async def _end(child: asyncio.subprocess.Process, within_s: float) -> None:
-    if child.returncode is not None:
-        return
-    child.terminate()
-    try:
-        async with asyncio.timeout(within_s):
-            await child.wait()
-    except TimeoutError:
-        child.kill()
-        await child.wait()
-
-
-def problem_of(probers: Sequence[Prober]) -> str:
-    """Say how the probes are, in a few words."""
-    if not probers:
-        return "off"
-    return "; ".join(prober.problem for prober in probers if prober.problem) or "ok"
+def foreign(text: bytes) -> str:
+    """Note a line that is no result. Returns the problem."""
+    problem = "the process printed something else"
+    _log.warning("child", problem=problem, text=text[:100].decode(errors="replace"))
+    return problem

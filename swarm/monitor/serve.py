@@ -5,7 +5,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -17,9 +19,11 @@ from swarm.errors import BadConfiguration
 from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.monitor.app import make_app
+from swarm.monitor.auditing import AuditLine, auditor
+from swarm.monitor.children import ChildLimits, Joining, problem_of
 from swarm.monitor.contacts import SwarmDialler
 from swarm.monitor.history import Database
-from swarm.monitor.probing import ProbePlan, Prober, ProbingLimits, problem_of
+from swarm.monitor.probing import prober
 from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
 from swarm.monitor.state import API
 from swarm.net import ports
@@ -41,6 +45,9 @@ class HealthArguments:
     probes: tuple[str, ...]
     probe_every_s: float
     gateways: tuple[str, ...] = ()  # URLs
+    audits: tuple[str, ...] = ()
+    audit_every_s: float = 300.0
+    audit_share: float = 0.02
     limits: MonitorLimits = field(default_factory=MonitorLimits)
 
 
@@ -52,9 +59,10 @@ class HealthReady(Ready):
 
 async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None], stop: Stop) -> None:
     """Serve until asked to stop. Raises UsageError."""
-    probes_max = ProbingLimits().probes_max
-    if len(arguments.probes) > probes_max:
-        raise BadConfiguration("--probe", f"at most {probes_max} models")
+    models_max = ChildLimits().models_max
+    for option, models in (("--probe", arguments.probes), ("--audit", arguments.audits)):
+        if len(models) > models_max:
+            raise BadConfiguration(option, f"at most {models_max} models")
     if len(arguments.gateways) > API.gateways_max:
         raise BadConfiguration("--gateway", f"at most {API.gateways_max} gateways")
     reading, path = arguments.reading, arguments.reading.identity
@@ -99,25 +107,25 @@ async def _live(
     stop: Stop,
 ) -> None:
     reading = arguments.reading
-    probers = [
-        Prober(
-            ProbePlan(
-                model=model,
-                every_s=arguments.probe_every_s,
-                initial_peers=reading.initial_peers,
-                network=reading.network,
-                network_key=reading.network_key,
-                allow_peers=reading.allow_peers,
-                identity=reading.identity,
-            ),
-            database.record_probe,
-        )
-        for model in arguments.probes
-    ]
+    joining = Joining(
+        initial_peers=reading.initial_peers,
+        network=reading.network,
+        network_key=reading.network_key,
+        allow_peers=reading.allow_peers,
+        identity=reading.identity,
+    )
+    every_s, keep = arguments.probe_every_s, database.record_probe
+    probers = [prober(model, every_s, joining, keep) for model in arguments.probes]
     monitor.probe_problem = lambda: problem_of(probers)
+    children, findings = list(probers), asyncio.Queue[AuditLine](ChildLimits().lines_max)
+    if arguments.audits:
+        schedule = arguments.audit_every_s, arguments.audit_share
+        monitor.auditor = auditor(arguments.audits, *schedule, joining, partial(_put, findings))
+        children.append(monitor.auditor)
     server = WebServer(make_app(monitor))
     async with asyncio.TaskGroup() as group:
-        working = [group.create_task(monitor.run()), *(group.create_task(prober.run()) for prober in probers)]
+        working = [group.create_task(monitor.run()), *(group.create_task(child.run()) for child in children)]
+        working.append(group.create_task(_take(findings, monitor)))
         serving = group.create_task(server.serve(sockets=[listening]))
         await monitor.read_once()
         url = url_of(listening)
@@ -130,3 +138,14 @@ async def _live(
         await serving
         for task in working:
             task.cancel()
+
+
+def _put(findings: "asyncio.Queue[AuditLine]", line: AuditLine) -> None:
+    with suppress(asyncio.QueueFull):
+        findings.put_nowait(line)
+
+
+async def _take(findings: "asyncio.Queue[AuditLine]", monitor: Monitor) -> None:
+    """Hand the auditor's findings to the monitor, in order."""
+    while True:
+        await monitor.audited(await findings.get())

@@ -6,7 +6,7 @@ Three tasks: one reads, one visits, one asks gateways. The board (`swarm.monitor
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -16,16 +16,20 @@ import structlog
 
 from swarm.dht.directory import Directory
 from swarm.dht.light import LightStore
+from swarm.dht.records import Announcement
 from swarm.dht.validator import Clock
 from swarm.errors import ClockSkew, SwarmError, Unreachable, UsageError
 from swarm.limits import limit
 from swarm.monitor.assess import KnownModel, Sighting
+from swarm.monitor.auditing import AuditLine, Orders, left_out
 from swarm.monitor.board import Board, Published
+from swarm.monitor.children import Child
 from swarm.monitor.contacts import ContactLimits, Contacts, Dialler, Loads
 from swarm.monitor.gateways import GatewayLimits, watch
 from swarm.monitor.history import Database, Sample
 from swarm.monitor.reading import DirectoryTimeout, Found, ReadingLimits, read
 from swarm.monitor.state import API, GatewayState, Health, History, ModelSummary, ProbeStats, Reading, Window
+from swarm.monitor.verdicts import AuditResult, Records, shown
 
 Open = Callable[[], AbstractAsyncContextManager[LightStore]]
 Result = TypeVar("Result")
@@ -60,13 +64,18 @@ class MonitorOptions:
 
 @dataclass(slots=True)
 class Knowledge:
-    """The facts of the moment. known: models that were served lately, by root; probes by root."""
+    """The facts of the moment. known: models that were served lately, by root; probes by root.
+
+    doubted: peers that audits doubt, by root.
+    """
 
     found: Found = Found()  # noqa: RUF009 - frozen
     reading: Reading = field(default_factory=lambda: Reading(at=None, took_s=None))
     known: dict[str, KnownModel] = field(default_factory=dict)
     probes: dict[str, tuple[ProbeStats, ...]] = field(default_factory=dict)
     gateways: tuple[GatewayState, ...] = ()
+    audits: Records = field(default_factory=dict)
+    doubted: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def sighting(self, options: MonitorOptions, contacts: Contacts, loads: Loads) -> Sighting:
         """Return a copy for the assessment."""
@@ -81,6 +90,7 @@ class Knowledge:
             join_addresses=options.join_addresses,
             gateways=self.gateways,
             loads=dict(loads.known),
+            audits=shown(self.audits, {(root, peer) for root, peers in self.doubted.items() for peer in peers}),
         )
 
     def served(self, summaries: tuple[ModelSummary, ...]) -> None:
@@ -99,6 +109,7 @@ class Monitor:
         self, options: MonitorOptions, open_store: Open, dialler: Dialler, database: Database, clock: Clock
     ) -> None:
         self.probe_problem: Callable[[], str] = lambda: "off"
+        self.auditor: Child | None = None
         self._options, self._open, self._clock, self._database = options, open_store, clock, database
         self._contacts = Contacts(dialler, clock, options.limits.contacts)
         self._loads = Loads(dialler, clock, options.limits.contacts)
@@ -130,6 +141,7 @@ class Monitor:
             reading_age_s=age_s,
             history=self._database.problem[: API.text_chars] or "ok",
             probe=self.probe_problem()[: API.text_chars],
+            audit="off" if self.auditor is None else self.auditor.problem[: API.text_chars] or "ok",
         )
 
     async def history(self, root: str | None, window: Window) -> bytes | None:
@@ -194,6 +206,8 @@ class Monitor:
         self._new_records.set()
         stats = await self._asked(self._database.probe_stats(now))
         knowledge.probes = stats if stats is not None else knowledge.probes
+        audits = await self._asked(self._database.audits(now))
+        knowledge.audits = audits if audits is not None else knowledge.audits
         await self._republish()
         await self._remember(now)
         self._first.set()
@@ -239,7 +253,27 @@ class Monitor:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._loads.visit(records, online))  # first: calls leave few questions to an anchor
                 group.create_task(self._contacts.visit(records))
+            self._order_audits(records)
             await self._republish()
+
+    def _order_audits(self, records: Sequence[Announcement]) -> None:
+        """Tell the auditor which servers answer, and which of them it leaves out."""
+        if self.auditor is None:
+            return
+        now, known = self._clock(), self._contacts.known
+        answering = {r.peer_id for r in records if r.public_key in known and known[r.public_key].online(now)}
+        wrong = {peer for (_, peer), record in self._knowledge.audits.items() if left_out(record, now)}
+        self.auditor.tell(Orders.of(answering, wrong).model_dump_json().encode())
+
+    async def audited(self, line: AuditLine) -> None:
+        """Take an audit's findings."""
+        result = AuditResult(line.root, line.at, line.agreed, line.disputed, line.wrong)
+        self._knowledge.doubted[line.root] = line.doubted
+        await self._asked(self._database.record_audit(result))
+        audits = await self._asked(self._database.audits(self._clock()))
+        self._knowledge.audits = audits if audits is not None else self._knowledge.audits
+        self._order_audits(self._knowledge.found.records)
+        await self._republish()
 
     async def _told(self, gateways: tuple[GatewayState, ...]) -> None:
         self._knowledge.gateways = gateways

@@ -47,6 +47,10 @@ server answers. missing: no server announces it."""
 Way = Literal["direct", "reverse", "punched", "relayed"]
 """How the monitor reached a server: at its address, or behind a router (docs/reach.md)."""
 
+Finding = Literal["agreed", "doubted", "wrong", "open"]
+"""The result of audits. agreed: others compute the same. doubted: this server, or another one of the same audit,
+computes something else; later audits tell. wrong: independent holders contradict it. open: none of these holds."""
+
 Window = Literal["24h", "30d"]
 
 Root = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="the digest of the model's manifest")]
@@ -115,6 +119,8 @@ class ModelSummary(ModelFacts):
     decode_tps: Rate | None = Field(description="estimate for one user, without the network; None: not measured")
     prefill_tps: Rate | None = Field(description="of all servers together, at the block that has least")
     free_tokens: Count = Field(description="KV tokens that are free at the block that has fewest")
+    servers_audited: Count = Field(default=0, description="servers that this page has audited within 30 days")
+    servers_wrong: Count = Field(default=0, description="of them, those that audits have shown as wrong")
     probes: Annotated[tuple[ProbeStats, ...], Field(max_length=2)] = ()
 
 
@@ -237,6 +243,16 @@ class ServerClaims(ApiModel):
     load: Annotated[float, Field(ge=0)]
 
 
+class ServerAudits(ApiModel):
+    """This page's own audits of one server within 30 days (docs/audits.md). No other page's are in it."""
+
+    audited: Count = Field(description="audits that said anything of it")
+    agreed: Count = Field(description="of them, those in which others computed the same")
+    last_at: Moment
+    finding: Finding
+    wrong_at: Moment | None = Field(default=None, description="when it was last found as wrong; None: it was not")
+
+
 class ServerState(ServerClaims):
     """The same with the monitor's own observations."""
 
@@ -245,6 +261,7 @@ class ServerState(ServerClaims):
     rtt_ms: Milliseconds | None = Field(description="round trip from the monitor")
     way: Way | None = Field(description="how the monitor reached it last; None: never")
     age_s: Seconds = Field(description="for how long the monitor has known this peer")
+    audits: ServerAudits | None = Field(default=None, description="None: this page has audited nothing of it")
 
 
 class ModelDetail(ApiModel):
@@ -288,3 +305,4 @@ class Health(ApiModel):
     reading_age_s: Seconds | None
     history: Annotated[str, Field(max_length=API.text_chars)] = Field(description='"ok", or why none is being written')
     probe: Annotated[str, Field(max_length=API.text_chars)] = Field(description='"off", "ok", or its problem')
+    audit: Annotated[str, Field(max_length=API.text_chars)] = Field(description='"off", "ok", or its problem')

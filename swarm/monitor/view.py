@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from swarm.monitor.assess import ranges
-from swarm.monitor.state import BlockState, BlockStatus, History, ModelDetail, Point, ServerState, Way
-from swarm.monitor.wording import lasting
+from swarm.monitor.state import BlockState, BlockStatus, History, ModelDetail, Point, ServerAudits, ServerState, Way
+from swarm.monitor.wording import NOT_KNOWN, lasting, plural
 
 MEANINGS: dict[BlockStatus, str] = {  # the worst first
     "missing": "no server announces it",
@@ -54,11 +54,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class ServerRow:
-    """One line of the servers' table: condition is a word, and detail explains it."""
+    """One line of the servers' table: condition is a word, and detail explains it. audits: this page's, in words."""
 
     server: ServerState
     condition: str
     detail: str
+    audits: tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +128,33 @@ def servers(
         and (block is None or server.blocks[0] <= block < server.blocks[1])
     ]
     shown = matching if everything else matching[:rows_max]
-    return Servers(tuple(_row(server) for server in shown), len(matching), len(detail.servers))
+    now = detail.generated_at
+    return Servers(tuple(_row(server, now) for server in shown), len(matching), len(detail.servers))
 
 
-def _row(server: ServerState) -> ServerRow:
+def _row(server: ServerState, now: float) -> ServerRow:
     answered = "never answered" if server.answered_s is None else f"answered {lasting(server.answered_s)} ago"
     if server.online and server.way not in (None, "direct"):
         answered += f", {server.way}"
     details = {"online": answered, "joining": "not serving yet", "draining": "takes no new sessions"}
     if not server.online:
-        return ServerRow(server, "silent", answered)
-    return ServerRow(server, server.state, details[server.state])
+        return ServerRow(server, "silent", answered, audited(server.audits, now))
+    return ServerRow(server, server.state, details[server.state], audited(server.audits, now))
+
+
+def audited(audits: ServerAudits | None, now: float) -> tuple[str, str]:
+    """Say what this page's audits have shown of a server: in a word or two, and in detail. now: wall seconds."""
+    if audits is None:
+        return NOT_KNOWN, "not audited here"
+    words = {"agreed": "agrees", "doubted": "in doubt", "wrong": "differs", "open": "open"}
+    at = audits.last_at
+    detail = f"{audits.agreed:,} of {plural(audits.audited, 'audit')} agreed"
+    if audits.finding == "wrong" and audits.wrong_at is not None:
+        at = audits.wrong_at
+        detail += ", others compute something else"
+    elif audits.finding == "doubted":
+        detail += ", it or another server differs"
+    return words[audits.finding], f"{detail}; {lasting(max(0.0, now - at))} ago"
 
 
 def use(detail: ModelDetail, network: str) -> Use:

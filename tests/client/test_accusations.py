@@ -235,6 +235,9 @@ def of_two(first: str | None, second: str | None) -> Verdict | None:
         course.answer(third, *course.ask.kept, T)
         if third == "r":
             course.answer("s")  # wrong again
+        if third is not None:
+            assert course.ask.without == names(R), "the one that others contradict is asked for between others"
+            course.answer("s" if third == "r" else "r")  # and wrong there, too
     verdict = course.verdict
     return verdict and Verdict(
         *(frozenset(map(names_of.__getitem__, of)) for of in (verdict.cleared, verdict.wrong, verdict.doubted))

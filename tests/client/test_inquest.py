@@ -1,6 +1,7 @@
 """Who was wrong, from replays on other routes. Outputs are the names of the wrong servers that took part."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
@@ -78,6 +79,35 @@ def test_a_third_holder_shows_who_is_wrong(liar):
     verdict = World((*ROUTE, D, E, F), (liar,)).verdict(ROUTE)
     assert verdict.wrong == names(liar)
     assert not verdict.doubted
+
+
+@dataclass
+class Neighbours(World):
+    """One server lies where a certain other one is next to it in the route, and nowhere else."""
+
+    liar: Hop | None = None
+    victim: Hop | None = None
+
+    def outputs(self, route):
+        pairs = [{one.process, other.process} for one, other in pairwise(route)]
+        assert self.liar is not None
+        assert self.victim is not None
+        return {0: {self.liar.process, self.victim.process} in pairs}
+
+
+@pytest.mark.parametrize("is_rival", [False, True], ids=["beside a suspect", "beside a server of the reference"])
+def test_a_server_that_lies_only_beside_another_gets_it_not_blamed(is_rival):
+    others = hop(0, 4), hop(4, 8), hop(8, 12)
+    victim = others[0] if is_rival else A
+    world = Neighbours((*ROUTE, *others, hop(0, 4), hop(4, 8)), liar=others[1], victim=victim)
+    verdict = world.verdict(ROUTE, None if is_rival else LIED)
+    assert victim.process not in verdict.wrong
+    assert verdict.suspected, "something was wrong"
+
+
+def test_a_server_without_others_around_it_is_contradicted_all_the_same():
+    alone = hop(4, 12)
+    assert World((A, alone, hop(0, 4), D), (A,)).verdict((A, alone)).wrong == names(A)
 
 
 def test_two_wrong_servers_are_both_found():

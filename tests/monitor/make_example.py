@@ -9,7 +9,7 @@ from swarm.dht.records import Announcement, Mooring
 from swarm.identity import Identity
 from swarm.monitor.anchors import ToldLoad
 from swarm.monitor.assess import Assessment, Contact, Sighting, assess
-from swarm.monitor.state import History, Point, ProbeStats, Quantiles, Reading
+from swarm.monitor.state import History, Point, ProbeStats, Quantiles, Reading, ServerAudits
 from swarm.protocol.meeting import AnchorLoad
 from tests.dht.support import announcement
 
@@ -70,6 +70,12 @@ def example() -> Assessment:
         reading=Reading(at=NOW, took_s=0.8),
         join_addresses=("/dns4/join.example.org/tcp/31337/p2p/" + peer(9).peer_id,),
         loads={peer(8).peer_id: ToldLoad(NOW - 9, load)},
+        audits={
+            ("ab" * 32, peer(1).peer_id): ServerAudits(audited=40, agreed=40, last_at=NOW - 240, finding="agreed"),
+            ("ab" * 32, peer(3).peer_id): ServerAudits(
+                audited=13, agreed=12, last_at=NOW - 900, finding="wrong", wrong_at=NOW - 900
+            ),
+        },
         revision=7,
     )
     return assess(sighting, NOW)

@@ -19,7 +19,19 @@ from swarm.monitor import pages
 from swarm.monitor.anchors import ToldLoad
 from swarm.monitor.app import Headers
 from swarm.monitor.assess import Assessment, Contact, Sighting, assess
-from swarm.monitor.state import GatewayState, History, ModelDetail, Point, ProbeStats, Quantiles, Reading, Way, Window
+from swarm.monitor.state import (
+    Finding,
+    GatewayState,
+    History,
+    ModelDetail,
+    Point,
+    ProbeStats,
+    Quantiles,
+    Reading,
+    ServerAudits,
+    Way,
+    Window,
+)
 from swarm.protocol.meeting import SPEED_MAX, AnchorLoad
 from tests.dht.support import announcement
 
@@ -37,6 +49,7 @@ GATEWAYS = (
     ),
 )
 WAYS: tuple[Way, ...] = ("direct", "direct", "punched", "direct", "relayed")
+FINDINGS: tuple[Finding, ...] = ("agreed", "agreed", "doubted", "agreed", "wrong", "open")
 DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA L4", "cpu", "Apple M3 Max", "NVIDIA A100-SXM4-80GB")
 
 
@@ -112,7 +125,23 @@ def one_model(name: str = "org/Meadow-70B-Instruct", blocks: int = 80) -> Assess
     records = [record(n, a, b, model=name, n_blocks=blocks) for n, (a, b) in enumerate(spans, start=1)]
     records.append(record(30, 60, 66, model=name, n_blocks=blocks, public_name=MARKUP, version=MARKUP, device=MARKUP))
     records.append(record(31, 40, 50, model=name, n_blocks=blocks, state="draining", public_name="leaving soon"))
-    return assessment(records, silent=frozenset({9}), gateways=GATEWAYS)
+    return assessment(records, silent=frozenset({9}), gateways=GATEWAYS, audits=audits_of(records))
+
+
+def audits_of(records: list[Announcement]) -> dict[tuple[str, str], ServerAudits]:
+    """Audits of all kinds."""
+    found = {}
+    for n, record in enumerate(records[:9]):
+        finding = FINDINGS[n % len(FINDINGS)]
+        agreed = 0 if finding == "open" else 40 - n
+        found[record.root, record.peer_id] = ServerAudits(
+            audited=40,
+            agreed=agreed,
+            last_at=NOW - 60 * n,
+            finding=finding,
+            wrong_at=NOW - 60 * n if finding == "wrong" else None,
+        )
+    return found
 
 
 def healthy(**changes: Any) -> Assessment:

@@ -279,6 +279,31 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_the_server_that_contradicts_may_be_the_wrong_one",
             ),
         ],
+        "A server that lies only beside another gets it not blamed": [
+            (
+                "an accusation holds between the same hops",
+                "client/auditing/inquest.py",
+                "if elsewhere is None or not agree(elsewhere, right):",
+                "if True:",
+                "test_a_server_that_lies_only_beside_another_gets_it_not_blamed",
+            ),
+        ],
+        "No record makes an auditor spend more than its share": [
+            (
+                "an audit is free",
+                "swarm/monitor/allowance.py",
+                "self._credit(now) - took_s",
+                "self._credit(now)",
+                "test_audits_take_no_more_than_their_share_of_the_time",
+            ),
+            (
+                "servers that do not answer are drawn",
+                "client/auditing/patrol.py",
+                "record.peer_id in allowed and",
+                "",
+                "test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked",
+            ),
+        ],
         "Claims of speed and nearness draw no client to a server": [
             (
                 "a claim of speed is believed",

@@ -1,0 +1,188 @@
+"""Audits the servers of one model, one after the other, through sessions of its own: for the page of a whole swarm.
+
+    draw a server -> a route through it -> a session of fresh text -> inquest -> findings
+
+The server is drawn among those that answer, each with the same chance; half of the draws are among doubted ones, if
+there are any. The hops beside it are drawn, too. So neither claims nor guesses say which server is audited next.
+
+A server that is wrong at times may be right in every replay. Then an audit shows that one of its route was wrong, and
+many audits show which (`swarm.client.auditing.odds`).
+"""
+
+import random
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+import structlog
+from torch import Tensor
+
+from swarm.activations import Activations
+from swarm.blocks import Blocks
+from swarm.client.auditing.auditor import AuditLimits, Auditor, Case, fixed
+from swarm.client.auditing.inquest import Ask, Verdict
+from swarm.client.auditing.ledger import Ledger
+from swarm.client.auditing.odds import Observation, OddsLimits, unsteady
+from swarm.client.planning.preferences import Preferences
+from swarm.client.planning.route import Hop, process_of
+from swarm.client.planning.router import Router, Wanted
+from swarm.client.session.membership import Member
+from swarm.client.session.plan import SessionPlan
+from swarm.client.session.session import First, Session
+from swarm.dht.records import SignedAnnouncement
+from swarm.errors import SwarmError
+from swarm.limits import limit
+
+_log = structlog.get_logger("swarm.audits")
+
+
+@dataclass(frozen=True, slots=True)
+class PatrolLimits:
+    """The size of an audit of the swarm, which is what servers pay for it."""
+
+    prompt: tuple[int, int] = limit((16, 64), "positions", "of the prompt of an audit's session, drawn between these")
+    steps: tuple[int, int] = limit((40, 80), "steps", "of one position behind it, drawn between these")
+    step_s: float = limit(30.0, "s", "a route that takes longer for one step is not audited")
+    doubted_share: float = limit(0.5, "of draws", "are among doubted servers, if there are any; the rest among all")
+    audits: AuditLimits = field(default_factory=lambda: AuditLimits(replays_max=64, audit_s=120.0))
+    odds: OddsLimits = field(default_factory=OddsLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The findings of one audit, by peer id. drawn: the server that it was about; "" if there was none to draw.
+
+    why: it came to no verdict. Else drawn is in one of the three sets, unless its outputs proved nothing. took_s: of
+    the audit, with all replays.
+    """
+
+    drawn: str = ""
+    agreed: frozenset[str] = frozenset()
+    doubted: frozenset[str] = frozenset()
+    wrong: frozenset[str] = frozenset()
+    why: str = ""
+    took_s: float = 0.0
+
+
+class Patrol:
+    """Audits servers of one model."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        text: Callable[[int], Tensor],
+        limits: PatrolLimits = PatrolLimits(),
+        draws: random.Random | None = None,
+    ) -> None:
+        """text: embeds so many positions of a fresh text, [1, positions, hidden_size]; servers must not know it.
+
+        draws: of servers, routes and lengths; servers must not know it.
+        """
+        self._wanted, self._text, self._limits = wanted, text, limits
+        self._draws = draws or random.SystemRandom()
+        self._ledger = Ledger()
+        self._observations: tuple[Observation, ...] = ()
+
+    @property
+    def doubted(self) -> frozenset[str]:
+        """The ids of peers that are in doubt: one or another of them was wrong, and none has agreed with them since."""
+        return _peers(self._ledger.doubted)
+
+    async def audit(self, member: Member, answering: Collection[str], left_out: Collection[str] = ()) -> Findings:
+        """Audit a server that is drawn, as a client that has just joined. Raises SwarmError where it cannot.
+
+        answering: peer ids of servers that answer; records of others are no hops. left_out: those that are wrong.
+        """
+        allowed = frozenset(answering) - frozenset(left_out)
+        preferences = Preferences(allowed_peers=allowed, quality="any")
+        router = Router(self._wanted, member.directory, member.sessions.avoidance, preferences)
+        auditor = Auditor(router, member.sessions, self._limits.audits, draws=self._draws, ledger=self._ledger)
+        servers = (await router.surveys.read()).servers
+        drawn = self._drawn([each for each in servers if _can_serve(each, allowed)])
+        if drawn is None:
+            return Findings(why="no server that answers serves the model")
+        try:
+            case = await self._case(auditor, member, drawn)
+        except SwarmError as error:
+            return Findings(drawn.announcement.peer_id, why=str(error))
+        if case is None:
+            return Findings(drawn.announcement.peer_id, why="hops changed within the session")
+        verdict = await auditor.audit(case)
+        if not (verdict.accuses or verdict.cleared):
+            return Findings(drawn.announcement.peer_id, why="no other server has its blocks")
+        return self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
+
+    def _with_unsteady(self, findings: Findings, verdict: Verdict) -> Findings:
+        """Remember an audit. Returns its findings, with the server that all of them together show as wrong at times."""
+        doubted = _peers(verdict.doubted) - findings.wrong
+        if findings.agreed or doubted:
+            kept = (*self._observations, Observation(findings.agreed, doubted))
+            self._observations = kept[-self._limits.odds.observations_max :]
+        gone = findings.wrong
+        found = unsteady(self._observations, self._limits.odds) if doubted else None
+        if found is not None:
+            _log.warning("server computes wrongly at times", peer=found)
+            gone |= {found}
+            company = {process for process in self._ledger.doubted if process.partition("/")[0] == found}
+            self._ledger.note(Verdict(wrong=frozenset(company)))  # so that it explains the doubts
+        self._observations = tuple(each for each in self._observations if not each.company & gone)
+        return replace(
+            findings,
+            wrong=gone,
+            doubted=frozenset() if found in doubted else findings.doubted,
+            agreed=findings.agreed - gone,
+        )
+
+    def _drawn(self, servers: list[SignedAnnouncement]) -> SignedAnnouncement | None:
+        doubted = [each for each in servers if process_of(each.announcement) in self._ledger.doubted]
+        if doubted and self._draws.random() < self._limits.doubted_share:
+            servers = doubted
+        return self._draws.choice(servers) if servers else None
+
+    async def _case(self, auditor: Auditor, member: Member, drawn: SignedAnnouncement) -> Case | None:
+        """Have a session through a server. None where other hops took part, too. Raises SwarmError."""
+        prompt, steps = (self._draws.randint(*between) for between in (self._limits.prompt, self._limits.steps))
+        target, blocks = Hop(drawn, drawn.announcement.span), Blocks(0, self._wanted.n_blocks)
+        plan = SessionPlan(
+            root=self._wanted.root,
+            positions_max=prompt + steps,
+            rollback_max=0,
+            step_timeout_s=self._limits.step_s,
+            wait_for_blocks_s=0.0,
+            coding=self._wanted.coding,
+            audited=True,
+        ).sized(1, prompt, member.sessions.limits.chunks)
+        hops = await auditor.drawn_route(Ask((target,)), blocks, ((blocks, target.numeric_class),), plan)
+        hidden = self._text(prompt + steps)
+        first = First(Activations(hidden[:, :prompt]), want=1)
+        session = await member.sessions.open(plan, blocks, fixed(hops), first=first)
+        try:
+            await _converse(session, hidden, first)
+            testimony = session.testimony()
+        finally:
+            await session.close()
+        return None if testimony is None else Case(testimony, blocks, plan, first=target.process)
+
+
+async def _converse(session: Session, hidden: Tensor, first: First) -> None:
+    """Have the session compute these positions, as a user's would: a prompt, then one position at a time."""
+    await session.step(first.activations, want=first.want)
+    for at in range(first.activations.tokens, hidden.shape[1]):
+        await session.step(Activations(hidden[:, at : at + 1]), want=1)
+
+
+def _can_serve(server: SignedAnnouncement, allowed: Collection[str]) -> bool:
+    record = server.announcement
+    return record.state == "online" and record.peer_id in allowed and bool(record.addresses or record.anchors)
+
+
+def _findings(drawn: str, verdict: Verdict) -> Findings:
+    wrong = _peers(verdict.wrong)
+    doubted = _peers(verdict.suspected) - wrong
+    agreed = _peers(verdict.cleared) - wrong - doubted
+    if wrong or doubted:
+        _log.info("an audit disagrees", wrong=sorted(wrong), doubted=sorted(doubted))
+    return Findings(drawn, agreed, doubted, wrong)
+
+
+def _peers(processes: frozenset[str]) -> frozenset[str]:
+    return frozenset(process.partition("/")[0] for process in processes)

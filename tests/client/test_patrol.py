@@ -1,0 +1,103 @@
+"""An auditor of a whole swarm, over real sockets: it draws servers, finds the wrong one, and takes no other for it."""
+
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.client.auditing.passages import Passages
+from swarm.client.auditing.patrol import Findings, Patrol, PatrolLimits
+from swarm.client.planning.router import Wanted
+from swarm.client.session.membership import joined
+from swarm.dht.directory import Directory
+from swarm.identity import Identity
+from swarm.model.loading import load_ends
+from swarm.model.tokens import TokenEnds
+from tests.client.test_audits import leaves_a_block_out
+from tests.support.inprocess import NETWORK, InProcessSwarm, inprocess
+
+SPANS = ("0:3", "0:3", "0:3", "3:6", "3:6")
+SHORT = PatrolLimits(prompt=(8, 16), steps=(4, 8))
+
+
+class Auditing:
+    """Audits the servers of a swarm, each time as a new client."""
+
+    def __init__(self, swarm: InProcessSwarm, seed: int = 0) -> None:
+        checkpoint, draws = swarm.checkpoint, Random(seed)
+        ends = TokenEnds(load_ends(checkpoint, dtype=swarm.dtype), checkpoint.traits)
+        passages = Passages(None, ends.vocabulary, draws)
+        wanted = Wanted(checkpoint.root, "tiny", checkpoint.n_blocks, None)
+        self.swarm = swarm
+        self.patrol = Patrol(wanted, lambda n: ends.embed(torch.tensor([passages.ids(n)]), 0), SHORT, draws)
+
+    def audit(self, answering: Collection[str] | None = None, left_out: Collection[str] = ()) -> Findings:
+        servers = [peer_of(server) for server in self.swarm.servers]
+
+        @asynccontextmanager
+        async def join() -> AsyncIterator[Directory]:
+            yield self.swarm.directory()
+
+        async def once() -> Findings:
+            async with joined(join, Identity.generate(), network=NETWORK) as member:
+                return await self.patrol.audit(member, servers if answering is None else answering, left_out)
+
+        return self.swarm.loop.run(once())
+
+
+def peer_of(server: Any) -> str:
+    return server.me.identity.peer_id
+
+
+def test_honest_servers_agree_and_each_is_audited(checkpoint):
+    with inprocess(checkpoint, *SPANS) as swarm:
+        auditing, servers = Auditing(swarm), {peer_of(server) for server in swarm.servers}
+        findings = [auditing.audit() for _ in range(12)]
+        assert all((each.doubted, each.wrong, each.why) == (frozenset(), frozenset(), "") for each in findings)
+        assert frozenset[str]().union(*(each.agreed for each in findings)) == servers
+        assert {each.drawn for each in findings} == servers, "some server was never drawn"
+
+
+def test_a_server_that_leaves_a_block_out_is_found_and_no_other(checkpoint):
+    with inprocess(checkpoint, *SPANS) as swarm:
+        liar = peer_of(swarm.serve("3:6", lie=leaves_a_block_out))
+        auditing, wrong = Auditing(swarm), set[str]()
+        for _ in range(20):
+            wrong |= auditing.audit(left_out=wrong).wrong
+        assert wrong == {liar}
+        assert not auditing.patrol.doubted, "what a wrong server explains is no doubt any more"
+
+
+def test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked(checkpoint):
+    with inprocess(checkpoint, *SPANS) as swarm:
+        auditing = Auditing(swarm)
+        silent = peer_of(swarm.servers[0])
+        answering = [peer_of(server) for server in swarm.servers[1:]]
+        seen = [auditing.audit(answering) for _ in range(8)]
+        assert all(silent not in each.agreed | {each.drawn} for each in seen)
+        assert auditing.audit(answering=[]).why == "no server that answers serves the model"
+
+
+def test_a_holder_that_is_alone_keeps_no_other_from_being_audited(checkpoint):
+    with inprocess(checkpoint, "0:2", "2:4", "4:6", "4:6") as swarm:
+        auditing, alone = Auditing(swarm), {peer_of(server) for server in swarm.servers[:2]}
+        findings = [auditing.audit() for _ in range(6)]
+        agreed = frozenset[str]().union(*(each.agreed for each in findings))
+        assert agreed == {peer_of(server) for server in swarm.servers[2:]}
+        assert not agreed & alone
+
+
+def test_texts_differ_and_have_the_length_that_is_wanted():
+    words = Passages(lambda text: [ord(each) % 100 for each in text], 100, Random(1))
+    texts = [words.ids(50) for _ in range(8)]
+    assert all(len(text) == 50 and max(text) < 100 for text in texts)
+    assert len({tuple(text) for text in texts}) == 8
+
+
+@pytest.mark.parametrize("tokenize", [None, lambda text: []])
+def test_a_model_without_a_tokenizer_gets_drawn_tokens(tokenize):
+    ids = Passages(tokenize, 100, Random(1)).ids(50)
+    assert (len(ids), min(ids) >= 0, max(ids) < 100) == (50, True, True)
