@@ -60,6 +60,13 @@ sizes = option_group(
 )
 @click.option("--steps", type=click.IntRange(1, 1_000_000), default=3000, show_default=True, help="of training")
 @sizes
+@click.option("--device", default="cpu", show_default=True, help="to train on, as torch names it: cuda:0")
+@click.option(
+    "--autocast/--no-autocast",
+    default=False,
+    show_default=True,
+    help="train in bfloat16: faster where the processor has instructions for it",
+)
 @click.option("--local", is_flag=True, help="compute the model's blocks on this machine, without a swarm")
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
@@ -84,6 +91,8 @@ def command(
     width: int | None,
     layers: int,
     mlp: int | None,
+    device: str,
+    autocast: bool,
     local: bool,
     log_level: str,
     initial_peers: tuple[str, ...],
@@ -107,7 +116,7 @@ def command(
     with ending_at_once(130):
         from swarm.client.distilling.make import Wish, make  # noqa: PLC0415 - torch: it takes seconds, --help none
 
-    wish = Wish(model, texts, out, tokens, positions, steps, width, layers, mlp, is_local=local)
+    wish = Wish(model, texts, out, tokens, positions, steps, width, layers, mlp, autocast, device, is_local=local)
     make(wish, initial_peers=initial_peers or None, **joining)
 
 

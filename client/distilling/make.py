@@ -35,12 +35,14 @@ class Wish:
     width: int | None
     layers: int
     mlp: int | None
+    autocast: bool
+    device: str
     is_local: bool
 
     def recipe(self, hidden_size: int) -> Recipe:
         """Return how the head of a model with states of this size is made."""
         width = self.width or max(16, min(hidden_size, 1024) // 16 * 16)
-        return Recipe(width, self.layers, self.mlp or 3 * width, self.steps)
+        return Recipe(width, self.layers, self.mlp or 3 * width, self.steps, autocast=self.autocast)
 
 
 def make(
@@ -94,8 +96,10 @@ def _source(checkpoint: Checkpoint, wish: Wish, hub: dict[str, Any], joining: di
         except (OSError, ValueError, KeyError) as error:
             raise BadConfiguration("model", f"it does not load: {str(error).splitlines()[0][:200]}") from None
         last_norm(whole)
-        yield Source(whole.eval(), name, root)
+        yield Source(whole.to(wish.device).eval(), name, root)
         return
-    with AutoDistributedModel.from_pretrained(wish.model, root=root, draft="none", **hub, **joining) as model:
+    with AutoDistributedModel.from_pretrained(
+        wish.model, root=root, draft="none", device=wish.device, **hub, **joining
+    ) as model:
         last_norm(model)
         yield Source(model, name, root)

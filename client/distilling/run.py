@@ -26,18 +26,21 @@ from swarm.model.hollow import decoder_of
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a head is made. width, layers, mlp: its sizes. depths: guesses behind each other that it is trained for.
+    """How a head is made. width, layers, mlp: its sizes. steps: of training, each on so many windows (rows).
 
-    steps: of training, each on so many windows (rows).
+    depths: guesses behind each other that it is trained for, in the last steps. alone: share of the steps that have
+    one guess alone; they cost a quarter. learning_rate: at its peak. autocast: multiply in bfloat16.
     """
 
     width: int
     layers: int
     mlp: int
     steps: int
-    rows: int = 16
+    rows: int = 8
     depths: int = 4
-    learning_rate: float = 2e-3
+    alone: float = 0.7
+    learning_rate: float = 0.02
+    autocast: bool = False
     seed: int = 0
 
 
@@ -87,6 +90,8 @@ class Source:
             steps=recipe.steps,
             rows=min(recipe.rows, tokens.shape[0] - 1),
             depths=recipe.depths,
+            alone=recipe.alone,
+            autocast=recipe.autocast,
             learning_rate=recipe.learning_rate,
             seed=recipe.seed,
         )

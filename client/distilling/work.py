@@ -39,6 +39,8 @@ class Plan(BaseModel):
     steps: int
     rows: int
     depths: int
+    alone: float
+    autocast: bool
     learning_rate: float
     seed: int
 

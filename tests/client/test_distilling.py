@@ -1,5 +1,7 @@
 """Making a draft head: from texts to windows, through a swarm, and on from wherever it was stopped."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -7,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm.client.distilling.cli import command
 from swarm.client.distilling.limits import DistilLimits
+from swarm.client.distilling.muon import Muon
 from swarm.client.distilling.run import Recipe, Source, Stop, distil
 from swarm.client.distilling.texts import texts_in, windows
 from swarm.client.distilling.training import chosen
@@ -18,7 +21,7 @@ from swarm.model.draftfiles import DraftConfig, is_draft, load_draft_head
 from tests.model.rings import save_family
 from tests.support.inprocess import inprocess
 
-RECIPE = Recipe(width=32, layers=1, mlp=48, steps=12, rows=4, depths=2)
+RECIPE = Recipe(width=32, layers=1, mlp=48, steps=12, rows=4, depths=2, alone=0.5)
 
 
 class StopsAfter(Stop):
@@ -99,11 +102,29 @@ def test_states_cut_off_by_a_kill_are_computed_again(made, source, tokens, tmp_p
     assert contents(tmp_path) == contents(made)
 
 
-def test_a_head_learns(source, tokens, tmp_path, capsys):
-    recipe = Recipe(width=64, layers=1, mlp=96, steps=60, rows=8, depths=2)
-    assert distil(source, tokens, tmp_path, recipe, stop())
+def test_a_head_learns_at_every_depth(source, tokens, tmp_path, capsys):
+    """Those held out are windows that it has seen."""
+    recipe = Recipe(width=64, layers=1, mlp=96, steps=120, rows=8, depths=2, alone=0.5)
+    assert distil(source, tokens[:6].repeat(8, 1), tmp_path, recipe, stop())
     right = [float(each) for each in capsys.readouterr().out.split(":")[1].split(",")]
     assert len(right) == 2
+    assert min(right) > 0.5
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_steps_are_those_of_torchs_own_optimizer():
+    rng = torch.Generator().manual_seed(2)
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((6, 3), (3, 6))] for _ in range(2))
+    optimizers = Muon(ours), torch.optim.Muon(theirs, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(5):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=rng)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.02 / (1 + step)
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-2)  # both multiply in bfloat16
 
 
 def test_states_through_a_swarm_are_those_of_the_model(folder, source, tokens):
@@ -131,6 +152,10 @@ def test_a_full_disk_is_told_before_anything_is_computed(source, tokens, tmp_pat
     with pytest.raises(BadConfiguration, match="take fewer --tokens"):
         Work.begin(tmp_path / "work", plan, DistilLimits(free_bytes_min=1 << 60))
     assert not (tmp_path / "work" / "plan.json").exists()
+
+
+def test_training_in_bfloat16_warns_of_nothing(source, tokens, tmp_path):
+    assert distil(source, tokens, tmp_path, replace(RECIPE, autocast=True), stop())
 
 
 def test_few_logits_are_enough(source, tokens, tmp_path):
