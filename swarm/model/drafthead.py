@@ -47,11 +47,11 @@ class DraftHead(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.shape = shape
-        self.state_norm = nn.RMSNorm(shape.hidden_size, eps=1e-6)
-        self.token_norm = nn.RMSNorm(shape.embedding_size, eps=1e-6)
+        self.state_norm = _Norm(shape.hidden_size, eps=1e-6)
+        self.token_norm = _Norm(shape.embedding_size, eps=1e-6)
         self.join = nn.Linear(shape.hidden_size + shape.embedding_size, shape.width, bias=False)
         self.layers = nn.ModuleList(_Layer(shape, number) for number in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=1e-6)
+        self.norm = _Norm(shape.width, eps=1e-6)
         self.out = nn.Linear(shape.width, shape.hidden_size, bias=False)
 
     def forward(self, states: Tensor, embedded: Tensor, first: int, attend: Attend) -> Tensor:
@@ -87,6 +87,14 @@ class DraftHead(nn.Module):
         return last
 
 
+class _Norm(nn.RMSNorm):
+    """Computes in its weight's dtype, also under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return super().forward(x.to(self.weight.dtype))
+
+
 class _Layer(nn.Module):
     """Attention and MLP, each behind a norm and around a sum."""
 
@@ -95,12 +103,12 @@ class _Layer(nn.Module):
         inner = shape.heads * shape.head_size
         self.number = number
         self.sizes = (shape.heads, shape.head_size)
-        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-6)
+        self.attention_norm = _Norm(shape.width, eps=1e-6)
         self.queries = nn.Linear(shape.width, inner, bias=False)
         self.keys = nn.Linear(shape.width, inner, bias=False)
         self.values = nn.Linear(shape.width, inner, bias=False)
         self.attended = nn.Linear(inner, shape.width, bias=False)
-        self.mlp_norm = nn.RMSNorm(shape.width, eps=1e-6)
+        self.mlp_norm = _Norm(shape.width, eps=1e-6)
         self.gate = nn.Linear(shape.width, shape.mlp, bias=False)
         self.up = nn.Linear(shape.width, shape.mlp, bias=False)
         self.down = nn.Linear(shape.mlp, shape.width, bias=False)
