@@ -10,7 +10,7 @@ class DistilLimits:
     """How much is read, kept and computed at a time."""
 
     files_max: int = limit(100_000, "files", "a folder with more texts is refused")
-    file_bytes_max: int = limit(64 << 20, "bytes", "the rest of a larger text is not read")
+    file_bytes_max: int = limit(16 << 20, "bytes", "the rest of a larger text is not read")
     step_bytes_max: int = limit(16 << 20, "bytes", "of hidden states travel in one request, or one window alone")
     step_rows_max: int = limit(16, "windows", "travel in one request")
     logits_max: int = limit(1 << 25, "numbers", "one training step compares some positions only, where all are more")

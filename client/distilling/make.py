@@ -63,14 +63,16 @@ def make(
         raise BadConfiguration("positions", f"{wish.positions}; the model has {limit}")
     tokenizer = load_tokenizer(wish.model, **hub)  # type: ignore[arg-type]
     config: Any = checkpoint.config.get_text_config(decoder=True)
-    count = max(2, wish.tokens // wish.positions)
-    found = windows(
-        tokenizer,
-        texts_in(wish.texts),
-        positions=wish.positions,
-        windows_max=count,
-        vocabulary=config.vocab_size,
-    )
+    try:
+        found = windows(
+            tokenizer,
+            texts_in(wish.texts),
+            positions=wish.positions,
+            windows_max=max(2, wish.tokens // wish.positions),
+            vocabulary=config.vocab_size,
+        )
+    except OSError as error:
+        raise BadConfiguration("texts", f"{error.filename}: {error.strerror}") from None
     with _source(checkpoint, wish, hub, joining) as source:
         recipe = wish.recipe(checkpoint.traits.hidden_size)
         plan = source.plan(found, recipe)
@@ -78,8 +80,12 @@ def make(
             f"{found.numel():,} tokens; their states take {plan.state_bytes / 1e6:,.0f} MB in {str(wish.out)!r} "
             f"until the draft is made"
         )
-        with stopping() as stop:
-            is_complete = distil(source, found, wish.out, recipe, stop)
+        try:
+            with stopping() as stop:
+                is_complete = distil(source, found, wish.out, recipe, stop)
+        except OSError as error:
+            why = f"{error.strerror}; when that is mended, the same command goes on"
+            raise BadConfiguration("out", f"{str(wish.out)!r}: {why}") from None
     if is_complete:
         click.echo(f"the draft is complete: swarm-generate {wish.model} --draft {wish.out}")
     else:

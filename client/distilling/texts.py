@@ -51,18 +51,19 @@ def windows(
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     body = positions - len(begin)
     pending: list[int] = []
-    cut: list[list[int]] = []
+    cut: list[Tensor] = []
     for text in texts:
-        pending += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        pending += end
-        while len(pending) >= body and len(cut) < windows_max:
-            cut.append([*begin, *pending[:body]])
-            del pending[:body]
+        pending += [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], *end]
+        whole = min(len(pending) // body, windows_max - len(cut))
+        cut += [
+            torch.tensor([*begin, *pending[at : at + body]], dtype=torch.int32) for at in range(0, whole * body, body)
+        ]
+        pending = pending[whole * body :]
         if len(cut) == windows_max:
             break
-    if len(cut) < 2:
+    if len(cut) < 2:  # one to learn from, and one to see how well
         raise BadConfiguration("texts", f"they have fewer than {2 * positions} tokens")
-    found = torch.tensor(cut, dtype=torch.int32)
+    found = torch.stack(cut)
     if int(found.max()) >= vocabulary:
         raise BadConfiguration("texts", f"the tokenizer has tokens that the model, with {vocabulary}, has not")
     return found

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from swarm.model.drafthead import DraftHead
+from swarm.client.hf.statedraft import Entries
+from swarm.model.drafthead import DraftHead, HeadCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,13 @@ class DistilledPredictor:
         """ends: the client's part of the model that the head was distilled from."""
         return cls(head, ends.get_input_embeddings(), ends.get_output_embeddings(), ends.device)
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> Entries:
         """As `Predictor.new_cache`."""
-        return DynamicCache()
+        return HeadCache(self.head.shape)
 
-    def follow(self, states: Tensor, tokens: list[int], first: int, cache: DynamicCache) -> Tensor:
+    def follow(self, states: Tensor, tokens: list[int], first: int, cache: Entries) -> Tensor:
         """As `Predictor.follow`."""
+        assert isinstance(cache, HeadCache)
         embedded = self.embeddings(torch.tensor([tokens], device=self.device))
         return self.head.follow(states, embedded, first, cache)
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
+
+from swarm.client.hf.statedraft import Entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,11 @@ class MtpPredictor:
         """As of `Predictor`."""
         return self.model.device
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> Entries:
         """As `Predictor.new_cache`."""
         return MtpCache()
 
-    def follow(self, states: Tensor, tokens: list[int], first: int, cache: DynamicCache) -> Tensor:
+    def follow(self, states: Tensor, tokens: list[int], first: int, cache: Entries) -> Tensor:
         """As `Predictor.follow`."""
         assert isinstance(cache, MtpCache)
         positions = torch.arange(first, first + len(tokens), device=states.device)[None]

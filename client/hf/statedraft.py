@@ -12,12 +12,20 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swarm.client.hf.outputs import Context
 from swarm.client.speculation.drafts import Guess
 from swarm.errors import BadConfiguration
 from swarm.model.hollow import decoder_of
+
+
+class Entries(Protocol):
+    """A predictor's cache."""
+
+    def crop(self, change: int, /) -> None:
+        """Take back entries: -3 for the last three."""
+        ...
 
 
 class Predictor(Protocol):
@@ -28,11 +36,11 @@ class Predictor(Protocol):
         """Where it computes."""
         ...
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> Entries:
         """Return an empty cache, of one text."""
         ...
 
-    def follow(self, states: Tensor, tokens: list[int], first: int, cache: DynamicCache) -> Tensor:
+    def follow(self, states: Tensor, tokens: list[int], first: int, cache: Entries) -> Tensor:
         """Add entries to a cache. Returns the state that it foresees behind the last one, [1, 1, hidden_size].
 
         states: final ones behind the model's last norm, [1, entries, hidden_size]. tokens: behind each of them. first:

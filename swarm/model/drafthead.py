@@ -12,7 +12,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache
 
 # The number of a layer and its queries, keys and values, each [rows, heads, entries, head_size]; returns what it sees.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -69,22 +68,43 @@ class DraftHead(nn.Module):
         return foreseen
 
     @torch.no_grad()
-    def follow(self, states: Tensor, embedded: Tensor, first: int, cache: DynamicCache) -> Tensor:
+    def follow(self, states: Tensor, embedded: Tensor, first: int, cache: "HeadCache") -> Tensor:
         """Add the entries of one row to a cache. Returns the state behind the last one, [1, 1, hidden_size]."""
         window, last = self.shape.window, states[:, :0]
         for begin in range(0, states.shape[1], window):  # so that no mask is larger than two windows
 
             def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-                keys, values = cache.update(keys, values, number)
                 n_new = queries.shape[2]
-                seen = window + n_new - 1
-                keys, values = keys[:, :, -seen:], values[:, :, -seen:]
+                keys, values = cache.update(number, keys, values, seen=window + n_new - 1)
                 mask = within(n_new, keys.shape[2], window, queries.device) if n_new > 1 else None
                 return functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
             part = slice(begin, begin + window)
             last = self(states[:, part], embedded[:, part], first + begin, attend)[:, -1:]
         return last
+
+
+class HeadCache:
+    """Keys and values of one text's latest entries: a window that attention sees, and two that may be taken back.
+
+    Behind more that is taken back, attention sees fewer entries, until the text has grown by a window again.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        self._most = 3 * shape.window
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * shape.layers
+
+    def update(self, layer: int, keys: Tensor, values: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+        """Add entries, each [1, heads, entries, head_size]. Returns keys and values of the last `seen`."""
+        held = self._layers[layer]
+        if held is not None:
+            keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
+        self._layers[layer] = keys[:, :, -self._most :], values[:, :, -self._most :]
+        return keys[:, :, -seen:], values[:, :, -seen:]
+
+    def crop(self, change: int, /) -> None:
+        """Take back entries: -3 for the last three, as a cache of `transformers` does."""
+        self._layers = [held and (held[0][:, :, :change], held[1][:, :, :change]) for held in self._layers]
 
 
 class _Norm(nn.RMSNorm):

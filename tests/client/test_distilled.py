@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from swarm.client.distilling.loss import foreseen
 from swarm.client.distilling.run import Recipe, Source, distil
@@ -15,7 +15,7 @@ from swarm.client.hf.statedraft import StateDraft
 from swarm.errors import BadConfiguration
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.draftfiles import save_draft
-from swarm.model.drafthead import DraftHead, HeadShape
+from swarm.model.drafthead import DraftHead, HeadCache, HeadShape
 from swarm.model.loading import load_ends
 from tests.client.test_ahead import GREEDY, SEEDED, SPANS, generated, late
 from tests.client.test_distilling import stop
@@ -121,7 +121,7 @@ def test_training_sees_what_drafting_sees():
     for entry in range(3, 12):
         for depth in range(4):
             known = entry - depth
-            cache = DynamicCache()
+            cache = HeadCache(head.shape)
             last = head.follow(states[:, : known + 1], embedded[:, : known + 1], 1, cache)
             for behind in range(known + 1, entry + 1):
                 last = head.follow(last, embedded[:, behind : behind + 1], behind + 1, cache)
@@ -132,14 +132,30 @@ def test_training_sees_what_drafting_sees():
 def test_a_long_text_is_the_same_in_pieces():
     head = small_head()
     states, embedded = torch.randn(1, 40, 64), torch.randn(1, 40, 64)
-    whole = head.follow(states, embedded, 1, DynamicCache())
-    cache = DynamicCache()
+    whole = head.follow(states, embedded, 1, HeadCache(head.shape))
+    cache = HeadCache(head.shape)
     for begin, end in ((0, 1), (1, 9), (9, 10), (10, 39), (39, 40)):
         last = head.follow(states[:, begin:end], embedded[:, begin:end], 1 + begin, cache)
     torch.testing.assert_close(last, whole, atol=1e-5, rtol=1e-4)
     reach = 1 + 2 * (6 - 1)  # of two layers that see six entries each
-    alone = head.follow(states[:, -reach:], embedded[:, -reach:], 41 - reach, DynamicCache())
+    alone = head.follow(states[:, -reach:], embedded[:, -reach:], 41 - reach, HeadCache(head.shape))
     torch.testing.assert_close(alone, whole, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_long_text_holds_no_more_than_its_windows():
+    head = small_head()
+    cache = HeadCache(head.shape)
+    states, embedded = torch.randn(1, 50, 64), torch.randn(1, 50, 64)
+    head.follow(states, embedded, 1, cache)
+    assert [held[0].shape[2] for held in cache._layers] == [18, 18]
+    cache.crop(-12)  # a window is left
+    fresh = HeadCache(head.shape)
+    head.follow(states[:, :38], embedded[:, :38], 1, fresh)
+    last = [head.follow(states[:, -1:], embedded[:, -1:], 39, each) for each in (cache, fresh)]
+    torch.testing.assert_close(*last, atol=1e-5, rtol=1e-4)
+    cache.crop(-100)
+    assert head.follow(states[:, :2], embedded[:, :2], 1, cache).isfinite().all()
 
 
 def test_guesses_follow_a_text_that_is_taken_back(full):

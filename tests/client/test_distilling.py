@@ -1,6 +1,9 @@
 """Making a draft head: from texts to windows, through a swarm, and on from wherever it was stopped."""
 
+import errno
+import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,6 +159,18 @@ def test_a_full_disk_is_told_before_anything_is_computed(source, tokens, tmp_pat
 
 def test_training_in_bfloat16_warns_of_nothing(source, tokens, tmp_path):
     assert distil(source, tokens, tmp_path, replace(RECIPE, autocast=True), stop())
+
+
+def test_a_disk_that_is_full_stops_it_where_it_goes_on(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.py").write_text("def one(x):\n    return x + 1\n" * 200)
+    arguments = [str(CHECKPOINT), "--texts", str(texts), "--out", str(tmp_path / "draft"), "--local"]
+    arguments += ["--tokens", "1000", "--positions", "32", "--steps", "2", "--width", "32", "--layers", "1"]
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with patch.object(Work, "add", side_effect=full), pytest.raises(BadConfiguration, match=r"No space left.*goes on"):
+        CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert "the draft is complete" in CliRunner().invoke(command, arguments, catch_exceptions=False).output
 
 
 def test_few_logits_are_enough(source, tokens, tmp_path):

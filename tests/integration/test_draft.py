@@ -51,7 +51,7 @@ def test_draft_is_made_in_two_runs_and_taken(demo: World, tmp_path: Path):
     assert "the draft is complete" in said(command(demo, tmp_path, *making))
     assert sorted(path.name for path in out.iterdir()) == ["draft.json", "draft.safetensors"]
 
-    generating = ("--prompt", PROMPT, "--max-new-tokens", "12", "--dtype", "float32", "--draft", str(out))
+    generating = ("--prompt", PROMPT, "--max-new-tokens", "12", "--draft", str(out))
     text = said(command(demo, tmp_path, "swarm.client.cli", *generating))
     tokenizer = AutoTokenizer.from_pretrained(DEMO_CHECKPOINT)
     tokens = demo.full.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=12, do_sample=False)
