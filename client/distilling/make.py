@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client.distilling.run import Recipe, Source, distil, stopping
@@ -56,6 +57,10 @@ def make(
     """Make a draft, or go on with one. Raises SwarmError."""
     if is_draft(wish.out) and not (wish.out / "work").exists():
         raise BadConfiguration("out", f"{str(wish.out)!r} has a draft that is complete; name another folder")
+    try:
+        torch.empty(1, device=wish.device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA at all
+        raise BadConfiguration("device", f"{wish.device!r}: {str(error).splitlines()[0][:200]}") from None
     hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
     checkpoint = open_checkpoint(wish.model, **hub)  # type: ignore[arg-type]
     limit = checkpoint.traits.positions_max

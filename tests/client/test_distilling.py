@@ -249,5 +249,7 @@ def test_the_command_says_what_is_wrong(tmp_path):
     there = ["--texts", str(tmp_path), *out]
     assert "say which MODEL" in CliRunner().invoke(command, there).output
     assert "multiple of 16" in CliRunner().invoke(command, ["m", *there, "--width", "33"]).output
+    with pytest.raises(BadConfiguration, match="device: 'abacus'"):
+        CliRunner().invoke(command, [str(CHECKPOINT), *there, "--device", "abacus"], catch_exceptions=False)
     with pytest.raises(BadConfiguration, match="the model has 1024"):
         CliRunner().invoke(command, [str(CHECKPOINT), *there, "--positions", "2048"], catch_exceptions=False)
