@@ -59,6 +59,7 @@ ROOT = Path(__file__).resolve().parent.parent
             {"section wide", "section families", "decode, sessions, 2, past 8", "prefill, 16 tokens"},
         ),
         ("speculation", {"5 ms, edit, greedy, stock", "5 ms, new, seeded, ahead, 0.75", "5 ms, new, greedy, never"}),
+        ("draft", {"plain", "look-up", "draft", "alone"}),
         ("directory --check", set()),
         ("wire", {"encode plain, 4096 x 1", "encode int8, 8192 x 256", "decode int8, 8192 x 256"}),
         ("head --check", {"exact", "bounds, greedy", "bounds, top-k 50, top-p 0.9"}),

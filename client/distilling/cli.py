@@ -58,7 +58,7 @@ sizes = option_group(
 @click.option(
     "--positions", type=click.IntRange(16, 4096), default=256, show_default=True, help="tokens that are read in one go"
 )
-@click.option("--steps", type=click.IntRange(1, 1_000_000), default=3000, show_default=True, help="of training")
+@click.option("--steps", type=click.IntRange(1, 1_000_000), default=2400, show_default=True, help="of training")
 @sizes
 @click.option("--device", default="cpu", show_default=True, help="to train on, as torch names it: cuda:0")
 @click.option(

@@ -38,7 +38,7 @@ class Recipe:
     steps: int
     rows: int = 8
     depths: int = 4
-    alone: float = 0.7
+    alone: float = 0.9
     learning_rate: float = 0.02
     autocast: bool = False
     seed: int = 0
