@@ -65,8 +65,9 @@ def main() -> None:
         ratio = median(fast / slow for fast, slow in zip(way.speeds, plain[0].speeds, strict=True))
         right, sent, tokens, trips = guesses
         share = f"{right / sent:.3f}" if sent else ""
-        rows.append([way.name, round(median(way.speeds), 1), round(ratio, 2), share, round(tokens / max(1, trips), 2),
-                     way.tokens == plain[0].tokens])  # fmt: skip
+        trip = round(tokens / trips, 2) if trips else ""
+        same = way.tokens == plain[0].tokens
+        rows.append([way.name, round(median(way.speeds), 1), round(ratio, 2), share, trip, same])
     columns = ["guesses", "tokens/s", "of plain", "right", "tokens a trip", "same"]
     title = f"{options.prompts} prompts of code held out, {options.tokens} tokens each, {options.delay:g} ms one way"
     table(title, columns, [[str(each) for each in row] for row in rows])
