@@ -48,9 +48,9 @@ class_options = option_group(
     "--draft",
     default="lookup",
     show_default=True,
-    metavar="lookup|mtp|none|MODEL",
-    help="what guesses next tokens: earlier text, the checkpoint's own blocks for it, or a small model; "
-    "the text is the same, and comes sooner",
+    metavar="lookup|mtp|none|DRAFT|MODEL",
+    help="what guesses next tokens: earlier text, the checkpoint's own blocks for it, a folder from swarm-draft, or a "
+    "small model; the text is the same, and comes sooner",
 )
 @click.option(
     "--head",

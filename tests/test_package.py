@@ -74,9 +74,10 @@ def test_the_wheel_installs_one_top_level_package(distributions: Path) -> None:
     assert {name.partition("/")[0] for name in wheel_members(distributions)} == {"swarm"}
 
 
-def test_the_checkpoint_and_the_type_marker_are_in_the_wheel(distributions: Path) -> None:
+def test_checkpoint_draft_and_type_marker_are_in_the_wheel(distributions: Path) -> None:
     checkpoint = {f"swarm/demo/checkpoint/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
-    assert checkpoint | {"swarm/py.typed", "swarm/client/__init__.py"} <= wheel_members(distributions)
+    draft = {f"swarm/demo/draft/{name}" for name in ("draft.json", "draft.safetensors")}
+    assert checkpoint | draft | {"swarm/py.typed", "swarm/client/__init__.py"} <= wheel_members(distributions)
 
 
 def test_the_sdist_builds_the_same_wheel(distributions: Path) -> None:

@@ -1,6 +1,6 @@
 """`AutoDistributedModel.from_pretrained`: a `transformers` model whose blocks are all over the world."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from swarm.access import Access
 from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits
-from swarm.client.hf.drafting import drafting_by, drafting_by_mtp, load_draft
+from swarm.client.hf.drafting import drafting_by, drafting_by_head, drafting_by_mtp, load_draft
 from swarm.client.hf.head import HeadMode, prepare_head
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.local import LocalFirst
@@ -29,6 +29,7 @@ from swarm.errors import BadConfiguration
 from swarm.events import configure_events
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
+from swarm.model.draftfiles import is_draft
 from swarm.model.loading import load_ends, load_span
 from swarm.model.quantising import quantisation_for
 from swarm.net.lan import ways_in
@@ -100,8 +101,9 @@ class AutoDistributedModel:
         bits a number, for slow connections. It rounds them, so the text may differ from that of a plain run; only
         servers with `--wire int8` are used. draft: where guesses of the next tokens
         come from, which travel ahead of the text: "lookup" in the text itself, "mtp" for the checkpoint's own blocks
-        that predict more than one token, "none", or a small model of the same vocabulary: itself, a hub id or a
-        directory. They change the time alone (docs/speculation.md). audit: the share of sessions that other servers
+        that predict more than one token, "none", a folder that `swarm-draft` made, or a small model of the same
+        vocabulary: itself, a hub id or a directory. They change the time alone (docs/speculation.md).
+        audit: the share of sessions that other servers
         compute once more after their end, to find servers that compute wrongly (docs/audits.md); 0 for none.
         head: "auto" has `generate()` choose tokens by a copy of the head in 8 bits, where that proves the exact head's
         token. It takes half as much memory again. "int8" has embeddings and head in 8 bits alone, which takes half of
@@ -150,7 +152,7 @@ class AutoDistributedModel:
         ends = load_ends(checkpoint, dtype=dtype, device=device)
         prepare_head(ends, checkpoint.traits, head)
         mtp = partial(drafting_by_mtp, checkpoint, ends)
-        drafting = _drafting(draft, ends, mtp, token=token, cache_dir=settings.cache_dir, device=device)
+        drafting = _drafting(draft, checkpoint, ends, token=token, cache_dir=settings.cache_dir, device=device)
         first = partial(load_span, dtype=dtype, device=device, quantize=weights)
         local = first(checkpoint, Blocks(0, local_blocks)) if local_blocks else None
         me = Identity.load_or_create(settings.identity) if settings.identity is not None else Identity.generate()
@@ -197,8 +199,8 @@ def _path(given: str | Path | None) -> Path | None:
 
 def _drafting(
     draft: str | Path | PreTrainedModel,
+    checkpoint: Checkpoint,
     ends: PreTrainedModel,
-    mtp: Callable[[], Drafting],
     *,
     device: torch.device | str,
     **hub: str | Path | None,
@@ -210,9 +212,11 @@ def _drafting(
         case "lookup":
             return Drafting(Lookup)
         case "mtp":
-            return mtp()
+            return drafting_by_mtp(checkpoint, ends)
         case PreTrainedModel():
             small = draft
+        case _ if is_draft(Path(draft)):
+            return drafting_by_head(Path(draft), checkpoint, ends)
         case _:
             small = load_draft(draft, device=device, **hub)
     return drafting_by(small, ends.name_or_path or "", ends.config.get_text_config(decoder=True).vocab_size)

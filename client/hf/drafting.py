@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from swarm.client.hf.distilled import DistilledPredictor
 from swarm.client.hf.drafter import DraftModel, unfit
 from swarm.client.hf.lead import Drafting
-from swarm.client.hf.mtp import MtpDraft
+from swarm.client.hf.mtp import MtpPredictor
+from swarm.client.hf.statedraft import Predictor, StateDraft
 from swarm.client.speculation.drafts import Lookup
 from swarm.errors import BadConfiguration, ModelNotFound
 from swarm.model.checkpoint import Checkpoint
+from swarm.model.draftfiles import load_draft_head
 from swarm.model.mtp import load_mtp
 
 
@@ -84,7 +87,18 @@ def drafting_by_mtp(checkpoint: Checkpoint, ends: PreTrainedModel) -> Drafting:
 
     Raises as `load_mtp` does.
     """
-    return Drafting(Lookup, slow=MtpDraft.of(load_mtp(checkpoint, ends), ends).draft, reads_outputs=True)
+    return _by(MtpPredictor(load_mtp(checkpoint, ends)), ends)
+
+
+def drafting_by_head(folder: Path, checkpoint: Checkpoint, ends: PreTrainedModel) -> Drafting:
+    """Return what guesses by a head that was distilled from the model, and by look-up. Raises BadConfiguration."""
+    sizes = (checkpoint.traits.hidden_size, checkpoint.traits.embedding_size)
+    head = load_draft_head(folder, root=checkpoint.root, sizes=sizes, dtype=ends.dtype, device=ends.device)
+    return _by(DistilledPredictor.of(head, ends), ends)
+
+
+def _by(predictor: Predictor, ends: PreTrainedModel) -> Drafting:
+    return Drafting(Lookup, slow=StateDraft.of(predictor, ends).draft, reads_outputs=True)
 
 
 def load_draft(draft: str | Path, *, device: torch.device | str, **hub: Any) -> PreTrainedModel:  # noqa: ANN401

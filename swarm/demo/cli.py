@@ -129,13 +129,14 @@ def _compare(prompt: str, max_new_tokens: int, delay_ms: float) -> None:
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
     tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
     speeds, texts = [], []
+    ours = CHECKPOINT.parent / "draft"
     with (
         network_of_its_own() as network,
         LocalSwarm(CHECKPOINT, network=network, log_level="warning", on_start=_tell_start) as swarm,
     ):
         report = swarm.folder / "late.json"
         with far_apart(swarm, ("0:4", "4:8", "8:12"), delay_ms, report, ("--dtype", "float32")):
-            for draft, title in (("none", "one token a trip"), ("lookup", "with guesses that travel ahead")):
+            for draft, title in (("none", "one token a trip"), (ours, "with guesses that travel ahead")):
                 click.echo(f"\n{title}, {delay_ms:g} ms from peer to peer:\n")
                 with AutoDistributedModel.from_pretrained(
                     CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network, dtype="float32", draft=draft

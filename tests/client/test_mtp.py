@@ -12,8 +12,9 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from swarm.blocks import Blocks
 from swarm.client.hf.drafting import drafting_by_mtp
-from swarm.client.hf.mtp import MtpDraft, MtpGuesses
+from swarm.client.hf.mtp import MtpPredictor
 from swarm.client.hf.outputs import Context, Outputs
+from swarm.client.hf.statedraft import StateDraft, StateGuesses
 from swarm.errors import BadConfiguration, ChecksumMismatch, UnsupportedCheckpoint
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import ends_files, load_ends, needed_tensors
@@ -66,12 +67,12 @@ def swarm(folder):
 def mtp(folder):
     checkpoint = open_checkpoint(folder)
     ends = load_ends(checkpoint, dtype=torch.float32)
-    return MtpDraft.of(load_mtp(checkpoint, ends), ends)
+    return StateDraft.of(MtpPredictor(load_mtp(checkpoint, ends)), ends)
 
 
 def test_the_first_guess_is_that_of_transformers(full, swarm):
     theirs, ours = {}, {}
-    stock, propose = MTPCandidateGenerator.get_candidates, MtpGuesses.propose
+    stock, propose = MTPCandidateGenerator.get_candidates, StateGuesses.propose
 
     def candidates(generator, input_ids, *arguments, **how):
         found = stock(generator, input_ids, *arguments, **how)
@@ -87,7 +88,7 @@ def test_the_first_guess_is_that_of_transformers(full, swarm):
 
     with (
         patch.object(MTPCandidateGenerator, "get_candidates", candidates),
-        patch.object(MtpGuesses, "propose", proposed),
+        patch.object(StateGuesses, "propose", proposed),
         swarm.client() as model,
         late(model, 0.03),
     ):
@@ -115,7 +116,7 @@ def test_tokens_and_random_numbers_are_those_of_a_plain_run(full, swarm, way):
 
 
 def test_guesses_are_those_of_a_draft_that_comes_to_the_text_at_once(mtp):
-    width, rng = mtp.model.config.hidden_size, torch.Generator().manual_seed(3)
+    width, rng = mtp.predictor.model.config.hidden_size, torch.Generator().manual_seed(3)
     text = torch.randint(3, 120, (40,), generator=rng).tolist()
     hidden = torch.randn(40, width, generator=rng)
 
