@@ -63,13 +63,17 @@ class LoopThread:
         """
         done: SimpleQueue[asyncio.Future[Result]] = SimpleQueue()
 
+        def over(future: "asyncio.Future[Result]") -> None:
+            _ = future.cancelled() or future.exception()  # a generation that has ended asks for none
+            done.put(future)
+
         def start() -> None:
             try:
                 future = work()
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
                 future = self._loop.create_future()
                 future.set_exception(error)
-            future.add_done_callback(done.put)
+            future.add_done_callback(over)
 
         if not self._hand(start):
             raise self._ended()

@@ -1,9 +1,11 @@
 """The client's loop: whoever waits for work in it learns of its end, whenever that comes."""
 
 import asyncio
+import gc
 import os
 import signal
 import threading
+import time
 from concurrent.futures import CancelledError
 from contextlib import suppress
 
@@ -103,3 +105,18 @@ def test_a_forked_process_is_told_so_and_leaves_its_parent_alone():
     assert os.waitpid(child, 0)[1] == 0
     assert loop.run(answer()) == 42
     loop.stop()
+
+
+def test_work_whose_failure_nothing_waits_for_says_nothing(caplog):
+    loop = LoopThread()
+
+    def refuse():
+        raise SessionClosed("it was closed")
+
+    begun = loop.begin(refuse)
+    while not begun.is_done:
+        time.sleep(0.001)
+    del begun
+    gc.collect()
+    loop.stop()
+    assert not caplog.records
