@@ -41,8 +41,8 @@ help:
 demo: $(STAMP)
 	$(BIN)/swarm-demo
 
-# Six processes for two cores: many tests wait for others. Whichever is done first takes over some of another's tests.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 6 --dist worksteal
+# Four processes for two cores: many tests wait for others. Whichever is done first takes over some of another's tests.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
 
 test: $(HEALTH)
 	$(PYTEST) $(PYTEST_ARGS)
