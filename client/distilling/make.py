@@ -18,6 +18,7 @@ from swarm.client.hf.text import load_tokenizer
 from swarm.errors import BadConfiguration
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.draftfiles import is_draft
+from swarm.model.hollow import one_at_a_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,10 @@ def _source(checkpoint: Checkpoint, wish: Wish, hub: dict[str, Any], joining: di
     name, root = checkpoint.public_name, checkpoint.root
     if wish.is_local:
         try:
-            whole: Any = AutoModelForCausalLM.from_pretrained(wish.model, dtype="auto", trust_remote_code=False, **hub)
+            with one_at_a_time():
+                whole: Any = AutoModelForCausalLM.from_pretrained(
+                    wish.model, dtype="auto", trust_remote_code=False, **hub
+                )
         except (OSError, ValueError, KeyError) as error:
             raise BadConfiguration("model", f"it does not load: {str(error).splitlines()[0][:200]}") from None
         last_norm(whole)

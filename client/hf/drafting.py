@@ -18,6 +18,7 @@ from swarm.client.speculation.drafts import Lookup
 from swarm.errors import BadConfiguration, ModelNotFound
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.draftfiles import load_draft_head
+from swarm.model.hollow import one_at_a_time
 from swarm.model.mtp import load_mtp
 
 
@@ -104,9 +105,10 @@ def _by(predictor: Predictor, ends: PreTrainedModel) -> Drafting:
 def load_draft(draft: str | Path, *, device: torch.device | str, **hub: Any) -> PreTrainedModel:  # noqa: ANN401
     """Load a small model, never code that comes with it. hub: as in `from_pretrained`. Raises ModelNotFound."""
     try:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(draft), dtype="auto", trust_remote_code=False, **hub
-        )
+        with one_at_a_time():
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                str(draft), dtype="auto", trust_remote_code=False, **hub
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFound(str(draft), f"the draft does not load: {str(error).splitlines()[0][:200]}") from None
     placed: Any = loaded

@@ -7,6 +7,7 @@ the model.
 """
 
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,18 @@ def hollow_class(config: PretrainedConfig, blocks: Blocks | None) -> type[PreTra
         _hollow(self, blocks)
 
     return type(parent.__name__, (parent,), {"__init__": __init__, "__module__": parent.__module__})
+
+
+_loading = threading.Lock()
+
+
+def one_at_a_time() -> threading.Lock:
+    """Hold this while `from_pretrained` of `transformers` runs: no other thread loads a model meanwhile.
+
+    For the time of a load it changes torch's default dtype, and its own tying of weights, for the whole process. Two
+    loads that overlap may each take the other's change for the former state, and leave it behind.
+    """
+    return _loading
 
 
 def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

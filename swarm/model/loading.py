@@ -25,6 +25,7 @@ from swarm.model.hollow import (
     class_for,
     decoder_of,
     hollow_class,
+    one_at_a_time,
     skeleton,
     text_config,
 )
@@ -169,9 +170,10 @@ def _load(
         if rounding is None or not rounding.is_complete:
             tensors |= read_verified(checkpoint, lambda name: names.needed(name, recalled), keep)
         try:
-            loaded: Any = cls.from_pretrained(
-                None, config=checkpoint.config, dtype=dtype, state_dict=tensors, output_loading_info=True
-            )
+            with one_at_a_time():
+                loaded: Any = cls.from_pretrained(
+                    None, config=checkpoint.config, dtype=dtype, state_dict=tensors, output_loading_info=True
+                )
         except (RuntimeError, ValueError, KeyError, OSError, ImportError) as error:
             raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
     model, report = loaded

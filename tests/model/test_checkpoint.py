@@ -5,13 +5,15 @@ import json
 import os
 import pickle  # noqa: TID251 - to see one refused
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from swarm import config as settings
 from swarm.activations import NumericClass
@@ -29,6 +31,7 @@ from swarm.model import manifest
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_ends, load_span
 from tests.model.rings import Pair, difference, save_family, tokens
+from tests.support.swarms import DEMO_CHECKPOINT
 
 FamilyDir = Callable[[str], Path]
 
@@ -359,3 +362,27 @@ def test_the_client_takes_the_generation_config_along(tmp_path: Path) -> None:
     (directory / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
     ends = load_ends(open_checkpoint(directory))
     assert ends.generation_config.temperature == 0.25
+
+
+def test_models_load_one_at_a_time(monkeypatch):
+    """`transformers` changes dtype and ties of the whole process meanwhile; what overlaps would leave that behind."""
+    checkpoint, under_way, most = open_checkpoint(DEMO_CHECKPOINT), [], []
+    ties, stock = PreTrainedModel.tie_weights, PreTrainedModel.from_pretrained.__func__
+
+    def slow(cls, *args, **kwargs):
+        under_way.append(cls)
+        most.append(len(under_way))
+        time.sleep(0.1)
+        loaded = stock(cls, *args, **kwargs)
+        under_way.pop()
+        return loaded
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(slow))
+    loads = [threading.Thread(target=load_ends, args=(checkpoint,)) for _ in range(3)]
+    for load in loads:
+        load.start()
+    for load in loads:
+        load.join()
+    assert most == [1, 1, 1]
+    assert PreTrainedModel.tie_weights is ties
+    assert torch.get_default_dtype() is torch.float32
