@@ -103,10 +103,15 @@ class _Mix:
 
 
 def _online_s(log: Path) -> float:
-    """Return the seconds from the loaded span to being online, from a server's log."""
-    at = {}
-    for line in log.read_text().splitlines():
-        for event in ("kernels chosen", "online"):
-            if f'"event": "{event}"' in line:
-                at.setdefault(event, datetime.fromisoformat(json.loads(line)["timestamp"]))
+    """Return the seconds from the loaded span to being online, from a server's log, once it says both."""
+    at: dict[str, datetime] = {}
+
+    def both() -> bool:
+        for line in log.read_text().splitlines():
+            for event in ("kernels chosen", "online"):
+                if f'"event": "{event}"' in line:
+                    at.setdefault(event, datetime.fromisoformat(json.loads(line)["timestamp"]))
+        return len(at) == 2
+
+    eventually(both, within_s=ROUND_S)  # a client may find a record before its server has logged it
     return (at["online"] - at["kernels chosen"]).total_seconds()

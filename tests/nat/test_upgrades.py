@@ -44,6 +44,6 @@ def test_a_relayed_route_becomes_direct_in_the_middle(lab: Lab, tmp_path: Path):
         assert result.tokens == local_tokens(TOKENS)
         left = len(result.tokens) - before[1]
         assert left > 20
-        assert (relayed_bytes() - before[0]) / left < a_token / 4
+        assert (relayed_bytes() - before[0]) / left < a_token / 3  # the anchor answers look-ups, too
         logs = "".join(process.log.read_text() for process in swarm.processes)
         assert "route broken" not in logs
