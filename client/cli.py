@@ -1,7 +1,6 @@
 """`swarm-generate`: one generation through the swarm, streamed to the terminal."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -9,14 +8,10 @@ import click
 from swarm.commands import (
     DTYPES,
     LOG_LEVELS,
-    NETWORK,
-    access_options,
     configure_logging,
-    directory_option,
     ending_at_once,
-    looking_option,
+    model_options,
     option_group,
-    peers_option,
     run_click,
 )
 from swarm.version import __version__
@@ -74,17 +69,7 @@ class_options = option_group(
     default=None,
     help="send activations in 8.5 bits a number, for slow connections; the text may differ from a plain run's",
 )
-@click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
-@click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
-@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
-@peers_option("join")
-@click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix")
-@access_options
-@looking_option
-@click.option(
-    "--identity", type=click.Path(path_type=Path), default=None, help="key file, for servers with a list of peers"
-)
-@directory_option
+@model_options
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(
     model: str | None,

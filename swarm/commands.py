@@ -330,6 +330,19 @@ directory_option = click.option(
 _LAN = partial(click.option, "--lan/--no-lan", default=True, show_default=True)
 lan_option = _LAN(help="find others on this network, and be found there (mDNS), unless the swarm is public")
 looking_option = _LAN(help="without --initial-peers, look for a node on this network (mDNS)")
+model_options = option_group(  # of a client's commands
+    click.option("--revision", default=None, help="branch, tag or commit of a hub repository"),
+    click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories"),
+    click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept"),
+    peers_option("join"),
+    click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix"),
+    access_options,
+    looking_option,
+    click.option(
+        "--identity", type=click.Path(path_type=Path), default=None, help="key file, for servers with a list of peers"
+    ),
+    directory_option,
+)
 
 running_options = option_group(
     click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),

@@ -7,14 +7,10 @@ import click
 
 from swarm.commands import (
     LOG_LEVELS,
-    NETWORK,
-    access_options,
     configure_logging,
-    directory_option,
     ending_at_once,
-    looking_option,
+    model_options,
     option_group,
-    peers_option,
     run_click,
 )
 from swarm.version import __version__
@@ -68,17 +64,7 @@ sizes = option_group(
     help="train in bfloat16: faster where the processor has instructions for it",
 )
 @click.option("--local", is_flag=True, help="compute the model's blocks on this machine, without a swarm")
-@click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
-@click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
-@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
-@peers_option("join")
-@click.option("--network", type=NETWORK, default=None, help="swarms of different names do not mix")
-@access_options
-@looking_option
-@click.option(
-    "--identity", type=click.Path(path_type=Path), default=None, help="key file, for servers with a list of peers"
-)
-@directory_option
+@model_options
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(
     model: str | None,

@@ -128,6 +128,19 @@ async def _end(child: asyncio.subprocess.Process, within_s: float) -> None:
         await child.wait()
 
 
+@dataclass(slots=True)
+class Children:
+    """Those of one page."""
+
+    probers: Sequence[Child] = ()
+    auditor: Child | None = None
+
+    @property
+    def all(self) -> Sequence[Child]:
+        """Every one that runs."""
+        return self.probers if self.auditor is None else (*self.probers, self.auditor)
+
+
 def problem_of(children: Sequence[Child]) -> str:
     """Say how children are, in a few words."""
     if not children:

@@ -20,7 +20,7 @@ from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.monitor.app import make_app
 from swarm.monitor.auditing import AuditLine, auditor
-from swarm.monitor.children import ChildLimits, Joining, problem_of
+from swarm.monitor.children import ChildLimits, Joining
 from swarm.monitor.contacts import SwarmDialler
 from swarm.monitor.history import Database
 from swarm.monitor.probing import prober
@@ -115,16 +115,14 @@ async def _live(
         identity=reading.identity,
     )
     every_s, keep = arguments.probe_every_s, database.record_probe
-    probers = [prober(model, every_s, joining, keep) for model in arguments.probes]
-    monitor.probe_problem = lambda: problem_of(probers)
-    children, findings = list(probers), asyncio.Queue[AuditLine](ChildLimits().lines_max)
+    children, findings = monitor.children, asyncio.Queue[AuditLine](ChildLimits().lines_max)
+    children.probers = [prober(model, every_s, joining, keep) for model in arguments.probes]
     if arguments.audits:
         schedule = arguments.audit_every_s, arguments.audit_share
-        monitor.auditor = auditor(arguments.audits, *schedule, joining, partial(_put, findings))
-        children.append(monitor.auditor)
+        children.auditor = auditor(arguments.audits, *schedule, joining, partial(_put, findings))
     server = WebServer(make_app(monitor))
     async with asyncio.TaskGroup() as group:
-        working = [group.create_task(monitor.run()), *(group.create_task(child.run()) for child in children)]
+        working = [group.create_task(monitor.run()), *(group.create_task(child.run()) for child in children.all)]
         working.append(group.create_task(_take(findings, monitor)))
         serving = group.create_task(server.serve(sockets=[listening]))
         await monitor.read_once()

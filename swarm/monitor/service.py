@@ -23,7 +23,7 @@ from swarm.limits import limit
 from swarm.monitor.assess import KnownModel, Sighting
 from swarm.monitor.auditing import AuditLine, Orders, left_out
 from swarm.monitor.board import Board, Published
-from swarm.monitor.children import Child
+from swarm.monitor.children import Children, problem_of
 from swarm.monitor.contacts import ContactLimits, Contacts, Dialler, Loads
 from swarm.monitor.gateways import GatewayLimits, watch
 from swarm.monitor.history import Database, Sample
@@ -108,8 +108,7 @@ class Monitor:
     def __init__(
         self, options: MonitorOptions, open_store: Open, dialler: Dialler, database: Database, clock: Clock
     ) -> None:
-        self.probe_problem: Callable[[], str] = lambda: "off"
-        self.auditor: Child | None = None
+        self.children = Children()
         self._options, self._open, self._clock, self._database = options, open_store, clock, database
         self._contacts = Contacts(dialler, clock, options.limits.contacts)
         self._loads = Loads(dialler, clock, options.limits.contacts)
@@ -140,8 +139,8 @@ class Monitor:
             ok=age_s is not None and age_s <= self._options.limits.fresh_s,
             reading_age_s=age_s,
             history=self._database.problem[: API.text_chars] or "ok",
-            probe=self.probe_problem()[: API.text_chars],
-            audit="off" if self.auditor is None else self.auditor.problem[: API.text_chars] or "ok",
+            probe=problem_of(self.children.probers)[: API.text_chars],
+            audit=problem_of([auditor] if (auditor := self.children.auditor) else ())[: API.text_chars],
         )
 
     async def history(self, root: str | None, window: Window) -> bytes | None:
@@ -258,12 +257,13 @@ class Monitor:
 
     def _order_audits(self, records: Sequence[Announcement]) -> None:
         """Tell the auditor which servers answer, and which of them it leaves out."""
-        if self.auditor is None:
+        auditor = self.children.auditor
+        if auditor is None:
             return
         now, known = self._clock(), self._contacts.known
         answering = {r.peer_id for r in records if r.public_key in known and known[r.public_key].online(now)}
         wrong = {peer for (_, peer), record in self._knowledge.audits.items() if left_out(record, now)}
-        self.auditor.tell(Orders.of(answering, wrong).model_dump_json().encode())
+        auditor.tell(Orders.of(answering, wrong).model_dump_json().encode())
 
     async def audited(self, line: AuditLine) -> None:
         """Take an audit's findings."""
