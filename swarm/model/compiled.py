@@ -87,7 +87,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _compiled(njit: Callable[..., Decorator]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Compile what unpacks, and what multiplies. The code keeps to what a compiler makes vectors of."""
+    """Compile both loops. Their code keeps to operations that a compiler turns into vectors."""
 
     @njit("void(uint8[:, ::1], int8[:, ::1], float32[:, ::1])", nogil=True)
     def unpack(codes: Any, extremes: Any, steps: Any) -> None:  # noqa: ANN401 - arrays
