@@ -158,7 +158,9 @@ def measure(folder: Path, what: Model, cores: list[int], rounds: int, seconds: f
             router = ByHand.take_over(client.client)  # p2pd and the directory's nodes may get too little of the core
             record = client.run(router.surveys.read()).servers[0].announcement
             router.by_hand = client.run(router.servers_in_turn([record.peer_id], [Blocks(0, what.blocks)]))
-            with attackers(cores[-1], target_of(record, server.ready, client.width, what.blocks), kinds) as hostile:
+            with attackers(
+                cores[-1], target_of(record, server.ready, swarm.network, client.width, what.blocks), kinds
+            ) as hostile:
                 client.run(stretch(client, what.blocks, seconds / 2))  # warm
                 tree = Tree(server.ready["pid"])
                 run.memory["before"] = tree.resident()
@@ -208,7 +210,7 @@ def attackers(core: int, target: Target, kinds: str) -> Iterator[Hostile]:
             each.wait()
 
 
-def target_of(record: Announcement, ready: dict[str, str], width: int, blocks: int) -> Target:
+def target_of(record: Announcement, ready: dict[str, str], network: str, width: int, blocks: int) -> Target:
     """What anybody can read in the directory."""
     host, _, port = ready["data_address"].rpartition(":")
     return Target(
@@ -216,7 +218,7 @@ def target_of(record: Announcement, ready: dict[str, str], width: int, blocks: i
         port=int(port),
         peer=record.peer_id,
         channel_key=record.channel_key,
-        network="local",
+        network=network,
         root=record.root,
         numeric_class=record.numeric_class,
         blocks=blocks,

@@ -11,7 +11,7 @@ from tests.simulation.loop import VirtualLoop
 HORIZON_S = 24 * 3600.0
 gc.disable()  # until all is imported: a fifth of the time that collecting tests takes
 os.environ["XDG_STATE_HOME"] = "/dev/null/none"  # nodes are not remembered: one test's swarm is not to meet another's
-pytest_plugins = ("tests.support.budget", "tests.support.machine")
+pytest_plugins = ("tests.support.alone", "tests.support.budget", "tests.support.machine")
 
 # Properties are about what comes out. How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

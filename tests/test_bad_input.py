@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def swarm(model):
     """A bootstrap node and one server of half of the blocks."""
-    with LocalSwarm(model, ["0:3"], launch=warm.launch) as swarm:
+    with LocalSwarm(model, ["0:3"], network="local", launch=warm.launch) as swarm:
         yield swarm
 
 
@@ -261,7 +261,7 @@ def test_server_starts_whatever_is_announced_under_its_name(tmp_path, namesake, 
 def test_client_names_the_other_root_that_is_announced_under_its_name(namesake, swarm):
     with (
         AutoDistributedModel.from_pretrained(
-            namesake, initial_peers=swarm.initial_peers, network="local"
+            namesake, initial_peers=swarm.initial_peers, network=swarm.network
         ) as distributed,
         pytest.raises(NoRoute, match=swarm.servers[0].ready["root"]),
     ):
@@ -270,7 +270,9 @@ def test_client_names_the_other_root_that_is_announced_under_its_name(namesake, 
 
 def test_blocks_that_nobody_serves_are_named(model, swarm):
     with (
-        AutoDistributedModel.from_pretrained(model, initial_peers=swarm.initial_peers, network="local") as distributed,
+        AutoDistributedModel.from_pretrained(
+            model, initial_peers=swarm.initial_peers, network=swarm.network
+        ) as distributed,
         pytest.raises(NoRoute, match="blocks 3:6") as caught,
     ):
         distributed.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
@@ -280,7 +282,7 @@ def test_blocks_that_nobody_serves_are_named(model, swarm):
 def test_another_dtype_than_anybody_serves_says_which_there_is(model, swarm):
     with (
         AutoDistributedModel.from_pretrained(
-            model, initial_peers=swarm.initial_peers, network="local", dtype=torch.bfloat16
+            model, initial_peers=swarm.initial_peers, network=swarm.network, dtype=torch.bfloat16
         ) as distributed,
         pytest.raises(NoRoute, match="bfloat16"),
     ):
@@ -288,7 +290,9 @@ def test_another_dtype_than_anybody_serves_says_which_there_is(model, swarm):
 
 
 def test_a_prompt_longer_than_the_model_allows_is_refused(model, swarm):
-    with AutoDistributedModel.from_pretrained(model, initial_peers=swarm.initial_peers, network="local") as distributed:
+    with AutoDistributedModel.from_pretrained(
+        model, initial_peers=swarm.initial_peers, network=swarm.network
+    ) as distributed:
         limit = distributed.config.max_position_embeddings
         with pytest.raises(PromptTooLong, match=str(limit)):
             distributed(torch.full((1, limit + 1), 5))

@@ -2,20 +2,16 @@
 
 import contextlib
 import json
-import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from swarm.access import Access
 from swarm.commands import HOST_PORT, LOG_LEVELS, configure_logging, run_click
 from swarm.demo.local import LocalSwarm
-from swarm.dht.peermemory import memory_of
 from swarm.errors import SwarmError
 from swarm.version import __version__
 
@@ -66,10 +62,7 @@ def command(
         return
     # In float32, because in bfloat16 two tokens may be equally likely, and which one wins depends on the order of sums.
     options = ("--dtype", "float32")
-    with (
-        network_of_its_own() as network,
-        LocalSwarm(CHECKPOINT, SPANS, options=options, network=network, on_start=_tell_start) as swarm,
-    ):
+    with LocalSwarm(CHECKPOINT, SPANS, options=options, on_start=_tell_start) as swarm:
         click.echo(f"up after {time.monotonic() - began:.1f} s: blocks {', '.join(SPANS)} on four servers\n")
         if gateway:
             _serve(swarm, *listen)
@@ -104,17 +97,6 @@ def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     click.echo(f"the local model gives the same {tokens.shape[1]} tokens")
 
 
-@contextlib.contextmanager
-def network_of_its_own() -> Iterator[str]:
-    """Yield a name that no other swarm on this machine has, so that none meets another. Nothing of it is remembered."""
-    name = f"demo-{secrets.token_hex(4)}"
-    try:
-        yield name
-    finally:
-        with contextlib.suppress(OSError):
-            memory_of(name, Access(), public=False).path.unlink()
-
-
 def _tell_start(name: str) -> None:
     click.echo(f"starting {name}")
 
@@ -130,10 +112,7 @@ def _compare(prompt: str, max_new_tokens: int, delay_ms: float) -> None:
     tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
     speeds, texts = [], []
     ours = CHECKPOINT.parent / "draft"
-    with (
-        network_of_its_own() as network,
-        LocalSwarm(CHECKPOINT, network=network, log_level="warning", on_start=_tell_start) as swarm,
-    ):
+    with LocalSwarm(CHECKPOINT, log_level="warning", on_start=_tell_start) as swarm:
         report = swarm.folder / "late.json"
         with far_apart(swarm, ("0:4", "4:8", "8:12"), delay_ms, report, ("--dtype", "float32")):
             for draft, title in (("none", "one token a trip"), (ours, "with guesses that travel ahead")):

@@ -2,17 +2,20 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
+from swarm.access import Access
+from swarm.dht.peermemory import memory_of
 from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.limits import limit
@@ -166,9 +169,10 @@ class LocalSwarm:
     """A bootstrap node and servers. A context manager: every process has ended when the block has.
 
     spans: block ranges such as "0:4", one server each. options: more arguments for every server.
-    host: the address all of them listen on. identities: of processes by their names ("bootstrap", "server-0", ...);
-    others make their own. on_start: called with each process's name as it is started, for people that watch. launch:
-    starts the processes.
+    network: its name; a new one unless given, so that no two swarms on this machine meet, and then no node of it stays
+    remembered. host: the address all of them listen on. identities: of processes by their names ("bootstrap",
+    "server-0", ...); others make their own. on_start: called with each process's name as it is started, for people
+    that watch. launch: starts the processes.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class LocalSwarm:
         spans: Iterable[str] = (),
         *,
         options: Sequence[str] = (),
-        network: str = "local",
+        network: str | None = None,
         log_level: str = "info",
         env: dict[str, str] | None = None,
         host: str = "127.0.0.1",
@@ -185,12 +189,13 @@ class LocalSwarm:
         on_start: Callable[[str], None] = lambda name: None,
         launch: Launch = launch,
     ) -> None:
-        self.model, self.network = str(model), network
+        self.model, self.network = str(model), network or f"local-{secrets.token_hex(4)}"
+        self._is_known = network is not None
         self.servers: list[LocalProcess] = []
         self.bootstrap: LocalProcess
         self._spans = tuple(spans)
         self._options = ("--threads", "1", *options)
-        common = ("--network", network, "--log-level", log_level)
+        common = ("--network", self.network, "--log-level", log_level)
         self._processes = _Processes(common, {**os.environ, **(env or {})}, dict(identities or {}), on_start, launch)
         self._host = host
         self._closing = ExitStack()
@@ -199,6 +204,7 @@ class LocalSwarm:
         with ExitStack() as closing:
             self.folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="swarm-local-")))
             self._place = Place(self.folder, self._host)
+            closing.callback(self._forget)
             closing.callback(self._processes.stop)
             self.bootstrap = self._processes.start("bootstrap", "swarm.dht.cli", (), self._place)
             self.bootstrap.wait_ready()
@@ -213,6 +219,12 @@ class LocalSwarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.close()
+
+    def _forget(self) -> None:
+        """Remove what this machine's processes remember of a network that nobody will look for again."""
+        if not self._is_known:
+            with suppress(OSError):
+                memory_of(self.network, Access(), public=False).path.unlink()
 
     @property
     def initial_peers(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def get(url: str) -> Any:
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     env = environment(tmp_path_factory.mktemp("home"))
-    with LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, env=env, launch=warm.launch) as running:
+    with LocalSwarm(DEMO_CHECKPOINT, DEMO_SPANS, network=NETWORK, env=env, launch=warm.launch) as running:
         yield running
 
 
@@ -127,7 +127,9 @@ def test_a_private_swarms_page_is_for_members(tmp_path):
     env = environment(tmp_path) | {"SWARM_NETWORK_KEY": str(key), "SWARM_ALLOW_PEERS": str(peers)}
     own = ("--network-key", str(key), "--allow-peers", str(peers), "--identity", str(tmp_path / "health"))
     probes = ("--probe", str(DEMO_CHECKPOINT), "--probe-every", "1")
-    with LocalSwarm(DEMO_CHECKPOINT, ["0:12"], env=env, identities=members, launch=warm.launch) as swarm:
+    with LocalSwarm(
+        DEMO_CHECKPOINT, ["0:12"], network=NETWORK, env=env, identities=members, launch=warm.launch
+    ) as swarm:
         with page(tmp_path, swarm, *own, *probes) as running:
 
             def model() -> Any:

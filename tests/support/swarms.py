@@ -66,9 +66,10 @@ def world(
     """Run a swarm on a checkpoint. options: more arguments for every server. identities: by processes' names."""
     full = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     options = ("--dtype", str(dtype).removeprefix("torch."), *options)
-    settings = environment(home) | dict(env or {})
+    env = environment(home) | dict(env or {})
+    started = {"env": env, "options": options, "network": NETWORK, "identities": identities, "launch": launch}
     with (
-        LocalSwarm(directory, spans, env=settings, options=options, identities=identities, launch=launch) as swarm,
+        LocalSwarm(directory, spans, **started) as swarm,
         ExitStack() as closing,
     ):
         yield World(directory, full, swarm, closing)
