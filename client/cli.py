@@ -5,15 +5,8 @@ from typing import Any
 
 import click
 
-from swarm.commands import (
-    DTYPES,
-    LOG_LEVELS,
-    configure_logging,
-    ending_at_once,
-    model_options,
-    option_group,
-    run_click,
-)
+from swarm.commands import configure_logging, ending_at_once, run_click
+from swarm.options import DTYPES, LOG_LEVELS, model_options, option_group
 from swarm.version import __version__
 
 class_options = option_group(

@@ -6,15 +6,8 @@ import click
 
 from swarm.access import Access
 from swarm.choices import hold_identity, listen_option
-from swarm.commands import (
-    HOST_PORT,
-    SIZE,
-    common_options,
-    ending_at_once,
-    ready_writer,
-    run_click,
-    run_until_stopped,
-)
+from swarm.commands import ending_at_once, ready_writer, run_click, run_until_stopped
+from swarm.options import HOST_PORT, SIZE, common_options
 from swarm.version import __version__
 
 

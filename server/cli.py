@@ -10,17 +10,9 @@ import click
 from swarm.access import Access
 from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.choices import hold_identity, listen_option
-from swarm.commands import (
-    DTYPES,
-    HOST_PORT,
-    SIZE,
-    common_options,
-    ending_at_once,
-    ready_writer,
-    run_click,
-    run_until_stopped,
-)
+from swarm.commands import ending_at_once, ready_writer, run_click, run_until_stopped
 from swarm.dht.records import RECORD, check_address, check_printable
+from swarm.options import DTYPES, HOST_PORT, SIZE, common_options
 from swarm.server.arguments import AUTO, ServeArguments
 from swarm.server.gateways import GatewayAllowance
 from swarm.server.lean import leave_out_what_no_server_needs

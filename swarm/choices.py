@@ -13,10 +13,10 @@ import click
 from click.core import ParameterSource
 
 from swarm import config
-from swarm.commands import HOST_PORT, Command
 from swarm.errors import BadConfiguration, IdentityInUse
 from swarm.identity import Identity, IdentityLock
 from swarm.limits import limit
+from swarm.options import HOST_PORT, Command
 
 
 @dataclass(frozen=True, slots=True)

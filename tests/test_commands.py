@@ -4,7 +4,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from swarm.commands import Reading, importing, reading_options
+from swarm.commands import importing
+from swarm.options import Reading, reading_options
 
 
 def test_missing_library_names_the_extra_that_has_it() -> None:

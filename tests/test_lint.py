@@ -36,3 +36,11 @@ def test_lint_finds_nothing(planned: list[str], tool: str) -> None:
     line = [str(Path(sys.executable).parent / name), *arguments]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_of_the_package_is_too_long_to_be_read_at_once() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    package = [name for name in listed.stdout.split() if name.startswith(("swarm/", "client/", "server/", "dht/"))]
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name in package if (ROOT / name).is_file()}
+    assert len(lines) > 300
+    assert {name: count for name, count in lines.items() if count > 400} == {}

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm.commands import HOST_PORT, LOG_LEVELS, configure_logging, run_click
+from swarm.commands import configure_logging, run_click
 from swarm.demo.local import LocalSwarm
 from swarm.errors import SwarmError
+from swarm.options import HOST_PORT, LOG_LEVELS
 from swarm.version import __version__
 
 if TYPE_CHECKING:

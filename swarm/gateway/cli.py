@@ -7,20 +7,10 @@ import click
 
 from swarm.choices import listen_option
 from swarm.client.cli import class_options
-from swarm.commands import (
-    DTYPES,
-    SIZE,
-    Reading,
-    directory_option,
-    importing,
-    reading_options,
-    ready_writer,
-    run_click,
-    run_until_stopped,
-    running_options,
-)
+from swarm.commands import importing, ready_writer, run_click, run_until_stopped
 from swarm.config import load_settings
 from swarm.gateway.keys_cli import keys as keys_group
+from swarm.options import DTYPES, SIZE, Reading, directory_option, reading_options, running_options
 from swarm.version import __version__
 
 

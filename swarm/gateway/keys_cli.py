@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from swarm.commands import Command
 from swarm.errors import BadConfiguration, UsageError
+from swarm.options import Command
 
 
 def _file_option(function: Command) -> Command:

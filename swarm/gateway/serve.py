@@ -17,7 +17,7 @@ from swarm.access import Access
 from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.planning.preferences import Quality
 from swarm.client.session.membership import joined
-from swarm.commands import Reading, Ready, Stop
+from swarm.commands import Ready, Stop
 from swarm.compute.thread import ComputeThread
 from swarm.config import UpstreamSettings, Way
 from swarm.dht.reading import chosen, open_directory
@@ -37,6 +37,7 @@ from swarm.gateway.upstream import polled
 from swarm.identity import Identity
 from swarm.net import ports
 from swarm.net.lan import ways_in
+from swarm.options import Reading
 from swarm.web import WebServer, url_of
 
 _log = structlog.get_logger("swarm.gateway")

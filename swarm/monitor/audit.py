@@ -29,7 +29,7 @@ from swarm.client.auditing.patrol import Findings, Patrol
 from swarm.client.hf.text import load_tokenizer
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
-from swarm.commands import LOG_LEVELS, NETWORK, Stop, access_options, run_click, run_until_stopped, split_peers
+from swarm.commands import Stop, run_click, run_until_stopped
 from swarm.dht.reading import open_directory
 from swarm.errors import SwarmError, UnsupportedCheckpoint
 from swarm.identity import Identity
@@ -38,6 +38,7 @@ from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
 from swarm.monitor.allowance import Allowance, AllowanceLimits
 from swarm.monitor.auditing import AuditingLimits, AuditLine, Orders
+from swarm.options import LOG_LEVELS, NETWORK, access_options, split_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,16 +6,9 @@ from pathlib import Path
 import click
 
 from swarm.choices import listen_option
-from swarm.commands import (
-    Reading,
-    importing,
-    reading_options,
-    ready_writer,
-    run_click,
-    run_until_stopped,
-    running_options,
-)
+from swarm.commands import importing, ready_writer, run_click, run_until_stopped
 from swarm.config import DATA_DIR
+from swarm.options import Reading, reading_options, running_options
 from swarm.version import __version__
 
 

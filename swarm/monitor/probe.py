@@ -17,10 +17,11 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.client.hf.auto import AutoDistributedModel
-from swarm.commands import LOG_LEVELS, NETWORK, access_options, configure_logging, run_click, split_peers
+from swarm.commands import configure_logging, run_click
 from swarm.errors import SwarmError
 from swarm.model.checkpoint import open_checkpoint
 from swarm.monitor.probing import ProbeLine
+from swarm.options import LOG_LEVELS, NETWORK, access_options, split_peers
 
 
 class _Times(BaseStreamer):

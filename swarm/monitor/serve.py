@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from swarm.access import Access
-from swarm.commands import Reading, Ready, Stop
+from swarm.commands import Ready, Stop
 from swarm.dht.light import open_light
 from swarm.errors import BadConfiguration
 from swarm.groups import ungrouped
@@ -29,6 +29,7 @@ from swarm.monitor.state import API
 from swarm.net import ports
 from swarm.net.lan import ways_in
 from swarm.net.reach import is_public
+from swarm.options import Reading
 from swarm.web import WebServer, url_of
 
 _log = structlog.get_logger("swarm.monitor")

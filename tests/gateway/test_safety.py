@@ -17,7 +17,7 @@ import pytest
 import structlog
 from starlette.responses import Response
 
-from swarm.commands import Reading, configure_logging
+from swarm.commands import configure_logging
 from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.app import Gateway, GatewayLimits
@@ -27,6 +27,7 @@ from swarm.gateway.keys import KeyLimits, Keys, digest_of
 from swarm.gateway.loading import ModelOptions
 from swarm.gateway.serve import GatewayArguments, doors_of
 from swarm.gateway.watching import BodyLimits
+from swarm.options import Reading
 from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
 from tests.support.swarms import eventually
 
