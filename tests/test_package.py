@@ -66,6 +66,7 @@ def installed_names(tracked: set[str]) -> set[str]:
     return here | {f"swarm/{name}" for name in tracked if name.startswith(tuple(f"{side}/" for side in SIDES))}
 
 
+@pytest.mark.long
 def test_the_wheel_has_exactly_the_tracked_files_of_the_package(tracked: set[str], distributions: Path) -> None:
     assert wheel_members(distributions) == installed_names(tracked)
 

@@ -12,7 +12,7 @@ FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "gpt_oss", "bloo
 BOUND = 0.02  # of logits that reach 5 to 30; 0.0 was measured for all, and bfloat16 itself is about 0.2 from float32
 
 
-@pytest.mark.parametrize("name", rest_is_long(FAMILIES, ("llama", "gemma3_text", "gpt_oss")))
+@pytest.mark.parametrize("name", rest_is_long(FAMILIES, ("llama", "gpt_oss")))
 def test_logits_stay_within_the_bound(tmp_path, name):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(make(name)).save_pretrained(tmp_path)

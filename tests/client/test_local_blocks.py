@@ -15,6 +15,7 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.past import SpanPast
 from tests.model.rings import save_family
 from tests.support.inprocess import inprocess
+from tests.support.often import rest_is_long
 from tests.support.swarms import eventually
 
 IDS = torch.randint(3, 120, (3, 20), generator=torch.Generator().manual_seed(5))
@@ -29,7 +30,7 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text", "bloom"])
+@pytest.fixture(scope="module", params=rest_is_long(["llama", "gemma3_text", "bloom"], ["gemma3_text"]))
 def world(request, tmp_path_factory):
     folder = save_family(request.param, tmp_path_factory.mktemp("local") / request.param)
     full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

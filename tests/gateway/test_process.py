@@ -87,6 +87,7 @@ def test_gateway_ends_on_ctrl_c_under_a_stream(tmp_path, swarm):
     assert "Traceback" not in printed
 
 
+@pytest.mark.long
 def test_two_gateways_run_beside_each_other(tmp_path, swarm):
     with running(tmp_path / "one", swarm) as one, running(tmp_path / "other", swarm) as other:
         assert one.url != other.url

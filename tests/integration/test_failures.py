@@ -25,6 +25,7 @@ from swarm.errors import NoRoute, Refused
 from swarm.model.checkpoint import open_checkpoint
 from swarm.net.p2p import P2PConfig
 from tests.support import warm
+from tests.support.often import rest_is_long
 from tests.support.swarms import NETWORK, World, environment, eventually, prompt, world
 
 TREE = Path(__file__).parents[2]
@@ -261,7 +262,7 @@ async def test_a_server_that_cannot_compute_any_more_withdraws_and_ends_with_an_
             assert failing_one.ready["peer_id"] not in await announced(), "its record would have lived for 60 s"
 
 
-@pytest.mark.parametrize("command", ["swarm-serve", "swarm-bootstrap"])
+@pytest.mark.parametrize("command", rest_is_long(["swarm-serve", "swarm-bootstrap"], ["swarm-serve"]))
 def test_a_command_killed_with_9_leaves_no_child(command: str, checkpoint: Callable[[str], Path], home: Path):
     with LocalSwarm(checkpoint("llama"), env=environment(home), launch=warm.launch) as swarm:
         victim = swarm.start_server("0:1").wait_ready() if command == "swarm-serve" else swarm.bootstrap

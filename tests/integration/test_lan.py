@@ -162,7 +162,7 @@ def test_other_networks_and_keys_find_nothing(halves: Lan) -> None:
         assert f"no server of swarm '{network}' was found" in halves.generate(2, network, file)["error"]
 
 
-@slow
+@pytest.mark.long
 def test_generate_finds_the_servers(halves: Lan) -> None:
     options = ("--prompt", "def f(", "--max-new-tokens", "4", "--dtype", "float32")
     assert "def f(" in halves.printed(3, "swarm.client.cli", str(DEMO_CHECKPOINT), *options)

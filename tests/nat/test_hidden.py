@@ -39,7 +39,7 @@ def test_hidden_nodes_are_in_no_routing_table(lab: Lab, tmp_path: Path):
         assert not any(node.state.serves for node in hidden)
 
 
-@pytest.mark.slow("five nodes in processes of their own")
+@pytest.mark.long
 def test_a_forwarded_port_proves_one_of_two_nodes(lab: Lab, tmp_path: Path):
     """Both have the same public address and port, where the router passes strangers on to the first one alone."""
     home = lab.site("forwarded", 5)

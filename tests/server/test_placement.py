@@ -121,7 +121,7 @@ def test_the_fast_evaluation_of_moves_agrees_with_carrying_them_out():
 # Many
 
 
-@pytest.mark.parametrize(("speeds", "n_blocks"), [("lognormal", 80), ("spread", 32)])
+@pytest.mark.parametrize(("speeds", "n_blocks"), rest_is_long([("lognormal", 80), ("spread", 32)], [("spread", 32)]))
 @pytest.mark.parametrize("delay_s", [(0.0, 0.0), DELAY_S], ids=["true", "stale"])
 def test_a_hundred_servers_come_within_a_tenth_of_an_annealer_and_stop(speeds, n_blocks, delay_s):
     holders = random_swarm(1, n_blocks, 100, speeds)
