@@ -17,7 +17,7 @@ from swarm.client.planning.plan import plan
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.promise import Crossing, Held
 from swarm.client.planning.request import Request, key_and_process
-from swarm.client.planning.route import Hop, Route
+from swarm.client.planning.route import Hop, Route, process_of
 from swarm.client.planning.surveys import Surveys
 from swarm.dht.directory import Directory, Survey
 from swarm.errors import NetworkError, NoRoute
@@ -193,6 +193,17 @@ class Router:
             except NoRoute:
                 most = count
         return found
+
+    def renewed(self, hop: Hop) -> Hop:
+        """Return the hop with the newest record of its process in the latest survey: sessions outlive records."""
+        key, process = hop.announcement.public_key, hop.process
+        of_peer = (signed for signed in self.surveys.latest.servers if signed.announcement.public_key == key)
+        newer = [
+            signed
+            for signed in of_peer
+            if process_of(signed.announcement) == process and signed.announcement.issued > hop.announcement.issued
+        ]
+        return replace(hop, signed=newer[-1]) if newer else hop
 
     def explained(self, hops: Sequence[Hop], crossings: tuple[Crossing, ...] = ()) -> ExplainedRoute:
         """Return hops as a route that compares itself with the servers that are known now.

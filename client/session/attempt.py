@@ -27,7 +27,7 @@ from swarm.client.planning.route import Hop, classes_of
 from swarm.client.session.circuit import Circuit, Rebuilding, Shared
 from swarm.client.session.leg import Leg, LegState, Reply
 from swarm.client.session.limits import ConnectLimits
-from swarm.client.session.plan import Planner
+from swarm.client.session.plan import Planner, Renewed
 from swarm.client.session.standing import Standing
 from swarm.errors import ChannelClosed, NetworkError, NoRoute, SessionClosed
 from swarm.net.endpoint import Remote
@@ -42,13 +42,13 @@ Result = TypeVar("Result")
 class Finder:
     """Finds the hops of one session: plans what is missing between those that stay."""
 
-    def __init__(self, blocks: Blocks, planner: Planner) -> None:
-        """blocks: what the route is to cover."""
+    def __init__(self, blocks: Blocks, planner: Planner, renewed: Renewed = lambda hop: hop) -> None:
+        """blocks: what the route is to cover. renewed: is asked of hops that stay."""
         self.blocks = blocks
         self.held: Held = ()  # the numeric class of each block, once a route has stood
         self.crossings: tuple[Crossing, ...] = ()  # the repairs that changed them
         self.cuts: tuple[int, ...] = ()  # blocks at which hops are to meet, as far as others can take over there
-        self._planner = planner
+        self._planner, self._renewed = planner, renewed
 
     async def splice(self, legs: Sequence[Leg], without: Collection[str]) -> list[Leg]:
         """Return the usable legs with new ones in the gaps; if that is impossible, all new ones. Raises NoRoute.
@@ -57,6 +57,8 @@ class Finder:
         directory is read only if the servers that are known do not suffice either way.
         """
         kept = [leg for leg in legs if leg.is_usable(without)]
+        for leg in kept:
+            leg.hop = self._renewed(leg.hop)
         every_cuts = (self.cuts, ()) if self.cuts else ((),)
         *attempts, last = product(every_cuts, (False, True), (kept, []) if kept else ([],))
         for cuts, fresh, keeping in attempts:

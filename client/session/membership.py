@@ -106,7 +106,7 @@ class Membership:
 
         plan = self.auditor.drawn(plan)
         try:
-            session = await self.sessions.open(plan, blocks, planner, limits, first)
+            session = await self.sessions.open(plan, blocks, planner, limits, first, self.router.renewed)
         except NoRoute as failure:  # diagnosed only now: servers may come while a session waits for them
             raise await self.router.diagnosed(failure) from None
         self.router.remember(session.route)

@@ -19,6 +19,9 @@ held: the numeric classes of the route before; () for a new one.
 fresh: from the directory as it is now, not as it was read lately. Raises NoRoute.
 """
 
+Renewed = Callable[[Hop], Hop]
+"""`renewed(hop)`: the hop with the newest record of its process that is known. Its neighbours take no record of old."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionPlan:

@@ -20,7 +20,6 @@ import structlog
 from torch import Tensor, cat
 
 from swarm.activations import Activations
-from swarm.blocks import Blocks
 from swarm.client.planning.promise import Crossing
 from swarm.client.planning.route import Hop
 from swarm.client.session.attempt import Finder
@@ -29,7 +28,7 @@ from swarm.client.session.circuit import Circuit, Shared
 from swarm.client.session.flight import Flight
 from swarm.client.session.inlet import Inlet
 from swarm.client.session.moving import Mover
-from swarm.client.session.plan import Planner, SessionPlan
+from swarm.client.session.plan import SessionPlan
 from swarm.client.session.restore import Restorer
 from swarm.client.session.ring import Use
 from swarm.client.session.steps import Steps
@@ -54,8 +53,8 @@ class First:
 class Session:
     """Made by `Sessions.open`. One step at a time; a long one is cut into chunks that are in flight together."""
 
-    def __init__(self, session_id: str, plan: SessionPlan, blocks: Blocks, planner: Planner, shared: Shared) -> None:
-        """blocks: what the route is to cover. planner: finds the hops, and later those that take over from others."""
+    def __init__(self, session_id: str, plan: SessionPlan, finder: Finder, shared: Shared) -> None:
+        """finder: of its hops, and later of those that take over from others."""
         self.length = 0  # positions that every hop has
         self._plan = plan
         self._shared = shared
@@ -65,7 +64,7 @@ class Session:
         self._circuit = Circuit(session_id, shared)
         transcript = Transcript(shared.limits.transcript) if plan.audited else None
         steps = Steps(self._circuit, shared.limits, shared.others, plan.coding, transcript)
-        restorer = Restorer(self._circuit, shared, Finder(blocks, planner), plan, steps)
+        restorer = Restorer(self._circuit, shared, finder, plan, steps)
         self._travel = Travel(self._circuit, shared, steps, restorer)
         self._watcher = Watcher(self._circuit, steps, shared.limits.watch)
         self._mover = Mover(self._circuit, restorer, self._watcher, self._lock, plan.step_timeout_s)

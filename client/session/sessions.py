@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from swarm.activations import Activations
 from swarm.blocks import Blocks
+from swarm.client.session.attempt import Finder
 from swarm.client.session.avoidance import Avoidance
 from swarm.client.session.circuit import Shared
 from swarm.client.session.inlet import FromHop
 from swarm.client.session.limits import SessionLimits
-from swarm.client.session.plan import Planner, SessionPlan
+from swarm.client.session.plan import Planner, Renewed, SessionPlan
 from swarm.client.session.session import First, Session
 from swarm.client.session.timeout import Timeout
 from swarm.net.channel import Channel, OnMessage
@@ -72,15 +73,16 @@ class Sessions:
         planner: Planner,
         limits: SessionLimits | None = None,
         first: First | None = None,
+        renewed: Renewed = lambda hop: hop,
     ) -> Session:
         """Open a session along a route through these blocks. Raises NoRoute, HopFailed or Refused, and leaves nothing.
 
         planner: finds the hops, and later those that take over from others. limits: this session's own. first: the step
-        that is called next.
+        that is called next. renewed: is asked of hops that stay when others are replaced.
         """
         shared = self._shared if limits is None else replace(self._shared, limits=limits)
         session_id = self._new_id()
-        session = Session(session_id, plan, blocks, planner, shared)
+        session = Session(session_id, plan, Finder(blocks, planner, renewed), shared)
         session.ended.add_done_callback(lambda _: self._by_id.pop(session_id, None))
         self._by_id[session_id] = session
         try:

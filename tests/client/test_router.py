@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.client.planning.route import process_of
+from swarm.client.planning.route import Hop, process_of
 from swarm.client.planning.router import Reading, Router, RouterLimits, Wanted, reading_for
 from swarm.client.session.avoidance import Avoidance
 from swarm.client.session.membership import Membership
 from swarm.client.session.plan import SessionPlan
 from swarm.dht.directory import Survey
 from swarm.errors import NoRoute, Unreachable
+from swarm.identity import Identity
 from tests.client.test_route import server
 
 pytestmark = pytest.mark.virtual_clock
@@ -56,7 +57,7 @@ class Sessions:
     def __init__(self, avoidance):
         self.avoidance, self.any_open, self.latency_ms = avoidance, False, None
 
-    async def open(self, plan, blocks, planner, limits, first):
+    async def open(self, plan, blocks, planner, limits, first, renewed):
         self.any_open = True
         hops = await planner(blocks, (), (), True)
         self.ended = asyncio.get_running_loop().create_future()
@@ -267,3 +268,22 @@ async def test_the_latest_round_trips_are_remembered():
         router.remember([type(hop)(servers[int(ms) - 1], hop.blocks, latency_ms=ms)])
     trips = [router.explained([type(hop)(signed, hop.blocks)]).home_ms for signed in servers]
     assert trips == [2.5 / 2, 2.0 / 2, 3.0 / 2]  # the first one is taken to be as far as the others
+
+
+async def test_a_hop_gets_the_newest_record_of_its_own_process():
+    planned_with, identity = server(0, 6), Identity.generate()
+    hop = Hop(planned_with, Blocks(0, 6), latency_ms=7.0)
+    known = planned_with.announcement
+
+    def announced(**changes):
+        return replace(planned_with, announcement=known.model_copy(update=changes))
+
+    newer = announced(issued=known.issued + 20.0)
+    restarted = announced(issued=known.issued + 40.0, channel_key="ab" * 32)
+    another = announced(issued=known.issued + 60.0, public_key=identity.public_key.hex())
+    router, *_ = router_of(announced(issued=known.issued - 20.0))
+    await router.surveys.read()
+    assert router.renewed(hop) is hop
+    router, *_ = router_of(restarted, newer, another)
+    await router.surveys.read()
+    assert router.renewed(hop) == replace(hop, signed=newer)

@@ -1,5 +1,6 @@
 """Which hops a repair keeps, and which it plans anew."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,3 +99,13 @@ async def test_hops_that_were_asked_for_a_kept_past_in_vain_are_opened_anew():
     for leg in legs:
         leg.asked = False
     assert await Finder(Blocks(0, 6), planner(first, last)).splice(legs, ()) == legs
+
+
+async def test_hops_that_stay_have_their_newest_records():
+    first, middle, spare, last = server(0, 2), server(2, 4), server(2, 4), server(4, 6)
+    legs = open_legs(*planned(Blocks(0, 6), [first, middle, last]))
+    renewed = {legs[2].hop: replace(legs[2].hop, signed=server(4, 6))}
+    finder = Finder(Blocks(0, 6), planner(first, middle, spare, last), lambda hop: renewed.get(hop, hop))
+    found = await finder.splice(legs, {legs[1].hop.process})
+    (newer,) = renewed.values()
+    assert [leg.hop for leg in found[::2]] == [legs[0].hop, newer]

@@ -35,6 +35,8 @@ def preferences(kind: str, listed: list[Identity], others: list[Identity]) -> Pr
     match kind:
         case "allowed_peers":
             return Preferences.checked(ours, (), "latency")
+        case "everybody":
+            return Preferences.checked(None, (), "latency")
         case "blocked_peers":
             return Preferences.checked(None, theirs, "latency")
         case _:
@@ -78,7 +80,9 @@ class Village:
                 await self.planning()
             return (await self.router.plan(missing, avoid, held, fresh)).hops
 
-        return await self.client.sessions.open(plan, Blocks(0, N_BLOCKS), planner, first=first)
+        return await self.client.sessions.open(
+            plan, Blocks(0, N_BLOCKS), planner, first=first, renewed=self.router.renewed
+        )
 
     def heard(self) -> set[str]:
         """The peer ids of all that ever got a message."""
