@@ -59,6 +59,8 @@ ROOT = Path(__file__).resolve().parent.parent
             {"section wide", "section families", "decode, sessions, 2, past 8", "prefill, 16 tokens"},
         ),
         ("speculation", {"5 ms, edit, greedy, stock", "5 ms, new, seeded, ahead, 0.75", "5 ms, new, greedy, never"}),
+        ("guess_equal --check", {"text"}),
+        ("guess_kills --check", {"generation, disturbed"}),
         ("draft", {"plain", "look-up", "draft", "alone"}),
         ("directory --check", set()),
         ("patrol --check", set()),
