@@ -15,6 +15,7 @@ Every text, and the state of the random numbers after it, is compared with that 
 """
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -103,6 +104,7 @@ def main() -> None:
     arguments.add_argument("--check", action="store_true", help="exit 1 unless the project's promises are kept")
     arguments.add_argument("--quick", action="store_true", help="two kills, to see that it works")
     arguments.add_argument("--json", type=Path, help="where the raw samples go")
+    arguments.add_argument("--add", action="store_true", help="to the kills that are in this file already")
     arguments.add_argument("--seed", type=int, default=SEED)
     options = arguments.parse_args()
     if options.quick:
@@ -115,8 +117,10 @@ def main() -> None:
     with swarm_of(options) as places, joined(places) as model:
         killer = Killer(model, places, options.windows, Random(options.seed))
         generations = rage(killer, model, options)
-    broken = report(killer.done, generations, options)
-    if options.check and (broken or len(killer.done) < options.kills):
+    kills, before = earlier(options)
+    kills += killer.done
+    broken = report(kills, before + generations, options)
+    if options.check and (broken or len(kills) < options.kills):
         sys.exit(1)
 
 
@@ -165,13 +169,21 @@ class Places:
         return False
 
     def tick(self) -> None:
-        """Start again what was killed."""
+        """Start again what was killed, or has ended."""
         for place in self._all:
-            if place.is_killed:
+            if place.is_killed or not self._is_well(place.process):
                 place.process.kill()
                 place.process = self._started(place.span, place.addresses, place.identity)
                 place.is_killed = False
-            place.process.is_ready()
+
+    @staticmethod
+    def _is_well(process: LocalProcess) -> bool:
+        """Whether a server runs. One that cannot join a busy machine's swarm in time ends by itself."""
+        try:
+            process.is_ready()
+        except SwarmError:
+            return False
+        return process.process.poll() is None
 
     def _started(self, span: str, addresses: tuple[str, str], identity: Path) -> LocalProcess:
         announced, listen = addresses
@@ -354,6 +366,14 @@ def once(
     made.kills, made.tokens = len(killer.done) - before, len(expected.rows[0]) - expected.prompt.shape[1]
     made.took_s = time.monotonic() - began
     return made
+
+
+def earlier(options: argparse.Namespace) -> tuple[list[Kill], list[Generation]]:
+    """Return the kills and generations of runs before, which count as well."""
+    if not options.add or options.json is None or not options.json.exists():
+        return [], []
+    run = json.loads(options.json.read_text())
+    return [Kill(**each) for each in run["kills"]], [Generation(**each) for each in run["generations"]]
 
 
 def report(kills: Sequence[Kill], generations: Sequence[Generation], options: argparse.Namespace) -> list[str]:
