@@ -3,7 +3,7 @@
     python benchmarks/guess_equal.py [--prompts 200] [--real] [--delay-ms 0] [--minutes M] [--check] [--json PATH]
 
 Three servers hold the demo's checkpoint, or the real model (`make real-model`), in float32. Prompts of 64 to 128 tokens
-of Python's standard library come in batches of 1, 2 and 8 rows. Each batch is continued greedily and with a seed
+of Python's standard library come alone, and a fifth as many in batches of 2 and of 8 rows. Each batch is continued greedily and with a seed
 (temperature 0.8, top-p 0.9); in turns as that is, with a repetition penalty, and with stop strings.
 
 Guesses are always on. In turns they come from an oracle, which is right in 0.75 of them and goes on behind the end of
@@ -38,6 +38,7 @@ from swarm.demo.cli import CHECKPOINT
 ROWS = (1, 2, 8)
 KINDS = ("", ", penalty", ", stop strings")
 LENGTHS = (64, 128)  # of prompts, in tokens
+FEWER = 5  # times, prompts in batches of several rows: those are not guessed
 RIGHT = 0.75
 BEYOND = 16  # tokens that the oracle guesses behind the text's end
 
@@ -59,7 +60,7 @@ Found = dict[tuple[int, str], Tally]
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--prompts", type=int, default=200, help="of each number of rows, greedy and seeded each")
+    arguments.add_argument("--prompts", type=int, default=200, help="of one row, greedy and seeded each")
     arguments.add_argument("--tokens", type=int, default=32, help="behind each prompt")
     arguments.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     arguments.add_argument("--minutes", type=float, default=600.0, help="begin no batch after so long")
@@ -108,8 +109,9 @@ def compare(
     users = model._drafts.drafting
     assert users is not None
     users = replace(users, always=True)
-    batches = {rows: texts.prompts(-(-options.prompts // rows), LENGTHS, rows, options.seed + rows) for rows in ROWS}
-    turns = sorted((number * rows, rows, number) for rows in ROWS for number in range(len(batches[rows])))
+    counts = {rows: options.prompts if rows == 1 else -(-options.prompts // FEWER // rows) for rows in ROWS}
+    batches = {rows: texts.prompts(counts[rows], LENGTHS, rows, options.seed + rows) for rows in ROWS}
+    turns = sorted((number / counts[rows], rows, number) for rows in ROWS for number in range(counts[rows]))
     began = time.monotonic()
     for _, rows, number in turns:
         if time.monotonic() - began > 60 * options.minutes:
