@@ -3,8 +3,9 @@
     python benchmarks/guess_equal.py [--prompts 200] [--real] [--delay-ms 0] [--minutes M] [--check] [--json PATH]
 
 Three servers hold the demo's checkpoint, or the real model (`make real-model`), in float32. Prompts of 64 to 128 tokens
-of Python's standard library come alone, and a fifth as many in batches of 2 and of 8 rows. Each batch is continued greedily and with a seed
-(temperature 0.8, top-p 0.9); in turns as that is, with a repetition penalty, and with stop strings.
+of Python's standard library come alone, and a fifth as many in batches of 2 and of 8 rows. Each batch is continued
+greedily and with a seed (temperature 0.8, top-p 0.9); in turns as that is, with a repetition penalty, and with stop
+strings.
 
 Guesses are always on. In turns they come from an oracle, which is right in 0.75 of them and goes on behind the end of
 the text, and from a draft as users have it: the demo's own head, or look-up for the real model. `generate()` guesses
