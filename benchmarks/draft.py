@@ -47,6 +47,7 @@ def main() -> None:
     arguments.add_argument("--draft", type=Path, default=DRAFT, help="a folder of swarm-draft")
     arguments.add_argument("--prompts", type=int, default=12, help="each is continued in all ways")
     arguments.add_argument("--tokens", type=int, default=48, help="behind each prompt")
+    arguments.add_argument("--windows", type=int, default=128, help="of 256 tokens of held-out text, by depth")
     arguments.add_argument("--delay", type=float, default=25.0, help="milliseconds one way")
     arguments.add_argument("--check", action="store_true", help="exit 1 unless the project's promises are kept")
     arguments.add_argument("--quick", action="store_true", help="a few tokens, to see that it works")
@@ -54,11 +55,11 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=SEED)
     options = arguments.parse_args()
     if options.quick:
-        options.prompts, options.tokens = 2, 24
+        options.prompts, options.tokens, options.windows = 2, 24, 4
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     _, texts = split(library_sources())
-    depths = by_depth(options.draft, tokenizer, texts, windows_max=4 if options.quick else 128)
+    depths = by_depth(options.draft, tokenizer, texts, windows_max=options.windows)
     ways = generated(options, prompts(tokenizer, texts, options.prompts, options.seed))
     plain = ways[0]
     rows = []
@@ -138,6 +139,8 @@ def generated(options: argparse.Namespace, ids: list[torch.Tensor]) -> list[tupl
                     assert counts is not None
                     new = (counts.right, counts.right + counts.wrong, counts.tokens, counts.trips)
                     guesses[:] = [old + more for old, more in zip(guesses, new, strict=True)]
+                speeds = ", ".join(f"{way.name} {way.speeds[-1]:.1f}" for way, _ in ways)
+                print(f"tokens/s: {speeds}", file=sys.stderr, flush=True)
         finally:
             for model in models:
                 model.close()
