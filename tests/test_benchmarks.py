@@ -66,6 +66,8 @@ ROOT = Path(__file__).resolve().parent.parent
         ("patrol --check", set()),
         ("audits_honest --check", set()),
         ("wire", {"encode plain, 4096 x 1", "encode int8, 8192 x 256", "decode int8, 8192 x 256"}),
+        ("wire_quality --check", {"plain", "int8, 3 hops", "int8, every block"}),
+        ("wire_prefill", {"plain", "int8"}),
         ("head --check", {"exact", "bounds, greedy", "bounds, top-k 50, top-p 0.9"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
     ],
