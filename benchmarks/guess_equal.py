@@ -35,12 +35,14 @@ from swarm.client import AutoDistributedModel
 from swarm.client.hf.lead import Drafting
 from swarm.client.hf.model import DistributedModel
 from swarm.demo.cli import CHECKPOINT
+from swarm.errors import SwarmError
 
 ROWS = (1, 2, 8)
 KINDS = ("", ", penalty", ", stop strings")
 LENGTHS = (64, 128)  # of prompts, in tokens
 FEWER = 5  # times, prompts in batches of several rows: those are not guessed
 RIGHT = 0.75
+PAUSED_S = 3600.0  # a machine may stop this for a while
 BEYOND = 16  # tokens that the oracle guesses behind the text's end
 
 
@@ -84,7 +86,7 @@ def main() -> None:
     with ring(checkpoint, options.delay_ms) as swarm:
         join = {"initial_peers": swarm.initial_peers, "network": swarm.network, "dtype": torch.float32, "audit": 0.0}
         draft = "lookup" if options.real else DRAFT
-        with AutoDistributedModel.from_pretrained(checkpoint, draft=draft, **join) as model:
+        with AutoDistributedModel.from_pretrained(checkpoint, draft=draft, step_timeout_s=PAUSED_S, **join) as model:
             model.generation_config.eos_token_id = None
             compare(model, texts, options, found, failed, times)
     rows = [[checkpoint.name, *row] for row in rows_of(found)]
@@ -123,7 +125,11 @@ def compare(
             expected = texts.written(texts.whole, prompt, way, options.tokens, seed)
             model._drafts.drafting = users if number % 2 else oracle(expected.rows[0], seed)
             started = time.perf_counter()
-            made = texts.written(model, prompt, way, options.tokens, seed)
+            try:
+                made = texts.written(model, prompt, way, options.tokens, seed)
+            except SwarmError as error:
+                failed.append(f"{rows} rows, {way}, prompt {number}: {type(error).__name__}: {error}")
+                continue
             times.ms.append(1000 * (time.perf_counter() - started))
             note(found.setdefault((rows, way), Tally()), made, expected, model)
             if (wrong := differing(made, expected)) or made.state != expected.state:

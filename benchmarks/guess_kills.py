@@ -64,6 +64,7 @@ MANY = AheadLimits(cut_off=0.0, frame_tokens=4, frame_tokens_min=2)
 PROMPT_TOKENS = (64, 128)
 LATER_S = 0.03  # at most, from the step that makes a moment fit to the kill, if it fits still
 TICK_S = 0.02
+PAUSED_S = 3600.0  # a machine may stop this for a while
 END_S = 180.0  # for the last generation
 
 
@@ -210,7 +211,7 @@ def joined(places: Places) -> Iterator[DistributedModel]:
     """Join with a client that guesses nothing of its own."""
     swarm = places.swarm
     join = {"initial_peers": swarm.initial_peers, "network": swarm.network, "dtype": torch.float32, "audit": 0.0}
-    with AutoDistributedModel.from_pretrained(CHECKPOINT, draft="none", **join) as model:
+    with AutoDistributedModel.from_pretrained(CHECKPOINT, draft="none", step_timeout_s=PAUSED_S, **join) as model:
         model.generation_config.eos_token_id = None
         yield model
 
