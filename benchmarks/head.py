@@ -8,7 +8,8 @@ compute the others. `rows` is the median of the rows that were computed exactly 
 
 Speed: a random bfloat16 head of the contract's size, and hidden states of which each points at a token as a model's do.
 The exact head and bounds take turns. A token that bounds do not decide costs both. `--check` exits with 1 if a token
-differs, or if bounds are not `--speed-up` times as fast as the exact head.
+differs, or if bounds are not `--speed-up` times as fast as the exact head. `--states 0` measures speed alone, and
+`--count 0` tokens alone.
 """
 
 import argparse
@@ -63,10 +64,13 @@ def main() -> None:
     if options.quick:
         options.states, options.vocabulary, options.width, options.count = 20, 4096, 256, 2
     dtype = getattr(torch, options.dtype)
+    samples, speed_up, is_same = list[Samples](), float("inf"), True
+    columns, rows = list[str](), list[Sequence[Any]]()
     with torch.no_grad():
-        columns, rows, is_same = tokens_of(options.model, dtype, options.states)
-        table(f"hidden states of {options.model.name}", columns, rows)
-        samples, speed_up = speed_of(options.vocabulary, options.width, dtype, options.count)
+        if options.count:
+            columns, rows, samples, speed_up = speed_of(options.vocabulary, options.width, dtype, options.count)
+        if options.states:
+            columns, rows, is_same = tokens_of(options.model, dtype, options.states)
     write_json(options.json, "head", SEED, samples, columns=columns, rows=rows, threads=torch.get_num_threads())
     if options.check and not is_same:
         sys.exit("a token is another one than the exact head's")
@@ -74,7 +78,7 @@ def main() -> None:
         sys.exit(f"bounds are {speed_up:.2f} times as fast as the exact head, not {options.speed_up}")
 
 
-def tokens_of(model: Path, dtype: torch.dtype, count: int) -> tuple[Sequence[str], list[tuple[str, ...]], bool]:
+def tokens_of(model: Path, dtype: torch.dtype, count: int) -> tuple[list[str], list[Sequence[Any]], bool]:
     """Compare tokens. Returns a table's columns and rows, and whether all tokens are the same."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     weight = loaded.lm_head.weight
@@ -87,17 +91,18 @@ def tokens_of(model: Path, dtype: torch.dtype, count: int) -> tuple[Sequence[str
             rule = rule_of(processors, is_drawn=is_drawn)
             assert rule is not None
             found[name].append((chosen_by(head, hidden, rule, seed), exact_by(scores, is_drawn=is_drawn, seed=seed)))
-    rows = []
+    rows = list[Sequence[Any]]()
     is_same = True
     for name, pairs in found.items():
         decided = [(chosen, exact) for chosen, exact in pairs if chosen.token is not None]
         equal = sum(chosen.token == exact for chosen, exact in decided)
         is_same &= equal == len(decided)
         middle = statistics.median(chosen.rows for chosen, _ in decided) if decided else 0
-        rows.append(
-            (name, f"{len(pairs):,}", f"{len(decided) - equal}", f"{len(decided) / len(pairs):.4f}", f"{middle:g}")
-        )
-    return ("tokens", "states", "different", "decided", "rows"), rows, is_same
+        share = f"{len(decided) / len(pairs):.4f}"
+        rows.append((name, f"{len(pairs):,}", f"{len(decided) - equal}", share, f"{middle:g}"))
+    columns = ["tokens", "states", "different", "decided", "rows"]
+    table(f"hidden states of {model.name}", columns, rows)
+    return columns, rows, is_same
 
 
 def states_of(loaded: PreTrainedModel, model: Path, count: int) -> Iterator[Tensor]:
@@ -125,8 +130,10 @@ def exact_by(scores: Tensor, *, is_drawn: bool, seed: int) -> int:
     return int(torch.multinomial(scores.softmax(-1), 1, generator=torch.Generator().manual_seed(seed)))
 
 
-def speed_of(vocabulary: int, width: int, dtype: torch.dtype, count: int) -> tuple[list[Samples], float]:
-    """Time both heads. Returns the samples, and how many times as fast bounds are for greedy tokens."""
+def speed_of(
+    vocabulary: int, width: int, dtype: torch.dtype, count: int
+) -> tuple[list[str], list[Sequence[Any]], list[Samples], float]:
+    """Time both heads. Returns a table's columns and rows, samples, and how many times as fast bounds are if greedy."""
     rng = torch.Generator().manual_seed(SEED)
     weight = torch.empty(vocabulary, width, dtype=dtype)
     for part in weight.split(1024):
@@ -154,13 +161,14 @@ def speed_of(vocabulary: int, width: int, dtype: torch.dtype, count: int) -> tup
     timed = interleaved(count, works)
     base = timed["exact"].median
     size = {"exact": weight.nbytes}
-    rows = [
+    rows: list[Sequence[Any]] = [
         (name, f"{each.median:.2f}", f"{base / each.median:.2f}", f"{size.get(name, head.n_bytes) / 1e6:,.0f}")
         for name, each in timed.items()
     ]
+    columns = ["head", "median, ms", "times as fast", "MB"]
     title = f"{vocabulary:,} tokens of width {width:,}, {dtype}; int8 made in {head.prepared_s:.1f} s"
-    table(title, ("head", "median, ms", "times as fast", "MB"), rows)
-    return list(timed.values()), base / timed["bounds, greedy"].median
+    table(title, columns, rows)
+    return columns, rows, list(timed.values()), base / timed["bounds, greedy"].median
 
 
 if __name__ == "__main__":

@@ -98,15 +98,17 @@ class Way:
 class Oracle:
     """Knows the text, and is as right as it is told. Sleeps for each guess."""
 
-    def __init__(self, text: Sequence[int], right: float, seed: int) -> None:
+    def __init__(self, text: Sequence[int], right: float, seed: int, guess_s: float = DRAFT_S) -> None:
+        """guess_s: that it sleeps."""
         rng = Random(seed)
+        self._guess_s = guess_s
         self._wrong = [token if rng.random() < right else (token + 7) % 500 for token in text]
 
     def propose(self, text: Sequence[int], guesses: Sequence[int], count: int) -> list[Guess]:
         """As `Draft.propose`."""
         known = len(text) + len(guesses)
         found = self._wrong[known : known + count]
-        time.sleep(DRAFT_S * len(found))
+        time.sleep(self._guess_s * len(found))
         return [Guess(token, 0) for token in found]
 
 

@@ -1,5 +1,8 @@
-"""Two local swarms on one machine are two swarms, and leave nothing behind."""
+"""Local swarms: two on one machine are two swarms, and leave nothing behind. The demo's runs over distances."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +27,20 @@ def test_swarms_have_networks_of_their_own_and_no_nodes_of_them_are_remembered(
         memory.parent.mkdir(parents=True)
         memory.write_text("{}")
     assert not memory.exists()
+
+
+@pytest.mark.long
+def test_the_demo_over_distances_gives_one_text_twice() -> None:
+    line = [sys.executable, "-m", "swarm.demo.cli", "--delay-ms", "25", "--max-new-tokens", "32"]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    plain, guessed = run.stdout.split("25 ms from peer to peer:\n\n")[1:]
+    text = plain.partition("\nwith guesses that travel ahead")[0].rstrip()
+    assert text
+    assert guessed.startswith(text)
+    said = re.search(
+        r"the same text: ([\d.]+) and ([\d.]+) tokens a second.*; (\d+) of (\d+) guesses were right", guessed
+    )
+    assert said is not None, guessed
+    assert float(said[1]) < 10.0  # a trip takes a tenth of a second
+    assert 0 < int(said[3]) <= int(said[4])

@@ -50,6 +50,8 @@ class WatchLimits:
     answer_s: tuple[float, float, float] = limit(
         (0.5, 1.0, 2.0), "s", "a hop that does not answer in time has failed: the least, the first, and the most"
     )
+    line_bytes_s: int = limit(1 << 20, "bytes/s", "a line this quick carries the question behind a step's activations")
+    line_s_max: float = limit(10.0, "s", "activations before a question give its answer no more time than that")
     pause_s: float = limit(0.25, "s", "the least time between two rounds of questions: networks resend within it")
     quiet_s: float = limit(0.2, "s", "a hop that received bytes so lately still receives")
     wedged_s: float = limit(30.0, "s", "a hop that computes, but finishes nothing for so long, has failed")

@@ -8,6 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import structlog
 
@@ -24,6 +25,23 @@ from swarm.protocol.messages import Inquiry, Progress
 _log = structlog.get_logger("swarm.session")
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The time at which a watch began, and the bytes that each connection had sent by then, or when it was new."""
+
+    began: float
+    sent: dict[int, int]
+
+    def behind_s(self, connection: int, sent: int, now: float, limits: WatchLimits) -> float:
+        """Return how long the bytes of this watch may yet be in the way of a question that is sent now.
+
+        sent: bytes that the connection has sent until now. They may still be in the buffers of a slow line, although
+        the operating system has taken them all.
+        """
+        carried_s = (sent - self.sent.setdefault(connection, sent)) / limits.line_bytes_s
+        return min(limits.line_s_max, max(0.0, carried_s - (now - self.began)))
+
+
 class Watcher:
     """Asks a session's hops how they are when something takes long."""
 
@@ -36,12 +54,15 @@ class Watcher:
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._held_s: defaultdict[str, float] = defaultdict(float)  # by process: for how long others waited for it
+        self._before = Before(0.0, {})
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While this lasts too long, ask the hops how they are."""
         watcher: asyncio.Task[None] | None = None
         self._held_s.clear()
+        channels = [leg.channel for leg in self._circuit.layout.legs if leg.channel is not None]
+        self._before = Before(self._loop.time(), {id(channel): channel.sent_bytes for channel in channels})
 
         def lose_patience() -> None:
             nonlocal watcher
@@ -93,8 +114,9 @@ class Watcher:
         channel = leg.channel
         if channel is None or leg.has_failed:
             return None
-        asked_at, patience_s = self._loop.time(), self.answer_s
+        asked_at, answered = self._loop.time(), self._steps.answered
         unsent, sent = channel.unsent_bytes, channel.sent_bytes
+        patience_s = self.answer_s + self._before.behind_s(id(channel), sent, asked_at, self._limits)
         try:
             async with asyncio.timeout(patience_s):
                 if not leg.is_open:
@@ -106,7 +128,8 @@ class Watcher:
                 return progress
         except TimeoutError:
             takes_bytes = unsent > 0 and channel.sent_bytes > sent  # else they are only the question
-            if channel.heard_at <= asked_at and not takes_bytes and self._circuit.layout.has(leg):
+            moves = self._steps.answered > answered  # all hops work, and activations may be in the question's way
+            if channel.heard_at <= asked_at and not (takes_bytes or moves) and self._circuit.layout.has(leg):
                 self._circuit.lose(leg, asked_at)
                 self._circuit.report(leg.broken(f"no sign of life for {patience_s:.1f} s"))
         except ChannelClosed:

@@ -3,7 +3,7 @@
     python -m swarm.demo.delay_proxy --delay-ms 25 --report late.json 127.0.0.1:7001=127.0.0.1:8001 ...
 
 It serves any number of LISTEN=TARGET pairs until SIGTERM, and then writes how late it was itself, beyond the delay.
-There is no limit of bandwidth.
+With --mbit-s, each direction of a connection carries no more. Without, there is no limit of bandwidth.
 
 A cable does not have to wake up, so the proxy's own share is kept small: the delay counts from when the kernel got the
 bytes, and the last half millisecond of it is waited for awake.
@@ -37,6 +37,7 @@ class ProxyLimits:
     awake_s: float = limit(0.0005, "s", "before bytes are due, it does not sleep any more")
     read_bytes: int = limit(1 << 16, "bytes", "that are taken at once")
     backlog_s: float = limit(0.001, "s", "until bytes are offered again to a receiver that takes none")
+    buffer_s: float = limit(0.1, "s", "that bytes wait for a limited line; more stay with their sender")
 
 
 def main() -> None:
@@ -44,9 +45,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("pairs", nargs="+", metavar="LISTEN=TARGET")
     arguments.add_argument("--delay-ms", type=float, default=25.0, help="one way")
+    arguments.add_argument("--mbit-s", type=float, default=0.0, help="of each direction of a connection; 0: no limit")
     arguments.add_argument("--report", type=Path, required=True)
     options = arguments.parse_args()
-    proxy = Proxy(options.delay_ms / 1000)
+    proxy = Proxy(options.delay_ms / 1000, mbit_s=options.mbit_s)
     signal.signal(signal.SIGTERM, lambda *_: proxy.stop())
     for pair in options.pairs:
         listen, _, target = pair.partition("=")
@@ -57,14 +59,21 @@ def main() -> None:
 
 
 @contextmanager
-def delay_proxies(pairs: Sequence[tuple[str, str]], delay_ms: float, report: Path) -> Iterator[None]:
-    """Run proxies for (listen, target) pairs in a process of their own; `report` is there when the block has ended."""
+def delay_proxies(
+    pairs: Sequence[tuple[str, str]], delay_ms: float, report: Path, mbit_s: float = 0.0
+) -> Iterator[None]:
+    """Run proxies for (listen, target) pairs in a process of their own; `report` is there when the block has ended.
+
+    mbit_s: megabits a second, of each direction of a connection; 0 for no limit.
+    """
     texts = [f"{listen}={target}" for listen, target in pairs]
     module = (sys.executable, "-m", "swarm.demo.delay_proxy")
     line = command(
         *module,
         "--delay-ms",
         str(delay_ms),
+        "--mbit-s",
+        str(mbit_s),
         "--report",
         str(report),
         *texts,
@@ -89,22 +98,27 @@ def late_ms(report: Path) -> tuple[float, float]:
 
 @dataclass(eq=False, slots=True)
 class Pipe:
-    """One direction of a proxied connection. queue: what is on its way, each with when it is due; b"" is the end."""
+    """One direction of a proxied connection. queue: what is on its way, each with when it is due; b"" is the end.
+
+    free_at: when the line has carried all that was read; only a limited line takes time for it.
+    """
 
     source: socket.socket
     target: socket.socket
     queue: deque[tuple[float, bytes]] = field(default_factory=deque)
+    free_at: float = 0.0
     ended: bool = False  # nothing more comes from its source
 
 
 class Proxy:
     """All connections, in one thread."""
 
-    def __init__(self, delay_s: float, limits: ProxyLimits | None = None) -> None:
-        """delay_s: of every byte, one way."""
+    def __init__(self, delay_s: float, limits: ProxyLimits | None = None, *, mbit_s: float = 0.0) -> None:
+        """delay_s: of every byte, one way. mbit_s: of each direction of a connection; 0 for no limit."""
         self._limits = limits or ProxyLimits()
         self.late_ms: deque[float] = deque(maxlen=self._limits.samples_max)
         self._delay_s = delay_s
+        self._byte_s = 8e-6 / mbit_s if mbit_s else 0.0
         self._stamp = 35 if sys.platform == "linux" else None  # SO_TIMESTAMPNS: when the kernel got what is read
         self._timespec = struct.Struct("@ll")
         self._listeners: dict[socket.socket, tuple[str, int]] = {}
@@ -126,7 +140,7 @@ class Proxy:
         while not self._stopped:
             now = time.time()
             due = min((pipe.queue[0][0] for pipe in self._pipes.values() if pipe.queue), default=now + 1.0)
-            reading = [*self._listeners, *(source for source, pipe in self._pipes.items() if not pipe.ended)]
+            reading = [*self._listeners, *(source for source, pipe in self._pipes.items() if self._reads(pipe, now))]
             readable, _, _ = select.select(reading, (), (), max(0.0, due - now - self._limits.awake_s))
             for each in readable:
                 if each in self._listeners:
@@ -135,6 +149,9 @@ class Proxy:
                     self._read(self._pipes[each])
             for pipe in list(self._pipes.values()):
                 self._deliver(pipe)
+
+    def _reads(self, pipe: Pipe, now: float) -> bool:
+        return not pipe.ended and pipe.free_at <= now + self._limits.buffer_s
 
     def _accept(self, listener: socket.socket) -> None:
         near, _ = listener.accept()
@@ -163,7 +180,8 @@ class Proxy:
                 seconds, nanoseconds = self._timespec.unpack_from(note)
                 arrived = seconds + nanoseconds / 1e9
         pipe.ended = not data
-        pipe.queue.append((arrived + self._delay_s, data))
+        pipe.free_at = max(arrived, pipe.free_at) + len(data) * self._byte_s
+        pipe.queue.append((pipe.free_at + self._delay_s, data))
 
     def _deliver(self, pipe: Pipe) -> None:
         """Write what is due."""

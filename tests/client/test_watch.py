@@ -1,11 +1,14 @@
 """What is concluded from what hops say."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from swarm.client.session.limits import WatchLimits
 from swarm.client.session.rounds import Overdue, Rounds, Stuck, Wedged, rebuilding_front
 from swarm.client.session.timeout import Timeout
-from swarm.client.session.watch import Watcher
+from swarm.client.session.watch import Before, Watcher
 from swarm.protocol.messages import Progress
 
 LIMITS = WatchLimits()
@@ -131,3 +134,39 @@ async def test_hop_has_as_long_for_an_answer_as_steps_take():
     for _ in range(50):
         watcher.patience.observe(0.6)
     assert least < watcher.answer_s <= first
+
+
+def test_answer_waits_while_a_steps_bytes_are_in_the_questions_way():
+    before, rate = Before(100.0, {1: 5_000}), LIMITS.line_bytes_s
+    assert before.behind_s(1, 5_000, 100.5, LIMITS) == 0.0
+    assert before.behind_s(1, 5_000 + 4 * rate, 100.5, LIMITS) == 3.5
+    assert before.behind_s(1, 5_000 + 4 * rate, 104.5, LIMITS) == 0.0  # the line has carried them
+    assert before.behind_s(1, 5_000 + 1000 * rate, 100.5, LIMITS) == LIMITS.line_s_max
+    assert before.behind_s(2, 1000 * rate, 100.5, LIMITS) == 0.0  # a connection that is new to the watch
+    assert before.behind_s(2, 1002 * rate, 101.0, LIMITS) == 1.0
+
+
+class Answers:
+    """Steps of which so many more are answered with each look."""
+
+    def __init__(self, more):
+        self._more, self._answered = more, 0
+
+    @property
+    def answered(self):
+        self._answered += self._more
+        return self._answered
+
+
+@pytest.mark.parametrize(("more", "lost"), [(0, ["silent"]), (1, [])])
+async def test_silent_hop_of_a_route_that_answers_steps_has_not_failed(more, lost):
+    async def inquire(_):
+        await asyncio.sleep(60)
+
+    channel = SimpleNamespace(unsent_bytes=0, sent_bytes=0, heard_at=0.0)
+    leg = SimpleNamespace(channel=channel, has_failed=False, is_open=True, inquire=inquire, broken=lambda _: "silent")
+    layout, reported = SimpleNamespace(epoch=1, legs=[leg], has=lambda _: True), []
+    circuit = SimpleNamespace(session="0" * 32, layout=layout, lose=lambda *_: None, report=reported.append)
+    watcher = Watcher(circuit, Answers(more), WatchLimits(answer_s=(0.01, 0.01, 0.01)))
+    assert await watcher._ask(leg) is None
+    assert reported == lost
