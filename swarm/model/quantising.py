@@ -127,6 +127,10 @@ class Rounding:
         """Whether the cache had all weights, so that no file of the checkpoint is read."""
         return self._kept is not None and self._kept.is_complete
 
+    def takes(self, name: str | None) -> bool:
+        """Whether a weight of the model is rounded as it is read."""
+        return name in self._linears
+
     def read(self, name: str | None, tensor: Tensor) -> Tensor:
         """Return the tensor that is loaded in its place. name: in the model, where it becomes one tensor there."""
         if name not in self._linears or tensor.dim() != 2 or not tensor.is_floating_point():
