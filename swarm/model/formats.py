@@ -62,6 +62,7 @@ class Packing:
     parts: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
     read: Callable[[Mapping[str, Tensor]], Stored]
+    group_size: int | None = None  # inputs that share a scale, of weights in codes of 4 bits; None: they are others
 
     def weight_of(self, name: str) -> str:
         """Return the name of the weight that a tensor is for; a plain tensor's own name."""
@@ -158,7 +159,9 @@ def _gptq(facts: dict[str, Any]) -> Packing:
     read = _Gptq.model_validate(facts)
     second = read.checkpoint_format == "gptq_v2"
     weight = partial(gptq, bits=read.bits, group_size=read.group_size, is_second_version=second)
-    return Packing("gptq", ("qweight", "qzeros", "scales", "g_idx"), frozenset(), weight)
+    return Packing(
+        "gptq", ("qweight", "qzeros", "scales", "g_idx"), frozenset(), weight, _four(read.bits, read.group_size)
+    )
 
 
 class _Awq(_Facts):
@@ -168,14 +171,16 @@ class _Awq(_Facts):
 
 
 def _awq(facts: dict[str, Any]) -> Packing:
-    weight = partial(awq, group_size=_Awq.model_validate(facts).group_size)
-    return Packing("awq", ("qweight", "qzeros", "scales"), frozenset(), weight)
+    read = _Awq.model_validate(facts)
+    weight = partial(awq, group_size=read.group_size)
+    return Packing("awq", ("qweight", "qzeros", "scales"), frozenset(), weight, _four(read.bits, read.group_size))
 
 
 class _Weights(_Facts):
     num_bits: Literal[4, 8]
     type: Literal["int", "float"]
     block_structure: tuple[int, int] | None = None
+    group_size: int | None = None
 
 
 class _Group(_Facts):
@@ -213,7 +218,14 @@ def _compressed_tensors(facts: dict[str, Any]) -> Packing:
 
     names = "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight"
     dtypes = frozenset({torch.int8, torch.float8_e4m3fn, torch.float8_e5m2})
-    return Packing("compressed-tensors", names, dtypes, weight)
+    schemes = {(each.weights.num_bits, each.weights.group_size) for each in read.config_groups.values()}
+    bits, group_size = schemes.pop()
+    four = _four(bits, group_size or -1) if used == {"pack-quantized"} and not schemes else None
+    return Packing("compressed-tensors", names, dtypes, weight, four)
+
+
+def _four(bits: int, group_size: int) -> int | None:
+    return group_size if bits == 4 and group_size > 0 else None
 
 
 def _zeros(tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -55,6 +55,7 @@ def load_span(
     """Fetch, verify and load some blocks of a model.
 
     quantize: "int8" or "int4" gives linear layers such weights; only on a CPU, and int8 only where `is_supported`.
+    "own4" keeps the codes of a checkpoint that is quantised in 4 bits.
     rounded: where such weights are kept for the next time. Blocks that it has are neither fetched nor read again.
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture; BadConfiguration
     for other weights.
@@ -65,10 +66,10 @@ def load_span(
     if quantize is not None:
         hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
         matrix = matrix_for(quantize)
-        refuse_to_quantise(checkpoint.model, hollow, blocks, quantize)  # before anything is downloaded
+        refuse_to_quantise(checkpoint, hollow, blocks, quantize)  # before anything is downloaded
         wanted = expected_dtype(checkpoint, dtype)
         kept = None
-        if rounded is not None:
+        if rounded is not None and matrix.rounds:
             rounded.tidy()
             key = CacheKey(checkpoint.root, str(numeric_class_of(checkpoint.config, wanted, quantize)))
             parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow))
@@ -104,8 +105,9 @@ def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto", quantize: str | N
         return max(0, files - ends_bytes(checkpoint, dtype)) // checkpoint.n_blocks
     item = expected_dtype(checkpoint, dtype).itemsize
     layers = blocks_of(skeleton(class_for(checkpoint.config), checkpoint.config))
+    group_size = None if checkpoint.packing is None else checkpoint.packing.group_size
     if quantize is not None:
-        return max(quantised_bytes(layer, item, quantize) for layer in layers)
+        return max(quantised_bytes(layer, item, quantize, group_size) for layer in layers)
     return max(sum(weight.numel() for weight in (*layer.parameters(), *layer.buffers())) for layer in layers) * item
 
 
@@ -288,14 +290,14 @@ class _Rounded(Keeping):
         return tensor if self._rounding is None else self._rounding.read(self._names.alone(name), tensor)
 
     def stored(self, name: str, weight: Stored) -> Tensor:
-        """Return what is kept of a quantised weight. It is rounded from float32, once."""
+        """Return what is kept of a quantised weight."""
         alone = self._names.alone(name)
         wanted = weight.shape if alone is None else self._names.shape(alone)
         if wanted != weight.shape:
             raise MalformedWeights(f"it is {list(weight.shape)}, and the model's is {list(wanted)}")
-        if self._rounding is None or not self._rounding.takes(alone):
+        if self._rounding is None or alone is None or not self._rounding.takes(alone):
             return super().stored(name, weight)
-        return self._rounding.read(alone, weight.dense(torch.float32))
+        return self._rounding.read_stored(alone, weight)
 
 
 def _files(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> tuple[str, ...]:
