@@ -63,6 +63,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("directory --check", set()),
         ("patrol --check", set()),
         ("audits_honest --check", set()),
+        ("starting", {"bfloat16", "int8, first", "int8, second", "int4, first", "int4, second"}),
         ("wire", {"encode plain, 4096 x 1", "encode int8, 8192 x 256", "decode int8, 8192 x 256"}),
         ("head --check", {"exact", "bounds, greedy", "bounds, top-k 50, top-p 0.9"}),
         ("wan", {"token, local", "token, ring", "first token, local", "first token, ring"}),
