@@ -72,11 +72,12 @@ def main() -> None:
     arguments.add_argument("--blocks", type=int, default=12)
     arguments.add_argument("--count", type=int, default=20, help="samples of each step")
     arguments.add_argument(
-        "--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="whose speed is measured"
+        "--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="what is measured; quality needs float32"
     )
     alone = arguments.add_mutually_exclusive_group()
     alone.add_argument("--no-speed", action="store_true", help="quality alone")
     alone.add_argument("--no-quality", action="store_true", help="speed alone")
+    arguments.add_argument("--no-flips", action="store_true", help="without another process of other kernels")
     arguments.add_argument("--choices", type=Path, help="write the first choices of four windows, and nothing else")
     arguments.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
     arguments.add_argument("--check", action="store_true", help="exit with 1 where integers are too far from float32")
@@ -96,8 +97,9 @@ def main() -> None:
         columns, rows, samples = speed_of(options.classes, hidden, blocks, 2 if options.quick else options.count)
         table(f"{blocks} blocks of width {hidden}: quickest, and in times of bfloat16's speed", columns, rows)
     if not options.no_quality:
-        qualities = quality_of(options.model, 2 if options.quick else options.windows)
-        flips = flips_of(options.model)
+        classes = [name for name in CLASSES if name == "float32" or name in options.classes]
+        qualities = quality_of(options.model, 2 if options.quick else options.windows, classes)
+        flips = {} if options.no_flips else flips_of(options.model)
         columns, rows, far = compared(qualities, flips)
         table("held-out text", columns, rows)
     write_json(
@@ -120,26 +122,28 @@ def compared(
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """Return the table's columns and rows, and which classes are further from float32 than they may be."""
     columns = ("class", "perplexity", "to float32's", "KL, nats", "same first choice")
-    columns += (f"flips of {FLIP_WINDOWS * WINDOW:,}",)
+    columns += (f"flips of {FLIP_WINDOWS * WINDOW:,}",) if flips else ()
     exact = qualities["float32"].perplexity
     rows = [
-        (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}", str(flips[name]))
+        (name, f"{q.perplexity:.3f}", f"{q.perplexity / exact:.4f}", f"{q.kl:.5f}", f"{q.same:.4f}")
+        + ((str(flips[name]),) if flips else ())
         for name, q in qualities.items()
     ]
     far = [
         name
         for name, (kl, ratio) in MOST.items()
-        if qualities[name].kl > kl or qualities[name].perplexity / exact > ratio or flips[name]
+        if name in qualities
+        and (qualities[name].kl > kl or qualities[name].perplexity / exact > ratio or flips.get(name, 0))
     ]
     return columns, rows, far
 
 
-def quality_of(model: Path, windows: int) -> dict[str, Quality]:
-    """Read held-out text in each class."""
+def quality_of(model: Path, windows: int, classes: Sequence[str]) -> dict[str, Quality]:
+    """Read held-out text in each class, float32 first."""
     rows = held_out(model, windows)
     found: dict[str, Quality] = {}
     expected: list[Tensor] = []
-    for name in CLASSES:
+    for name in classes:
         loss = kl = same = 0.0
         for number, likely in enumerate(read(model, name, rows)):
             if name == "float32":

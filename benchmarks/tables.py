@@ -3,7 +3,8 @@
     python benchmarks/tables.py [--check]        # or: make docs
 
 `limits FOLDER...` prints the limits that the code in these folders declares (`swarm/limits.py`). `results FILE...`
-prints the measurements in `benchmarks/results/FILE.json`, with command, commit, machine and date. `--check` writes
+prints the measurements in `benchmarks/results/FILE.json`, with command, commit, machine and date. `formats all`
+prints what is known of quantised checkpoints (`swarm/model/formats.py`). `--check` writes
 nothing, names the pages that are stale, and exits with 1 if there are any.
 """
 
@@ -37,10 +38,18 @@ def renewed(text: str) -> str:
 
     def table(region: re.Match[str]) -> str:
         names = region[3].split()
-        made = limits(names) if region[2] == "limits" else results(names)
+        makers = {"limits": limits, "formats": formats, "results": results}
+        made = makers[region[2]](names)
         return f"{region[1]}{made}\n{region[4]}"
 
     return REGION.sub(table, text)
+
+
+def formats(_: Sequence[str]) -> str:
+    """Return the table of the formats of quantised checkpoints."""
+    known = import_module("swarm.model.formats").formats()
+    cells = [[f"`{row.method}`", row.tensors, row.runs, row.why] for row in known]
+    return markdown(("format", "weights", "runs", "how"), cells)
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def tier_of(numeric_class: str) -> str:
     if parsed.dtype not in {"float32", "bfloat16", "float16"}:
         return f"{parsed.dtype} alone"
     match parsed.weights:
-        case "" | "int8" | "q8_0":
+        case "" | "int8" | "q8_0" | "own4":
             return Tier.FULL
         case "fp8":
             return Tier.FLOAT8

@@ -65,6 +65,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("directory --check", set()),
         ("patrol --check", set()),
         ("audits_honest --check", set()),
+        ("starting", {"bfloat16", "int8, first", "int8, second", "int4, first", "int4, second"}),
         ("wire", {"encode plain, 4096 x 1", "encode int8, 8192 x 256", "decode int8, 8192 x 256"}),
         ("wire_quality --check", {"plain", "int8, 3 hops", "int8, every block"}),
         ("wire_prefill", {"plain", "int8"}),

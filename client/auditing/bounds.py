@@ -48,7 +48,7 @@ class BoundLimits:
     """How far outputs may be apart by the servers' numeric class: the median position, and any single one."""
 
     float32: tuple[float, float] = limit((1e-4, 1e-3), "", "distance of outputs in float32")
-    integers: tuple[float, float] = limit((2e-3, 1e-2), "", "the same with int8 or int4 weights")
+    integers: tuple[float, float] = limit((2e-3, 1e-2), "", "the same with int8, int4 or own4 weights")
     halves: tuple[float, float] = limit((3e-2, 1e-1), "", "the same in all other classes, as bfloat16")
     mixed: tuple[float, float] = limit((3e-2, 1e-1), "", "the same where servers of several classes are compared")
     coded: tuple[float, float] = limit((5e-2, 2e-1), "", "the same where activations travel in int8")
@@ -57,7 +57,7 @@ class BoundLimits:
         """Return the bounds of servers of one class."""
         if numeric_class.wire:
             return Bounds(*self.coded)
-        if numeric_class.dtype != "float32" or numeric_class.weights not in {"", "int8", "int4"}:
+        if numeric_class.dtype != "float32" or numeric_class.weights not in {"", "int8", "int4", "own4"}:
             return Bounds(*self.halves)
         return Bounds(*(self.integers if numeric_class.weights else self.float32))
 

@@ -21,7 +21,7 @@ from swarm.errors import (
     UnsupportedArchitecture,
     UnsupportedCheckpoint,
 )
-from swarm.model.classes import refuse_quantisation
+from swarm.model.formats import Packing, packing_of, refuse_gguf, without_quantisation
 from swarm.model.hollow import decoder_config
 from swarm.model.manifest import HashCache, Manifest, WeightIndex
 from swarm.model.traits import Traits, traits_of
@@ -61,6 +61,7 @@ class Checkpoint:
     manifest: Manifest
     index: WeightIndex | None  # None: all tensors are in one file
     source: Source
+    packing: Packing | None = None  # how quantised weights are stored, where they are unpacked as they are read
 
     @property
     def n_blocks(self) -> int:
@@ -109,6 +110,7 @@ def open_checkpoint(
     DownloadFailed.
     """
     name = str(model)
+    refuse_gguf(name, (Path(name).name,))
     source: Source
     if Path(model).is_dir():
         source = LocalSource(Path(model), HashCache(settings.CACHE_DIR / "hashes"), accept_changes=accept_changes)
@@ -124,6 +126,7 @@ def open_checkpoint(
             endpoint=endpoint,
         )
     names = source.names()
+    refuse_gguf(name, names)
     small = {each: _read(name, each, path) for each, path in source.fetch(_small_files(names)).items()}
     weights, index = _weight_files(name, names, small)
     manifest = source.manifest((*small, *weights))
@@ -132,8 +135,10 @@ def open_checkpoint(
     if root is not None and manifest.root != root:
         raise RootMismatch(name, root, manifest.root)
     config = decoder_config(_read_config(name, small[CONFIG_NAME]))
-    refuse_quantisation(name, config)
-    return Checkpoint(name, config, small[CONFIG_NAME], traits_of(config), manifest, index, source)
+    packing = packing_of(name, config)
+    if packing is not None:
+        without_quantisation(config)
+    return Checkpoint(name, config, small[CONFIG_NAME], traits_of(config), manifest, index, source, packing)
 
 
 class LocalSource:
@@ -148,6 +153,7 @@ class LocalSource:
         """Names of the files in the directory, and of those that its manifest lists. Raises ModelNotFound."""
         names = {path.name for path in self.directory.iterdir() if path.is_file()}
         if CONFIG_NAME not in names:
+            refuse_gguf(str(self.directory), names)
             raise ModelNotFound(str(self.directory), f"the directory has no {CONFIG_NAME}")
         carried = Manifest.load(self.directory)
         return tuple(sorted(names | set(carried.files if carried else ())))

@@ -8,7 +8,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from swarm.activations import NumericClass
-from swarm.errors import UnsupportedCheckpoint
 from swarm.model.integer import integers_of
 
 
@@ -22,7 +21,7 @@ def numeric_class_of(config: PretrainedConfig, dtype: Dtype, quantize: str | Non
     if quantize is not None or facts is None:
         return NumericClass(name, weights=quantize or "")
     bits = [f"{width}bit" for width in (4, 8) if facts.get(f"load_in_{width}bit") or facts.get("bits") == width]
-    return NumericClass(name, weights="-".join([_method(facts), *bits]))
+    return NumericClass(name, weights="-".join([method_of(facts), *bits]))
 
 
 def class_of_model(model: PreTrainedModel, dtype: Dtype) -> NumericClass:
@@ -38,7 +37,7 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is None:
         return None
-    facts = _facts(quantisation)
+    facts = facts_of(quantisation)
     try:
         quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantisation), pre_quantized=True)
         quantizer.validate_environment()
@@ -47,19 +46,12 @@ def quantisation_of(config: PretrainedConfig) -> dict[str, Any] | None:
     return None if getattr(quantizer.quantization_config, "dequantize", False) else facts
 
 
-def refuse_quantisation(name: str, config: PretrainedConfig) -> None:
-    """Raise UnsupportedCheckpoint where weights are quantised in a way that blocks cannot be loaded in one by one."""
-    quantisation = getattr(config, "quantization_config", None)
-    runs = ("bitsandbytes", "fp8", "mxfp4")
-    if quantisation is not None and (method := _method(_facts(quantisation))) not in runs:
-        why = f"its weights are quantised by {method}, and spans run {', '.join(runs)}; take the plain checkpoint"
-        raise UnsupportedCheckpoint(name, why)
-
-
-def _facts(quantisation: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or any of `transformers`' own
+def facts_of(quantisation: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or any of `transformers`' own
+    """Return what a config says of quantised weights."""
     return quantisation if isinstance(quantisation, dict) else dict(quantisation.to_dict())
 
 
-def _method(facts: dict[str, Any]) -> str:
+def method_of(facts: dict[str, Any]) -> str:
+    """Return the name of the format, as "gptq"."""
     method = facts.get("quant_method", "bitsandbytes")  # the first of them did not say
     return str(getattr(method, "value", method))

@@ -25,12 +25,15 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 class CompiledKernels:
-    """Both kernels, for as many threads as torch has in the caller's thread."""
+    """The kernels, for as many threads as torch has in the caller's thread."""
 
-    def __init__(self, unpack: Callable[..., None], multiply: Callable[..., None]) -> None:
-        """unpack, multiply: as `_compiled` returns them."""
+    def __init__(
+        self, unpack: Callable[..., None], multiply: Callable[..., None], multiply_groups: Callable[..., None]
+    ) -> None:
+        """unpack, multiply, multiply_groups: as `_compiled` and `_compiled_groups` return them."""
         self._unpack = unpack
         self._multiply = multiply
+        self._multiply_groups = multiply_groups
 
     def unpack(self, codes: Tensor, extremes: Tensor) -> Tensor:
         """Unpack weights: float32 [out, blocks * 32], integers of at most 127. codes, extremes: as `packed`'s."""
@@ -55,6 +58,21 @@ class CompiledKernels:
         )
         return sums
 
+    def products_of_groups(self, parts: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+        """Multiply activations' parts [rows, in] by a checkpoint's own codes. Returns float32 [rows, out].
+
+        codes, zeros, scales: as an `OwnMatrix` has them, scales in float32.
+        """
+        sums = torch.empty(len(parts), len(codes))
+        arrays = codes.numpy(), zeros.numpy(), scales.numpy(), sums.numpy(), parts.numpy()
+        _in_threads(
+            lambda a, b: self._multiply_groups(
+                arrays[0][a:b], arrays[1][a:b], arrays[2][a:b], arrays[3][:, a:b], arrays[4]
+            ),
+            len(codes),
+        )
+        return sums
+
 
 @cache
 def kernels() -> CompiledKernels | None:
@@ -63,7 +81,7 @@ def kernels() -> CompiledKernels | None:
         numba: Any = importlib.import_module("numba")
     except ImportError:
         return None
-    return CompiledKernels(*_compiled(numba.njit))
+    return CompiledKernels(*_compiled(numba.njit), _compiled_groups(numba.njit))
 
 
 def is_installed() -> bool:
@@ -126,3 +144,36 @@ def _compiled(njit: Callable[..., Decorator]) -> tuple[Callable[..., None], Call
                 sums[row, output] = total
 
     return unpack, multiply
+
+
+def _compiled_groups(njit: Callable[..., Decorator]) -> Callable[..., None]:
+    """Compile the loop over groups. Sums within a group are exact in any order; those of groups keep theirs."""
+
+    @njit("float32(float32[::1], float32[::1])", nogil=True, fastmath={"reassoc", "contract", "nsz"})
+    def exact(ours: Any, theirs: Any) -> Any:  # noqa: ANN401 - arrays, and a number
+        total = np.float32(0)
+        for at in range(ours.shape[0]):
+            total += ours[at] * theirs[at]
+        return total
+
+    @njit("void(uint8[:, ::1], int8[:, ::1], float32[:, ::1], float32[:, :], float32[:, ::1])", nogil=True)
+    def multiply(codes: Any, zeros: Any, scales: Any, sums: Any, parts: Any) -> None:  # noqa: ANN401 - arrays
+        groups = zeros.shape[1]
+        size = parts.shape[1] // groups
+        steps = np.empty(parts.shape[1], np.float32)
+        for output in range(codes.shape[0]):
+            for group in range(groups):
+                zero = np.int32(zeros[output, group])
+                for byte in range(group * size // 2, (group + 1) * size // 2):
+                    both = codes[output, byte]
+                    steps[2 * byte] = np.float32(np.int32(both & np.uint8(15)) - zero)
+                    steps[2 * byte + 1] = np.float32(np.int32(both >> np.uint8(4)) - zero)
+            for row in range(parts.shape[0]):
+                total = np.float32(0)
+                for group in range(groups):
+                    inputs = slice(group * size, (group + 1) * size)
+                    scaled = np.float32(exact(parts[row, inputs], steps[inputs]) * scales[output, group])
+                    total = np.float32(total + scaled)
+                sums[row, output] = total
+
+    return multiply

@@ -102,6 +102,7 @@ class RoundedMatrix(ABC):
     """A weight [out, in] that is held in integers."""
 
     weights: ClassVar[str]  # in the name of a numeric class
+    rounds: ClassVar[bool] = True  # whether it is made of plain weights
 
     def __init__(self, n_outputs: int, n_inputs: int) -> None:
         self.n_outputs, self.n_inputs = n_outputs, n_inputs

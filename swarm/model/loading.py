@@ -35,6 +35,8 @@ from swarm.model.probe import check_span, prove_direct_path, prove_packing
 from swarm.model.quantising import Rounding, matrix_for, prove_rounded, quantised_bytes, refuse_to_quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
+from swarm.model.stored import Stored
+from swarm.model.unpacking import Keeping, Unpacker
 from swarm.model.weightcache import CacheKey, WeightCache
 
 Dtype = torch.dtype | str  # "auto": the checkpoint's
@@ -53,6 +55,7 @@ def load_span(
     """Fetch, verify and load some blocks of a model.
 
     quantize: "int8" or "int4" gives linear layers such weights; only on a CPU, and int8 only where `is_supported`.
+    "own4" keeps the codes of a checkpoint that is quantised in 4 bits.
     rounded: where such weights are kept for the next time. Blocks that it has are neither fetched nor read again.
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture; BadConfiguration
     for other weights.
@@ -63,10 +66,10 @@ def load_span(
     if quantize is not None:
         hollow = skeleton(hollow_class(checkpoint.config, blocks), checkpoint.config)
         matrix = matrix_for(quantize)
-        refuse_to_quantise(checkpoint.model, hollow, blocks, quantize)  # before anything is downloaded
+        refuse_to_quantise(checkpoint, hollow, blocks, quantize)  # before anything is downloaded
         wanted = expected_dtype(checkpoint, dtype)
         kept = None
-        if rounded is not None:
+        if rounded is not None and matrix.rounds:
             rounded.tidy()
             key = CacheKey(checkpoint.root, str(numeric_class_of(checkpoint.config, wanted, quantize)))
             parts = parts_of(hollow, blocks, idle_prefixes(checkpoint, hollow))
@@ -102,8 +105,9 @@ def block_bytes(checkpoint: Checkpoint, dtype: Dtype = "auto", quantize: str | N
         return max(0, files - ends_bytes(checkpoint, dtype)) // checkpoint.n_blocks
     item = expected_dtype(checkpoint, dtype).itemsize
     layers = blocks_of(skeleton(class_for(checkpoint.config), checkpoint.config))
+    group_size = None if checkpoint.packing is None else checkpoint.packing.group_size
     if quantize is not None:
-        return max(quantised_bytes(layer, item, quantize) for layer in layers)
+        return max(quantised_bytes(layer, item, quantize, group_size) for layer in layers)
     return max(sum(weight.numel() for weight in (*layer.parameters(), *layer.buffers())) for layer in layers) * item
 
 
@@ -159,16 +163,13 @@ def _load(
 ) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
     names = _Names(checkpoint, blocks)
-
-    def keep(name: str, tensor: Tensor) -> Tensor:
-        return tensor if rounding is None else rounding.read(names.alone(name), tensor)
-
+    keeping = _Rounded(names, rounding, expected_dtype(checkpoint, dtype))
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
     with quiet(), torch.inference_mode(mode=False):
         recalled = {} if rounding is None else rounding.recall(names.stays)
         tensors = {name: Held(tensor) for name, tensor in recalled.items()}
         if rounding is None or not rounding.is_complete:
-            tensors |= read_verified(checkpoint, lambda name: names.needed(name, recalled), keep)
+            tensors |= read_verified(checkpoint, lambda name: names.needed(name, recalled), keeping)
         try:
             with one_at_a_time():
                 loaded: Any = cls.from_pretrained(
@@ -194,22 +195,28 @@ def _load(
 def read_verified(
     checkpoint: Checkpoint,
     needs: Callable[[str], bool],
-    keep: Callable[[str, Tensor], Tensor] | None = None,
+    keeping: Keeping,
 ) -> dict[str, Held]:
-    """Read the files with these tensors once, verified as they are read. Returns the tensors.
+    """Read the files with these tensors once, verified as they are read. Returns the tensors, unpacked.
 
-    keep: makes of a tensor the one that is kept, as soon as it has been read, and before its file is known to be right.
+    keeping: makes of a tensor the one that is kept, once it has been read, and before its file is known to be right.
     Raises ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint or UnsupportedArchitecture.
     """
+    listed = None if checkpoint.index is None else checkpoint.index.weight_map
+    unpacker = Unpacker(checkpoint.packing, keeping, listed)
     tensors: dict[str, Held] = {}
     for name, path in checkpoint.source.fetch(_files(checkpoint, needs)).items():
         with _discarding(checkpoint, name):
             try:
-                found = read_tensors(path, checkpoint.manifest.files[name], needs, keep)
+                digest = checkpoint.manifest.files[name]
+                found = read_tensors(path, digest, needs, unpacker.read, lists=unpacker.lists)
             except MalformedWeights as error:
                 raise UnsupportedCheckpoint(checkpoint.model, f"{name} does not load: {error}") from error
         tensors |= {key: Held(tensor) for key, tensor in found.items()}
-    return tensors
+    try:
+        return unpacker.finish(tensors)
+    except MalformedWeights as error:
+        raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
 
 
 @contextlib.contextmanager
@@ -240,6 +247,7 @@ class _Names:
         self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
         self._beyond = beyond_blocks(checkpoint.config)
+        self._packing = checkpoint.packing
 
     def needed(self, name: str, there: Container[str] = ()) -> bool:
         """Whether the model needs the tensor. there: names of the model that have their tensors already.
@@ -248,13 +256,17 @@ class _Names:
         """
         if self._beyond is not None and self._beyond.search(name):
             return False
-        target, _ = self._target(name)
+        target, _ = self._target(name if self._packing is None else self._packing.weight_of(name))
         return target not in there and not target.startswith(self._absent)
 
     def alone(self, name: str) -> str | None:
         """The model's name of a tensor that becomes one there as it is; None: it is joined with others, or split."""
         target, converter = self._target(name)
         return target if converter is None else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the model's weight of this name; () where it has none."""
+        return tuple(self._full[name].shape) if name in self._full else ()
 
     def stays(self, name: str) -> bool:
         """Whether a tensor that has the model's own name already keeps it while it is loaded."""
@@ -264,6 +276,28 @@ class _Names:
         prefix = self._hollow.base_model_prefix
         target, converter = rename_source_key(name, self._renamings, self._converters, prefix, self._full)
         return (name, None) if target not in self._full and name in self._full else (target, converter)
+
+
+class _Rounded(Keeping):
+    """Lets a span's weights be rounded as they are read."""
+
+    def __init__(self, names: _Names, rounding: Rounding | None, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._names, self._rounding = names, rounding
+
+    def plain(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what is kept of a plain tensor."""
+        return tensor if self._rounding is None else self._rounding.read(self._names.alone(name), tensor)
+
+    def stored(self, name: str, weight: Stored) -> Tensor:
+        """Return what is kept of a quantised weight."""
+        alone = self._names.alone(name)
+        wanted = weight.shape if alone is None else self._names.shape(alone)
+        if wanted != weight.shape:
+            raise MalformedWeights(f"it is {list(weight.shape)}, and the model's is {list(wanted)}")
+        if self._rounding is None or alone is None or not self._rounding.takes(alone):
+            return super().stored(name, weight)
+        return self._rounding.read_stored(alone, weight)
 
 
 def _files(checkpoint: Checkpoint, needs: Callable[[str], bool]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from swarm.model.checkpoint import Checkpoint
 from swarm.model.hollow import beyond_blocks, class_for, skeleton, text_config
 from swarm.model.loading import quiet, read_verified
 from swarm.model.reading import Held
+from swarm.model.unpacking import Keeping
 
 
 def load_mtp(checkpoint: Checkpoint, ends: PreTrainedModel) -> MtpModel:
@@ -30,7 +31,7 @@ def load_mtp(checkpoint: Checkpoint, ends: PreTrainedModel) -> MtpModel:
     if checkpoint.index is not None and not any(pattern.search(name) for name in checkpoint.index.weight_map):
         raise UnsupportedCheckpoint(checkpoint.model, "it has no weights for multi-token prediction")
     with quiet(), torch.inference_mode(mode=False):
-        tensors = read_verified(checkpoint, lambda name: pattern.search(name) is not None)
+        tensors = read_verified(checkpoint, lambda name: pattern.search(name) is not None, Keeping(ends.dtype))
         try:
             model = _loaded(checkpoint, ends, tensors)
         except (RuntimeError, ValueError, KeyError, AttributeError, StopIteration) as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,11 @@ from swarm.model.integer import (
     weights_of,
 )
 from swarm.model.kept import Kept
+from swarm.model.owncodes import OwnMatrix, fits
 from swarm.model.probe import outputs_of, samples_of
 from swarm.model.span import Span
 from swarm.model.steady import make_steady
+from swarm.model.stored import Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +46,38 @@ class Quantisation:
 def quantisation_for(wanted: str, checkpoint: Checkpoint, device: torch.device) -> Quantisation:
     """Return what a span's weights become.
 
-    wanted: "none", "int8", "int4", or "auto": int8 where device and family can have it, and never fewer bits. The same
-    for all blocks of a checkpoint, so that the numeric class is. Raises BadConfiguration where the device cannot have
-    what is wanted; `load_span` raises where the family cannot.
+    wanted: "none", "int8", "int4", or "auto": the checkpoint's own codes of 4 bits where it has some, else int8 where
+    device and family can have it, and never fewer bits. The same for all blocks of a checkpoint, so that the numeric
+    class is. Raises BadConfiguration where the device cannot have what is wanted; `load_span` raises where the family
+    cannot.
     """
     if wanted not in ("none", "int8", "int4", "auto"):
         raise BadConfiguration("quantize", f"{wanted!r} is none of none, int8, int4 and auto")
     if wanted == "none":
         return Quantisation(None, "as they are in the checkpoint")
     weights = "int8" if wanted == "auto" else wanted
+    if wanted == "auto" and device.type == "cpu" and _may_be(checkpoint, OwnMatrix.weights) is None:
+        return Quantisation(OwnMatrix.weights, "the checkpoint's own 4 bits, without loss")
     if why := _lacks_kernels(weights, device):
         if wanted == "auto":
             return Quantisation(None, why)
         raise BadConfiguration(f"quantize {wanted}", f"{why}: leave it out")
-    if wanted == "auto":
-        try:
-            hollow = skeleton(class_for(checkpoint.config), checkpoint.config)
-            refuse_to_quantise(checkpoint.model, hollow, Blocks(0, checkpoint.n_blocks), weights)
-        except UnsupportedCheckpoint as error:
-            return Quantisation(None, error.why)
+    if wanted == "auto" and (why := _may_be(checkpoint, weights)):
+        return Quantisation(None, why)
     if weights == "int4":
         slow = "" if is_installed() else "; pip install 'swarm-inference[int4]' for six times the speed"
         return Quantisation(weights, f"a quarter of bfloat16's memory, and less exact{slow}")
     return Quantisation(weights, "half of bfloat16's memory, and as exact")
+
+
+def _may_be(checkpoint: Checkpoint, weights: str) -> str | None:
+    """Return why a checkpoint's blocks cannot have such weights; None: they can."""
+    try:
+        hollow = skeleton(class_for(checkpoint.config), checkpoint.config)
+        refuse_to_quantise(checkpoint, hollow, Blocks(0, checkpoint.n_blocks), weights)
+    except UnsupportedCheckpoint as error:
+        return error.why
+    return None
 
 
 def _lacks_kernels(weights: str, device: torch.device) -> str | None:
@@ -78,8 +90,8 @@ def _lacks_kernels(weights: str, device: torch.device) -> str | None:
 
 
 def matrix_for(weights: str) -> type[RoundedMatrix]:
-    """Return a weight's kind of matrix. weights: "int8" or "int4". Raises BadConfiguration for another name."""
-    kinds: tuple[type[RoundedMatrix], ...] = IntegerMatrix, FourBitMatrix
+    """Return a weight's kind of matrix. weights: "int8", "int4" or "own4". Raises BadConfiguration for another name."""
+    kinds: tuple[type[RoundedMatrix], ...] = IntegerMatrix, FourBitMatrix, OwnMatrix
     for kind in kinds:
         if kind.weights == weights:
             return kind
@@ -127,12 +139,28 @@ class Rounding:
         """Whether the cache had all weights, so that no file of the checkpoint is read."""
         return self._kept is not None and self._kept.is_complete
 
+    def takes(self, name: str) -> bool:
+        """Whether a weight of the model is rounded as it is read."""
+        return name in self._linears
+
     def read(self, name: str | None, tensor: Tensor) -> Tensor:
         """Return the tensor that is loaded in its place. name: in the model, where it becomes one tensor there."""
         if name not in self._linears or tensor.dim() != 2 or not tensor.is_floating_point():
             return tensor
+        if not self._matrix.rounds:
+            return tensor
         self._read[name] = self._matrix.of(tensor)
         return nothing(tensor.shape, self._dtype)
+
+    def read_stored(self, name: str, weight: Stored) -> Tensor:
+        """Do the same with a weight as a quantised checkpoint stores it. It is rounded from float32, once."""
+        if self._matrix.rounds:
+            return self.read(name, weight.dense(torch.float32))
+        taken = OwnMatrix.taken(weight)
+        if taken is None:
+            return weight.dense(self._dtype)
+        self._read[name] = taken
+        return nothing(torch.Size(weight.shape), self._dtype)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Round the other weights: experts, and linear layers that are joined from several tensors.
@@ -142,7 +170,9 @@ class Rounding:
         paths = {module: name for name, module in model.named_modules()}
         for module in self._modules(model):
             names = [f"{paths[module]}.{name}" for name in matrices_of(module)]
-            to_integers(module, self._matrix, [self._read.pop(name) for name in names if name in self._read])
+            there = [self._read.pop(name) for name in names if name in self._read]
+            if there or self._matrix.rounds:
+                to_integers(module, self._matrix, there)
         for index in self._blocks:
             make_steady(blocks_of(model)[index])
         return_free_memory()
@@ -159,6 +189,8 @@ class Rounding:
 
 def prove_rounded(name: str, span: Span) -> None:
     """Run a few blocks. Raises UnsupportedCheckpoint where one goes around the layers that were rounded."""
+    if integers_of(span.model) is None:
+        raise UnsupportedCheckpoint(name, "no layer's codes could be taken as they are: pass --quantize none")
     for index in samples_of(span):
         with torch.inference_mode():
             outputs = outputs_of(span.part(Blocks(index, index + 1)))
@@ -169,7 +201,7 @@ def prove_rounded(name: str, span: Span) -> None:
 
 
 def refuse_to_quantise(
-    name: str,
+    checkpoint: Checkpoint,
     model: PreTrainedModel,
     blocks: Blocks,
     weights: str,
@@ -179,9 +211,15 @@ def refuse_to_quantise(
 
     It may be on the meta device.
     """
+    name, packing = checkpoint.model, checkpoint.packing
     if getattr(model.config, "quantization_config", None) is not None:
         raise UnsupportedCheckpoint(name, "its weights are quantised already: pass --quantize none")
     layers = blocks_of(model)
+    if weights == OwnMatrix.weights:
+        if packing is None or packing.group_size is None or not fits(packing.group_size):
+            raise UnsupportedCheckpoint(name, "it has no codes of 4 bits: pass --quantize none, int8 or int4")
+        if not all(isinstance(each, nn.Linear) for index in blocks for each in rounded_of(layers[index], limits)):
+            raise UnsupportedCheckpoint(name, "its experts are joined as they are loaded: pass --quantize int8")
     for index in blocks:
         share = _numbers(layers[index], limits) / _size(layers[index])
         if share < limits.share_min:
@@ -189,15 +227,18 @@ def refuse_to_quantise(
             raise UnsupportedCheckpoint(name, why)
 
 
-def quantised_bytes(layer: nn.Module, item: int, quantize: str) -> int:
+def quantised_bytes(layer: nn.Module, item: int, quantize: str, group_size: int | None = None) -> int:
     """Return the memory of a block's weights once they are rounded. item: bytes of a number that is not.
 
-    quantize: as "int8".
+    quantize: as "int8". group_size: of "own4".
     """
     matrix = matrix_for(quantize)
+    size_of = (
+        partial(OwnMatrix.bytes_of, group_size=group_size) if group_size and not matrix.rounds else matrix.bytes_of
+    )
     weights = [weight for module in rounded_of(layer) for weight in weights_of(module)]
     plain = _size(layer) - sum(weight.numel() for weight in weights)
-    return plain * item + sum(matrix.bytes_of(weight.shape[:-1].numel(), weight.shape[-1]) for weight in weights)
+    return plain * item + sum(size_of(weight.shape[:-1].numel(), weight.shape[-1]) for weight in weights)
 
 
 def _numbers(layer: nn.Module, limits: IntegerLimits) -> int:

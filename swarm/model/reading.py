@@ -6,7 +6,7 @@ verified changes no weight, and cannot end the process with a bus error.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,11 +61,12 @@ def read_tensors(
     wants: Callable[[str], bool],
     keep: Callable[[str, Tensor], Tensor] | None = None,
     metadata: dict[str, str] | None = None,
+    lists: Callable[[Collection[str]], None] | None = None,
 ) -> dict[str, Tensor]:
     """Read a safetensors file, and return the tensors that are wanted, by name. Shows a progress bar for large files.
 
     expected: the file's SHA-256 in hex. wants: whether a tensor of this name is kept. keep: makes the one that is kept.
-    metadata: the words that the file must say of itself; None: any.
+    metadata: the words that the file must say of itself; None: any. lists: gets the names of all its tensors first.
     Raises ChecksumMismatch, or MalformedWeights where the digest is right.
     """
     size = path.stat().st_size
@@ -76,7 +77,7 @@ def read_tensors(
     with path.open("rb", buffering=0) as file, bar:
         stream = _Stream(file, size, bar)
         try:
-            for name, facts, dtype in _contents(stream, metadata):
+            for name, facts, dtype in _contents(stream, metadata, lists):
                 if wants(name):
                     tensor = stream.tensor(facts, dtype)
                     tensors[name] = tensor if keep is None else keep(name, tensor)
@@ -152,7 +153,11 @@ class _Stream:
         return self._digest.hexdigest()
 
 
-def _contents(stream: _Stream, metadata: dict[str, str] | None = None) -> Iterator[tuple[str, _Facts, torch.dtype]]:
+def _contents(
+    stream: _Stream,
+    metadata: dict[str, str] | None = None,
+    lists: Callable[[Collection[str]], None] | None = None,
+) -> Iterator[tuple[str, _Facts, torch.dtype]]:
     """Read the header, and return its tensors in the file's order: they lie one behind the other, without gaps.
 
     Nothing is verified yet, so every length is compared with what the file has. Raises MalformedWeights.
@@ -171,6 +176,8 @@ def _contents(stream: _Stream, metadata: dict[str, str] | None = None) -> Iterat
     tensors = {name: facts for name, facts in entries.items() if isinstance(facts, _Facts)}
     if len(tensors) != len(entries):
         raise MalformedWeights("its header is malformed")
+    if lists is not None:
+        lists(tensors.keys())
     end, left = 0, stream.left
     for name, facts in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         start, stop = facts.data_offsets
