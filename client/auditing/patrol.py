@@ -19,6 +19,7 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits, Auditor, Case, fixed
+from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.inquest import Ask, Verdict
 from swarm.client.auditing.ledger import Ledger
 from swarm.client.auditing.odds import Observation, OddsLimits, unsteady
@@ -72,13 +73,15 @@ class Patrol:
         text: Callable[[int], Tensor],
         limits: PatrolLimits = PatrolLimits(),
         draws: random.Random | None = None,
+        evidence: Callable[[Evidence], object] | None = None,
     ) -> None:
         """text: embeds so many positions of a fresh text, [1, positions, hidden_size]; servers must not know it.
 
-        draws: of servers, routes and lengths; servers must not know it.
+        draws: of servers, routes and lengths; servers must not know it. evidence: as an Auditor's.
         """
         self._wanted, self._text, self._limits = wanted, text, limits
         self._draws = draws or random.SystemRandom()
+        self._evidence = evidence
         self._ledger = Ledger()
         self._observations: tuple[Observation, ...] = ()
 
@@ -95,7 +98,14 @@ class Patrol:
         allowed = frozenset(answering) - frozenset(left_out)
         preferences = Preferences(allowed_peers=allowed, quality="any")
         router = Router(self._wanted, member.directory, member.sessions.avoidance, preferences)
-        auditor = Auditor(router, member.sessions, self._limits.audits, draws=self._draws, ledger=self._ledger)
+        auditor = Auditor(
+            router,
+            member.sessions,
+            self._limits.audits,
+            draws=self._draws,
+            ledger=self._ledger,
+            evidence=self._evidence,
+        )
         servers = (await router.surveys.read()).servers
         drawn = self._drawn([each for each in servers if _can_serve(each, allowed)])
         if drawn is None:
@@ -109,7 +119,10 @@ class Patrol:
         verdict = await auditor.audit(case)
         if not (verdict.accuses or verdict.cleared):
             return Findings(drawn.announcement.peer_id, why="no other server has its blocks")
-        return self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
+        findings = self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
+        unsteady_ones = findings.wrong - _peers(verdict.wrong)
+        await auditor.collect(case, frozenset(each for each in verdict.suspected if _peers({each}) & unsteady_ones))
+        return findings
 
     def _with_unsteady(self, findings: Findings, verdict: Verdict) -> Findings:
         """Remember an audit. Returns its findings, with the server that all of them together show as wrong at times."""
@@ -150,6 +163,7 @@ class Patrol:
             wait_for_blocks_s=0.0,
             coding=self._wanted.coding,
             audited=True,
+            receipt=True,
         ).sized(1, prompt, member.sessions.limits.chunks)
         hops = await auditor.drawn_route(Ask((target,)), blocks, ((blocks, target.numeric_class),), plan)
         hidden = self._text(prompt + steps)
@@ -184,5 +198,5 @@ def _findings(drawn: str, verdict: Verdict) -> Findings:
     return Findings(drawn, agreed, doubted, wrong)
 
 
-def _peers(processes: frozenset[str]) -> frozenset[str]:
+def _peers(processes: Collection[str]) -> frozenset[str]:
     return frozenset(process.partition("/")[0] for process in processes)

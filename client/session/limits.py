@@ -19,7 +19,6 @@ class ConnectLimits:
     ping_s: float = limit(5.0, "s", "a new hop that answers no ping for so long has failed")
     reply_s: float = limit(15.0, "s", "a hop that answers no Open or Reroute for so long has failed")
     rebuild_s: float = limit(120.0, "s", "hops that rebuild one window of the past for longer have failed")
-    receipt_s: float = limit(5.0, "s", "a hop that sends no receipt for so long gives none")
     open_s: float = limit(30.0, "s", "the least time that opening a session may take")
 
 

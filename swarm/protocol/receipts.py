@@ -200,7 +200,8 @@ def digests(hidden: "Tensor", start: int, places: Activations) -> bytes:
     of the same positions.
     """
     rows, tokens, width = hidden.shape
-    header = Form().position + f"{hidden.dtype} {rows} {width}\0".encode()
+    dtype = str(hidden.dtype).removeprefix("torch.")
+    header = Form().position + f"{dtype} {rows} {width}\0".encode()
     data = encode_tensor(hidden if rows == 1 else hidden.transpose(0, 1))
     size = rows * width * hidden.element_size()
     beside = _places(start, places)

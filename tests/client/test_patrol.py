@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.passages import Passages
 from swarm.client.auditing.patrol import Findings, Patrol, PatrolLimits
+from swarm.client.auditing.verify import verify
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
 from swarm.dht.directory import Directory
@@ -27,12 +29,17 @@ class Auditing:
     """Audits the servers of a swarm, each time as a new client."""
 
     def __init__(self, swarm: InProcessSwarm, seed: int = 0) -> None:
+        self.evidence: list[Evidence] = []
         checkpoint, draws = swarm.checkpoint, Random(seed)
         ends = TokenEnds(load_ends(checkpoint, dtype=swarm.dtype), checkpoint.traits)
         passages = Passages(None, ends.vocabulary, draws)
         wanted = Wanted(checkpoint.root, "tiny", checkpoint.n_blocks, None)
         self.swarm = swarm
-        self.patrol = Patrol(wanted, lambda n: ends.embed(torch.tensor([passages.ids(n)]), 0), SHORT, draws)
+
+        def text(positions: int) -> torch.Tensor:
+            return ends.embed(torch.tensor([passages.ids(positions)]), 0)
+
+        self.patrol = Patrol(wanted, text, SHORT, draws, self.evidence.append)
 
     def audit(self, answering: Collection[str] | None = None, left_out: Collection[str] = ()) -> Findings:
         servers = [peer_of(server) for server in self.swarm.servers]
@@ -69,6 +76,10 @@ def test_a_server_that_leaves_a_block_out_is_found_and_no_other(checkpoint):
             wrong |= auditing.audit(left_out=wrong).wrong
         assert wrong == {liar}
         assert not auditing.patrol.doubted, "what a wrong server explains is no doubt any more"
+        (evidence,) = auditing.evidence
+        assert evidence.receipt.statement.peer_id == liar
+        finding = verify(Evidence.read(evidence.to_bytes()), swarm.checkpoint)
+        assert finding.is_wrong
 
 
 def test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked(checkpoint):
