@@ -38,7 +38,7 @@ class BadEvidence(SwarmError):
 
 
 @dataclass(frozen=True, slots=True)
-class EvidenceLimits:
+class EvidenceFileLimits:
     """Bounds on files of evidence."""
 
     file_bytes_max: int = limit(256 << 20, "bytes", "of one file; a larger one is not read")
@@ -99,7 +99,7 @@ class Evidence:
     @classmethod
     def read(cls, data: bytes) -> "Evidence":
         """Read a file. Raises BadEvidence, with the reason."""
-        form, limits = _Form(), EvidenceLimits()
+        form, limits = _Form(), EvidenceFileLimits()
         start = len(form.magic) + form.length_bytes
         if not data.startswith(form.magic) or len(data) < start:
             raise BadEvidence("it does not begin as one")
@@ -118,7 +118,7 @@ class Evidence:
     @classmethod
     def load(cls, path: Path) -> "Evidence":
         """Read a file from disk. Raises BadEvidence."""
-        most = EvidenceLimits().file_bytes_max
+        most = EvidenceFileLimits().file_bytes_max
         try:
             if path.stat().st_size > most:
                 raise BadEvidence(f"it has more than {most >> 20} MiB")
@@ -150,7 +150,7 @@ class Folder:
     """Where evidence is kept."""
 
     path: Path
-    limits: EvidenceLimits = EvidenceLimits()
+    limits: EvidenceFileLimits = EvidenceFileLimits()
 
     def keep(self, evidence: Evidence) -> Path | None:
         """Write a file. Returns where it is; None where the folder is full, or cannot be written."""

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.auditing.cli import NothingShown, command
-from swarm.client.auditing.evidence import BadEvidence, Evidence, EvidenceLimits, Folder
+from swarm.client.auditing.evidence import BadEvidence, Evidence, EvidenceFileLimits, Folder
 from swarm.client.auditing.verify import VerifyLimits, verify
 from swarm.errors import RootMismatch
 from swarm.identity import Identity
@@ -175,7 +175,7 @@ def test_inputs_on_which_rounding_decides_convict_nobody(checkpoint, wrong):
 
 
 def test_a_folder_takes_only_so_many_files(tmp_path, wrong):
-    folder = Folder(tmp_path / "evidence", EvidenceLimits(files_max=1))
+    folder = Folder(tmp_path / "evidence", EvidenceFileLimits(files_max=1))
     path = folder.keep(wrong)
     assert path is not None
     assert Evidence.load(path).receipt == wrong.receipt
