@@ -56,12 +56,16 @@ class AuditLimits:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A session that has ended. first: a process whose place others take first, where not all can be replaced."""
+    """A session that has ended. first: a process whose place others take first, where not all can be replaced.
+
+    doubts: processes of which one signed what is not so, each.
+    """
 
     testimony: Testimony
     blocks: Blocks
     plan: SessionPlan
     first: str | None = None
+    doubts: tuple[frozenset[str], ...] = ()
 
 
 class Auditor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits, Auditor, Case, fixed
+from swarm.client.auditing.edges import in_doubt, statements_of
 from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.inquest import Ask, Verdict
 from swarm.client.auditing.ledger import Ledger
@@ -116,13 +117,23 @@ class Patrol:
             return Findings(drawn.announcement.peer_id, why=str(error))
         if case is None:
             return Findings(drawn.announcement.peer_id, why="hops changed within the session")
+        false = self._signed_falsely(case)
         verdict = await auditor.audit(case)
         if not (verdict.accuses or verdict.cleared):
             return Findings(drawn.announcement.peer_id, why="no other server has its blocks")
         findings = self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
         unsteady_ones = findings.wrong - _peers(verdict.wrong)
         await auditor.collect(case, frozenset(each for each in verdict.suspected if _peers({each}) & unsteady_ones))
-        return findings
+        gone = findings.wrong | false
+        return replace(findings, wrong=gone, agreed=findings.agreed - gone, doubted=findings.doubted - gone)
+
+    def _signed_falsely(self, case: Case) -> frozenset[str]:
+        """Take in doubts about receipts. Returns the peers that all of them together show as signing what is not so."""
+        found = frozenset[str]()
+        for doubt in case.doubts:
+            _log.warning("hops signed different digests of one edge", peers=sorted(_peers(doubt)))
+            found |= self._ledger.note(Verdict(doubted=doubt))
+        return _peers(found)
 
     def _with_unsteady(self, findings: Findings, verdict: Verdict) -> Findings:
         """Remember an audit. Returns its findings, with the server that all of them together show as wrong at times."""
@@ -171,10 +182,15 @@ class Patrol:
         session = await member.sessions.open(plan, blocks, fixed(hops), first=first)
         try:
             await _converse(session, hidden, first)
+            answers = await session.inlet.receipts(self._limits.audits.collect.receipt_s)
             testimony = session.testimony()
         finally:
             await session.close()
-        return None if testimony is None else Case(testimony, blocks, plan, first=target.process)
+        if testimony is None:
+            return None
+        statements = statements_of(testimony.route, answers, session.id, plan.root)
+        doubts = in_doubt(testimony.route, statements, testimony, plan.coding)
+        return Case(testimony, blocks, plan, first=target.process, doubts=tuple(doubts))
 
 
 async def _converse(session: Session, hidden: Tensor, first: First) -> None:

@@ -18,6 +18,7 @@ from swarm.dht.directory import Directory
 from swarm.identity import Identity
 from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
+from swarm.protocol import receipts
 from tests.client.test_audits import leaves_a_block_out
 from tests.support.inprocess import NETWORK, InProcessSwarm, inprocess
 
@@ -80,6 +81,29 @@ def test_a_server_that_leaves_a_block_out_is_found_and_no_other(checkpoint):
         assert evidence.receipt.statement.peer_id == liar
         finding = verify(Evidence.read(evidence.to_bytes()), swarm.checkpoint)
         assert finding.is_wrong
+
+
+@pytest.mark.parametrize("lie", ["inputs", "outputs"])
+def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(checkpoint, lie, monkeypatch):
+    sign = receipts.Receipt.sign
+
+    def falsely(statement: receipts.Statement, identity: Identity) -> receipts.Receipt:
+        if identity is liar.me.identity:
+            statement = statement.model_copy(update={lie: "0" * 64})
+        return sign(statement, identity)
+
+    with inprocess(checkpoint, "0:3", "3:6", "0:6") as swarm:
+        liar = swarm.servers[0]
+        before, behind = (peer_of(server) for server in swarm.servers[:2])
+        auditing = Auditing(swarm)
+        auditing.audit()
+        assert not auditing.patrol.doubted
+        monkeypatch.setattr(receipts.Receipt, "sign", falsely)
+        for _ in range(12):
+            auditing.audit([before, behind])  # which have no other holders: nothing else is found
+            if auditing.patrol.doubted:
+                break
+        assert auditing.patrol.doubted == ({before} if lie == "inputs" else {before, behind})
 
 
 def test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked(checkpoint):
