@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from swarm.dht.records import Announcement
 from swarm.net.channel import Channel
+from swarm.protocol.attest import Attest, Attested
 from swarm.protocol.messages import Open, Reroute
 from swarm.protocol.naming import is_name_of
 from swarm.server.accounts import Accounts
@@ -11,6 +12,7 @@ from swarm.server.holdings import Holdings, Memory
 from swarm.server.hosting import Hosting
 from swarm.server.limits import HandlerLimits
 from swarm.server.prefixes import Prefixes
+from swarm.server.receipts import attested
 from swarm.server.refusals import Declined
 from swarm.server.registry import Registry
 from swarm.server.session import HostedSession
@@ -60,6 +62,10 @@ class Admission:
             return declined
         holdings = Holdings(self._memory, request, channel.peer, self._limits.session.retry_after_s)
         return HostedSession(request, channel, part, holdings, self._limits.session, now)
+
+    def attested(self, session: HostedSession, request: Attest) -> Attested:
+        """Answer the owner of a session that asks for its receipt."""
+        return attested(self._hosting, session, request, self._wall_clock())
 
     def following(self, request: Open | Reroute, session: HostedSession) -> Announcement | Declined | None:
         """Read the record of the next hop, which must begin where the session's blocks stop; None if there is none."""

@@ -21,6 +21,7 @@ from swarm.model.allocator import return_free_memory
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.dialer import Dialer
 from swarm.net.gate import IDLE, PROGRESS, Toll
+from swarm.protocol.attest import Attest
 from swarm.protocol.inbox import Again, Forgotten
 from swarm.protocol.messages import (
     AnyMessage,
@@ -100,6 +101,8 @@ class Handler:
                 self._on_replay(channel, message)
             case Inquiry():
                 self._on_inquiry(channel, message)
+            case Attest():
+                self._on_attest(channel, message)
             case Close():
                 if (session := self.registry.owned(channel, message.session)) is not None:
                     self.registry.end(session)
@@ -187,7 +190,12 @@ class Handler:
         if session is not None:
             send(channel, session.progress(self.jobs_done, self._loop.time()))
 
-    def _owned(self, channel: Channel, request: Reroute | Replay | Inquiry) -> HostedSession | None:
+    def _on_attest(self, channel: Channel, request: Attest) -> None:
+        session = self._owned(channel, request)
+        if session is not None:
+            send(channel, self.admission.attested(session, request))
+
+    def _owned(self, channel: Channel, request: Reroute | Replay | Inquiry | Attest) -> HostedSession | None:
         """Return the session if the channel controls it; else say that it does not."""
         session = self.registry.owned(channel, request.session)
         if session is None:

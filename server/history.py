@@ -1,11 +1,15 @@
-"""The outputs that a hop keeps of a session, and the replay that brings them to the next hops.
+"""The outputs that a hop keeps of a session, their digests, and the replay that brings them to the next hops.
 
 A replay may hold pieces of the journal that the journal itself has dropped or put together since. So while one runs,
 the charge is the larger of both: the journal, and all that the replay found and later steps added.
 """
 
+from torch import Tensor
+
+from swarm.activations import Activations
 from swarm.protocol.journal import Entry, Journal, cut_off
-from swarm.protocol.messages import Replay
+from swarm.protocol.messages import Rebuild, Replay, Step
+from swarm.protocol.receipts import Tally
 from swarm.protocol.replay import PastSender, ReplayWindow
 from swarm.protocol.tensors import Coding
 from swarm.server.holdings import Holdings
@@ -15,9 +19,21 @@ from swarm.server.limits import HostedLimits
 class History:
     """One session's journal, its replay, and the window of pieces that the next hops have not confirmed."""
 
-    def __init__(self, holdings: Holdings, limits: HostedLimits, *, keeps: bool, coding: Coding | None = None) -> None:
-        """keeps: whether there is a journal, as at all hops but the last one. coding: of all that travels."""
+    def __init__(
+        self,
+        holdings: Holdings,
+        limits: HostedLimits,
+        *,
+        keeps: bool,
+        coding: Coding | None = None,
+        tallies: bool = False,
+    ) -> None:
+        """keeps: whether there is a journal, as at all hops but the last one. coding: of all that travels.
+
+        tallies: whether the owner will ask for a receipt.
+        """
         self.coding: Coding | None = coding
+        self.tally = Tally(coding, limits.receipts) if tallies else None
         self.journal: Journal | None = Journal(limits.journal) if keeps else None
         self.sender: PastSender | None = None  # of this epoch's replay, also when it is done
         self.window = ReplayWindow(limits.replay)  # of a replay, or of a past that goes on from here
@@ -36,6 +52,18 @@ class History:
         self._replayed_bytes = replayed
         self.journal.add(entry)
         return True
+
+    def tell(self, message: Step | Rebuild, given: Activations, sent: Tensor | None) -> None:
+        """Note what was given and what was sent on, for a receipt. Called behind the sending: no step waits for it.
+
+        sent: outputs of the last positions, [rows, positions, hidden_size].
+        """
+        if self.tally is None:
+            return
+        if isinstance(message, Step):
+            self.tally.add(message.keep, given, sent, gathered=message.rows is not None)
+        else:
+            self.tally.add(message.start, given, sent)
 
     def drop(self) -> None:
         """Keep no outputs from now on, and none of those before. A replay goes on."""

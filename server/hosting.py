@@ -7,6 +7,7 @@ from swarm.activations import tier_of
 from swarm.blocks import Blocks
 from swarm.dht.records import Announcement, open_announcement
 from swarm.errors import BadBlocks, RecordError
+from swarm.identity import Identity
 from swarm.model.span import Span
 from swarm.protocol.messages import Open, Reroute
 from swarm.protocol.tensors import Coding
@@ -15,12 +16,16 @@ from swarm.server.refusals import Declined
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """What this server serves. coding: of sessions that ask for it; all servers take sessions without."""
+    """What this server serves. coding: of sessions that ask for it; all servers take sessions without.
+
+    identity: signs receipts; a server without one gives none.
+    """
 
     root: str
     network: str
     span: Span
     coding: Coding | None = None
+    identity: Identity | None = None
 
     def part(self, request: Open) -> Span | Declined:
         """Return the blocks that a session asks for, or why they are not served."""

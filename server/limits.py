@@ -10,6 +10,7 @@ from swarm.compute.limits import BatchLimits
 from swarm.limits import limit
 from swarm.protocol.inbox import InboxLimits
 from swarm.protocol.journal import JournalLimits
+from swarm.protocol.receipts import ReceiptLimits
 from swarm.protocol.replay import ReplayLimits
 from swarm.protocol.tensors import CHUNK_BYTES
 from swarm.server.gateways import GatewayAllowance
@@ -30,6 +31,7 @@ class HostedLimits:
     inbox: InboxLimits = field(default_factory=InboxLimits)
     replay: ReplayLimits = field(default_factory=ReplayLimits)
     journal: JournalLimits = field(default_factory=JournalLimits)
+    receipts: ReceiptLimits = field(default_factory=ReceiptLimits)
 
 
 @dataclass(frozen=True, slots=True)

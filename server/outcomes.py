@@ -51,9 +51,9 @@ class Outcomes:
             finite,
         )
         if isinstance(message, Step):
-            self._step(session, message, output, self._loop.time() - facts.now)
+            self._step(session, message, given, output, self._loop.time() - facts.now)
         else:
-            self._piece(session, message, output)
+            self._piece(session, message, given, output)
 
     def skipped(self, session: HostedSession, facts: Facts) -> None:
         """Answer a step that a later one has taken back, and that was not computed. No journal has anything of it."""
@@ -74,7 +74,7 @@ class Outcomes:
         _log.error(f"{message.kind} failed", session=session.id[:8], step=step, error=name, exc_info=error)
         self._registry.fail(session, step, f"{name} while {'rebuilding' if step is None else 'computing'}")
 
-    def _step(self, session: HostedSession, step: Step, output: Activations, took_s: float) -> None:
+    def _step(self, session: HostedSession, step: Step, given: Activations, output: Activations, took_s: float) -> None:
         if not output.is_finite():
             why = f"blocks {session.span.blocks} make activations of it that are infinite or no numbers"
             send(session.owner, Declined("bad_request", why).answer(step))
@@ -85,8 +85,9 @@ class Outcomes:
             session.note(step.step, step.rows, step.keep, output)
         session.keep(step, answer)
         pass_on(session, answer, soon=self._others())
+        session.history.tell(step, given, None if answer.activations is None else answer.activations.hidden)
 
-    def _piece(self, session: HostedSession, piece: Rebuild, output: Activations) -> None:
+    def _piece(self, session: HostedSession, piece: Rebuild, given: Activations, output: Activations) -> None:
         session.note(session.inbox.accepted, None, piece.start, output)
         peers = session.peers
         after = follow_up(piece, output, from_owner=peers.source is peers.owner)
@@ -100,6 +101,7 @@ class Outcomes:
             self._replays.confirm(session, peers.source, after.stop)
         if after.confirm_owner:
             self._replays.confirm(session, peers.owner, after.stop)
+        session.history.tell(piece, given, None if after.onward is None else output.hidden)
 
 
 def pass_on(session: HostedSession, answer: Answer, *, soon: bool = False) -> None:

@@ -7,6 +7,7 @@ import structlog
 from swarm.activations import Activations
 from swarm.errors import ChannelClosed
 from swarm.net.channel import Channel
+from swarm.protocol.attest import Attest
 from swarm.protocol.base import TEXT_MAX, Message
 from swarm.protocol.messages import Inquiry, Open, Rebuild, RefusalCode, Refused, Replay, Reroute, Step
 
@@ -21,7 +22,7 @@ class Declined:
     why: str
     retry_after_s: float | None = None
 
-    def answer(self, request: Open | Reroute | Replay | Inquiry | Rebuild | Step) -> Refused:
+    def answer(self, request: Open | Reroute | Replay | Inquiry | Attest | Rebuild | Step) -> Refused:
         """Return the message that says so."""
         return Refused(
             session=request.session,

@@ -88,7 +88,7 @@ class Server:
         self.options = options
         self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
         self.handler = Handler(
-            Hosting(checkpoint.root, traversal.me.network, span, options.coding),
+            Hosting(checkpoint.root, traversal.me.network, span, options.coding, traversal.me.identity),
             self.executor,
             self.memory,
             lambda take: Dialer(traversal.me, take, traversal.dial),

@@ -69,7 +69,8 @@ class HostedSession:
         self.receiver = PastReceiver(self.positions_max, rebuild=request.rebuild, limits=limits.replay)
         self.holdings = holdings
         coding = coding_of(NumericClass.parse(request.numeric_class).wire)  # Hosting has accepted it
-        self.history = History(holdings, limits, keeps=self.seat.has_next, coding=coding)
+        tallies = bool(request.receipt)
+        self.history = History(holdings, limits, keeps=self.seat.has_next, coding=coding, tallies=tallies)
         self.tenure = Tenure(owner.peer, span, request.rollback_max, request.tenant)  # another one after a reset
 
     @property
@@ -151,6 +152,8 @@ class HostedSession:
             return False
         self.rows, self.length, self.tenure.held = 1, positions, blocks
         self.drop_journal()
+        if self.history.tally is not None:
+            self.history.tally.lose("it began with a kept past")
         return True
 
     def begun(self, keep: int) -> None:
@@ -222,6 +225,8 @@ class HostedSession:
         self.inbox.reset(after_step)
         self.holdings.answers(0)
         self.receiver.reset()
+        if self.history.tally is not None:
+            self.history.tally.reset()
         self.rows = self.length = 0
 
     def end(self) -> None:

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("hostile", {"step, no attack", "step, attacked"}),
         ("serving", {"TTFT, 1 clients", "TTFT, 8 clients"}),
         ("encryption", {"sealed", "plain", "a frame, sealed and opened", "a frame, plain"}),
+        ("receipts", {"one position, noted", "128 positions (1 MiB), noted"}),
         ("gateway", {f"2 streams, {mode}, TTFT" for mode in ("gateway", "threads", "clients")}),
         ("gateway_faults", {"undisturbed", "disturbed"}),
         ("gateway_load", {"second turn", "new session"}),

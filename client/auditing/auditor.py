@@ -3,6 +3,7 @@
     draw -> open a session -> opened      one of fifty sessions keeps what its hops answer
     its end -> inquest -> replays         on routes of other servers
     verdict -> ledger -> sessions         without the servers that are wrong
+            -> evidence                   against these, where the caller keeps any
 
 The user does not wait for an audit. A replay is a session of its own, with the audited one's positions as its prompt.
 """
@@ -10,7 +11,7 @@ The user does not wait for an audit. A replay is a session of its own, with the 
 import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import structlog
@@ -19,6 +20,8 @@ from torch import Tensor, cat
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
 from swarm.client.auditing.bounds import bounds_of, distance
+from swarm.client.auditing.collect import CollectLimits, Way, collected
+from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.inquest import Ask, Outputs, Replay, Verdict, inquest, processes_of
 from swarm.client.auditing.ledger import Audits, Ledger
 from swarm.client.planning.promise import Held
@@ -48,16 +51,21 @@ class AuditLimits:
     audit_s: float = limit(600.0, "s", "after which an audit begins no further replay")
     holders_s: float = limit(2.0, "s", "a hop of a replay that fails is asked again for so long; no user waits")
     doubted_s: float = limit(600.0, "s", "a server that may be wrong is left out for so long")
+    collect: CollectLimits = field(default_factory=CollectLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A session that has ended. first: a process whose place others take first, where not all can be replaced."""
+    """A session that has ended. first: a process whose place others take first, where not all can be replaced.
+
+    doubts: processes of which one signed what is not so, each.
+    """
 
     testimony: Testimony
     blocks: Blocks
     plan: SessionPlan
     first: str | None = None
+    doubts: tuple[frozenset[str], ...] = ()
 
 
 class Auditor:
@@ -71,10 +79,12 @@ class Auditor:
         chance: Callable[[], float] = random.random,
         draws: random.Random | None = None,
         ledger: Ledger | None = None,
+        evidence: Callable[[Evidence], object] | None = None,
     ) -> None:
         """chance: returns a number in [0, 1) that says whether the next session is audited.
 
-        draws: of the routes of replays; servers must not know it. ledger: of earlier audits, which goes on.
+        draws: of the routes of replays; servers must not know it. ledger: of earlier audits, which goes on. evidence:
+        keeps what shows a server as wrong to others.
         """
         self._router = router
         self._sessions = sessions
@@ -82,6 +92,8 @@ class Auditor:
         self._chance = chance
         self._draws = draws or random.SystemRandom()
         self._ledger = ledger or Ledger()
+        self._evidence = evidence
+        self._met: dict[str, Hop] = {}  # the hops of the latest audit, by their processes
         self._cases: asyncio.Queue[Case] = asyncio.Queue(limits.waiting_max)
         self._auditing: asyncio.Task[None] | None = None
 
@@ -91,8 +103,11 @@ class Auditor:
         return self._ledger.audits
 
     def drawn(self, plan: SessionPlan) -> SessionPlan:
-        """Return the plan of a session that is audited, or is not: servers cannot know which."""
-        return replace(plan, audited=self._chance() < self._limits.share)
+        """Return the plan of a session that is audited, or is not: servers cannot know which.
+
+        All of them have receipts: a server could compute rightly in those that do.
+        """
+        return replace(plan, audited=self._chance() < self._limits.share, receipt=self._limits.share > 0)
 
     def opened(self, session: Session, blocks: Blocks, plan: SessionPlan) -> None:
         """Audit a session when it has ended, if it was drawn."""
@@ -127,8 +142,9 @@ class Auditor:
 
     async def audit(self, case: Case) -> Verdict:
         """Audit a session that has ended, now. Returns the verdict, with all that are known to be wrong since then."""
-        verdict = await self._verdict(case)
+        verdict, self._met = await self._verdict(case)
         wrong = self._note(verdict)
+        await self.collect(case, wrong)
         return Verdict(
             cleared=verdict.cleared - wrong,
             wrong=wrong,
@@ -149,9 +165,24 @@ class Auditor:
             sessions.avoidance.declined(process, self._limits.doubted_s)
         return wrong
 
-    async def _verdict(self, case: Case) -> Verdict:
-        """Carry out an inquest."""
+    async def collect(self, case: Case, wrong: frozenset[str]) -> None:
+        """Get evidence against wrong processes that took part in the latest audit, where it can be had and is kept."""
+        way, limits = Way(self.drawn_route, self._opened), self._limits.collect
+        plan = self._plan(case, min(case.testimony.length, limits.positions_max))
+        for process in sorted(wrong & self._met.keys()) if self._evidence is not None else ():
+            hop = self._met[process]
+            try:
+                found = await collected(hop, case.testimony, case.blocks, plan, wrong, way, limits)
+            except SwarmError as error:
+                _log.info("no evidence", peer=hop.peer_id, why=str(error))
+                continue
+            if found is not None and self._evidence is not None:
+                self._evidence(found)
+
+    async def _verdict(self, case: Case) -> tuple[Verdict, dict[str, Hop]]:
+        """Carry out an inquest. Returns its verdict, and all hops that took part, by their processes."""
         claim = Replay(case.testimony.route, case.testimony.outputs)
+        met = {hop.process: hop for hop in claim.route}
 
         def order(route: Sequence[Hop]) -> list[Hop]:
             drawn = self._draws.sample(route, len(route))
@@ -164,11 +195,13 @@ class Auditor:
             is_over = replays >= self._limits.replays_max or now() > until
             replay = None if is_over else await self._replay(ask, case)
             replays += 1
+            if replay is not None:
+                met |= {hop.process: hop for hop in replay.route}
             try:
                 ask = course.send(replay)
             except StopIteration as end:
                 verdict: Verdict = end.value
-                return verdict
+                return verdict, met
 
     async def _replay(self, ask: Ask, case: Case) -> Replay | None:
         """Compute a session's positions anew on a route that is asked for; None if there is none, or it fails."""
@@ -183,17 +216,25 @@ class Auditor:
 
     async def _replayed(self, ask: Ask, case: Case) -> Replay:
         """Compute a session's positions anew on one route. Raises SwarmError."""
-        plan = replace(case.plan, audited=False, prefix=None, expansion=None, wait_for_blocks_s=0.0)
-        testimony, sessions = case.testimony, self._sessions
-        plan = plan.sized(testimony.rows, testimony.length, sessions.limits.chunks)
+        testimony = case.testimony
+        plan = self._plan(case, testimony.length)
         hops = await self.drawn_route(ask, case.blocks, classes_of(testimony.route), plan)
-        recovery = replace(sessions.limits.recovery, holders_s=self._limits.holders_s)
-        limits = replace(sessions.limits, recovery=recovery)
-        session = await sessions.open(plan, case.blocks, fixed(hops), limits)
+        session = await self._opened(plan, case.blocks, hops)
         try:
             return Replay(hops, await _computed(testimony, session))
         finally:
             await session.close()
+
+    def _plan(self, case: Case, positions: int) -> SessionPlan:
+        """Return the plan of a session that has so many of a case's positions."""
+        plan = replace(case.plan, audited=False, prefix=None, expansion=None, wait_for_blocks_s=0.0)
+        return plan.sized(case.testimony.rows, positions, self._sessions.limits.chunks)
+
+    async def _opened(self, plan: SessionPlan, blocks: Blocks, hops: tuple[Hop, ...]) -> Session:
+        """Open a session on hops of which none is ever replaced. Raises SwarmError."""
+        recovery = replace(self._sessions.limits.recovery, holders_s=self._limits.holders_s)
+        limits = replace(self._sessions.limits, recovery=recovery)
+        return await self._sessions.open(plan, blocks, fixed(hops), limits)
 
     async def drawn_route(self, ask: Ask, blocks: Blocks, held: Held, plan: SessionPlan) -> tuple[Hop, ...]:
         """Return a route with the hops that are to be kept, and others that are drawn. Raises NoRoute or NetworkError.

@@ -19,6 +19,8 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits, Auditor, Case, fixed
+from swarm.client.auditing.edges import in_doubt, statements_of
+from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.inquest import Ask, Verdict
 from swarm.client.auditing.ledger import Ledger
 from swarm.client.auditing.odds import Observation, OddsLimits, unsteady
@@ -72,13 +74,15 @@ class Patrol:
         text: Callable[[int], Tensor],
         limits: PatrolLimits = PatrolLimits(),
         draws: random.Random | None = None,
+        evidence: Callable[[Evidence], object] | None = None,
     ) -> None:
         """text: embeds so many positions of a fresh text, [1, positions, hidden_size]; servers must not know it.
 
-        draws: of servers, routes and lengths; servers must not know it.
+        draws: of servers, routes and lengths; servers must not know it. evidence: as an Auditor's.
         """
         self._wanted, self._text, self._limits = wanted, text, limits
         self._draws = draws or random.SystemRandom()
+        self._evidence = evidence
         self._ledger = Ledger()
         self._observations: tuple[Observation, ...] = ()
 
@@ -95,7 +99,14 @@ class Patrol:
         allowed = frozenset(answering) - frozenset(left_out)
         preferences = Preferences(allowed_peers=allowed, quality="any")
         router = Router(self._wanted, member.directory, member.sessions.avoidance, preferences)
-        auditor = Auditor(router, member.sessions, self._limits.audits, draws=self._draws, ledger=self._ledger)
+        auditor = Auditor(
+            router,
+            member.sessions,
+            self._limits.audits,
+            draws=self._draws,
+            ledger=self._ledger,
+            evidence=self._evidence,
+        )
         servers = (await router.surveys.read()).servers
         drawn = self._drawn([each for each in servers if _can_serve(each, allowed)])
         if drawn is None:
@@ -106,10 +117,23 @@ class Patrol:
             return Findings(drawn.announcement.peer_id, why=str(error))
         if case is None:
             return Findings(drawn.announcement.peer_id, why="hops changed within the session")
+        false = self._signed_falsely(case)
         verdict = await auditor.audit(case)
         if not (verdict.accuses or verdict.cleared):
             return Findings(drawn.announcement.peer_id, why="no other server has its blocks")
-        return self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
+        findings = self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
+        unsteady_ones = findings.wrong - _peers(verdict.wrong)
+        await auditor.collect(case, frozenset(each for each in verdict.suspected if _peers({each}) & unsteady_ones))
+        gone = findings.wrong | false
+        return replace(findings, wrong=gone, agreed=findings.agreed - gone, doubted=findings.doubted - gone)
+
+    def _signed_falsely(self, case: Case) -> frozenset[str]:
+        """Take in doubts about receipts. Returns the peers that all of them together show as signing what is not so."""
+        found = frozenset[str]()
+        for doubt in case.doubts:
+            _log.warning("hops signed different digests of one edge", peers=sorted(_peers(doubt)))
+            found |= self._ledger.note(Verdict(doubted=doubt))
+        return _peers(found)
 
     def _with_unsteady(self, findings: Findings, verdict: Verdict) -> Findings:
         """Remember an audit. Returns its findings, with the server that all of them together show as wrong at times."""
@@ -150,6 +174,7 @@ class Patrol:
             wait_for_blocks_s=0.0,
             coding=self._wanted.coding,
             audited=True,
+            receipt=True,
         ).sized(1, prompt, member.sessions.limits.chunks)
         hops = await auditor.drawn_route(Ask((target,)), blocks, ((blocks, target.numeric_class),), plan)
         hidden = self._text(prompt + steps)
@@ -157,10 +182,15 @@ class Patrol:
         session = await member.sessions.open(plan, blocks, fixed(hops), first=first)
         try:
             await _converse(session, hidden, first)
+            answers = await session.inlet.receipts(self._limits.audits.collect.receipt_s)
             testimony = session.testimony()
         finally:
             await session.close()
-        return None if testimony is None else Case(testimony, blocks, plan, first=target.process)
+        if testimony is None:
+            return None
+        statements = statements_of(testimony.route, answers, session.id, plan.root)
+        doubts = in_doubt(testimony.route, statements, testimony, plan.coding)
+        return Case(testimony, blocks, plan, first=target.process, doubts=tuple(doubts))
 
 
 async def _converse(session: Session, hidden: Tensor, first: First) -> None:
@@ -184,5 +214,5 @@ def _findings(drawn: str, verdict: Verdict) -> Findings:
     return Findings(drawn, agreed, doubted, wrong)
 
 
-def _peers(processes: frozenset[str]) -> frozenset[str]:
+def _peers(processes: Collection[str]) -> frozenset[str]:
     return frozenset(process.partition("/")[0] for process in processes)

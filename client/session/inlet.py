@@ -1,5 +1,7 @@
 """Where a session's messages come in: answers settle steps, replies feed attempts, all else is judged."""
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 
 from swarm.activations import Activations
@@ -22,6 +24,7 @@ from swarm.client.session.verdicts import (
 from swarm.errors import EdgeDown, HopFailed, Refused
 from swarm.net.channel import Channel
 from swarm.protocol import messages as wire
+from swarm.protocol.attest import Attest, Attested
 
 FromHop = (
     wire.Opened
@@ -29,6 +32,7 @@ FromHop = (
     | wire.Rebuilt
     | wire.Progress
     | wire.Leaving
+    | Attested
     | wire.Step
     | wire.Rebuild
     | wire.Output
@@ -79,6 +83,29 @@ class Inlet:
                 self._judge(index, message)
             case _:
                 self._on_reply(index, message)
+
+    async def receipts(self, within_s: float) -> tuple[Attested | None, ...]:
+        """Ask every hop for its receipt. Returns the answers in the order of the hops; None where there is none.
+
+        For the end of a session, when no step is in flight. Nothing of the answers is checked.
+        """
+        legs, layout = self._circuit.layout.legs, self._circuit.layout
+        asked: dict[int, asyncio.Future[Reply]] = {}
+        for index, leg in enumerate(legs):
+            if leg.signs:
+                with contextlib.suppress(HopFailed):
+                    leg.send(Attest(session=self._circuit.session, epoch=layout.epoch))
+                    asked[index] = leg.expect(Attested)
+        if asked:
+            await asyncio.wait(asked.values(), timeout=within_s)
+        answers = {
+            index: reply.result()
+            for index, reply in asked.items()
+            if reply.done() and not reply.cancelled() and reply.exception() is None
+        }
+        return tuple(
+            answer if isinstance(answer := answers.get(index), Attested) else None for index in range(len(legs))
+        )
 
     def on_ended(self, channel: Channel, why: str) -> None:
         """A channel has ended, perhaps that of one of the hops."""

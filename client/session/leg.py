@@ -15,10 +15,11 @@ from swarm.client.planning.route import Hop
 from swarm.errors import ChannelClosed, HopFailed
 from swarm.net.channel import Channel
 from swarm.protocol import messages as wire
+from swarm.protocol.attest import Attested
 from swarm.protocol.base import Message
 from swarm.protocol.replay import ReplayWindow
 
-Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Pong
+Reply = wire.Opened | wire.Rerouted | wire.Rebuilt | wire.Pong | Attested
 
 
 class LegState(Enum):
@@ -71,6 +72,11 @@ class Leg:
     def skips(self) -> bool:
         """Whether the hop takes steps without activations."""
         return self.channel is not None and self.channel.ready.result().skips
+
+    @property
+    def signs(self) -> bool:
+        """Whether the hop knows the question for a receipt."""
+        return self.channel is not None and self.channel.ready.result().receipts
 
     def is_usable(self, without: Collection[str]) -> bool:
         """Whether a repair may keep it. without: processes that are to be left.

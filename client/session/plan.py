@@ -33,7 +33,7 @@ class SessionPlan:
     come with each step, so that the client's journal keeps ids alone; None if it keeps embeddings. tenant: as in Open.
     prefix: the prompt that the session begins with, of which hops may have the past already; needs an expansion.
     coding: of the activations on all edges. The planner must find hops that take it. audited: what the hops answer is
-    kept, to be compared with what others compute.
+    kept, to be compared with what others compute. receipt: hops are asked to note what a receipt needs.
     """
 
     root: str
@@ -48,6 +48,7 @@ class SessionPlan:
     prefix: Prefix | None = None
     coding: Coding | None = None
     audited: bool = False
+    receipt: bool = False
 
     def sized(self, rows: int, tokens: int, limits: ChunkLimits) -> "SessionPlan":
         """Return the plan of a session whose first step has so many rows of so many tokens."""
@@ -61,4 +62,4 @@ class SessionPlan:
         """
         prefix = self.prefix if is_first else None
         size = self.positions_max, self.rollback_max, batch, positions_soon
-        return Terms(self.root, *size, self.tenant, prefix, self.coding)
+        return Terms(self.root, *size, self.tenant, prefix, self.coding, self.receipt)

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from swarm.access import Access
+from swarm.client.auditing.evidence import Folder
 from swarm.client.auditing.passages import Passages
 from swarm.client.auditing.patrol import Findings, Patrol
 from swarm.client.hf.text import load_tokenizer
@@ -48,6 +49,7 @@ class AuditArguments:
     models: tuple[str, ...]
     every_s: float
     share: float
+    evidence: Path | None
     initial_peers: tuple[str, ...]
     network: str
     network_key: Path | None
@@ -73,8 +75,11 @@ class Told:
             self._loop.call_soon_threadsafe(self.begun.set)
 
 
-def load_patrol(model: str, draws: random.Random) -> tuple[str, Patrol]:
-    """Load a model's ends. Returns its root, and what audits its servers. Raises UsageError or CheckpointError."""
+def load_patrol(model: str, draws: random.Random, evidence: Path | None = None) -> tuple[str, Patrol]:
+    """Load a model's ends. Returns its root, and what audits its servers. Raises UsageError or CheckpointError.
+
+    evidence: folder for what shows servers as wrong.
+    """
     checkpoint = open_checkpoint(model)
     ends = TokenEnds(load_ends(checkpoint), checkpoint.traits)
     try:
@@ -88,7 +93,8 @@ def load_patrol(model: str, draws: random.Random) -> tuple[str, Patrol]:
         return ends.embed(torch.tensor([passages.ids(positions)]), 0)
 
     wanted = Wanted(checkpoint.root, checkpoint.public_name, checkpoint.n_blocks, None)
-    return checkpoint.root, Patrol(wanted, text, draws=draws)
+    keep = None if evidence is None else Folder(evidence).keep
+    return checkpoint.root, Patrol(wanted, text, draws=draws, evidence=keep)
 
 
 def _ids(tokenizer: Any, text: str) -> Sequence[int]:  # noqa: ANN401 - transformers' own class
@@ -99,7 +105,7 @@ def _ids(tokenizer: Any, text: str) -> Sequence[int]:  # noqa: ANN401 - transfor
 async def audit_forever(arguments: AuditArguments, _: Stop) -> None:
     """Audit servers that are drawn, until cancelled. Raises UsageError or CheckpointError."""
     draws, told = random.SystemRandom(), Told()
-    patrols = [await asyncio.to_thread(load_patrol, model, draws) for model in arguments.models]
+    patrols = [await asyncio.to_thread(load_patrol, model, draws, arguments.evidence) for model in arguments.models]
     allowance = Allowance(time.monotonic(), AllowanceLimits(share=arguments.share))
     await told.begun.wait()
     while True:
@@ -151,6 +157,7 @@ def line_of(root: str, findings: Findings, doubted: frozenset[str]) -> AuditLine
 @click.argument("models", nargs=-1, required=True)
 @click.option("--every", type=click.FloatRange(1.0), required=True, help="seconds, on average")
 @click.option("--share", type=click.FloatRange(0.0, 1.0, min_open=True), required=True, help="of the time")
+@click.option("--evidence", type=click.Path(path_type=Path), default=None, help="folder for files of it")
 @click.option("--initial-peers", multiple=True, callback=split_peers)
 @click.option("--network", type=NETWORK, default="public")
 @access_options

@@ -6,6 +6,7 @@ servers that audits have shown as wrong lately.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import structlog
@@ -73,9 +74,17 @@ def left_out(record: Record, now: float, limits: AuditingLimits = AuditingLimits
 
 
 def auditor(
-    models: tuple[str, ...], every_s: float, share: float, joining: Joining, keep: Callable[[AuditLine], object]
+    models: tuple[str, ...],
+    every_s: float,
+    share: float,
+    evidence: Path | None,
+    joining: Joining,
+    keep: Callable[[AuditLine], object],
 ) -> Child:
-    """Return the child that audits models, hub ids or directories. keep: called with every audit's findings."""
+    """Return the child that audits models, hub ids or directories.
+
+    evidence: folder for files of it. keep: called with every audit's findings.
+    """
 
     def take(text: bytes) -> str:
         try:
@@ -88,4 +97,5 @@ def auditor(
         return "the last audit came to nothing" if line.why else ""  # why is in the log: it can name addresses
 
     schedule = ("--every", str(every_s), "--share", str(share))
-    return Child("swarm.monitor.audit", (*schedule, *joining.arguments, "--", *models), take)
+    folder = () if evidence is None else ("--evidence", str(evidence))
+    return Child("swarm.monitor.audit", (*schedule, *folder, *joining.arguments, "--", *models), take)

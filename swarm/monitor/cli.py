@@ -74,6 +74,12 @@ class GatewayUrl(click.ParamType[str]):
     help="of the time, in which audits run at most: no server spends more on them",
 )
 @click.option(
+    "--audit-evidence",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="folder for what servers signed that were wrong; swarm-verify checks these files; not kept by default",
+)
+@click.option(
     "--gateway",
     "gateways",
     type=GatewayUrl(),
@@ -93,6 +99,7 @@ def command(
     audits: tuple[str, ...],
     audit_every: float,
     audit_share: float,
+    audit_evidence: Path | None,
     gateways: tuple[str, ...],
     ready_file: Path | None,
     log_level: str,
@@ -113,6 +120,7 @@ def command(
             audits=audits,
             audit_every_s=audit_every,
             audit_share=audit_share,
+            audit_evidence=audit_evidence,
             gateways=gateways,
         )
         run_until_stopped(lambda stop: serve_health(arguments, ready, stop), log_level)

@@ -49,6 +49,7 @@ class HealthArguments:
     audits: tuple[str, ...] = ()
     audit_every_s: float = 300.0
     audit_share: float = 0.02
+    audit_evidence: Path | None = None  # a folder
     limits: MonitorLimits = field(default_factory=MonitorLimits)
 
 
@@ -119,7 +120,7 @@ async def _live(
     children, findings = monitor.children, asyncio.Queue[AuditLine](ChildLimits().lines_max)
     children.probers = [prober(model, every_s, joining, keep) for model in arguments.probes]
     if arguments.audits:
-        schedule = arguments.audit_every_s, arguments.audit_share
+        schedule = arguments.audit_every_s, arguments.audit_share, arguments.audit_evidence
         children.auditor = auditor(arguments.audits, *schedule, joining, partial(_put, findings))
     server = WebServer(make_app(monitor))
     async with asyncio.TaskGroup() as group:

@@ -34,6 +34,7 @@ class Proven:
     loads: bool = False  # whether it knows the question for an anchor's load
     moves: bool = False  # whether its channels may change their carriers
     skips: bool = False  # whether it takes steps without activations
+    receipts: bool = False  # whether it knows the question for a receipt
     exporter: bytes = field(default=b"", repr=False)  # a secret of both ends of the channel
 
 
@@ -124,6 +125,7 @@ class Greeting:
             loads=True,
             moves=True,
             skips=True,
+            receipts=True,
         )
         self._outgoing += self.sealer.seal(encode(hello))
 
@@ -155,6 +157,7 @@ class Greeting:
             hello.loads,
             moves=hello.moves,
             skips=hello.skips,
+            receipts=hello.receipts,
             exporter=exporter,
         )
 

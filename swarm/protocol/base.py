@@ -9,6 +9,8 @@ from swarm.events import printable
 TEXT_MAX = 300
 
 PeerId = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")]
+SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Epoch = Annotated[int, Field(ge=0, le=1 << 31)]
 Milliseconds = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
 
 

@@ -145,3 +145,6 @@ class Claimed(Message):
 
     kind: Literal["claimed"] = "claimed"
     proof: Proof
+
+
+AnyMeeting = Moor | Moored | Call | Called | Calling | Uncalled | Meet | AnchorInquiry | AnchorLoad | Claim | Claimed

@@ -1,7 +1,7 @@
 """Every message that crosses a channel, by `swarm.protocol.codec`: strict, frozen and bounded.
 
-client -> hop          Open, Reroute, Replay, Inquiry, Close, Ping
-hop -> client          Opened, Rerouted, Rebuilt, Progress, Leaving, Refused, Failed, Pong
+client -> hop          Open, Reroute, Replay, Inquiry, Attest, Close, Ping
+hop -> client          Opened, Rerouted, Rebuilt, Progress, Attested, Leaving, Refused, Failed, Pong
 along the route        Step (activations in), Output (the positions that the client wants), Rebuild (a replay)
                        Steps, Outputs (those of several sessions in one frame: `swarm.protocol.bundles`)
 back along it          Rebuilt (to the sender of the past)
@@ -13,21 +13,10 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from swarm.blocks import BLOCKS_MAX
-from swarm.protocol.base import Message, Milliseconds, PeerId, Text
+from swarm.protocol.attest import Attest, Attested
+from swarm.protocol.base import Epoch, Message, Milliseconds, PeerId, SessionId, Text
 from swarm.protocol.marks import Marks
-from swarm.protocol.meeting import (
-    AnchorInquiry,
-    AnchorLoad,
-    Call,
-    Called,
-    Calling,
-    Claim,
-    Claimed,
-    Meet,
-    Moor,
-    Moored,
-    Uncalled,
-)
+from swarm.protocol.meeting import AnyMeeting
 from swarm.protocol.tensors import TensorMeta
 
 ROWS_MAX = 256  # of one session's batch: all of them go through the model at once
@@ -36,8 +25,6 @@ ROLLBACK_MAX = 4096  # positions that one step takes back
 STEPS_MAX = 1 << 40
 BUNDLE_MAX = 128  # steps in one frame
 
-SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Epoch = Annotated[int, Field(ge=0, le=1 << 31)]
 LIFETIME_S_MAX = 24 * 3600
 Lifetime = Annotated[int, Field(ge=1, le=LIFETIME_S_MAX)]
 TokenBudget = Annotated[int, Field(ge=0, le=1 << 48)]
@@ -68,7 +55,7 @@ class Hello(Message):
     `signature` covers the side's role and the handshake's hash (channel binding, section 11.2 of the Noise
     specification), so that it is worth nothing on any other channel. bundles: whether this side takes Steps and
     Outputs, which versions before 0.2 do not know. loads: the same of AnchorInquiry. moves: the same of Claim. skips:
-    the same of a Step without activations.
+    the same of a Step without activations. receipts: the same of Attest.
     """
 
     kind: Literal["hello"] = "hello"
@@ -79,6 +66,7 @@ class Hello(Message):
     loads: bool = False
     moves: bool = False
     skips: bool = False
+    receipts: bool = False
 
 
 class Ping(Message):
@@ -110,6 +98,7 @@ class Open(Message):
     lifetime_s, tokens_max: no hop pushes into the session later than that, or more than so many tokens of all rows
     together, rebuilt ones included. Every Reroute grants anew.
     marks: of the prompt that the session begins with (`swarm.protocol.marks`): the hop may have its past already.
+    receipt: the hop is to note what `swarm.protocol.receipts` needs; Attest asks for it.
     """
 
     kind: Literal["open"] = "open"
@@ -130,6 +119,7 @@ class Open(Message):
     rebuild: bool = False
     tenant: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")] | None = None
     marks: Marks | None = None
+    receipt: bool | None = None
     lifetime_s: Lifetime = LIFETIME_S_MAX
     tokens_max: TokenBudget | None = None
 
@@ -385,16 +375,8 @@ AnyMessage = Annotated[
     | Refused
     | Failed
     | Close
-    | Moor
-    | Moored
-    | Call
-    | Called
-    | Calling
-    | Uncalled
-    | Meet
-    | AnchorInquiry
-    | AnchorLoad
-    | Claim
-    | Claimed,
+    | AnyMeeting
+    | Attest
+    | Attested,
     Field(discriminator="kind"),
 ]

@@ -131,7 +131,7 @@ class Stop:
 class Terms:
     """The size of a session, in the units of Open. prefix: of which hops may have the past; None to ask none.
 
-    coding: of the activations on all edges. It makes another numeric class of the hops' own.
+    coding: of the activations on all edges. It makes another numeric class of the hops' own. receipt: as in Open.
     """
 
     root: str
@@ -142,6 +142,7 @@ class Terms:
     tenant: str | None = None
     prefix: Prefix | None = None
     coding: Coding | None = None
+    receipt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,7 @@ class Itinerary:
             rebuild=rebuild,
             tenant=terms.tenant,
             marks=marks,
+            receipt=terms.receipt or None,
             previous=beside.previous,
             next_record=beside.next_record,
             relay=beside.relay,

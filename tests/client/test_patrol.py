@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.passages import Passages
 from swarm.client.auditing.patrol import Findings, Patrol, PatrolLimits
+from swarm.client.auditing.verify import verify
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
 from swarm.dht.directory import Directory
 from swarm.identity import Identity
 from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
+from swarm.protocol import receipts
 from tests.client.test_audits import leaves_a_block_out
 from tests.support.inprocess import NETWORK, InProcessSwarm, inprocess
 
@@ -27,12 +30,17 @@ class Auditing:
     """Audits the servers of a swarm, each time as a new client."""
 
     def __init__(self, swarm: InProcessSwarm, seed: int = 0) -> None:
+        self.evidence: list[Evidence] = []
         checkpoint, draws = swarm.checkpoint, Random(seed)
         ends = TokenEnds(load_ends(checkpoint, dtype=swarm.dtype), checkpoint.traits)
         passages = Passages(None, ends.vocabulary, draws)
         wanted = Wanted(checkpoint.root, "tiny", checkpoint.n_blocks, None)
         self.swarm = swarm
-        self.patrol = Patrol(wanted, lambda n: ends.embed(torch.tensor([passages.ids(n)]), 0), SHORT, draws)
+
+        def text(positions: int) -> torch.Tensor:
+            return ends.embed(torch.tensor([passages.ids(positions)]), 0)
+
+        self.patrol = Patrol(wanted, text, SHORT, draws, self.evidence.append)
 
     def audit(self, answering: Collection[str] | None = None, left_out: Collection[str] = ()) -> Findings:
         servers = [peer_of(server) for server in self.swarm.servers]
@@ -69,6 +77,33 @@ def test_a_server_that_leaves_a_block_out_is_found_and_no_other(checkpoint):
             wrong |= auditing.audit(left_out=wrong).wrong
         assert wrong == {liar}
         assert not auditing.patrol.doubted, "what a wrong server explains is no doubt any more"
+        (evidence,) = auditing.evidence
+        assert evidence.receipt.statement.peer_id == liar
+        finding = verify(Evidence.read(evidence.to_bytes()), swarm.checkpoint)
+        assert finding.is_wrong
+
+
+@pytest.mark.parametrize("lie", ["inputs", "outputs"])
+def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(checkpoint, lie, monkeypatch):
+    sign = receipts.Receipt.sign
+
+    def falsely(statement: receipts.Statement, identity: Identity) -> receipts.Receipt:
+        if identity is liar.me.identity:
+            statement = statement.model_copy(update={lie: "0" * 64})
+        return sign(statement, identity)
+
+    with inprocess(checkpoint, "0:3", "3:6", "0:6") as swarm:
+        liar = swarm.servers[0]
+        before, behind = (peer_of(server) for server in swarm.servers[:2])
+        auditing = Auditing(swarm)
+        auditing.audit()
+        assert not auditing.patrol.doubted
+        monkeypatch.setattr(receipts.Receipt, "sign", falsely)
+        for _ in range(12):
+            auditing.audit([before, behind])  # which have no other holders: nothing else is found
+            if auditing.patrol.doubted:
+                break
+        assert auditing.patrol.doubted == ({before} if lie == "inputs" else {before, behind})
 
 
 def test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked(checkpoint):

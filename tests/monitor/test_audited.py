@@ -1,6 +1,7 @@
 """`swarm-health --audit` as a process over a real swarm, in which one server computes something else."""
 
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.swarms import DEMO_CHECKPOINT, environment, eventually
 
 pytestmark = [needs_light, pytest.mark.long]
 HONEST = ("0:6", "0:6", "0:6", "6:12", "6:12")
+RARE = "1 of 100"  # the lie
 AUDITS_MAX = 50  # of one server
 SCHEDULE = ("--audit", str(DEMO_CHECKPOINT), "--audit-every", "1", "--audit-share", "1")
 
@@ -47,7 +49,8 @@ def test_the_page_finds_a_server_that_lies_and_no_other(lie: str, tmp_path: Path
     options = ("--dtype", "float32")
     with LocalSwarm(DEMO_CHECKPOINT, HONEST, env=environment(tmp_path), options=options, launch=started) as swarm:
         liar = liar_of(swarm, lie, tmp_path / "liar").ready["peer_id"]
-        with page(tmp_path, swarm, *SCHEDULE) as running:
+        folder = tmp_path / "evidence"
+        with page(tmp_path, swarm, *SCHEDULE, "--audit-evidence", str(folder)) as running:
             url = running.ready["url"]
             seen: dict[str, Any] = {}
 
@@ -60,3 +63,24 @@ def test_the_page_finds_a_server_that_lies_and_no_other(lie: str, tmp_path: Path
             eventually(found, 600, 0.5)
             assert seen[liar]["audited"] <= AUDITS_MAX
             assert get(url + "/api/v1/state")["models"][0]["servers_wrong"] == 1
+            if lie != RARE:  # it may be right each time that it is asked to sign
+                eventually(lambda: list(folder.glob("*.evidence")), 120, 0.5)
+    for file in folder.glob("*.evidence"):
+        check(file, liar)
+
+
+def check(file: Path, liar: str) -> None:
+    """The file shows the liar as wrong, and nothing once a byte has changed."""
+    assert shown(file, 0).splitlines()[0] == f"server   {liar}"
+    changed = bytearray(file.read_bytes())
+    changed[-1] ^= 1
+    file.write_bytes(changed)
+    assert "not those that the server signed" in shown(file, 1)
+
+
+def shown(file: Path, code: int) -> str:
+    """What the command says of a file, as somebody who was not there."""
+    verify = (sys.executable, "-m", "swarm.client.auditing.cli", str(file), str(DEMO_CHECKPOINT))
+    ended = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr

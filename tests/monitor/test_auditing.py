@@ -76,7 +76,7 @@ def test_a_wrong_server_is_audited_again_after_a_day() -> None:
 
 async def test_a_line_that_is_no_finding_is_noted_and_not_taken() -> None:
     taken = []
-    child = auditor(("model",), 1.0, 0.02, Joining(initial_peers=("x",), network="n"), taken.append)
+    child = auditor(("model",), 1.0, 0.02, Path("kept"), Joining(initial_peers=("x",), network="n"), taken.append)
     assert "something else" in child._take(b"{}")
     assert child._take(b'{"root": "%s", "at": 1.0, "took_s": 0.5, "agreed": ["nobody"]}' % (b"ab" * 32))
     assert taken == []

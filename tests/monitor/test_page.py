@@ -41,7 +41,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
 
 @contextmanager
 def page(folder: Path, swarm: LocalSwarm, *options: str) -> Iterator[LocalProcess]:
-    peers = ("--initial-peers", ",".join(swarm.initial_peers), "--network", NETWORK)
+    peers = ("--initial-peers", ",".join(swarm.initial_peers), "--network", swarm.network)
     database = ("--database", str(folder / "health.sqlite"))
     arguments = ("--listen", "127.0.0.1:0", *peers, *database, *options)
     env = {**environment(folder), "PATH": "/usr/bin:/bin"}

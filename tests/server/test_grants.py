@@ -22,10 +22,8 @@ OF_THE_PAST = {"after_step", "rebuild", "reset"}
 
 def test_every_field_that_opens_or_reroutes_is_one_that_is_tested_here():
     tested = OF_THE_GRANT | OF_THE_SESSION | OF_THE_PAST - {"reset"}
-    assert set(Open.model_fields) - {"kind"} == tested | {
-        "tenant",
-        "marks",
-    }  # it decides turns alone; test_prefixes has marks
+    # the tenant decides turns alone; test_prefixes and test_receipts have the others
+    assert set(Open.model_fields) - {"kind"} == tested | {"tenant", "marks", "receipt"}
     assert set(Reroute.model_fields) - {"kind"} == OF_THE_GRANT | OF_THE_PAST - {"rebuild"}
 
 

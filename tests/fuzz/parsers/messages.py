@@ -11,6 +11,7 @@ from swarm.errors import InvalidMessage
 from swarm.net.greeting import HELLO_DOMAIN
 from swarm.protocol import codec, meeting
 from swarm.protocol import messages as wire
+from swarm.protocol.attest import Attest, Attested
 from swarm.protocol.base import Message
 from swarm.protocol.marks import Marks
 from swarm.protocol.tensors import TensorMeta, decode_tensors
@@ -53,7 +54,7 @@ def messages() -> tuple[Message, ...]:
         wire.Open(
             **of, root=ROOT, numeric_class="float32", start=0, stop=4, positions_max=64, rollback_max=4,
             batch=2, positions_soon=60, previous=BOB.peer_id, next_record=record,
-            marks=Marks(size=64, tags=("a" * 32, "0" * 32)),
+            marks=Marks(size=64, tags=("a" * 32, "0" * 32)), receipt=True,
         ),
         wire.Opened(**of, window=8, held=128),
         wire.Reroute(**of, previous=BOB.peer_id, next_record=record, after_step=4),
@@ -72,6 +73,8 @@ def messages() -> tuple[Message, ...]:
         wire.Outputs(**columns, hidden=hidden_of_two),
         wire.Refused(**of, step=4, code="no_room", why="full", retry_after_ms=250),
         wire.Close(session=SESSION),
+        Attest(**of),
+        Attested(**of, statement="{}", signature="0" * 128),
         meeting.Moor(record=signed(BOB, now=NOW).hex()),
         meeting.Moored(seen="1.2.3.4:5678"),
         meeting.Call(call=SESSION, callee=BOB.peer_id, port=31330, back=ROOT),
