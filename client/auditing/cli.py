@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm.commands import LOG_LEVELS, configure_logging, ending_at_once, run_click
+from swarm.commands import configure_logging, ending_at_once, run_click
 from swarm.errors import SwarmError
+from swarm.options import LOG_LEVELS
 from swarm.version import __version__
 
 if TYPE_CHECKING:
