@@ -18,7 +18,7 @@ from swarm.errors import InvalidMessage, UnsupportedArchitecture, UnsupportedChe
 from swarm.identity import peer_id_of, public_key_of
 from swarm.model.checkpoint import _read_config
 from swarm.model.traits import traits_of
-from swarm.protocol import codec, meeting
+from swarm.protocol import attest, codec, meeting
 from swarm.protocol import messages as wire
 from swarm.protocol.base import Message
 from swarm.protocol.marks import Marks
@@ -151,6 +151,8 @@ FIELDS = {
     "retry_after_ms": st.none() | st.integers(0, 24 * 3600 * 1000),
     "lifetime_s": st.integers(1, wire.LIFETIME_S_MAX), "tokens_max": st.none() | st.integers(0, 1 << 48),
     "bundles": st.booleans(), "loads": st.booleans(), "moves": st.booleans(), "skips": st.booleans(),
+    "receipts": st.booleans(), "receipt": st.none() | st.booleans(),
+    "statement": st.none() | _texts,
     "record": st.binary(max_size=2048).map(bytes.hex), "channel": _hex, "proof": _hex,
     "call": _hex.map(lambda text: text[:32]), "token": _hex, "back": _hex, "callee": _peers, "caller": _peers,
     "port": st.integers(0, 65535), "seen": _hosts, "reach": _hosts, "peer": _hosts, "local": _hosts,
@@ -181,7 +183,8 @@ def messages_of(kind):
     return st.builds(kind, **fields, **beside)
 
 
-KINDS = [kind for kind in Message.__subclasses__() if kind.__module__ in (wire.__name__, meeting.__name__)]
+MODULES = {module.__name__ for module in (wire, meeting, attest)}
+KINDS = [kind for kind in Message.__subclasses__() if kind.__module__ in MODULES]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -1,7 +1,6 @@
 """Announcements on one network: hints of strangers, and what two hosts really hear of each other."""
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
@@ -296,13 +295,15 @@ async def test_watch_hears_a_peer_come_and_go(lab: tuple[list[Host], Wire]) -> N
 
 
 async def test_watch_asks_anew_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked, again = [], asyncio.Event()
 
     class Browser:
         """Asks when it is made."""
 
         def __init__(self, *_: object, **__: object) -> None:
             asked.append(self)
+            if len(asked) > 1:
+                again.set()
 
         async def __aenter__(self) -> None:
             pass
@@ -311,10 +312,11 @@ async def test_watch_asks_anew_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
             pass
 
     monkeypatch.setattr("zeroconf.asyncio.AsyncServiceBrowser", Browser)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.1):
-            await Watch(SOUGHT, HERE, LanLimits(again_s=0.01)).ask(SimpleNamespace(zeroconf=None))
-    assert len(asked) > 1
+    asking = asyncio.create_task(Watch(SOUGHT, HERE, LanLimits(again_s=0.01)).ask(SimpleNamespace(zeroconf=None)))
+    async with asyncio.timeout(60):
+        await again.wait()
+    asking.cancel()
+    await asyncio.wait((asking,))
 
 
 async def test_strange_packets_do_not_end_a_watch(lab: tuple[list[Host], Wire]) -> None:

@@ -95,7 +95,10 @@ def _opened_evidence(data: bytes) -> Opened:
     start = data.index(b"\n") + 5
     stop = start + int.from_bytes(data[start - 4 : start], "big")
     value = json.loads(data[start:stop])
-    value["statement"] = json.loads(value["statement"])
+    try:
+        value["statement"] = json.loads(value["statement"])
+    except (LookupError, TypeError) as error:
+        raise ValueError("no evidence any more") from error
 
     def close(text: bytes) -> bytes:
         try:
