@@ -11,7 +11,7 @@ rows of activations there. Beyond a few rows, unpacking many rows of weights for
 import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,22 +25,18 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 class CompiledKernels:
-    """The kernels, for as many threads as torch has in the caller's thread."""
+    """The kernels, for as many threads as torch has in the caller's thread. Each is compiled when it is used first."""
 
-    def __init__(
-        self, unpack: Callable[..., None], multiply: Callable[..., None], multiply_groups: Callable[..., None]
-    ) -> None:
-        """unpack, multiply, multiply_groups: as `_compiled` and `_compiled_groups` return them."""
-        self._unpack = unpack
-        self._multiply = multiply
-        self._multiply_groups = multiply_groups
+    def __init__(self, njit: Callable[..., Decorator]) -> None:
+        """njit: `numba`'s compiler."""
+        self._njit = njit
 
     def unpack(self, codes: Tensor, extremes: Tensor) -> Tensor:
         """Unpack weights: float32 [out, blocks * 32], integers of at most 127. codes, extremes: as `packed`'s."""
         n_outputs, blocks = extremes.shape
         steps = torch.empty(n_outputs, 32 * blocks)
-        arrays = codes.numpy(), extremes.numpy(), steps.numpy()
-        _in_threads(lambda a, b: self._unpack(arrays[0][a:b], arrays[1][a:b], arrays[2][a:b]), n_outputs)
+        arrays, unpack = (codes.numpy(), extremes.numpy(), steps.numpy()), self._packed[0]
+        _in_threads(lambda a, b: unpack(arrays[0][a:b], arrays[1][a:b], arrays[2][a:b]), n_outputs)
         return steps
 
     def products(self, parts: Tensor, codes: Tensor, extremes: Tensor) -> Tensor:
@@ -49,9 +45,9 @@ class CompiledKernels:
         if parts.shape[1] < 32 * blocks:  # the last block of weights is filled up with zeros, too
             parts = torch.nn.functional.pad(parts, (0, 32 * blocks - parts.shape[1]))
         sums = torch.empty(len(parts), n_outputs)
-        arrays = codes.numpy(), extremes.numpy(), sums.numpy(), parts.numpy()
+        arrays, multiply = (codes.numpy(), extremes.numpy(), sums.numpy(), parts.numpy()), self._packed[1]
         _in_threads(
-            lambda a, b: self._multiply(
+            lambda a, b: multiply(
                 arrays[0][a:b], arrays[1][a:b], arrays[2][:, a:b], arrays[3], IntegerFormat.inputs_max
             ),
             n_outputs,
@@ -64,24 +60,30 @@ class CompiledKernels:
         codes, zeros, scales: as an `OwnMatrix` has them, scales in float32.
         """
         sums = torch.empty(len(parts), len(codes))
-        arrays = codes.numpy(), zeros.numpy(), scales.numpy(), sums.numpy(), parts.numpy()
+        arrays, multiply = (codes.numpy(), zeros.numpy(), scales.numpy(), sums.numpy(), parts.numpy()), self._grouped
         _in_threads(
-            lambda a, b: self._multiply_groups(
-                arrays[0][a:b], arrays[1][a:b], arrays[2][a:b], arrays[3][:, a:b], arrays[4]
-            ),
+            lambda a, b: multiply(arrays[0][a:b], arrays[1][a:b], arrays[2][a:b], arrays[3][:, a:b], arrays[4]),
             len(codes),
         )
         return sums
 
+    @cached_property
+    def _packed(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        return _compiled(self._njit)
+
+    @cached_property
+    def _grouped(self) -> Callable[..., None]:
+        return _compiled_groups(self._njit)
+
 
 @cache
 def kernels() -> CompiledKernels | None:
-    """Compile the kernels, which takes some seconds, once in a process. None where `numba` is not installed."""
+    """Return the kernels, which are compiled once in a process. None where `numba` is not installed."""
     try:
         numba: Any = importlib.import_module("numba")
     except ImportError:
         return None
-    return CompiledKernels(*_compiled(numba.njit), _compiled_groups(numba.njit))
+    return CompiledKernels(numba.njit)
 
 
 def is_installed() -> bool:
