@@ -9,7 +9,7 @@ from tests.support.lab import Lab
 from tests.support.lab.swarm import LabSwarm, local_tokens
 from tests.support.swarms import eventually
 
-TOKENS = 420
+TOKENS = 900  # one of three channels may need a second try, ten seconds later
 SPANS = ("0:6", "6:12")
 
 
