@@ -25,14 +25,14 @@ from swarm.protocol.messages import Inquiry, Progress
 _log = structlog.get_logger("swarm.session")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Before:
     """The time at which a watch began, and the bytes that each connection had sent by then, or when it was new."""
 
     began: float
-    sent: dict[int, int]
+    sent: dict[object, int]
 
-    def behind_s(self, connection: int, sent: int, now: float, limits: WatchLimits) -> float:
+    def behind_s(self, connection: object, sent: int, now: float, limits: WatchLimits) -> float:
         """Return how long the bytes of this watch may yet be in the way of a question that is sent now.
 
         sent: bytes that the connection has sent until now. They may still be in the buffers of a slow line, although
@@ -62,7 +62,7 @@ class Watcher:
         watcher: asyncio.Task[None] | None = None
         self._held_s.clear()
         channels = [leg.channel for leg in self._circuit.layout.legs if leg.channel is not None]
-        self._before = Before(self._loop.time(), {id(channel): channel.sent_bytes for channel in channels})
+        self._before = Before(self._loop.time(), {channel: channel.sent_bytes for channel in channels})
 
         def lose_patience() -> None:
             nonlocal watcher
@@ -116,7 +116,7 @@ class Watcher:
             return None
         asked_at, answered = self._loop.time(), self._steps.answered
         unsent, sent = channel.unsent_bytes, channel.sent_bytes
-        patience_s = self.answer_s + self._before.behind_s(id(channel), sent, asked_at, self._limits)
+        patience_s = self.answer_s + self._before.behind_s(channel, sent, asked_at, self._limits)
         try:
             async with asyncio.timeout(patience_s):
                 if not leg.is_open:

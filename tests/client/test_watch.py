@@ -146,6 +146,13 @@ def test_answer_waits_while_a_steps_bytes_are_in_the_questions_way():
     assert before.behind_s(2, 1002 * rate, 101.0, LIMITS) == 1.0
 
 
+class Silent:
+    """A channel on which nothing comes and goes."""
+
+    unsent_bytes = sent_bytes = 0
+    heard_at = 0.0
+
+
 class Answers:
     """Steps of which so many more are answered with each look."""
 
@@ -163,7 +170,7 @@ async def test_silent_hop_of_a_route_that_answers_steps_has_not_failed(more, los
     async def inquire(_):
         await asyncio.sleep(60)
 
-    channel = SimpleNamespace(unsent_bytes=0, sent_bytes=0, heard_at=0.0)
+    channel = Silent()
     leg = SimpleNamespace(channel=channel, has_failed=False, is_open=True, inquire=inquire, broken=lambda _: "silent")
     layout, reported = SimpleNamespace(epoch=1, legs=[leg], has=lambda _: True), []
     circuit = SimpleNamespace(session="0" * 32, layout=layout, lose=lambda *_: None, report=reported.append)

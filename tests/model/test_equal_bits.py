@@ -8,40 +8,15 @@ from swarm.errors import UnsupportedCheckpoint
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.integer import is_supported
 from swarm.model.loading import load_span
-from swarm.model.packed import Segment
 from tests.families import SPLIT
 from tests.support.often import rest_is_long
+from tests.support.steps import alone_and_packed, random, through
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
 
 BLOCKS = Blocks(1, 5)
 WINDOWS = {"cohere2", "gemma2", "gemma3_text", "gemma4_text", "mistral", "olmo3"}  # chunks add up in another order
 REFUSED = {"falcon", "falcon+alibi", "gpt2", "gpt_oss", "jamba", "llama4_text"}  # few linear layers, or read past them
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def through(span, *chunks):
-    cache = span.new_cache()
-    with torch.inference_mode():
-        return torch.cat([span.forward(chunk, cache=cache) for chunk in chunks], dim=1)
-
-
-def alone_and_packed(span):
-    prompts = [random(1, tokens, span.hidden_size, seed=tokens) for tokens in (7, 3, 11)]
-    steps = [random(1, 1, span.hidden_size, seed=tokens + 50) for tokens in (7, 3, 11)]
-    alone, caches = [], []
-    with torch.inference_mode():
-        for prompt, step in zip(prompts, steps, strict=True):
-            cache = span.new_cache()
-            span.forward(prompt, cache=cache)
-            alone.append(span.forward(step, cache=cache))
-            caches.append(span.new_cache())
-            span.forward(prompt, cache=caches[-1])
-        packed = span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
-    return torch.cat(alone), torch.cat(packed)
 
 
 @pytest.mark.parametrize("name", rest_is_long(SPLIT, ()))
@@ -55,7 +30,7 @@ def test_bits_depend_on_nothing_but_the_step(name, quantize, family_dir):
     span = load_span(checkpoint, BLOCKS, dtype=torch.float32, quantize=quantize)
     hidden = random(1, 24, span.hidden_size)
     whole, found = through(span, hidden), []
-    if span.packs and not torch.equal(*alone_and_packed(span)):
+    if span.packs and not all(torch.equal(*pair) for pair in alone_and_packed(span)):
         found.append("packed")
     if span.packs and name not in WINDOWS and not torch.equal(through(span, hidden[:, :16], hidden[:, 16:]), whole):
         found.append("chunks")

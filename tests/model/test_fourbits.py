@@ -22,11 +22,11 @@ from swarm.model.compiled import kernels
 from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed
 from swarm.model.integer import IntegerFormat, integers_of, is_supported, matrices_in, split, to_integers
 from swarm.model.loading import block_bytes, load_span
-from swarm.model.packed import Segment
 from swarm.model.quantising import quantisation_for
 from swarm.model.steady import steady_bytes
 from swarm.model.weightcache import WeightCache, WeightCacheLimits
 from tests.support.often import rest_is_long
+from tests.support.steps import alone_and_packed, random, through
 from tests.support.swarms import DEMO_CHECKPOINT
 
 WHOLE = ("llama", "qwen2", "qwen3", "phi3", "olmo2", "glm4", "gpt_neox", "granite", "nemotron", "opt", "smollm3")
@@ -35,10 +35,6 @@ DENSE = ("llama", "gemma3_text", "phi3")
 SPARSE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 BLOCKS = Blocks(1, 5)
 OLD_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +47,6 @@ def span_of(family_dir):
         return made[name, dtype]
 
     return get
-
-
-def through(span, *chunks):
-    cache = span.new_cache()
-    with torch.inference_mode():
-        return torch.cat([span.forward(chunk, cache=cache) for chunk in chunks], dim=1)
 
 
 # --- the rounding
@@ -183,23 +173,6 @@ def test_blocks_of_a_family_compute_about_the_same(name, span_of, family_dir):
     assert 0 < errors.median() < 0.3
     assert str(span.numeric_class) == "float32+int4"
     assert integers_of(span.model) == "int4"
-
-
-def alone_and_packed(span):
-    """The outputs of some sessions' steps, each alone and as one."""
-    assert span.packs
-    prompts = [random(1, tokens, span.hidden_size, seed=tokens) for tokens in (7, 3, 11)]
-    steps = [random(1, 1, span.hidden_size, seed=tokens + 50) for tokens in (7, 3, 11)]
-    alone, caches = [], []
-    with torch.inference_mode():
-        for prompt, step in zip(prompts, steps, strict=True):
-            cache = span.new_cache()
-            span.forward(prompt, cache=cache)
-            alone.append(span.forward(step, cache=cache))
-            caches.append(span.new_cache())
-            span.forward(prompt, cache=caches[-1])
-        packed = span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
-    return list(zip(alone, packed, strict=True))
 
 
 @pytest.mark.parametrize("name", rest_is_long([*WHOLE, *WINDOWS], ("llama", "phi3", "opt", "gemma3_text", "cohere2")))

@@ -13,12 +13,12 @@ from swarm.model.classes import numeric_class_of
 from swarm.model.integer import integers_of, is_supported, matrices_in, split
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.owncodes import OwnMatrix
-from swarm.model.packed import Segment
 from swarm.model.quantising import quantisation_for
 from swarm.model.stored import Grid
 from swarm.model.weightcache import WeightCache
 from tests.support.often import rest_is_long
 from tests.support.quantised import cases, write
+from tests.support.steps import alone_and_packed, random, through
 
 BLOCKS = Blocks(1, 3)
 FOUR = (
@@ -31,10 +31,6 @@ FOUR = (
 )
 OFTEN = ("gptq, asymmetric, in another order",)
 CPU = torch.device("cpu")
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +47,6 @@ def spans_of(tmp_path_factory):
         return made[case]
 
     return get
-
-
-def through(span, *chunks):
-    cache = span.new_cache()
-    with torch.inference_mode():
-        return torch.cat([span.forward(chunk, cache=cache) for chunk in chunks], dim=1)
 
 
 @pytest.mark.parametrize("case", rest_is_long(FOUR, OFTEN))
@@ -88,19 +78,7 @@ def test_class_and_size_are_known_before_anything_is_loaded(case, spans_of):
 @pytest.mark.parametrize("case", rest_is_long(FOUR, OFTEN))
 def test_a_step_has_the_same_bits_alone_in_a_batch_and_in_chunks(case, spans_of):
     _, span, _ = spans_of(case)
-    assert span.packs
-    prompts = [random(1, tokens, span.hidden_size, seed=tokens) for tokens in (7, 3, 11)]
-    steps = [random(1, 1, span.hidden_size, seed=tokens + 50) for tokens in (7, 3, 11)]
-    alone, caches = [], []
-    with torch.inference_mode():
-        for prompt, step in zip(prompts, steps, strict=True):
-            cache = span.new_cache()
-            span.forward(prompt, cache=cache)
-            alone.append(span.forward(step, cache=cache))
-            caches.append(span.new_cache())
-            span.forward(prompt, cache=caches[-1])
-        packed = span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
-    assert all(torch.equal(*pair) for pair in zip(alone, packed, strict=True))
+    assert all(torch.equal(*pair) for pair in alone_and_packed(span))
     hidden = random(1, 24, span.hidden_size)
     whole = through(span, hidden)
     assert torch.equal(through(span, hidden[:, :16], hidden[:, 16:]), whole)

@@ -21,11 +21,11 @@ from swarm.model.classes import numeric_class_of
 from swarm.model.hollow import blocks_of
 from swarm.model.integer import integers_of, is_supported, rounded, rounded_of, to_integers
 from swarm.model.loading import block_bytes, load_span
-from swarm.model.packed import Segment
 from swarm.model.quantising import Rounding, quantisation_for
 from swarm.model.steady import SteadyWeight
 from tests.families import BASE
 from tests.support.often import rest_is_long
+from tests.support.steps import alone_and_packed, random, through
 from tests.support.swarms import DEMO_CHECKPOINT
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
@@ -34,10 +34,6 @@ DENSE = ("llama", "qwen3", "gemma3_text", "phi3", "olmo2")
 SPARSE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
 OFTEN = ("llama", "gemma3_text", "qwen3_moe", "mixtral")
 BLOCKS = Blocks(1, 5)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +46,6 @@ def span_of(family_dir):
         return made[name, dtype]
 
     return get
-
-
-def through(span, *chunks):
-    cache = span.new_cache()
-    with torch.inference_mode():
-        return torch.cat([span.forward(chunk, cache=cache) for chunk in chunks], dim=1)
 
 
 def test_the_rounding_is_what_it_always_was():
@@ -127,24 +117,6 @@ def test_blocks_of_a_family_compute_nearly_the_same(name, span_of, family_dir):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_of_many_sessions_are_the_same_as_alone_to_the_last_bit(name, dtype, span_of):
     assert all(torch.equal(*pair) for pair in alone_and_packed(span_of(name, dtype)))
-
-
-def alone_and_packed(span):
-    """The outputs of some sessions' steps, each alone and as one."""
-    assert span.packs
-    prompts = [random(1, tokens, span.hidden_size, seed=tokens) for tokens in (7, 3, 11)]
-    steps = [random(1, 1, span.hidden_size, seed=tokens + 50) for tokens in (7, 3, 11)]
-    prompts, steps = ([hidden.to(span.dtype) for hidden in each] for each in (prompts, steps))
-    alone, caches = [], []
-    with torch.inference_mode():
-        for prompt, step in zip(prompts, steps, strict=True):
-            cache = span.new_cache()
-            span.forward(prompt, cache=cache)
-            alone.append(span.forward(step, cache=cache))
-            caches.append(span.new_cache())
-            span.forward(prompt, cache=caches[-1])
-        packed = span.forward_packed([Segment(step, cache) for step, cache in zip(steps, caches, strict=True)])
-    return list(zip(alone, packed, strict=True))
 
 
 @pytest.mark.parametrize(
