@@ -14,7 +14,7 @@ def attested(hosting: Hosting, session: HostedSession, request: Attest, now: flo
         why = "this server signs no receipts"
     elif tally is None:
         why = "the session was opened without"
-    elif tally.lost or not tally.length:
+    elif not tally.length:
         why = tally.lost or "the session has no positions"
     else:
         statement = Statement(

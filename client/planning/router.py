@@ -196,14 +196,9 @@ class Router:
 
     def renewed(self, hop: Hop) -> Hop:
         """Return the hop with the newest record of its process in the latest survey: sessions outlive records."""
-        key, process = hop.announcement.public_key, hop.process
-        of_peer = (signed for signed in self.surveys.latest.servers if signed.announcement.public_key == key)
-        newer = [
-            signed
-            for signed in of_peer
-            if process_of(signed.announcement) == process and signed.announcement.issued > hop.announcement.issued
-        ]
-        return replace(hop, signed=newer[-1]) if newer else hop
+        known = (each for each in self.surveys.latest.servers if process_of(each.announcement) == hop.process)
+        newest = max(known, key=lambda each: each.announcement.issued, default=hop.signed)
+        return replace(hop, signed=newest) if newest.announcement.issued > hop.announcement.issued else hop
 
     def explained(self, hops: Sequence[Hop], crossings: tuple[Crossing, ...] = ()) -> ExplainedRoute:
         """Return hops as a route that compares itself with the servers that are known now.
