@@ -23,7 +23,7 @@ SBOM := build/sbom.cdx.json
 
 help:
 	@echo "make demo       run a whole swarm on this machine, on the small checkpoint that is part of the package"
-	@echo "make test       the tests, lint among them (6 minutes on 2 cores)"
+	@echo "make test       the tests, lint among them (5 minutes on 2 cores)"
 	@echo "make test-long  what takes longer, the sweeps in full (less than 45 minutes on 2 cores)"
 	@echo "make simulate   swarms on a virtual clock, SEEDS=0:200 (docs/simulation.md)"
 	@echo "make fuzz       feed every PARSER for long: Hypothesis' CASES=100000, atheris' EXECUTIONS=10000000 or SECONDS=3600"

@@ -249,6 +249,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 REFUSED = ("gemma4_text+ple+kvshare", "gemma3n_text", "recurrent_gemma")
 SPLIT = tuple(name for name in FAMILIES if name not in REFUSED)
 # What `make test` tries in the longest sweeps: each kind of attention, of positions, of experts and of past once.
+FEW = ("llama", "gemma3_text", "deepseek_v3", "gpt2")  # one of each way: plain, windows, experts, Conv1D
 OFTEN = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "gpt2", "jamba")
 
 

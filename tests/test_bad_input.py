@@ -92,7 +92,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("blocks", "says"), BLOCKS)
+@pytest.mark.parametrize(("blocks", "says"), rest_is_long(BLOCKS, BLOCKS[:1]))
 def test_a_block_range_that_is_none_is_refused(tmp_path, model, blocks, says):
     code, line = serve(tmp_path, model, f"--blocks={blocks}")
     assert (code, blocks in line, says in line) == (2, True, True), line
@@ -244,7 +244,7 @@ def namesake(tmp_path_factory, model):
     return other
 
 
-@pytest.mark.slow("starts a server as a process")
+@pytest.mark.long
 def test_server_starts_whatever_is_announced_under_its_name(tmp_path, namesake, swarm):
     ready, peers = tmp_path / "ready", ",".join(swarm.initial_peers)
     line = line_of(tmp_path, (namesake, "--blocks", "0:1", "--initial-peers", peers, "--ready-file", ready))

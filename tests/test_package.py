@@ -71,10 +71,12 @@ def test_the_wheel_has_exactly_the_tracked_files_of_the_package(tracked: set[str
     assert wheel_members(distributions) == installed_names(tracked)
 
 
+@pytest.mark.long
 def test_the_wheel_installs_one_top_level_package(distributions: Path) -> None:
     assert {name.partition("/")[0] for name in wheel_members(distributions)} == {"swarm"}
 
 
+@pytest.mark.long
 def test_checkpoint_draft_and_type_marker_are_in_the_wheel(distributions: Path) -> None:
     checkpoint = {f"swarm/demo/checkpoint/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
     draft = {f"swarm/demo/draft/{name}" for name in ("draft.json", "draft.safetensors")}

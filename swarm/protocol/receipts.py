@@ -45,6 +45,7 @@ class ReceiptLimits:
     """Bounds on the tally of one session at a hop."""
 
     positions_max: int = limit(8192, "positions", "of 64 bytes each; a longer session gets no receipt")
+    together: int = limit(16, "positions", "steps of one position are hashed together, which takes less time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,33 +124,36 @@ class Tally:
         self._coding: Coding | None = coding
         self._limits = limits or ReceiptLimits()
         self._inputs, self._outputs = bytearray(), bytearray()
+        self._noted: list[tuple[Activations, Tensor | None]] = []  # positions behind those, which are not hashed yet
 
     @property
     def length(self) -> int:
         """Positions of each row."""
-        return len(self._inputs) // Form().digest_bytes
+        return self._hashed + len(self._noted)
 
     @property
     def told(self) -> int:
         """Positions of which the outputs were sent on."""
+        self._hash()
         size = Form().digest_bytes
         return sum(any(self._outputs[at : at + size]) for at in range(0, len(self._outputs), size))
 
     @property
     def inputs(self) -> str:
         """The digest of all inputs."""
+        self._hash()
         return _whole(self._inputs)
 
     @property
     def outputs(self) -> str:
         """The digest of all outputs."""
+        self._hash()
         return _whole(self._outputs)
 
     def reset(self) -> None:
         """Begin anew."""
         self.lost, self.rows = "", 0
-        self._inputs.clear()
-        self._outputs.clear()
+        self._keep(0)
 
     def lose(self, why: str) -> None:
         """Give up until the session begins anew."""
@@ -174,15 +178,48 @@ class Tally:
         elif at + tokens > self._limits.positions_max:
             self.lose(f"it has more than {self._limits.positions_max} positions")
         else:
-            size = Form().digest_bytes
-            del self._inputs[at * size :], self._outputs[at * size :]
+            self._keep(at)
             self.rows = rows
-            self._inputs += digests(given.hidden, at, given)
-            told = 0 if sent is None else sent.shape[1]
-            self._outputs += bytes((tokens - told) * size)
-            if sent is not None and told:
-                part = given if told == tokens else given.last(told)
-                self._outputs += digests(as_received(sent, self._coding), at + tokens - told, part)
+            if tokens > 1:
+                self._hash()
+                self._append(given, sent)
+            else:
+                self._noted.append((given, sent))
+                if len(self._noted) >= self._limits.together:
+                    self._hash()
+
+    @property
+    def _hashed(self) -> int:
+        return len(self._inputs) // Form().digest_bytes
+
+    def _keep(self, length: int) -> None:
+        """Take back the positions from this one on."""
+        size = Form().digest_bytes
+        del self._noted[max(0, length - self._hashed) :]
+        del self._inputs[length * size :], self._outputs[length * size :]
+
+    def _hash(self) -> None:
+        """Hash what is noted: together, where all of it is ordinary steps of one dtype."""
+        noted, self._noted = self._noted, []
+        sent = [output for _, output in noted if output is not None]
+        dtypes = {(given.hidden.dtype, output.dtype) for (given, _), output in zip(noted, sent, strict=False)}
+        is_plain = all(given.positions is None and given.mask is None for given, _ in noted)
+        if len(sent) == len(noted) > 1 and is_plain and len(dtypes) == 1:
+            import torch  # noqa: PLC0415 - as in _places
+
+            whole = torch.cat([given.hidden for given, _ in noted], dim=1)
+            self._append(Activations(whole), torch.cat(sent, dim=1))
+        else:
+            for given, output in noted:
+                self._append(given, output)
+
+    def _append(self, given: Activations, sent: "Tensor | None") -> None:
+        at, tokens, told = self._hashed, given.tokens, 0 if sent is None else sent.shape[1]
+        self._inputs += digests(given.hidden, at, given)
+        self._outputs += bytes((tokens - told) * Form().digest_bytes)
+        if sent is not None and told:
+            part = given if told == tokens else given.last(told)
+            self._outputs += digests(as_received(sent, self._coding), at + tokens - told, part)
 
 
 def as_received(hidden: "Tensor", coding: Coding | None) -> "Tensor":

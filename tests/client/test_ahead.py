@@ -175,7 +175,7 @@ def world(request, tmp_path_factory):
         yield swarm, model, full
 
 
-@pytest.mark.parametrize("way", rest_is_long(WAYS, ("greedy", "seeded, with a penalty")))
+@pytest.mark.parametrize("way", rest_is_long(WAYS, ("seeded, with a penalty",)))
 def test_tokens_and_random_numbers_are_those_of_a_plain_run(world, way):
     swarm, model, full = world
     expected = generated(full, **WAYS[way])
@@ -189,6 +189,7 @@ def test_tokens_and_random_numbers_are_those_of_a_plain_run(world, way):
     eventually(lambda: not any(sessions for sessions, _ in leases(swarm.servers)), 10)
 
 
+@pytest.mark.long
 def test_look_up_is_asked_for_as_in_transformers(world):
     _, model, full = world
     ids = IDS.repeat(1, 3)
@@ -210,7 +211,7 @@ def test_a_model_drafts_as_in_transformers(world, way):
     assert generated(model, assistant_model=small, **WAYS[way]) == expected  # on the same draft model
 
 
-@pytest.mark.parametrize(("load", "guesses"), [(0.0, True), (9.0, False)])
+@pytest.mark.parametrize(("load", "guesses"), rest_is_long([(0.0, True), (9.0, False)], [(9.0, False)]))
 def test_busy_hops_get_no_guesses_that_nobody_asked_for(full, spare, load, guesses):
     expected = generated(full, **GREEDY)
     with (
@@ -374,6 +375,7 @@ def test_a_past_of_unknown_tokens_is_not_guessed_behind(full, spare):
         assert model.last_speculation.tokens == 0
 
 
+@pytest.mark.long
 def test_threads_that_guess_at_once_do_not_mix(full, spare):
     """Each opens sessions again and again, at the same moments as the others."""
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

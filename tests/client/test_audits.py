@@ -94,6 +94,7 @@ def test_server_that_leaves_a_block_out_is_found_and_left(checkpoint, full):
         assert liar not in route_of(swarm, model)
 
 
+@pytest.mark.long
 def test_chat_on_a_wrong_server_begins_anew_elsewhere(checkpoint, full):
     with inprocess(checkpoint) as swarm, audited(swarm) as model:
         model.backend.membership.router.limits = RouterLimits(survey_fresh_s=0.0, survey_age_s=0.0)
@@ -111,6 +112,7 @@ def test_chat_on_a_wrong_server_begins_anew_elsewhere(checkpoint, full):
             assert not liar.handler.sessions
 
 
+@pytest.mark.long
 def test_server_that_is_wrong_at_times_is_doubted_and_left(checkpoint):
     def others():
         for blocks in ("0:3", "3:6"):

@@ -12,7 +12,7 @@ FAMILIES = ("llama", "qwen3_moe", "gemma3_text", "deepseek_v3", "gpt_oss", "bloo
 BOUND = 0.02  # of logits that reach 5 to 30; 0.0 was measured for all, and bfloat16 itself is about 0.2 from float32
 
 
-@pytest.mark.parametrize("name", rest_is_long(FAMILIES, ("llama", "gpt_oss")))
+@pytest.mark.parametrize("name", rest_is_long(FAMILIES, ("llama",)))
 def test_logits_stay_within_the_bound(tmp_path, name):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(make(name)).save_pretrained(tmp_path)
@@ -51,7 +51,7 @@ class WideSession:
         return self._session.step(hidden, **arguments).to(torch.float32)
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mamba2"])
+@pytest.mark.parametrize("name", rest_is_long(["llama", "bloom", "mamba2"], ["mamba2"]))
 def test_an_output_of_another_dtype_is_cast_for_the_ends(tmp_path, name):
     """The ends of most families fail on any dtype but their own. Those of Mamba expect float32."""
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ def test_it_is_at_most_a_megabyte_and_a_half():
     assert sum(path.stat().st_size for path in DRAFT.iterdir()) <= 1_500_000
 
 
-@pytest.mark.slow("every step of a generation takes a trip of 40 ms")
+@pytest.mark.long
 @pytest.mark.parametrize("count", rest_is_long([2, 4], [2]))
 def test_it_is_right_in_most_guesses_on_unseen_code(demo, count):
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)

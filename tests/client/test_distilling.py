@@ -105,6 +105,7 @@ def test_states_cut_off_by_a_kill_are_computed_again(made, source, tokens, tmp_p
     assert contents(tmp_path) == contents(made)
 
 
+@pytest.mark.long
 def test_a_head_learns_at_every_depth(source, tokens, tmp_path, capsys):
     """Those held out are windows that it has seen."""
     recipe = Recipe(width=64, layers=1, mlp=96, steps=120, rows=8, depths=2, alone=0.5)

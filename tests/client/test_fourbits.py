@@ -21,6 +21,7 @@ def alone(checkpoint):
             return model.generate(ONE, **settings()), model(ONE).logits
 
 
+@pytest.mark.long
 def test_wherever_a_route_is_cut_the_text_is_the_same(checkpoint, alone):
     with inprocess(checkpoint) as swarm:
         for blocks in CUTS:
@@ -32,6 +33,7 @@ def test_wherever_a_route_is_cut_the_text_is_the_same(checkpoint, alone):
     assert (got - alone[1]).norm() < 1e-3 * alone[1].norm()
 
 
+@pytest.mark.long
 def test_local_blocks_of_int4_compute_what_a_server_of_them_does(checkpoint, alone):
     with inprocess(checkpoint) as swarm:
         swarm.serve("2:6", quantize="int4")

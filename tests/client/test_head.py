@@ -19,6 +19,7 @@ from swarm.model.integer import is_supported
 from swarm.model.loading import load_ends
 from tests.client.test_ahead import knowing, late
 from tests.model.rings import save_family
+from tests.support.often import rest_is_long
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no int8 products on this processor")
 
@@ -105,7 +106,7 @@ def test_calls_that_need_all_logits_get_the_exact_heads(models, how):
 
 
 @pytest.mark.slow("each family is loaded three times in two dtypes")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", rest_is_long(["qwen3", "gemma3_text"], ["gemma3_text"]))
 def test_other_families_have_it_in_both_dtypes(family, tmp_path):
     save_family(family, tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
@@ -124,7 +125,7 @@ def test_a_family_that_changes_its_logits_keeps_the_exact_head(family, tmp_path)
     assert count(model) == (0, 0)
 
 
-@pytest.mark.slow("two swarms' clients generate several texts")
+@pytest.mark.long
 def test_guesses_that_travel_ahead_change_nothing(swarm):
     ways = ({"do_sample": False}, TOP_K)
     with swarm.client() as exact:

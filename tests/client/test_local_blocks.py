@@ -51,7 +51,7 @@ def assert_same(expected, got):
     assert max(float((a - b).abs().max()) for a, b in zip(expected.logits, got.logits, strict=True)) <= 1e-5
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rest_is_long(MODES, ("greedy", "look-up, which rolls back")))
 def test_generates_what_the_full_model_generates(world, mode):
     _, model, full = world
     arguments = dict(MODES[mode])
@@ -159,6 +159,7 @@ def test_threads_that_generate_at_once_do_not_mix(world, monkeypatch):
     assert max(most) == 1  # a span is not re-entrant
 
 
+@pytest.mark.long
 def test_a_hop_that_dies_is_replaced_behind_the_local_blocks(tmp_path):
     folder = save_family("llama", tmp_path / "llama")
     full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

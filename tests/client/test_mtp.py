@@ -101,6 +101,7 @@ def test_the_first_guess_is_that_of_transformers(full, swarm):
     assert len({ours[text] for text in both}) > 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [GREEDY, pytest.param({**SEEDED, "repetition_penalty": 1.2}, marks=pytest.mark.long)])
 def test_tokens_and_random_numbers_are_those_of_a_plain_run(full, swarm, way):
     expected = generated(full, **way)

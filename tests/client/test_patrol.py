@@ -60,6 +60,7 @@ def peer_of(server: Any) -> str:
     return server.me.identity.peer_id
 
 
+@pytest.mark.long
 def test_honest_servers_agree_and_each_is_audited(checkpoint):
     with inprocess(checkpoint, *SPANS) as swarm:
         auditing, servers = Auditing(swarm), {peer_of(server) for server in swarm.servers}
@@ -106,6 +107,7 @@ def test_a_server_that_signs_what_is_not_so_is_in_doubt_with_its_neighbour(check
         assert auditing.patrol.doubted == ({before} if lie == "inputs" else {before, behind})
 
 
+@pytest.mark.long
 def test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked(checkpoint):
     with inprocess(checkpoint, *SPANS) as swarm:
         auditing = Auditing(swarm)
@@ -116,6 +118,7 @@ def test_servers_that_do_not_answer_the_page_are_neither_drawn_nor_asked(checkpo
         assert auditing.audit(answering=[]).why == "no server that answers serves the model"
 
 
+@pytest.mark.long
 def test_a_holder_that_is_alone_keeps_no_other_from_being_audited(checkpoint):
     with inprocess(checkpoint, "0:2", "2:4", "4:6", "4:6") as swarm:
         auditing, alone = Auditing(swarm), {peer_of(server) for server in swarm.servers[:2]}

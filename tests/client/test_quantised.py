@@ -130,12 +130,14 @@ def test_a_route_mixes_classes_of_one_tier(checkpoint):
         assert same_logits(got, by_hand(checkpoint, *parts))
 
 
+@pytest.mark.long
 def test_a_client_in_bfloat16_uses_servers_in_float32(checkpoint):
     with mixed(checkpoint) as swarm, swarm.client(dtype=torch.bfloat16) as model, torch.no_grad():
         assert model.generate(ONE, **settings()).shape == (1, ONE.shape[1] + 12)
         assert model(ONE).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.long
 def test_a_repair_takes_the_same_class_although_another_is_quicker(checkpoint):
     def strike():
         struck = route_of(swarm, model)[1]
@@ -152,6 +154,7 @@ def test_a_repair_takes_the_same_class_although_another_is_quicker(checkpoint):
         assert "another class" not in model.route.explain()
 
 
+@pytest.mark.long
 def test_a_repair_in_another_class_is_told(checkpoint):
     with inprocess(checkpoint, "0:2", "4:6") as swarm:
         rounded = swarm.serve("2:4", quantize="int8")

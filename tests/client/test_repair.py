@@ -53,7 +53,11 @@ def leases(servers):
     return [(len(server.handler.sessions), server.memory.used) for server in servers]
 
 
-@pytest.mark.parametrize("victims", [[1], [0, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize(
+    "victims",
+    [pytest.param([1], marks=pytest.mark.long), [0, 2], pytest.param([0, 1, 2], marks=pytest.mark.long)],
+    ids=str,
+)
 def test_any_hops_may_die_while_tokens_come(checkpoint, full, victims):
     struck = []
 
@@ -74,10 +78,10 @@ def test_any_hops_may_die_while_tokens_come(checkpoint, full, victims):
 @pytest.mark.parametrize(
     "mode",
     [
-        {"num_beams": 3},
+        pytest.param({"num_beams": 3}, marks=pytest.mark.long),
         {"num_beams": 2, "num_return_sequences": 2},
         {"do_sample": True, "temperature": 0.8},
-        {"prompt_lookup_num_tokens": 3},
+        pytest.param({"prompt_lookup_num_tokens": 3}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -149,6 +153,7 @@ def test_replay_is_untouched_by_later_writes_to_the_callers_buffers(checkpoint, 
         assert same_logits(got, full(ONE, position_ids=torch.arange(3, 15)[None]).logits[:, -4:])
 
 
+@pytest.mark.long
 def test_hop_that_died_without_a_replacement_is_named(checkpoint):
     limits = SessionLimits(recovery=RecoveryLimits(holders_s=3.0))
     with inprocess(checkpoint, "0:3", "3:6") as swarm, swarm.client(limits=limits) as model, torch.no_grad():

@@ -30,7 +30,7 @@ def dequantised(weight):
     return integers.float() * scales[:, None]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"])
 def folder(request, tmp_path_factory):
     config = make("llama")
     config.tie_word_embeddings = request.param
@@ -78,6 +78,7 @@ def test_a_family_that_goes_around_its_head_is_refused(tmp_path, monkeypatch):
         ends_of(folder)
 
 
+@pytest.mark.long
 def test_a_swarm_generates_what_a_model_with_rounded_weights_does(swarm, checkpoint):
     stock = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -179,6 +179,7 @@ def test_a_plan_costs_no_more_than_any_other(drawn, trips, client, shown):
         assert route.cost_ms == pytest.approx(least)
 
 
+@pytest.mark.long
 @settings(max_examples=200)
 @given(
     drawn=st.lists(server_drawn, min_size=1, max_size=4),

@@ -46,6 +46,7 @@ def granting(tokens: int, limits: SchedulerLimits = LIMITS) -> Scheduler:
     return Scheduler(limits, lambda _: Fixed(tokens))
 
 
+@pytest.mark.long
 def test_batches_are_those_of_the_version_before():
     for seed, digest in BEFORE.items():
         log = simulate(seed, Scheduler(WITHOUT_BURSTS))

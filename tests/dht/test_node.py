@@ -48,6 +48,7 @@ async def test_what_one_node_announces_a_client_finds(tmp_path: Path) -> None:
         await directory(server, ALICE).withdraw()
 
 
+@pytest.mark.long
 async def test_a_p2pd_that_dies_in_the_middle_of_an_announcement_costs_a_moment(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
         assert server.member is not None
@@ -88,6 +89,7 @@ async def test_calls_wait_while_p2pd_is_replaced(tmp_path: Path) -> None:
             assert (await directory(server, ALICE).announce(announcement(ALICE))).replicas == 1
 
 
+@pytest.mark.long
 async def test_calls_wait_for_the_next_p2pd_as_soon_as_one_is_given_up(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as server:
         await boot.handle_stream("/test/1", _echo)
@@ -322,6 +324,7 @@ async def test_a_frozen_p2pd_is_noticed_and_replaced(tmp_path: Path) -> None:
         assert not is_running(frozen)
 
 
+@pytest.mark.long
 async def test_a_node_begins_anew_on_another_p2pd_and_that_is_no_failure(tmp_path: Path) -> None:
     async with node(tmp_path, "boot", limits=DaemonLimits(restarts_max=1)) as boot:
         for restarts in (1, 2, 3):
@@ -345,6 +348,7 @@ async def test_a_killed_processes_folder_is_removed_by_the_next(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"swarm-p2p-{os.getpid()}-abc", "swarm-p2p-notes"]
 
 
+@pytest.mark.long
 async def test_a_clock_that_goes_wrong_later_does_not_end_a_running_node(tmp_path: Path) -> None:
     skew_s = 0.0
     async with (
@@ -392,6 +396,7 @@ async def test_that_nobody_answers_is_not_that_nobody_serves(tmp_path: Path) -> 
             await directory(client).servers(ROOT, 12)
 
 
+@pytest.mark.long
 async def test_an_initial_peer_that_was_away_learns_of_the_others_again(tmp_path: Path) -> None:
     """Servers that know each other must not leave a restarted bootstrap node, and all who join through it, alone."""
     often = MemberLimits(maintain_s=0.5)

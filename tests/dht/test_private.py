@@ -158,6 +158,7 @@ async def test_over_the_network_a_stranger_reads_no_record_and_stores_none(tmp_p
             assert ours.facts(held.data).owner == ALICE.public_key.hex()
 
 
+@pytest.mark.long
 async def test_a_stranger_is_no_helper_when_a_member_asks_to_be_dialled_back(tmp_path: Path) -> None:
     dialled = []
 

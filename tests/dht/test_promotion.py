@@ -65,6 +65,7 @@ async def test_a_promoted_node_is_learnt_at_once(tmp_path: Path) -> None:
         assert (await directory(boot).announce(announcement(ALICE))).replicas == 1  # on alice, which answers
 
 
+@pytest.mark.long
 async def test_a_demoted_node_is_forgotten_while_it_stays_connected(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, unproven(tmp_path, boot.addresses) as alice:
         await alice.promote()
@@ -79,6 +80,7 @@ async def test_a_demoted_node_is_forgotten_while_it_stays_connected(tmp_path: Pa
         assert boot.neighbours() == (alice.peer_id,)
 
 
+@pytest.mark.long
 async def test_a_new_p2pd_serves_if_the_node_was_promoted(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, unproven(tmp_path, boot.addresses) as alice:
         await alice.promote()
@@ -90,6 +92,7 @@ async def test_a_new_p2pd_serves_if_the_node_was_promoted(tmp_path: Path) -> Non
         assert alice.member.protocol.client_mode
 
 
+@pytest.mark.long
 async def test_a_promotion_counts_that_comes_while_p2pd_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with node(tmp_path, "boot") as boot, unproven(tmp_path, boot.addresses) as alice:
         build = SwarmNode._build

@@ -221,8 +221,8 @@ def test_records_travel_with_bytes_for_digits_and_arrive_as_they_were() -> None:
 # --- over a network ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.virtual_clock
-@pytest.mark.slow("thirty nodes")
 async def test_reader_of_a_large_key_takes_its_share_of_bytes() -> None:
     held = entries(500, rtts=16)
     async with swarm(30, held) as (network, _, reader):

@@ -29,7 +29,7 @@ from tests.fuzz.parsers.base import Parser
 from tests.fuzz.parsers.messages import activations_of, frame_of
 from tests.fuzz.run import MEASURED_OF, MEMORY_MAX, feed, feed_atheris, feed_hypothesis, has_atheris
 
-CASES = 150
+CASES = 80
 EXECUTIONS = 2000
 CPU_S = 2.0  # per parser, if the executions take longer
 BROKEN = """

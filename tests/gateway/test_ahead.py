@@ -22,6 +22,7 @@ from tests.gateway.conftest import engine_of
 from tests.gateway.test_engine import GREEDY, Spelling, crash, freed, hosted, ids_of, local, run
 from tests.model.rings import save_family
 from tests.support.inprocess import inprocess
+from tests.support.often import rest_is_long
 from tests.support.swarms import DEMO_CHECKPOINT
 
 DELAY_S = 0.02
@@ -122,7 +123,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", rest_is_long(WAYS, ("seeded, with penalties",)))
 async def test_tokens_and_random_numbers_are_those_without_guesses(swarm, way):
     asked = Generation(prompt=IDS, tokens_max=30, sampling=WAYS[way])
     async with distant(swarm) as engine:
@@ -136,7 +137,7 @@ async def test_tokens_and_random_numbers_are_those_without_guesses(swarm, way):
     assert drawn == state
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", [GREEDY, pytest.param(SEEDED, marks=pytest.mark.long)], ids=["greedy", "seeded"])
 async def test_look_up_is_right_where_the_text_repeats_itself(swarm, sampling):
     asked = Generation(prompt=IDS, tokens_max=40, sampling=replace(sampling, logit_bias=FEW))
     async with distant(swarm) as engine:
@@ -272,6 +273,7 @@ async def test_no_guess_goes_beyond_the_answers_limit(swarm, full):
         assert engine.guessing.kept > 2
 
 
+@pytest.mark.long
 async def test_long_text_is_read_in_pieces_before_it_is_searched(swarm):
     asked = Generation(prompt=ids_of(10, 3) * 4, tokens_max=40, sampling=replace(GREEDY, logit_bias=FEW))
     read = []
@@ -291,6 +293,7 @@ async def test_long_text_is_read_in_pieces_before_it_is_searched(swarm):
     assert all(count for length, count in read if length > 40)
 
 
+@pytest.mark.long
 async def test_sliding_windows_take_guesses_back(tmp_path):
     folder = save_family("gemma3_text", tmp_path / "gemma3_text")
     with inprocess(folder, "0:3", "3:6") as swarm:

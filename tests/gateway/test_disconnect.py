@@ -16,6 +16,7 @@ from swarm.web import WebServer, url_of
 from tests.gateway.conftest import engine_of
 from tests.gateway.scripted import NAME, ScriptedModels
 from tests.support.inprocess import inprocess
+from tests.support.often import rest_is_long
 from tests.support.swarms import DEMO_CHECKPOINT
 
 SPANS = ("0:1", "1:4", "4:6")
@@ -77,18 +78,20 @@ async def repairing(checkpoint, *spares, limits=None):
             assert not engine.swarm.sessions.open_sessions
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.05])
+@pytest.mark.parametrize("after_s", rest_is_long([0.0, 0.005, 0.02, 0.05], [0.005]))
 async def test_disconnect_while_a_spare_takes_over_frees_all_leases(checkpoint, after_s):
     async with repairing(checkpoint, "1:4"):
         await asyncio.sleep(after_s)
 
 
+@pytest.mark.long
 async def test_disconnect_while_the_session_waits_for_blocks_frees_all_leases(checkpoint):
     async with repairing(checkpoint, limits=EngineLimits(wait_for_blocks_s=30.0)) as (_, session, survivors):
         assert session.repairs == 0
         assert any(server.handler.sessions for server in survivors)
 
 
+@pytest.mark.long
 async def test_disconnect_while_a_spare_does_not_answer_frees_all_leases(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)

@@ -97,6 +97,7 @@ def test_two_gateways_run_beside_each_other(tmp_path, swarm):
         assert one.complete().status_code == 200
 
 
+@pytest.mark.long
 def test_gateway_with_keys_asks_for_them(tmp_path, swarm):
     keys = tmp_path / "keys.json"
     code, printed = warm.start(tmp_path, "swarm.gateway.cli", "keys", "add", "ada", "--keys", str(keys)).ended()

@@ -28,6 +28,7 @@ def test_servers_that_start_together_choose_different_blocks(empty: World):
     assert torch.equal(got, empty.full.generate(prompt(1, 6), max_new_tokens=8, **SAME))
 
 
+@pytest.mark.long
 def test_a_server_with_room_for_the_whole_model_takes_all_of_it(empty: World):
     assert empty.swarm.start_server("auto").wait_ready().ready["blocks"] == "0:6"
 

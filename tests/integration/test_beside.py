@@ -111,7 +111,7 @@ def generated(model: PreTrainedModel) -> list[list[int]]:
     return tokens.tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow("three servers start")
+@pytest.mark.long
 def test_servers_started_at_once_generate_together(machine: Machine) -> None:
     with machine.world.client() as model:
         ids = prompt(1, 8)

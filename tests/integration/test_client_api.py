@@ -54,6 +54,7 @@ def open_sessions(server: LocalProcess) -> set[tuple[str, str]]:
     return sessions
 
 
+@pytest.mark.long
 async def test_works_where_an_event_loop_runs_in_the_main_thread(llama: World):
     assert asyncio.get_running_loop().is_running()
     with AutoDistributedModel.from_pretrained(

@@ -94,7 +94,7 @@ def test_without_anybody_to_take_over_a_killed_server_is_a_named_error_until_the
     assert model.route[1].peer_id == replacement.ready["peer_id"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", rest_is_long([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_a_server_that_dies_or_stalls_in_the_middle_is_replaced_and_the_text_is_the_same(
     two_hops: World, number: signal.Signals
 ):
@@ -173,6 +173,7 @@ async def reading(world: World) -> AsyncIterator[Callable[[], Awaitable[dict[str
         yield announced
 
 
+@pytest.mark.long
 def test_a_step_waits_for_room_and_goes_on_when_there_is_some(small: World):
     holder, waiting = small.client(), small.client()
     held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values
@@ -183,6 +184,7 @@ def test_a_step_waits_for_room_and_goes_on_when_there_is_some(small: World):
     assert torch.equal(got, small.full.generate(prompt(1, 20), max_new_tokens=4, **SAME))
 
 
+@pytest.mark.long
 def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(small: World):
     chunks = ChunkLimits(chunk_bytes=6 * small.full.config.hidden_size * 4)
     holder, waiting = small.client(), small.client(limits=SessionLimits(chunks=chunks))
@@ -194,6 +196,7 @@ def test_a_prefill_of_which_a_part_finds_no_room_goes_on_when_there_is_some(smal
     assert torch.equal(got, small.full.generate(prompt(1, 40), max_new_tokens=4, **SAME))
 
 
+@pytest.mark.long
 def test_a_step_that_finds_no_room_until_its_deadline_says_so(small: World):
     holder, waiting = small.client(), small.client(step_timeout_s=2.5)
     held = holder(prompt(1, POOL_TOKENS - 10)).past_key_values

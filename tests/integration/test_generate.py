@@ -49,6 +49,8 @@ MODES: dict[str, dict[str, Any]] = {
         "stopping_criteria": [lambda ids, scores, **_: torch.full((ids.shape[0],), ids.shape[1] >= 30)]
     },
 }
+# `make test` runs one of each kind: plain, drawn, in beams, with a draft, in chunks.
+OFTEN = ("greedy", "sampling", "beam search of a batch, several returned", "assisted", "chunked prefill")
 OF_FAMILIES = ("beam search of a batch, several returned", "assisted sampling", "chunked prefill")
 
 
@@ -76,7 +78,7 @@ def _inference() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", rest_is_long(MODES, OFTEN))
 def test_generates_what_the_full_model_generates(running: World, client: PreTrainedModel, mode: str):
     assert_generates_the_same(running.full, client, mode)
 
@@ -110,6 +112,7 @@ def assert_generates_the_same(full: PreTrainedModel, distributed: PreTrainedMode
     assert difference(expected.logits, got.logits) <= LOGITS_TOLERANCE, mode
 
 
+@pytest.mark.long
 def test_a_left_padded_batch_generates_what_the_full_model_generates(running: World, client: PreTrainedModel):
     mask = torch.ones_like(THREE)
     mask[0, :5] = 0
@@ -156,6 +159,7 @@ def test_a_chat_continues_with_the_cache_of_the_turn_before(running: World, clie
     assert torch.equal(expected, chat(client, client.new_cache()))
 
 
+@pytest.mark.long
 def test_a_returned_cache_continues_the_chat(running: World, client: PreTrainedModel):
     def chat(model: PreTrainedModel) -> Tensor:
         first = model.generate(ONE, return_dict_in_generate=True, **SAME)
@@ -197,6 +201,7 @@ def test_one_forward_gives_the_full_models_logits(running: World, client: PreTra
         assert without.get("past_key_values") is None
 
 
+@pytest.mark.long
 def test_a_prefill_in_many_messages_that_overlap_gives_the_full_models_logits(running: World):
     """The full model takes the same pieces, one after the other: a router's near-ties must fall the same way."""
     tokens, piece, tail = 100, 7, prompt(3, 20, seed=2)
@@ -231,6 +236,7 @@ def test_the_route_has_the_three_servers_in_order(running: World, client: PreTra
     assert [hop.peer_id for hop in client.route] == [server.ready["peer_id"] for server in running.swarm.servers]
 
 
+@pytest.mark.long
 def test_in_bfloat16_the_logits_stay_within_a_bound():
     """Teacher-forced on the same tokens, so that a near-tie that falls the other way changes nothing after it."""
     full = AutoModelForCausalLM.from_pretrained(DEMO_CHECKPOINT, dtype=torch.bfloat16).eval()

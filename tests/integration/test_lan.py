@@ -153,7 +153,7 @@ async def servers_known(ready: dict[str, Any]) -> int:
         return len(await directory.servers(ready["root"], 12))
 
 
-@slow
+@pytest.mark.long
 def test_other_networks_and_keys_find_nothing(halves: Lan) -> None:
     key = halves.folder / "network.key"
     key.write_text("ab" * 32)
@@ -185,7 +185,7 @@ def get(host: Host, url: str) -> str:
         return text
 
 
-@slow
+@pytest.mark.long
 def test_server_that_comes_later_joins_the_first(make: Callable[[int], Lan]) -> None:
     lan = make(2)
     first = lan.start(0, "swarm.dht.cli", "--network", "mine")
@@ -265,7 +265,7 @@ def test_second_address_replaces_no_p2pd_and_a_lost_one_does(make: Callable[[int
     assert events(server).count("p2pd is replaced") == 1
 
 
-@slow
+@pytest.mark.long
 def test_no_lan_puts_nothing_on_the_wire(make: Callable[[int], Lan]) -> None:
     lan = make(1)
     lan.serve(0, "0:1", "--no-lan").wait_ready()

@@ -202,6 +202,7 @@ def test_a_flipped_bit_ends_the_channel_and_costs_a_repair_but_no_token(
     assert torch.equal(greedy(client), greedy(watched.world.full))
 
 
+@pytest.mark.long
 def test_a_flipped_bit_in_a_frames_length_never_gives_a_wrong_token(watched: Watched):
     for place in (0, 3):
         for dialler, server, direction in (EDGES["from the client to hop 1"], EDGES["from hop 3 to the client"]):

@@ -23,8 +23,8 @@ def composite(model_type: str, vision: dict[str, int], **more: int) -> Pretraine
     "config",
     [
         composite("gemma3", {**TOWER, **IMAGES}, mm_tokens_per_image=4),
-        composite("qwen3_5", DEPTHS),
-        composite("llama4", {**TOWER, **IMAGES, **PROJECTOR}),
+        pytest.param(composite("qwen3_5", DEPTHS), marks=pytest.mark.long),
+        pytest.param(composite("llama4", {**TOWER, **IMAGES, **PROJECTOR}), marks=pytest.mark.long),
     ],
     ids=lambda config: config.model_type,
 )

@@ -15,7 +15,7 @@ from swarm.model.direct import DirectLimits
 from swarm.model.loading import load_span
 from swarm.model.probe import learn_direct_path
 from swarm.model.span import Span, SpanLimits
-from tests.families import OFTEN, SPLIT, make
+from tests.families import FEW, SPLIT, make
 from tests.model.rings import GROWS, save_model
 from tests.support.often import rest_is_long
 
@@ -49,7 +49,7 @@ any_session = given(
 )
 
 
-@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, FEW))
 @few
 @any_session
 def test_both_ways_give_the_same_bits(
@@ -78,7 +78,7 @@ def assert_same_bits(span: Span, schedule: Schedule, batch: int, seed: int) -> N
 
 
 # Llama 4's masks start anew with every chunk of positions, 8 here and 8192 in its checkpoints.
-@pytest.mark.parametrize("name", rest_is_long([name for name in SPLIT if name != "llama4_text"], OFTEN))
+@pytest.mark.parametrize("name", rest_is_long([name for name in SPLIT if name != "llama4_text"], FEW))
 def test_every_family_goes_the_short_way_before_in_and_beyond_its_windows(
     span_of: Callable[[str], Span], name: str
 ) -> None:
@@ -88,6 +88,7 @@ def test_every_family_goes_the_short_way_before_in_and_beyond_its_windows(
         assert span.forward_directly(hidden_states(2, 1, number), cache) is not None, cache.length
 
 
+@pytest.mark.long
 def test_the_short_way_goes_on_over_the_edges_of_stretches(family_dir: FamilyDir) -> None:
     limits = SpanLimits(direct=DirectLimits(stretch_positions=5, stretches_max=2))
     for name in ("llama", "gemma3_text", "bloom"):

@@ -12,7 +12,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks, RollbackImpossible, UnsupportedArchitecture
 from swarm.model.checkpoint import open_checkpoint
-from tests.families import OFTEN, REFUSED, SPLIT
+from tests.families import FEW, OFTEN, REFUSED, SPLIT
 from tests.model.rings import CUTS, Pair, Ring, difference, tokens
 from tests.support.often import rest_is_long
 
@@ -64,7 +64,7 @@ def test_logits_are_exact_over_prefill_chunks_after_history_and_decode(pair_of: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, FEW))
 def test_logits_are_exact_where_a_span_has_only_one_kind_of_block(pair_of: PairOf, name: str) -> None:
     pair, ids = pair_of(name), tokens(1, sum(STEPS), seed=2)
     expected, tolerance = reference(pair, name, ids)
@@ -73,7 +73,7 @@ def test_logits_are_exact_where_a_span_has_only_one_kind_of_block(pair_of: PairO
         assert difference(logits_in_steps(pair.ring(pair.spans(*cuts)), ids), expected) <= tolerance, (start, stop)
 
 
-@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, FEW))
 def test_left_padded_batches_are_exact(pair_of: PairOf, name: str) -> None:
     pair, ids = pair_of(name), tokens(3, sum(STEPS), seed=3)
     mask = torch.ones_like(ids)
@@ -86,7 +86,7 @@ def test_left_padded_batches_are_exact(pair_of: PairOf, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, FEW))
 def test_interleaved_sessions_do_not_disturb_each_other(pair_of: PairOf, name: str) -> None:
     pair, first_ids, second_ids = pair_of(name), tokens(1, 20, seed=4), tokens(2, 25, seed=5)
     spans = pair.spans(*CUTS)
@@ -136,7 +136,7 @@ def test_recording_the_past_for_rollbacks_changes_nothing(pair_of: PairOf, name:
     assert difference(logits_in_steps(plain, ids), logits_in_steps(recording, ids)) <= tolerance
 
 
-@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, FEW))
 def test_gather_reorders_repeats_and_selects_rows(pair_of: PairOf, name: str) -> None:
     pair, ids = pair_of(name), tokens(2, 14, seed=9)
     spans = pair.spans(*CUTS)
@@ -151,7 +151,7 @@ def test_gather_reorders_repeats_and_selects_rows(pair_of: PairOf, name: str) ->
             assert difference(session.step(step), straight.step(step)) <= BATCH_ORDER
 
 
-@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, FEW))
 def test_a_part_of_a_span_computes_what_a_span_of_those_blocks_does(pair_of: PairOf, name: str) -> None:
     pair, ids = pair_of(name), tokens(2, sum(STEPS), seed=10)
     expected, tolerance = reference(pair, name, ids)

@@ -163,7 +163,7 @@ def test_other_kernels_compute_the_same_bits(tmp_path):
 # --- spans
 
 
-@pytest.mark.parametrize("name", rest_is_long(DENSE + SPARSE, ("llama", "qwen3_moe", "deepseek_v3")))
+@pytest.mark.parametrize("name", rest_is_long(DENSE + SPARSE, ("llama", "deepseek_v3")))
 def test_blocks_of_a_family_compute_about_the_same(name, span_of, family_dir):
     span, last = span_of(name), Blocks(4, 5)
     plain = load_span(open_checkpoint(family_dir(name)), last, dtype=torch.float32)
@@ -175,19 +175,21 @@ def test_blocks_of_a_family_compute_about_the_same(name, span_of, family_dir):
     assert integers_of(span.model) == "int4"
 
 
-@pytest.mark.parametrize("name", rest_is_long([*WHOLE, *WINDOWS], ("llama", "phi3", "opt", "gemma3_text", "cohere2")))
+@pytest.mark.parametrize("name", rest_is_long([*WHOLE, *WINDOWS], ("llama", "opt", "gemma3_text")))
 def test_steps_of_many_sessions_are_the_same_as_alone_to_the_last_bit(name, span_of):
     assert all(torch.equal(*pair) for pair in alone_and_packed(span_of(name)))
 
 
-@pytest.mark.parametrize("name", rest_is_long(WHOLE, WHOLE[::3]))
+@pytest.mark.parametrize("name", rest_is_long(WHOLE, ["llama"]))
 def test_chunks_are_the_same_as_the_whole_to_the_last_bit(name, span_of):
     span = span_of(name)
     hidden = random(1, 24, span.hidden_size)
     assert torch.equal(through(span, hidden[:, :16], hidden[:, 16:]), through(span, hidden))
 
 
-@pytest.mark.parametrize("name", [name for name in SPARSE if name != "deepseek_v3"])  # its steps are not packed
+@pytest.mark.parametrize(
+    "name", rest_is_long([name for name in SPARSE if name != "deepseek_v3"], ["qwen3_moe"])
+)  # its steps are not packed
 def test_steps_of_experts_are_nearly_the_same_as_alone(name, span_of):
     """The choice of experts is in float32, and is added up otherwise in a batch."""
     errors = [float((one - other).norm() / one.norm()) for one, other in alone_and_packed(span_of(name).part(BLOCKS))]

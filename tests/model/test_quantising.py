@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer
 
 DENSE = ("llama", "qwen3", "gemma3_text", "phi3", "olmo2")
 SPARSE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
-OFTEN = ("llama", "gemma3_text", "qwen3_moe", "mixtral")
+OFTEN = ("llama", "gemma3_text", "qwen3_moe")
 BLOCKS = Blocks(1, 5)
 
 
@@ -119,9 +119,9 @@ def test_steps_of_many_sessions_are_the_same_as_alone_to_the_last_bit(name, dtyp
     assert all(torch.equal(*pair) for pair in alone_and_packed(span_of(name, dtype)))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in DENSE + SPARSE if name != "gemma3_text"]
-)  # windows add up in another order
+@pytest.mark.parametrize(  # windows add up in another order
+    "name", rest_is_long([name for name in DENSE + SPARSE if name != "gemma3_text"], ["llama", "qwen3_moe"])
+)
 def test_chunks_are_the_same_as_the_whole_to_the_last_bit(name, span_of):
     span = span_of(name)
     hidden = random(1, 24, span.hidden_size)

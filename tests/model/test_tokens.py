@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
-from tests.families import OFTEN, SPLIT
+from tests.families import FEW, OFTEN, SPLIT
 from tests.model.rings import CUTS, Pair, difference, tokens
 from tests.support.often import rest_is_long
 
@@ -32,7 +32,7 @@ def outputs(pair: Pair, embedded: list[Tensor]) -> list[Tensor]:
     return made
 
 
-@pytest.mark.parametrize("name", rest_is_long(SPLIT, OFTEN))
+@pytest.mark.parametrize("name", rest_is_long(SPLIT, FEW))
 def test_ends_of_a_family_compute_the_stock_models_logits(pair_of: PairOf, name: str) -> None:
     pair = pair_of(name)
     ends, ids = ends_of(pair), tokens(1, 9)

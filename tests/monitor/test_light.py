@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from swarm.access import Access
 from swarm.dht.directory import Directory
 from swarm.dht.node import NodeConfig, SwarmNode, open_node
@@ -85,12 +87,14 @@ async def test_forged_expired_and_malformed_records_never_show(tmp_path: Path):
     assert found["servers"] == ["good"]
 
 
+@pytest.mark.long
 async def test_a_swarm_that_cannot_be_reached_is_an_error_with_a_name():
     peer = Identity.generate().peer_id
     assert await read(f"/ip4/127.0.0.1/tcp/1/p2p/{peer}") == {"error": "Unreachable"}
     assert await read("/ip4/127.0.0.1/nonsense") == {"error": "BadConfiguration"}
 
 
+@pytest.mark.long
 async def test_a_clock_that_is_wrong_is_told_before_anything_is_read(tmp_path: Path):
     async with node(tmp_path, "late", clock=lambda: time.time() - 120) as late:
         assert await read(*late.addresses[:1]) == {"error": "ClockSkew"}
@@ -111,6 +115,7 @@ async def test_it_reads_a_private_swarm_with_the_key_and_nothing_without(tmp_pat
     assert without == {"models": [], "servers": [], "heavy": []}
 
 
+@pytest.mark.long
 async def test_reader_goes_on_when_libp2p_has_crashed(tmp_path: Path):
     me = Identity.generate()
     async with node(tmp_path, "first") as first, node(tmp_path, "second", first.addresses) as second:

@@ -161,9 +161,13 @@ def test_a_page_that_is_not_on_its_own_list_does_not_start(tmp_path):
     ("arguments", "says"),
     [
         ((), "--initial-peers"),
-        (("--initial-peers", "nonsense"), "nonsense"),
-        (("--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooW", "--join-address", "1.2.3.4"), "1.2.3.4"),
-        (("--initial-peers", "x", "--listen", "127.0.0.1:1:1"), "HOST:PORT"),
+        pytest.param(("--initial-peers", "nonsense"), "nonsense", marks=pytest.mark.long),
+        pytest.param(
+            ("--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooW", "--join-address", "1.2.3.4"),
+            "1.2.3.4",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(("--initial-peers", "x", "--listen", "127.0.0.1:1:1"), "HOST:PORT", marks=pytest.mark.long),
         (("--initial-peers", "x", "--database", "/proc/nowhere/health.sqlite"), "--database"),
     ],
 )

@@ -273,6 +273,7 @@ async def test_peer_on_the_same_host_is_found(lab: tuple[list[Host], Wire]) -> N
         assert await look(first) == (f"/ip4/10.78.0.1/tcp/31331/p2p/{PEER}",)
 
 
+@pytest.mark.long
 async def test_other_names_and_keys_see_nothing(lab: tuple[list[Host], Wire]) -> None:
     (first, second, third), wire = lab
     keyed = tag_of("mine", MINE)

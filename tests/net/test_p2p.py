@@ -94,6 +94,7 @@ def test_the_binary_of_another_platform_is_refused(monkeypatch: pytest.MonkeyPat
         check_program(p2pd())
 
 
+@pytest.mark.long
 async def test_a_p2pd_that_keeps_failing_is_given_up() -> None:
     started, limits = [], DaemonLimits(backoff_s=(0.01,), restarts_max=2)
 
@@ -119,6 +120,7 @@ async def test_p2pd_relays_for_no_peer_and_has_limits() -> None:
         assert ["Max", "data", "size", *[str(DaemonLimits().data_bytes_max)] * 2, "bytes"] in limits
 
 
+@pytest.mark.long
 async def test_a_p2pd_that_dies_while_attaching_is_replaced() -> None:
     attempts: list[Daemon] = []
     attached = asyncio.Event()

@@ -23,7 +23,7 @@ from swarm.protocol.journal import (
 from swarm.protocol.tensors import CHUNK_BYTES
 
 WIDTH = 4
-logs = settings(max_examples=100)
+logs = settings(max_examples=40)
 RANDOM = st.randoms(use_true_random=False)
 
 

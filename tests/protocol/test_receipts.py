@@ -92,6 +92,25 @@ def test_a_past_that_is_rebuilt_has_the_digests_that_it_had(rng, coding, dtype, 
     assert after.told == 0, "nothing of it went on"
 
 
+@often
+@given(RANDOM, CODINGS, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2), st.booleans()), max_size=24))
+def test_positions_hashed_together_have_the_digests_of_each_alone(rng, coding, script):
+    """Of steps with rollbacks, some of two positions, some whose outputs go nowhere, of one dtype or of two."""
+    torch.manual_seed(rng.randrange(1 << 30))
+    tallies = [Tally(coding, ReceiptLimits(together=n)) for n in (1, 3, 16)]
+    at = 0
+    for back, tokens, is_told in script:
+        at = max(0, at - back)
+        hidden = torch.randn(2, tokens, 128).to(rng.choice([torch.bfloat16] * 5 + [torch.float32]))
+        for tally in tallies:
+            tally.add(at, Activations(hidden), -hidden if is_told else None)
+        at += tokens
+        if rng.random() < 0.2:
+            assert len({tally.outputs for tally in tallies}) == 1
+    assert len({(tally.length, tally.told, tally.inputs, tally.outputs) for tally in tallies}) == 1
+    assert tallies[0].length == at
+
+
 def test_outputs_that_were_not_wanted_are_told_as_such():
     tally, other = Tally(), Tally()
     hidden = torch.randn(1, 4, 8)

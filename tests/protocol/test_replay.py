@@ -28,7 +28,7 @@ from swarm.protocol.tensors import meta_of
 SESSION = "ab" * 16
 WIDTH = 2
 TOKEN_BYTES = 4 * WIDTH  # of one row
-wires = settings(max_examples=1500, suppress_health_check=list(HealthCheck))
+wires = settings(max_examples=500, suppress_health_check=list(HealthCheck))
 many_wires = settings(wires, max_examples=10_000)
 Piece = tuple[Rebuild, Activations]
 

@@ -17,7 +17,7 @@ SESSION = "ab" * 16
 WINDOW = 8
 LIMITS = InboxLimits(window_steps=WINDOW)
 ROOM = 1 << 30
-wires = settings(max_examples=1500, suppress_health_check=list(HealthCheck))
+wires = settings(max_examples=500, suppress_health_check=list(HealthCheck))
 many_wires = settings(wires, max_examples=10_000)
 
 

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 
 
+@pytest.mark.long
 def test_a_server_imports_neither_scipy_nor_hiveminds_training_half(tmp_path: Path) -> None:
     """Seen in a fork of the process that imported all that a server does."""
     code, printed = warm.start(tmp_path, "tests.support.imported").ended()

@@ -39,6 +39,7 @@ def test_rounded_weights_are_kept_in_the_users_cache(cache):
     assert kept(cache / "weights") == ["block-0000", "block-0001"]
 
 
+@pytest.mark.long
 def test_weights_of_four_bits_are_kept_beside_those_of_eight(cache):
     assert loaded("--quantize", "int4").numeric_class.weights == "int4"
     assert loaded("--quantize", "int8").numeric_class.weights == "int8"

@@ -122,7 +122,7 @@ def test_the_fast_evaluation_of_moves_agrees_with_carrying_them_out():
 
 
 @pytest.mark.parametrize(("speeds", "n_blocks"), rest_is_long([("lognormal", 80), ("spread", 32)], [("spread", 32)]))
-@pytest.mark.parametrize("delay_s", [(0.0, 0.0), DELAY_S], ids=["true", "stale"])
+@pytest.mark.parametrize("delay_s", [pytest.param((0.0, 0.0), marks=pytest.mark.long), DELAY_S], ids=["true", "stale"])
 def test_a_hundred_servers_come_within_a_tenth_of_an_annealer_and_stop(speeds, n_blocks, delay_s):
     holders = random_swarm(1, n_blocks, 100, speeds)
     settled = simulate(n_blocks, holders, 1, delay_s=delay_s, moves_max=300)
@@ -133,7 +133,7 @@ def test_a_hundred_servers_come_within_a_tenth_of_an_annealer_and_stop(speeds, n
 
 
 @pytest.mark.slow("hours of two swarms, in which every server looks every five minutes")
-@pytest.mark.parametrize("kind", rest_is_long(KINDS, ["silent", "slow"]))
+@pytest.mark.parametrize("kind", rest_is_long(KINDS, ["slow"]))
 def test_one_fifth_of_liars_takes_little_from_the_bottleneck(kind):
     """All of them are in one half of the model. Their claims draw honest servers to the other half, as far as these
     believe them.

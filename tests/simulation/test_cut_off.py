@@ -14,6 +14,7 @@ from swarm.protocol.messages import Step
 from tests.simulation.going import Crowded, Going, played
 from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS, Host
+from tests.support.often import rest_is_long
 
 IMPATIENT = replace(PLAN, wait_for_blocks_s=0.0)
 BACK_S = 3.0  # what may pass between the network's return and the next token: a pause, a dial, a past
@@ -50,7 +51,7 @@ def drop_network(going: Going, for_s: float) -> None:
 
 @pytest.mark.parametrize("ends", [False, True], ids=["silent", "ended at once"])
 @pytest.mark.parametrize("around", [make_sole_holders, make_slow_spares])
-@pytest.mark.parametrize("away_s", [20.0, 60.0])
+@pytest.mark.parametrize("away_s", rest_is_long([20.0, 60.0], [20.0]))
 def test_a_generation_goes_on_when_the_clients_network_is_back(
     away_s: float, around: Callable[[Going], None], ends: bool
 ) -> None:

@@ -24,7 +24,7 @@ from tests.simulation.run import Outcome, simulate
 from tests.simulation.world import N_BLOCKS
 from tests.support.often import rest_is_long
 
-SEEDS, PART, OFTEN = 200, 4, (0,)  # seeds of the sweep, of one test, and the tests of `make test`
+SEEDS, PART, OFTEN = 200, 2, (0,)  # seeds of the sweep, of one test, and the tests of `make test`
 SLOW, FAST = 6.0, 60.0  # departures a minute, among a hundred servers
 
 
@@ -45,6 +45,7 @@ def test_hops_die_under_guesses() -> None:
     assert guessed(0).repairs
 
 
+@pytest.mark.long
 def test_hops_skip_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the sweep would not try that either."""
     skipped, skip = [], HostedSession.skip

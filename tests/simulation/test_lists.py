@@ -64,7 +64,7 @@ def run(kind: str, seed: int, reroutes: int) -> int:
 
 
 @pytest.mark.parametrize("reroutes", rest_is_long([REROUTES, REROUTES_LONG], [REROUTES]))
-@pytest.mark.parametrize("kind", ["allowed_peers", "blocked_peers", "trusted_peers"])
+@pytest.mark.parametrize("kind", rest_is_long(["allowed_peers", "blocked_peers", "trusted_peers"], ["allowed_peers"]))
 def test_unlisted_peer_gets_no_frame_over_forced_reroutes(kind: str, reroutes: int) -> None:
     assert run(kind, 1, -(-reroutes // 3)) >= reroutes // 3
 

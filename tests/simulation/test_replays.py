@@ -19,6 +19,7 @@ from tests.simulation.going import played as played_with
 from tests.simulation.model import HIDDEN_SIZE
 from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS, Host
+from tests.support.often import rest_is_long
 
 CHUNK_TOKENS = 8
 MIB = CHUNK_TOKENS * HIDDEN_SIZE * 4  # what stands for a MiB here
@@ -50,7 +51,7 @@ def spares(going: Going) -> list[Host]:
 DEATHS = {"behind a journal": (1,), "the first": (0,), "neighbours": (1, 2), "neighbours, and the first": (0, 1)}
 
 
-@pytest.mark.parametrize("relayed", [False, True])
+@pytest.mark.parametrize("relayed", rest_is_long([False, True], [True]))
 @pytest.mark.parametrize("places", DEATHS.values(), ids=DEATHS)
 def test_a_past_that_no_pool_holds_is_rebuilt(places: tuple[int, ...], relayed: bool) -> None:
     async def scenario(going: Going) -> None:
@@ -125,6 +126,7 @@ def test_past_that_comes_too_fast_is_held_back() -> None:
     played(scenario)
 
 
+@pytest.mark.long
 def test_many_long_pasts_to_one_hop_are_rebuilt_by_turns() -> None:
     """Together they would have each other's pieces refused, and begin again and again."""
 

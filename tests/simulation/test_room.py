@@ -17,6 +17,7 @@ from swarm.server.refusals import Declined
 from tests.simulation.going import Going, crowd_out, only_these, played, small_chunks
 from tests.simulation.village import PLAN
 from tests.simulation.world import N_BLOCKS
+from tests.support.often import rest_is_long
 
 PROMPT = 64
 NEW_TOKENS = 40
@@ -38,7 +39,7 @@ async def all_well(tasks: list[Coroutine[Any, Any, float]]) -> float:
     return max(await asyncio.gather(*tasks))
 
 
-@pytest.mark.parametrize("foreseen", [True, False])
+@pytest.mark.parametrize("foreseen", rest_is_long([True, False], [False]))
 def test_sessions_that_need_more_cache_than_exists_all_end_well(*, foreseen: bool) -> None:
     """Those that take their room piece by piece each wait for what others hold, until one gives its own back."""
     plan = replace(PLAN, positions_soon=PROMPT + ChunkLimits().positions_to_come if foreseen else 0)
@@ -147,6 +148,7 @@ def test_while_a_step_waits_for_room_only_it_is_retransmitted(code: Any) -> None
     played(scenario, client=small_chunks(8))
 
 
+@pytest.mark.long
 def test_session_finds_the_only_server_that_can_hold_it() -> None:
     async def scenario(going: Going) -> None:
         going.village.router.preferences = Preferences()

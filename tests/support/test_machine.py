@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
 from tests.support import machine
@@ -48,6 +50,7 @@ def test_no_test_begins_when_time_is_over(tmp_path: Path) -> None:
     assert "no time is left" in printed
 
 
+@pytest.mark.long
 def test_a_machine_that_loses_its_time_to_others_is_not_asked_to_keep_it(tmp_path: Path) -> None:
     printed = run(tmp_path, 0.7, "--numprocesses", "1")
     assert "1 passed, 2 skipped" in printed, printed
