@@ -1,0 +1,347 @@
+"""An hour of a whole swarm under streams that come and go: what grows, what stays open, and what is left at the end.
+
+    python benchmarks/soak.py [--seconds 3600] [--streams 32] [--every 20] [--check] [--quick] [--json PATH]
+
+A bootstrap node, six servers of the demo's checkpoint (three are killed in turn, one each `--every` seconds, and
+another one of the span takes its place), a gateway, the health page, and a client in a process of its own, whose every
+text is compared with the whole model's. Streams ask the gateway for short and long answers to prompts of up to 20,000
+tokens; three of ten are cut off at a random moment. For that the checkpoint's config allows 32,768 positions, which is
+more than it was trained for and changes no cost.
+
+All processes that are not killed are watched, their children too. What a process has of its own memory grows by so much
+per 1,000 generations: the median slope between all pairs of samples of the second half (Theil and Sen), when caches and
+pools are as large as they get. A generation is an answer of the gateway's, whole or cut off, or a text of the client's.
+Descriptors are compared between the two quarters of that half. A minute after the end no server may have a session.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import httpx
+import psutil
+import torch
+from common import SEED, table, write_json
+from transformers import AutoModelForCausalLM
+
+from swarm.client import AutoDistributedModel
+from swarm.demo.cli import CHECKPOINT
+from swarm.demo.local import LocalProcess, LocalSwarm, Place
+from swarm.identity import Identity
+from tests.support import warm
+
+SPANS = ("0:4", "4:8", "8:12")
+POSITIONS, LONG_PROMPT, LONG_SHARE = 32768, 20000, 0.005
+CUT_SHARE = 0.3
+GROWTH_MIB_MAX, GENERATIONS_MIN = 1.0, 500  # per 1,000 generations, once there are as many as tell anything
+DESCRIPTORS_MAX = 8  # more than before: connections come and go
+KEPT_MB_MAX = 1.0  # of the gateway's memory for each conversation that it keeps
+QUIET_S = 60.0
+TEXTS, TEXT_TOKENS = 8, 24  # the client's texts
+SAMPLES = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a process has. generations: of the whole swarm until then. own: bytes of memory that no other shares."""
+
+    generations: int
+    own: int
+    descriptors: int
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--seconds", type=float, default=3600.0)
+    arguments.add_argument("--streams", type=int, default=32, help="at once")
+    arguments.add_argument("--every", type=float, default=20.0, help="seconds between kills; 0 kills none")
+    arguments.add_argument("--check", action="store_true", help="exit 1 unless the project's promises are kept")
+    arguments.add_argument("--quick", action="store_true", help="a few requests, to see that it works")
+    arguments.add_argument("--json", type=Path, help="where the raw samples go")
+    arguments.add_argument("--seed", type=int, default=SEED)
+    options = arguments.parse_args()
+    if options.quick:
+        options.seconds, options.streams, options.every = 12.0, 3, 5.0
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-soak-")))
+        running = stack.enter_context(swarm_of(roomy(folder), folder))
+        soak = Soak(running, options)
+        asyncio.run(soak.run())
+        broken = report(soak, asyncio.run(soak.left()), options)
+    for promise in broken:
+        print(f"NOT KEPT: {promise}")
+    if options.check and broken:
+        raise SystemExit(1)
+
+
+# The swarm
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The processes. texts, wrong: of the client's."""
+
+    swarm: LocalSwarm
+    gateway: LocalProcess
+    page: LocalProcess
+    client: multiprocessing.process.BaseProcess
+    texts: "Synchronized[int]"
+    wrong: "Synchronized[int]"
+
+    @property
+    def watched(self) -> dict[str, int]:
+        """The processes that are not killed, by name: their ids."""
+        lasting = [self.swarm.bootstrap, *self.swarm.servers[: len(SPANS)], self.gateway, self.page]
+        pids = {each.name: int(each.process.pid) for each in lasting}
+        assert self.client.pid is not None
+        return {**pids, "client": self.client.pid}
+
+
+def roomy(folder: Path) -> Path:
+    """Copy the demo's checkpoint, with room for long prompts. Its manifest would be another one's."""
+    path = folder / "long"
+    shutil.copytree(CHECKPOINT, path, ignore=shutil.ignore_patterns("*manifest.json"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
+    return path
+
+
+@contextmanager
+def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
+    """Start everything. The servers know the gateway."""
+    me = Identity.generate()
+    options = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000")
+    spawn = multiprocessing.get_context("spawn")
+    stop, texts, wrong = spawn.Event(), spawn.Value("q", 0), spawn.Value("q", 0)
+    with LocalSwarm(model, SPANS * 2, options=options, identities={"gateway": me}, launch=warm.launch) as swarm:
+        peers = ("--initial-peers", ",".join(swarm.initial_peers), "--network", swarm.network)
+        kept = ("--database", str(folder / "health.sqlite"), "--log-level", "warning")
+        place = Place(folder)
+        arguments = ("--listen", "127.0.0.1:0", *peers, *kept)
+        page = LocalProcess("page", "swarm.monitor.cli", arguments, place, dict(os.environ)).wait_ready()
+        common = ("--dtype", "float32", "--threads", "1", "--concurrency", "128", "--log-level", "warning")
+        gateway = swarm.start_gateway(*common).wait_ready()
+        given = (str(model), swarm.initial_peers, swarm.network, stop, texts, wrong)
+        client = spawn.Process(target=generate, args=given, name="client", daemon=True)
+        client.start()
+        try:
+            while not texts.value and client.is_alive():
+                time.sleep(0.1)
+            yield Running(swarm, gateway, page, client, texts, wrong)
+        finally:
+            stop.set()
+            client.join(60.0)
+            page.stop()
+
+
+def generate(
+    model: str,
+    initial_peers: Sequence[str],
+    network: str,
+    stop: Any,  # noqa: ANN401 - the event of a context
+    texts: "Synchronized[int]",
+    wrong: "Synchronized[int]",
+) -> None:
+    """Generate text after text, in the client's process."""
+    torch.set_num_threads(1)
+    join = {"initial_peers": initial_peers, "network": network, "dtype": torch.float32}
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    drawn = torch.Generator().manual_seed(SEED)
+    prompts = [torch.randint(3, 2000, (1, 24), generator=drawn) for _ in range(TEXTS)]
+    settings = {"max_new_tokens": TEXT_TOKENS, "min_new_tokens": TEXT_TOKENS, "do_sample": False}
+    expected = [whole.generate(prompt, **settings) for prompt in prompts]
+    del whole
+    with AutoDistributedModel.from_pretrained(model, **join) as distributed:
+        while not stop.is_set():
+            for prompt, right in zip(prompts, expected, strict=True):
+                if stop.is_set():
+                    break
+                wrong.value += not torch.equal(distributed.generate(prompt, **settings), right)
+                texts.value += 1
+
+
+# The load
+
+
+class Soak:
+    """Load on a swarm, and samples of its processes. ends: how many answers ended in which way."""
+
+    def __init__(self, running: Running, options: argparse.Namespace) -> None:
+        self.running = running
+        self.ends: Counter[str] = Counter()
+        self.samples: defaultdict[str, list[Sample]] = defaultdict(list)
+        self.kept = 0.0
+        self.kills = 0
+        self._options = options
+        self._until = time.monotonic() + options.seconds
+
+    @property
+    def generations(self) -> int:
+        """Answers and texts until now."""
+        return self.ends.total() + self.running.texts.value
+
+    async def run(self) -> None:
+        """Load the swarm until time is over."""
+        gateway, rng = self.running.gateway, random.Random(self._options.seed)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=gateway.ready["url"], timeout=600, limits=limits) as http:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._options.streams):
+                    group.create_task(self._come_and_go(http, random.Random(rng.random())))
+                group.create_task(self._kill())
+                while time.monotonic() < self._until:
+                    await asyncio.to_thread(self._sample)
+                    await asyncio.sleep(self._options.seconds / SAMPLES)
+            self.kept = gauge((await http.get("/metrics")).text, "conversations_idle")
+
+    async def left(self) -> int:
+        """End the gateway and the client. Returns the sessions that servers have a minute later, by their logs."""
+        self.running.gateway.stop()
+        deadline = time.monotonic() + QUIET_S
+        while True:
+            left = 0
+            for server in self.running.swarm.servers:
+                if server.process.poll() is None:
+                    counts = re.findall(r"sessions\W+(\d+)", server.log.read_text(errors="replace"))
+                    left += int(counts[-1]) if counts else 0
+            if not left or time.monotonic() > deadline:
+                return left
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1.0)
+
+    def _sample(self) -> None:
+        for name, pid in self.running.watched.items():
+            process = psutil.Process(pid)
+            with suppress(psutil.NoSuchProcess):
+                for each in (process, *process.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        known = name if each is process else f"{name}: {each.name()} {each.pid}"
+                        own = each.memory_full_info().uss
+                        self.samples[known].append(Sample(self.generations, own, each.num_fds()))
+
+    async def _come_and_go(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Ask again and again: short and long prompts, some answers cut off at a random moment."""
+        name = self.running.gateway.ready["models"][0]
+        while time.monotonic() < self._until:
+            length = LONG_PROMPT if rng.random() < LONG_SHARE else rng.choice((40, 200, 800))
+            ids = [3 + rng.randrange(2000) for _ in range(length)]
+            body = {"model": name, "prompt": ids, "max_tokens": rng.choice((8, 40, 120)), "ignore_eos": True}
+            patience_s = rng.uniform(0.0, 2.0) if rng.random() < CUT_SHARE else 600.0
+            try:
+                async with asyncio.timeout(patience_s):
+                    response = await http.post("/v1/completions", json=body)
+                whole = response.status_code == 200
+                self.ends["whole" if whole else f"{response.status_code} {response.text[:80]}"] += 1
+            except TimeoutError:
+                self.ends["cut off by the client"] += 1
+            except httpx.HTTPError as error:
+                self.ends[f"failed: {type(error).__name__}"] += 1
+
+    async def _kill(self) -> None:
+        """Kill one server after the other, of those that are not watched."""
+        every_s, swarm = self._options.every, self.running.swarm
+        alive = list(zip(SPANS, swarm.servers[len(SPANS) :], strict=True))
+        while every_s and time.monotonic() + every_s < self._until:
+            await asyncio.sleep(every_s)
+            span, victim = alive.pop(0)
+            await asyncio.to_thread(victim.kill)
+            self.kills += 1
+            alive.append((span, await asyncio.to_thread(swarm.start_server, span)))
+
+
+def gauge(metrics: str, name: str) -> float:
+    """Return a figure of `/metrics`."""
+    found = re.search(rf"^\S*{name} (\S+)$", metrics, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+# What grew
+
+
+def growth_mib(samples: Sequence[Sample]) -> float:
+    """Return how many MiB of its own a process has more after 1,000 generations: the median slope of all pairs."""
+    slopes = [
+        1000 * (b.own - a.own) / (b.generations - a.generations) / 2**20
+        for a, b in combinations(samples, 2)
+        if b.generations > a.generations
+    ]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+def opened(samples: Sequence[Sample]) -> float:
+    """Return how many descriptors more a process has in the later half of samples, in the median."""
+    half = len(samples) // 2
+    return statistics.median(s.descriptors for s in samples[half:]) - statistics.median(
+        s.descriptors for s in samples[:half]
+    )
+
+
+def errors_of(running: Running) -> Counter[str]:
+    """Return the errors and tracebacks in the logs of all processes, those that were killed too."""
+    found: Counter[str] = Counter()
+    for process in (running.swarm.bootstrap, *running.swarm.servers, running.gateway, running.page):
+        for line in process.log.read_text(errors="replace").splitlines():
+            if "Traceback" in line or re.search(r'"level": "(error|critical)"|\b(error|critical)\s*\]', line):
+                found[f"{process.name.partition('-')[0]}: {line[:200]}"] += 1
+    return found
+
+
+def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
+    """Print and write everything. Returns the promises that were not kept."""
+    rows, broken = [], []
+    for name, samples in soak.samples.items():
+        later = samples[len(samples) // 2 :]
+        if len(later) < 4 or len(samples) < max(map(len, soak.samples.values())) // 2:
+            continue  # a child that came and went
+        grown, more = growth_mib(later), opened(later)
+        mib = [f"{each.own / 2**20:.0f}" for each in (samples[0], later[0], later[-1])]
+        rows.append([name, *mib, f"{grown:+.2f}", str(later[0].descriptors), f"{more:+.0f}"])
+        if grown > GROWTH_MIB_MAX and later[-1].generations - later[0].generations >= GENERATIONS_MIN:
+            broken.append(f"{name} grows by {grown:.2f} MiB per 1,000 generations")
+        if more > DESCRIPTORS_MAX:
+            broken.append(f"{name} has {more:.0f} descriptors more")
+    columns = ["process", "MiB at first", "at half", "at the end", "per 1,000", "descriptors", "more"]
+    table(f"{soak.generations} generations in {options.seconds:.0f} s, {soak.kills} kills", columns, rows)
+    errors = errors_of(soak.running)
+    texts, wrong = soak.running.texts.value, soak.running.wrong.value
+    facts = [["the client's texts", str(texts)], ["of them wrong", str(wrong)], ["sessions left", str(left)],
+             ["conversations kept", f"{soak.kept:.0f}"],
+             *([end, str(count)] for end, count in sorted(soak.ends.items())),
+             *([f"logged: {line}", str(count)] for line, count in errors.most_common(20))]  # fmt: skip
+    table("beside", ["", ""], facts)
+    later = soak.samples["gateway"][len(soak.samples["gateway"]) // 4 :]
+    grown_mb = (later[-1].own - later[0].own) / 2**20
+    failed = [end for end in soak.ends if not end.startswith(("whole", "cut", "429"))]
+    broken += [f"the gateway's memory grew by {grown_mb:.1f} MB"] * (grown_mb > KEPT_MB_MAX * max(soak.kept, 1))
+    broken += [f"{left} sessions are left"] * (left > 0) + [f"{wrong} texts are wrong"] * (wrong > 0)
+    broken += [f"answers failed: {failed}"] * bool(failed) + ["errors were logged"] * bool(errors)
+    broken += ["the client ended"] * (not soak.running.client.is_alive())
+    write_json(
+        options.json, "soak", options.seed, [], seconds=options.seconds, kills=soak.kills, columns=columns, rows=rows,
+        ends=dict(soak.ends), texts=texts, wrong=wrong, left=left, kept=soak.kept, errors=dict(errors), broken=broken,
+        processes={name: [asdict(each) for each in samples] for name, samples in soak.samples.items()},
+    )  # fmt: skip
+    return broken
+
+
+if __name__ == "__main__":
+    main()
