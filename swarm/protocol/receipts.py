@@ -46,6 +46,7 @@ class ReceiptLimits:
 
     positions_max: int = limit(8192, "positions", "of 64 bytes each; a longer session gets no receipt")
     together: int = limit(16, "positions", "steps of one position are hashed together, which takes less time")
+    noted_bytes: int = limit(256 << 10, "bytes", "or as soon as their inputs are so large")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,8 @@ class Tally:
                 self._append(given, sent)
             else:
                 self._noted.append((given, sent))
-                if len(self._noted) >= self._limits.together:
+                noted = len(self._noted)
+                if noted >= self._limits.together or noted * given.hidden.nbytes >= self._limits.noted_bytes:
                     self._hash()
 
     @property

@@ -1,5 +1,7 @@
 """Tallies and receipts: two ends of a wire have the same digests, whatever wires and repairs do."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,6 +111,19 @@ def test_positions_hashed_together_have_the_digests_of_each_alone(rng, coding, s
             assert len({tally.outputs for tally in tallies}) == 1
     assert len({(tally.length, tally.told, tally.inputs, tally.outputs) for tally in tallies}) == 1
     assert tallies[0].length == at
+
+
+@pytest.mark.parametrize(("rows", "held"), [(1, 15), (32, 0)])
+def test_only_small_activations_are_held_until_they_are_hashed(rows, held):
+    tally, hidden = Tally(), torch.zeros(rows, 1, 2048)
+    kept = []
+    for at in range(15):
+        given = Activations(hidden.clone())
+        kept.append(weakref.ref(given.hidden))
+        tally.add(at, given, None)
+        del given
+    assert sum(each() is not None for each in kept) == held
+    assert tally.length == 15
 
 
 def test_outputs_that_were_not_wanted_are_told_as_such():
