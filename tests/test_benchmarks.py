@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("mixed", {"decode alone", "decode beside prefills", "prefills"}),
         ("memory", {"before", "held", "closed"}),
         ("hostile", {"step, no attack", "step, attacked"}),
+        pytest.param("hostile_directory --check", {"step, no attack", "step, attacked"}, marks=needs_light),
         ("serving", {"TTFT, 1 clients", "TTFT, 8 clients"}),
         ("encryption", {"sealed", "plain", "a frame, sealed and opened", "a frame, plain"}),
         ("receipts", {"16 steps of one position, noted, each", "128 positions (1 MiB), noted"}),
