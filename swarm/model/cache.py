@@ -117,25 +117,33 @@ def new_cache(
     blocks: Blocks,
     rollback_max: int,
     limits: GrowingLimits = GrowingLimits(),  # noqa: B008 - frozen
+    *,
+    aligned: bool = False,
 ) -> SpanCache:
     """Make an empty cache for some blocks of a model.
 
-    config: the whole model's; decoder_module: name of the Python module that defines its decoder.
+    config: the whole model's; decoder_module: name of the Python module that defines its decoder. aligned: for blocks
+    that attend as `swarm.model.aligned` does.
     """
     special = getattr(sys.modules[decoder_module], "MiniMaxCache", None)
     if special is not None:  # the one family whose decoder insists on its own class
         return SpanCache(_minimax_inner(special), rollback_max)
-    return SpanCache(_Inner(config, blocks, limits, record=rollback_max > 0), rollback_max)
+    return SpanCache(_Inner(config, blocks, limits, record=rollback_max > 0, aligned=aligned), rollback_max)
 
 
 class _Inner(DynamicCache):
     """The cache that the parent sees: of all its blocks, of which those elsewhere are dummies."""
 
-    def __init__(self, config: PretrainedConfig, blocks: Blocks, limits: GrowingLimits, *, record: bool) -> None:
+    def __init__(
+        self, config: PretrainedConfig, blocks: Blocks, limits: GrowingLimits, *, record: bool, aligned: bool
+    ) -> None:
         super().__init__(config=config)
-        self.arguments = (config, blocks, limits, record)
+        self.arguments = (config, blocks, limits, record, aligned)
         self.start = blocks.start
-        self.layers = [growing(layer, limits) if i in blocks else DummyLayer() for i, layer in enumerate(self.layers)]
+        self.layers = [
+            growing(layer, limits, aligned=aligned) if i in blocks else DummyLayer()
+            for i, layer in enumerate(self.layers)
+        ]
         self.seen = 0
         self.pending = 0  # positions of the running step: the blocks before this span have seen them
         for layer in self.layers:
@@ -144,8 +152,8 @@ class _Inner(DynamicCache):
 
     def fresh(self) -> "_Inner":
         """Make an empty cache of the same kind."""
-        config, blocks, limits, record = self.arguments
-        return _Inner(config, blocks, limits, record=record)
+        config, blocks, limits, record, aligned = self.arguments
+        return _Inner(config, blocks, limits, record=record, aligned=aligned)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the past's length as layer `layer_idx` has it, hosted or not."""
@@ -232,7 +240,7 @@ def _remove_last(layer: Any, removed: int) -> None:  # noqa: ANN401 - a cache la
 def _trim(layer: Any, rollback_max: int) -> None:  # noqa: ANN401 - a cache layer of any family
     """Drop the past that neither the next step nor a rollback needs. Views: the next step copies the rest anyway."""
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
-        kept = layer.sliding_window - 1 + rollback_max
+        kept = getattr(layer, "lookback", layer.sliding_window - 1) + rollback_max
         layer.keys = layer.keys[..., -kept:, :]
         layer.values = layer.values[..., -kept:, :]
     if isinstance(layer, LinearAttentionCacheLayerMixin):

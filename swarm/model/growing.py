@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from swarm.limits import limit
 
 PAGE_TOKENS = 16  # memory is taken and charged in units of so many positions, per row
+BLOCK_TOKENS = 32  # an aligned layer shows the past from a multiple of so many positions on (swarm.model.aligned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,35 +154,58 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingSlidingLayer(DynamicSlidingWindowLayer):
-    """A stock layer with a window whose `update` seldom copies it."""
+    """A stock layer with a window whose `update` seldom copies it.
 
-    def __init__(self, sliding_window: int, limits: GrowingLimits = GrowingLimits()) -> None:
+    One that is aligned shows several new positions the past from a multiple of `BLOCK_TOKENS` on: up to 62 more.
+    """
+
+    def __init__(self, sliding_window: int, limits: GrowingLimits = GrowingLimits(), *, aligned: bool = False) -> None:
         super().__init__(sliding_window)
+        self._aligned = aligned
         self._buffers = _Buffer(limits, window=True), _Buffer(limits, window=True)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        """Append; returns the keys and values that the new positions can see, as the stock layer does."""
+        """Append; returns the keys and values that the new positions can see, as `get_mask_sizes` says."""
         if key_states.requires_grad and torch.is_grad_enabled():
             stock: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return stock
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         new = key_states.shape[-2]
+        visible, _ = self.get_mask_sizes(new)
         self.cumulative_length += new
         keys, values = self._buffers
         all_keys, all_values = keys.append(self.keys, key_states), values.append(self.values, value_states)
-        kept = all_keys.shape[-2] if self.record_past else self.sliding_window - 1
+        kept = all_keys.shape[-2] if self.record_past else self.lookback
         self.keys, self.values = _last(all_keys, kept), _last(all_values, kept)
-        visible = self.sliding_window - 1 + new
         return _last(all_keys, visible), _last(all_values, visible)
 
+    @property
+    def lookback(self) -> int:
+        """Positions that later ones may be shown."""
+        return self.sliding_window - 1 + (2 * (BLOCK_TOKENS - 1) if self._aligned else 0)
 
-def growing(layer: Any, limits: GrowingLimits = GrowingLimits()) -> Any:  # noqa: ANN401 - a cache layer of any family
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many positions so many new ones are shown, themselves among them, and which is the first."""
+        past, seen = self.cumulative_length, min(self.cumulative_length, self.sliding_window - 1)
+        if self._aligned and query_length > 1:
+            block = past // BLOCK_TOKENS * BLOCK_TOKENS
+            first = max(0, block - self.sliding_window + 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            seen = max(seen, min(past - first, self._held))  # after many rollbacks in a row there may be less
+        return seen + query_length, past - seen
+
+    @property
+    def _held(self) -> int:
+        keys = self.keys
+        return keys.shape[-2] if keys is not None and keys.dim() > 1 else 0
+
+
+def growing(layer: Any, limits: GrowingLimits = GrowingLimits(), *, aligned: bool = False) -> Any:  # noqa: ANN401 - a cache layer of any family
     """Return the layer that takes the place of a stock one, still empty; any other is returned as it is."""
     if type(layer) is DynamicLayer:
         return GrowingLayer(limits)
     if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingSlidingLayer(layer.sliding_window, limits)
+        return GrowingSlidingLayer(layer.sliding_window, limits, aligned=aligned)
     return layer
 
 

@@ -11,6 +11,7 @@ keys and values into fp32 and using the kernel for that, which is more exact, to
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,14 @@ from transformers.modeling_utils import AttentionInterface
 
 from swarm.blocks import Blocks
 from swarm.limits import limit
+from swarm.model.aligned import ALIGNED, aligned_attention
 from swarm.model.allocator import return_free_memory
 from swarm.model.hollow import blocks_of
 from swarm.model.linears import OtherLinear, kinds_of
-from swarm.model.probe import TOLERANCES, outputs_of, samples_of
+from swarm.model.probe import TOLERANCES, agrees, outputs_of, replace_attention, samples_of
 from swarm.model.span import Span
 
-WIDENED = "swarm_widened"  # an attention implementation
+WIDENED, ALIGNED_WIDENED = "swarm_widened", "swarm_aligned_widened"  # attention implementations
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,9 @@ def widened_attention(
 
 
 AttentionInterface.register(WIDENED, widened_attention)
+AttentionInterface.register(ALIGNED_WIDENED, partial(aligned_attention, step=widened_attention))
 AttentionMaskInterface.register(WIDENED, sdpa_mask)
+AttentionMaskInterface.register(ALIGNED_WIDENED, sdpa_mask)
 
 
 def _choose_attention(span: Span, limits: KernelLimits, quickest: Quickest) -> None:
@@ -141,23 +145,8 @@ def _choose_attention(span: Span, limits: KernelLimits, quickest: Quickest) -> N
     stock_s, widened_s = quickest(limits.trial_rounds, stock, widened)
     if stock_s < limits.gain_min * widened_s:
         return
-    parts = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
-    expected = [outputs_of(part) for part in parts]
-    changed = span.shared.change_attention("sdpa", WIDENED)
-    try:
-        agree = all(_agree(outputs_of(part), outputs) for part, outputs in zip(parts, expected, strict=True))
-    except Exception:  # noqa: BLE001 - a family may look at the name
-        agree = False
-    if changed and not agree:
-        span.shared.change_attention(WIDENED, "sdpa")
-
-
-def _agree(got: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether outputs are the same within the tolerance of their dtype."""
-    return all(
-        float((left - right).float().norm() / right.float().norm()) < TOLERANCES[right.dtype]
-        for left, right in zip(got, expected, strict=True)
-    )
+    replace_attention(span, "sdpa", WIDENED, TOLERANCES[span.dtype])
+    replace_attention(span, ALIGNED, ALIGNED_WIDENED, TOLERANCES[span.dtype])
 
 
 def _linears(block: nn.Module, dtype: torch.dtype) -> Iterator[nn.Linear]:
@@ -214,7 +203,7 @@ def _proved(kind: type[OtherLinear], part: Span, linears: list[nn.Linear]) -> bo
     for linear in linears:
         kind.take(linear)
     try:
-        agree = _agree(outputs_of(part), expected)
+        agree = agrees(outputs_of(part), expected, TOLERANCES[part.dtype])
     except Exception:  # noqa: BLE001 - a family may use its layers in any way
         agree = False
     if not agree:

@@ -15,6 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
+from swarm.model.aligned import align
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, staged
 from swarm.model.classes import numeric_class_of, quantisation_of
@@ -78,6 +79,7 @@ def load_span(
     span = Span.of(_load(checkpoint, blocks, dtype, torch.device(device), rounding), checkpoint.traits, blocks, limits)
     if rounding is not None:
         prove_rounded(checkpoint.model, span)
+        align(span)
     check_span(span)
     prove_direct_path(span)
     prove_packing(span)

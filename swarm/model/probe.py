@@ -6,7 +6,7 @@ share. Both are looked for where they would be: in the modules, and in the argum
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -188,6 +188,31 @@ def outputs_of(part: Span) -> list[Tensor]:
     cache = part.new_cache()
     steps = [torch.randn(1, tokens, part.hidden_size, generator=generator).to(part.dtype) for tokens in (9, 1)]
     return [part.forward_through_parent(step, cache=cache) for step in steps]
+
+
+def agrees(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether outputs are the same. tolerance: of a difference's norm, relative to that of the expected one."""
+    return all(
+        float((left - right).float().norm() / right.float().norm()) < tolerance
+        for left, right in zip(got, expected, strict=True)
+    )
+
+
+def replace_attention(span: Span, old: str, new: str, tolerance: float) -> bool:
+    """Use another attention implementation if it gives the same outputs, as `agrees` says. Returns whether it does."""
+    parts = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
+    with torch.inference_mode():
+        expected = [output for part in parts for output in outputs_of(part)]
+        if not span.shared.change_attention(old, new):
+            return False
+        try:
+            got = [output for part in parts for output in outputs_of(part)]
+        except Exception:  # noqa: BLE001 - a family may look at the name
+            got = []
+    if got and agrees(got, expected, tolerance):
+        return True
+    span.shared.change_attention(new, old)
+    return False
 
 
 def _sessions(part: Span) -> tuple[Tensor, Tensor]:

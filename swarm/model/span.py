@@ -63,7 +63,7 @@ class Shared:
     """A loaded hollow model, and all that a span and its parts have in common. blocks: those that are loaded.
 
     direct: the short way of decode steps; None: the parent does every step. packs: whether steps of many sessions can
-    run as one. Both are found out by `swarm.model.probe`.
+    run as one. Both are found out by `swarm.model.probe`. aligned: whether caches are for `swarm.model.aligned`.
     """
 
     model: PreTrainedModel  # the hollow parent
@@ -75,6 +75,7 @@ class Shared:
     packing: Packing
     direct: DirectPath | None = None
     packs: bool = False
+    aligned: bool = False
     parts: "dict[Blocks, Span]" = field(default_factory=dict)  # the latest ones; sessions hold on to theirs
 
     def change_attention(self, old: str, new: str) -> bool:
@@ -158,7 +159,8 @@ class Span:
         sliding-window and convolution layers keep as much more, and convolutions run their slower path.
         """
         module, growing = type(self._decoder).__module__, self.shared.limits.growing
-        return new_cache(self.shared.model.config, module, self.blocks, rollback_max, growing)
+        config, aligned = self.shared.model.config, self.shared.aligned
+        return new_cache(config, module, self.blocks, rollback_max, growing, aligned=aligned)
 
     def forward(
         self, hidden: Tensor, *, cache: SpanCache | None, positions: Tensor | None = None, mask: Tensor | None = None

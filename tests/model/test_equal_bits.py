@@ -10,12 +10,13 @@ from swarm.model.integer import is_supported
 from swarm.model.loading import load_span
 from tests.families import SPLIT
 from tests.support.often import rest_is_long
-from tests.support.steps import alone_and_packed, random, through
+from tests.support.steps import alone_and_packed, cuts_that_show, random, through
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
 
 BLOCKS = Blocks(1, 5)
-WINDOWS = {"cohere2", "gemma2", "gemma3_text", "gemma4_text", "mistral", "olmo3"}  # chunks add up in another order
+# torch's sigmoid has other last bits where a vector is not full: gates of one number, and tiny models' few experts.
+SIGMOIDS = {"qwen2_moe", "glm4_moe", "minimax_m2"}
 REFUSED = {"falcon", "falcon+alibi", "gpt2", "gpt_oss", "jamba", "llama4_text"}  # few linear layers, or read past them
 
 
@@ -32,7 +33,7 @@ def test_bits_depend_on_nothing_but_the_step(name, quantize, family_dir):
     whole, found = through(span, hidden), []
     if span.packs and not all(torch.equal(*pair) for pair in alone_and_packed(span)):
         found.append("packed")
-    if span.packs and name not in WINDOWS and not torch.equal(through(span, hidden[:, :16], hidden[:, 16:]), whole):
+    if span.packs and name not in SIGMOIDS and cuts_that_show(span):
         found.append("chunks")
     torch.set_num_threads(2)
     try:

@@ -25,7 +25,7 @@ from swarm.model.quantising import Rounding, quantisation_for
 from swarm.model.steady import SteadyWeight
 from tests.families import BASE
 from tests.support.often import rest_is_long
-from tests.support.steps import alone_and_packed, random, through
+from tests.support.steps import alone_and_packed, cuts_that_show, random, through
 from tests.support.swarms import DEMO_CHECKPOINT
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
@@ -119,13 +119,9 @@ def test_steps_of_many_sessions_are_the_same_as_alone_to_the_last_bit(name, dtyp
     assert all(torch.equal(*pair) for pair in alone_and_packed(span_of(name, dtype)))
 
 
-@pytest.mark.parametrize(  # windows add up in another order
-    "name", rest_is_long([name for name in DENSE + SPARSE if name != "gemma3_text"], ["llama", "qwen3_moe"])
-)
+@pytest.mark.parametrize("name", rest_is_long([*DENSE, "qwen3_moe", "mixtral"], ["gemma3_text", "qwen3_moe"]))
 def test_chunks_are_the_same_as_the_whole_to_the_last_bit(name, span_of):
-    span = span_of(name)
-    hidden = random(1, 24, span.hidden_size)
-    assert torch.equal(through(span, hidden[:, :16], hidden[:, 16:]), through(span, hidden))
+    assert cuts_that_show(span_of(name)) == []
 
 
 def test_one_thread_and_two_compute_the_same(span_of):

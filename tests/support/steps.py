@@ -21,6 +21,19 @@ def through(span: Span, *chunks: Tensor) -> Tensor:
         return torch.cat([span.forward(chunk, cache=cache) for chunk in chunks], dim=1)
 
 
+CUTS = ((24, (16,)), (24, (7,)), (80, (3, 45)))  # lengths of prompts, and where they are cut
+
+
+def cuts_that_show(span: Span, cuts: Sequence[tuple[int, Sequence[int]]] = CUTS) -> list[tuple[int, Sequence[int]]]:
+    """Return the cuts of prompts by which their outputs have other bits."""
+    found = []
+    for length, at in cuts:
+        hidden = random(1, length, span.hidden_size, seed=length).to(span.dtype)
+        if not torch.equal(through(span, *hidden.tensor_split(tuple(at), dim=1)), through(span, hidden)):
+            found.append((length, at))
+    return found
+
+
 def alone_and_packed(span: Span, lengths: Sequence[int] = (7, 3, 11)) -> list[tuple[Tensor, Tensor]]:
     """The outputs of some sessions' steps, each alone and as one. lengths: of the pasts."""
     assert span.packs
