@@ -105,7 +105,8 @@ def cache_prices(span: Span, limits: MeasureLimits = MeasureLimits()) -> Prices:
     windows: dict[int, float] = defaultdict(float)
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.keys is not None and layer.values is not None:
-            windows[layer.sliding_window] += (layer.keys.nbytes + layer.values.nbytes) / 2 / token_bytes
+            lookback = getattr(layer, "lookback", layer.sliding_window - 1)
+            windows[lookback + 1] += (layer.keys.nbytes + layer.values.nbytes) / 2 / token_bytes
     return Prices(token_bytes, tuple(sorted(windows.items())), max(0, states) // token_bytes, PAGE_TOKENS)
 
 

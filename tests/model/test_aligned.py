@@ -11,6 +11,7 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.growing import BLOCK_TOKENS, GrowingSlidingLayer
 from swarm.model.integer import is_supported
 from swarm.model.loading import load_span
+from swarm.server.measure import cache_prices
 from tests.support.often import rest_is_long
 from tests.support.steps import cuts_that_show, random, through
 
@@ -112,3 +113,14 @@ def test_a_window_shows_what_it_has_from_a_multiple_on(pasts, new):
     else:
         assert first % BLOCK_TOKENS == 0
         assert length < WINDOW + 2 * BLOCK_TOKENS + new
+
+
+@pytest.mark.parametrize("rollback", [0, 20])
+def test_what_a_window_keeps_is_charged(rollback, span_of):
+    span = span_of("gemma3_text")
+    prices, cache = cache_prices(span), span.new_cache(rollback_max=rollback)
+    with torch.inference_mode():
+        for piece in random(1, 400, span.hidden_size).split(50, dim=1):
+            span.forward(piece, cache=cache)
+    charged = prices.tokens(1, 400, rollback) * prices.token_bytes
+    assert cache.nbytes <= charged < 1.2 * cache.nbytes
