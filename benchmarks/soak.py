@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -54,10 +54,12 @@ POSITIONS, LONG_PROMPT, LONG_SHARE = 32768, 20000, 0.005
 CUT_SHARE = 0.3
 GROWTH_MIB_MAX, GENERATIONS_MIN = 1.0, 500  # per 1,000 generations, once there are as many as tell anything
 DESCRIPTORS_MAX = 8  # more than before: connections come and go
+CACHE = "512MiB"  # of each server: soon as full of kept prompts as it gets
 KEPT_MB_MAX = 1.0  # of the gateway's memory for each conversation that it keeps
 QUIET_S = 60.0
 TEXTS, TEXT_TOKENS = 8, 24  # the client's texts
 SAMPLES = 240
+PEER = re.compile(r"12D3KooW\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class Running:
     client: multiprocessing.process.BaseProcess
     texts: "Synchronized[int]"
     wrong: "Synchronized[int]"
+    stop: Callable[[], None]
 
     @property
     def watched(self) -> dict[str, int]:
@@ -129,7 +132,7 @@ def roomy(folder: Path) -> Path:
 def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
     """Start everything. The servers know the gateway."""
     me = Identity.generate()
-    options = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000")
+    options = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000", "--cache-memory", CACHE)
     spawn = multiprocessing.get_context("spawn")
     stop, texts, wrong = spawn.Event(), spawn.Value("q", 0), spawn.Value("q", 0)
     with LocalSwarm(model, SPANS * 2, options=options, identities={"gateway": me}, launch=warm.launch) as swarm:
@@ -146,7 +149,7 @@ def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
         try:
             while not texts.value and client.is_alive():
                 time.sleep(0.1)
-            yield Running(swarm, gateway, page, client, texts, wrong)
+            yield Running(swarm, gateway, page, client, texts, wrong, stop.set)
         finally:
             stop.set()
             client.join(60.0)
@@ -215,6 +218,8 @@ class Soak:
 
     async def left(self) -> int:
         """End the gateway and the client. Returns the sessions that servers have a minute later, by their logs."""
+        self.running.stop()
+        self.running.client.join(60.0)
         self.running.gateway.stop()
         deadline = time.monotonic() + QUIET_S
         while True:
@@ -249,8 +254,8 @@ class Soak:
             try:
                 async with asyncio.timeout(patience_s):
                     response = await http.post("/v1/completions", json=body)
-                whole = response.status_code == 200
-                self.ends["whole" if whole else f"{response.status_code} {response.text[:80]}"] += 1
+                whole, why = response.status_code == 200, f"{response.status_code}, {length} tokens: {response.text}"
+                self.ends["whole" if whole else PEER.sub("...", why)[:120]] += 1
             except TimeoutError:
                 self.ends["cut off by the client"] += 1
             except httpx.HTTPError as error:
@@ -334,7 +339,7 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
     broken += [f"the gateway's memory grew by {grown_mb:.1f} MB"] * (grown_mb > KEPT_MB_MAX * max(soak.kept, 1))
     broken += [f"{left} sessions are left"] * (left > 0) + [f"{wrong} texts are wrong"] * (wrong > 0)
     broken += [f"answers failed: {failed}"] * bool(failed) + ["errors were logged"] * bool(errors)
-    broken += ["the client ended"] * (not soak.running.client.is_alive())
+    broken += ["the client failed"] * (soak.running.client.exitcode != 0)
     write_json(
         options.json, "soak", options.seed, [], seconds=options.seconds, kills=soak.kills, columns=columns, rows=rows,
         ends=dict(soak.ends), texts=texts, wrong=wrong, left=left, kept=soak.kept, errors=dict(errors), broken=broken,
