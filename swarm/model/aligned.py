@@ -2,7 +2,7 @@
 
 Kernels choose how they add up by the number of rows and of keys. In float32 that changes the last bits; where
 activations are rounded to integers, such a bit moves some of them by a whole step. So spans with integer weights attend
-in blocks of positions that begin at multiples of 32. A block always has 32 rows, of which some may be nobody's, and
+in blocks of positions that begin at multiples of 32. A block always has 32 rows, some of them empty, and
 ends with the keys of its own positions. It begins with the past's first key, or with the multiple of 32 before the
 first one that its window shows. So shapes depend on positions alone. Single positions behind a past attend as ever:
 in a batch they have the same bits as alone.
@@ -107,7 +107,7 @@ def _in_blocks(
     else:
         is_bool = mask.dtype is torch.bool
         shown = nn.functional.pad(mask, (0, behind), value=False if is_bool else torch.finfo(mask.dtype).min)
-        shown = nn.functional.pad(shown, (0, 0, before, behind), value=is_bool)  # rows that are nobody's see something
+        shown = nn.functional.pad(shown, (0, 0, before, behind), value=is_bool)  # a softmax of no key is no number
     outputs = []
     for start in range(first, end, BLOCK_TOKENS):
         stop = start + BLOCK_TOKENS

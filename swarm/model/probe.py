@@ -16,7 +16,7 @@ from swarm.blocks import Blocks
 from swarm.errors import UnsupportedArchitecture
 from swarm.model.direct import DirectPath, pretend
 from swarm.model.hollow import Placeholder, blocks_of
-from swarm.model.packed import PackedCache, PackedMask, Segment
+from swarm.model.packed import PackedCache, PackedMask, Segment, configs_of
 from swarm.model.recording import ParentRecorder
 from swarm.model.span import Span
 
@@ -200,11 +200,12 @@ def agrees(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) 
 
 def replace_attention(span: Span, old: str, new: str, tolerance: float) -> bool:
     """Use another attention implementation if it gives the same outputs, as `agrees` says. Returns whether it does."""
+    if all(config._attn_implementation != old for config in configs_of(span.model)):
+        return False  # before blocks are run for it
     parts = [span.part(Blocks(index, index + 1)) for index in samples_of(span)]
     with torch.inference_mode():
         expected = [output for part in parts for output in outputs_of(part)]
-        if not span.shared.change_attention(old, new):
-            return False
+        span.shared.change_attention(old, new)
         try:
             got = [output for part in parts for output in outputs_of(part)]
         except Exception:  # noqa: BLE001 - a family may look at the name
