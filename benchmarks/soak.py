@@ -230,8 +230,7 @@ class Soak:
                     left += int(counts[-1]) if counts else 0
             if not left or time.monotonic() > deadline:
                 return left
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)
 
     def _sample(self) -> None:
         for name, pid in self.running.watched.items():

@@ -113,6 +113,22 @@ def test_positions_hashed_together_have_the_digests_of_each_alone(rng, coding, s
     assert tallies[0].length == at
 
 
+@pytest.mark.parametrize("odd", ["dtype", "position", "mask"])
+def test_a_step_unlike_the_others_keeps_its_own_digest(odd):
+    hidden = torch.randn(1, 1, 64)
+    steps = [Activations(hidden.clone()) for _ in range(3)]
+    steps[1] = {
+        "dtype": Activations(hidden.bfloat16()),
+        "position": Activations(hidden, positions=torch.tensor([[7]])),
+        "mask": Activations(hidden, mask=torch.zeros(1, 1, dtype=torch.uint8)),
+    }[odd]
+    alone, together = Tally(limits=ReceiptLimits(together=1)), Tally()
+    for at, step in enumerate(steps):
+        for tally in (alone, together):
+            tally.add(at, step, step.hidden)
+    assert (together.inputs, together.outputs) == (alone.inputs, alone.outputs)
+
+
 @pytest.mark.parametrize(("rows", "held"), [(1, 15), (32, 0)])
 def test_only_small_activations_are_held_until_they_are_hashed(rows, held):
     tally, hidden = Tally(), torch.zeros(rows, 1, 2048)
