@@ -225,7 +225,7 @@ class Speed:
                 Forward(tenure, hidden, Place(tenure.past.cache.length))
                 for tenure, hidden in zip(tenures, new, strict=True)
             ]
-            failed = run([Part(task, 1, _no_queue()) for task in tasks])
+            failed = run([Part(task, 1, _no_queue(), decodes=True) for task in tasks])
             if failed:
                 raise next(iter(failed.values()))
             for task in tasks:

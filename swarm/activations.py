@@ -55,11 +55,6 @@ class Activations:
             n_bytes += self.mask.nbytes
         return n_bytes
 
-    @property
-    def tensors(self) -> "list[Tensor]":
-        """The tensors that are there, in the order in which they travel."""
-        return [tensor for tensor in (self.hidden, self.positions, self.mask) if tensor is not None]
-
     def part(self, start: int, stop: int) -> "Activations":
         """Return the columns [start, stop), as views."""
         if start == 0 and stop >= self.tokens:

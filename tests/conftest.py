@@ -3,6 +3,8 @@
 import gc
 import os
 
+import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from swarm.loops import new_event_loop
@@ -16,6 +18,14 @@ pytest_plugins = ("tests.support.alone", "tests.support.budget", "tests.support.
 # Properties are about what comes out. How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def events_go_where_they_went():
+    """A command that a test runs in this process says where events go, and which."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 def pytest_asyncio_loop_factories(config, item):

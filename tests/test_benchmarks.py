@@ -89,3 +89,26 @@ def test_a_benchmark_prints_a_table_and_writes_its_raw_samples(name, measured, t
     samples = {sample["name"]: sample["ms"] for sample in result["samples"]}
     assert measured <= samples.keys()
     assert all(samples.values())
+
+
+@pytest.mark.long
+def test_a_lone_decode_step_takes_few_calls(tmp_path):
+    line = [
+        sys.executable,
+        str(ROOT / "benchmarks/trace_step.py"),
+        "--check",
+        "250",
+        "--json",
+        str(tmp_path / "result"),
+    ]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.long
+def test_a_version_is_compared_with_itself(tmp_path):
+    path = tmp_path / "result"
+    line = [sys.executable, str(ROOT / "benchmarks/hop_turns.py"), str(ROOT), "--tokens", "40", "--json", str(path)]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    assert set(json.loads(path.read_text())["shares"]) == {"1 hop", "2 hops", "3 hops"}

@@ -77,8 +77,8 @@ class RemoteCache(Cache):
                 processors=processors,
             )
             self._rows = None
-            self._n_rows = activations.rows
-            self._layer.length += activations.tokens
+            self._n_rows, tokens, _ = activations.hidden.shape
+            self._layer.length += tokens
         except SwarmError:
             raise  # it has ended by itself, or nothing has changed
         except BaseException:

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from swarm.errors import SessionClosed
-from swarm.loops import new_event_loop
+from swarm.loops import Doorbell, new_event_loop
 
 Result = TypeVar("Result")
 
@@ -21,6 +21,8 @@ class LoopThread:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._loop = new_event_loop()
+        self._bell = Doorbell(self._loop)
+        self._cleaning = set[asyncio.Task[object]]()
         self._takes_work = True
         # Held to hand the loop anything: it all comes before `stop`. Reentrant: finalizers call `start` anywhere.
         self._handing = threading.RLock()
@@ -81,12 +83,18 @@ class LoopThread:
 
     def start(self, work: Coroutine[Any, Any, object]) -> None:
         """Run `work` in the loop without waiting; for clean-ups. Does nothing once the loop takes no work."""
-        if not self._is_forked:
-            with self._handing:
-                if self._takes_work:
-                    asyncio.run_coroutine_threadsafe(work, self._loop)
-                    return
-        work.close()
+
+        def over(task: asyncio.Task[object]) -> None:
+            self._cleaning.discard(task)
+            _ = task.cancelled() or task.exception()  # nobody waits for it
+
+        def start() -> None:
+            task = self._loop.create_task(work)
+            self._cleaning.add(task)
+            task.add_done_callback(over)
+
+        if not self._hand(start):
+            work.close()
 
     @property
     def alive(self) -> bool:
@@ -100,16 +108,16 @@ class LoopThread:
         with self._handing:
             if self._takes_work:
                 self._takes_work = False
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._bell.ring(self._loop.stop)
         self._thread.join(timeout=5.0)
 
     def _hand(self, callback: Callable[[], None]) -> bool:
         """Have the loop call this. Returns whether it takes work; else it will not."""
-        if self._is_forked:  # another thread may have held the lock, and the loop's descriptors are the parent's, too
+        if os.getpid() != self._process:  # another thread may have held the lock, and the descriptors are the parent's
             return False
         with self._handing:
             if self._takes_work:
-                self._loop.call_soon_threadsafe(callback)
+                self._bell.ring(callback)
             return self._takes_work
 
     @property
@@ -131,6 +139,7 @@ class LoopThread:
                 self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
             self._loop.run_until_complete(asyncio.sleep(0))  # the last callbacks: a thread may wait for a task's end
         finally:
+            self._bell.close()
             self._loop.close()
 
 

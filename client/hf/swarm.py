@@ -191,8 +191,8 @@ class WaitingSession:
         want: int,
     ) -> Tensor:
         """As `Session.step`, from and to any device; the first one raises the errors of opening, too."""
-        if activations.rows > ROWS_MAX:
-            raise UsageError(f"a batch of {activations.rows} is more than a session can have ({ROWS_MAX}); split it")
+        if (n_rows := activations.hidden.shape[0]) > ROWS_MAX:
+            raise UsageError(f"a batch of {n_rows} is more than a session can have ({ROWS_MAX}); split it")
         device = activations.hidden.device
         ours = activations.copied()  # a journal keeps them, and the caller may write to its own again
 

@@ -108,7 +108,7 @@ class Flight:
             self._flies = True
             alone = True  # nothing was in flight before the first step
             while self._ahead and (ticket := self._ahead[0].ticket) is not None:
-                with self._watcher.watching():
+                with self._watcher:
                     async with asyncio.timeout_at(self._ahead[0].deadline):
                         await self._collect(self._ahead[0], ticket, alone=alone)
                 self._ahead.popleft()

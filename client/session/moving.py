@@ -52,7 +52,8 @@ class Mover:
     def rest(self) -> None:
         """A step is over."""
         self._rested_at = self._loop.time()
-        self._move_soon()
+        if self._leaving:
+            self._move_soon()
 
     def stop(self) -> None:
         """The session ends."""
@@ -76,7 +77,7 @@ class Mover:
             deadline = self._loop.time() + self._timeout_s
             try:
                 async with asyncio.timeout_at(deadline):
-                    with self._watcher.watching():
+                    with self._watcher:
                         moved = await self._restorer.replace(leaving, deadline)
             except (TimeoutError, SessionError, RouteError) as error:
                 _log.info("could not move", session=self._circuit.session[:8], why=str(error))  # the next step will

@@ -105,7 +105,7 @@ class Session:
             async with asyncio.timeout(limit_s), self._lock:
                 if first is not None and first.activations.tokens <= self._plan.positions_max:  # else `step` refuses it
                     self._circuit.behind_opens = partial(self._send_ahead, first)
-                with self._watcher.watching():
+                with self._watcher:
                     await self._travel.restorer.restore(deadline)
                 self.length = self._travel.steps.held
         except TimeoutError:
@@ -200,10 +200,11 @@ class Session:
         self, activations: Activations, keep: int, rows: Sequence[int] | None, want: int, ids: Tensor | None
     ) -> Iterator[Chunk]:
         limits = self._shared.limits.chunks
-        soon = keep + activations.tokens + limits.positions_to_come
-        self._travel.restorer.batch = activations.rows
+        batch, tokens, _ = activations.hidden.shape
+        soon = keep + tokens + limits.positions_to_come
+        self._travel.restorer.batch = batch
         self._travel.restorer.positions_soon = min(soon, self._plan.positions_max)
-        rate = self._circuit.layout.prefill_tps if activations.tokens > 1 else None
+        rate = self._circuit.layout.prefill_tps if tokens > 1 else None
         return cut(activations, keep=keep, rows=rows, want=want, tokens_per_s=rate, limits=limits, ids=ids)
 
     def _send_ahead(self, first: First) -> None:
@@ -218,7 +219,7 @@ class Session:
         """
         began, repairs = _now(), self._travel.restorer.repairs
         outputs: list[Tensor] = []
-        with self._watcher.watching():
+        with self._watcher:
             try:
                 await self._travel.begin(deadline)
                 for chunk in chunks:

@@ -83,7 +83,7 @@ class Steps:
         ticket = self._outbox.put(
             chunk.activations, keep=chunk.keep, rows=chunk.rows, want=chunk.want, budget_ms=budget_ms, skips=skips
         )
-        self._journal.add(Entry(ticket.step, chunk.rows, Past(chunk.keep, chunk.kept)))
+        self._journal.add(Entry(ticket.message.step, chunk.rows, Past(chunk.keep, chunk.kept)))
         self._send_due()
         return ticket
 
@@ -135,10 +135,11 @@ class Steps:
             if self.transcript is not None:
                 self.transcript.stands(standing.layout.hops)
             ahead, self._ahead = self._ahead, 0
-            if ahead == standing.epoch:
+            epoch = standing.layout.epoch
+            if ahead == epoch:
                 self._outbox.widen(standing.window)
                 self._send_due()
-            elif self._outbox.resend(standing.epoch, standing.window):
+            elif self._outbox.resend(epoch, standing.window):
                 self._send_due()
 
     def send_ahead(self) -> None:

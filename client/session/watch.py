@@ -6,8 +6,6 @@ of all hops mean is decided in `rounds`.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -43,7 +41,11 @@ class Before:
 
 
 class Watcher:
-    """Asks a session's hops how they are when something takes long."""
+    """Asks a session's hops how they are when something takes long.
+
+    with watcher:
+        ...  # wait for a step, or for a repair; one thing at a time
+    """
 
     def __init__(self, circuit: Circuit, steps: Steps, limits: WatchLimits) -> None:
         self.patience = Timeout(limits.patience_s)  # of one token: a prefill is long enough to be asked about anyway
@@ -55,27 +57,21 @@ class Watcher:
         self._loop = asyncio.get_running_loop()
         self._held_s: defaultdict[str, float] = defaultdict(float)  # by process: for how long others waited for it
         self._before = Before(0.0, {})
+        self._timer: asyncio.TimerHandle | None = None  # until patience is lost
+        self._asking: asyncio.Task[None] | None = None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While this lasts too long, ask the hops how they are."""
-        watcher: asyncio.Task[None] | None = None
+    def __enter__(self) -> None:
         self._held_s.clear()
         channels = [leg.channel for leg in self._circuit.layout.legs if leg.channel is not None]
         self._before = Before(self._loop.time(), {channel: channel.sent_bytes for channel in channels})
+        self._timer = self._loop.call_later(self.patience.wait_s, self._lose_patience)
 
-        def lose_patience() -> None:
-            nonlocal watcher
-            watcher = self._loop.create_task(self._ask_hops())
-            watcher.add_done_callback(_complain)
-
-        patience = self._loop.call_later(self.patience.wait_s, lose_patience)
-        try:
-            yield
-        finally:
-            patience.cancel()
-            if watcher is not None:
-                watcher.cancel()
+    def __exit__(self, *_: object) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
 
     def observe(self, took_s: float) -> None:
         """Learn from a step of one token that travelled alone around a route that stood all the time."""
@@ -90,6 +86,10 @@ class Watcher:
         """
         held = [process for process, held_s in self._held_s.items() if held_s >= at_least_s]
         return max(held, key=self._held_s.__getitem__, default=None)
+
+    def _lose_patience(self) -> None:
+        self._asking = self._loop.create_task(self._ask_hops())
+        self._asking.add_done_callback(_complain)
 
     async def _ask_hops(self) -> None:
         """Ask every hop again and again; one that does not answer has failed, however open its connection is."""

@@ -2,7 +2,8 @@
 
     scheduler.add(task, now)
     plan = scheduler.form(now)                  # Batch | Idle
-    finished = scheduler.ran(plan, now, took_s)
+    finished = scheduler.ran(plan)              # delivered before anything is learned from it: a client waits
+    scheduler.learn(plan, now, took_s)
 
 An iteration is one batch. It takes decode steps of many sessions together, and prefill in pieces beside them under a
 budget, so that prefill delays no session's decode by much. Prefill that must run in one piece and is more than its
@@ -24,11 +25,12 @@ from swarm.compute.task import Task, is_gone
 
 
 class Part(NamedTuple):
-    """The next `tokens` positions of a task. queue: the scheduler's, where the task waits."""
+    """The next `tokens` positions of a task. queue: where the task waits. decodes: in a decode step."""
 
     task: Task
     tokens: int
     queue: Queue
+    decodes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +92,28 @@ class Scheduler:
         self._since = None
         lone = queues.lone
         if lone is not None and not self._debt and not is_gone(lone.head):
-            return Batch((Part(lone.head, lone.head.tokens, lone),), ())
+            return Batch((Part(lone.head, lone.head.tokens, lone, decodes=True),), ())
         return self._planned(now)
 
-    def ran(self, batch: Batch, now: float, took_s: float, failed: Container[Task] = ()) -> Sequence[Task]:
-        """Note that a batch has run, and learn from it. Returns the tasks that are over, which are to be delivered.
+    def ran(self, batch: Batch, failed: Container[Task] = ()) -> Sequence[Task]:
+        """Note that a batch has run. Returns the tasks that are over, which are to be delivered.
 
         failed: those of its tasks that raised an error.
         """
         if not batch.parts:
             return batch.dropped
-        self._learn(batch.parts, failed, now, took_s)
-        steps = [part for part in batch.parts if part.queue.single]
-        shares = self._shares(batch) if len(steps) < len(batch.parts) else {}
+        shares = {} if all(part.decodes for part in batch.parts) else self._shares(batch)
         finished = self._queues.ran([part.queue for part in batch.parts], failed, shares)
-        if steps:  # a session that has only got its prompt's output may think long, or never come back
-            absent = [queue for task, _, queue in steps if task.tenure is not None and not queue.tasks]
-            self._linger.delivered(absent, now, took_s)
         return [*batch.dropped, *finished] if batch.dropped else finished
+
+    def learn(self, batch: Batch, now: float, took_s: float, failed: Container[Task] = ()) -> None:
+        """Learn from a batch that has ended at `now`: how long it took, and whose next steps will come."""
+        self._note_cost(batch.parts, failed, now, took_s)
+        # A session that has only got its prompt's output may think long, or never come back.
+        steps = [part for part in batch.parts if part.decodes]
+        if steps:
+            absent = [queue for task, _, queue, _ in steps if task.tenure is not None and not queue.tasks]
+            self._linger.delivered(absent, now, took_s)
 
     def _planned(self, now: float) -> Batch:
         heads, dropped = self._queues.heads(), list[Task]()
@@ -119,7 +125,8 @@ class Scheduler:
         ready = [queue.head.ready(decodes=queue.single) for queue in heads]
         budget = self._budget(heads, ready, now)
         slices = form_batch(ready, budget.left, self._limits.batch)
-        parts = [Part(heads[each.index].head, each.tokens, heads[each.index]) for each in slices]
+        chosen = [(heads[each.index], each.tokens) for each in slices]
+        parts = [Part(queue.head, tokens, queue, queue.single) for queue, tokens in chosen]
         return Batch(parts, dropped, budget)
 
     def _budget(self, heads: Sequence[Queue], ready: Sequence[Ready], now: float) -> Budget:
@@ -152,8 +159,8 @@ class Scheduler:
     def _shares(self, batch: Batch) -> dict[str, float]:
         """Return how many times its share of the prefill each peer had; keep the excess over the budget as a debt."""
         prefilled: defaultdict[str, int] = defaultdict(int)
-        for task, tokens, queue in batch.parts:
-            if not queue.single:
+        for task, tokens, _, decodes in batch.parts:
+            if not decodes:
                 prefilled[task.owner] += tokens * task.rows
         if batch.budget.decoding:
             excess = max(0, sum(prefilled.values()) - batch.budget.left)
@@ -161,15 +168,18 @@ class Scheduler:
         share = max(1, batch.budget.granted) / max(1, self._queues.n_prefilling)
         return {owner: tokens / share for owner, tokens in prefilled.items()}
 
-    def _learn(self, parts: Sequence[Part], failed: Container[Task], now: float, took_s: float) -> None:
+    def _note_cost(self, parts: Sequence[Part], failed: Container[Task], now: float, took_s: float) -> None:
         """Note how long a batch took, unless it tells nothing: one of its tasks failed, is gone or is like no other."""
-        decodes = prefill_tokens = 0
-        for task, tokens, queue in parts:
-            if task.cost is None or task in failed or is_gone(task):
+        step_tokens = prefill_tokens = 0
+        cost: Hashable | None = None
+        for task, tokens, queue, decodes in parts:
+            cost = task.cost
+            if cost is None or task in failed or is_gone(task):
                 return
-            if queue.single:
-                decodes += tokens * task.rows
+            if decodes:
+                step_tokens += tokens * task.rows
                 queue.stepped_at = now
             else:
                 prefill_tokens += tokens * task.rows
-        self._costs[parts[0].task.cost].observe(decodes, prefill_tokens, took_s)
+        if cost is not None:
+            self._costs[cost].observe(step_tokens, prefill_tokens, took_s)

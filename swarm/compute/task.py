@@ -261,7 +261,9 @@ class Forward:
         want = self._place.want
         if want is not None and want < self.tokens:
             output = output[:, output.shape[1] - want :].clone()  # not to hold the rest
-        return output.to("cpu")
+        output = output.to("cpu")
+        self.finite = self.finite or is_finite(output)  # here, where what torch needs for it is in the caches
+        return output
 
     def _begin(self) -> SpanPast:
         """Bring the session's past to where this task starts."""

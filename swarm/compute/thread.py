@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn, cast
 
@@ -20,6 +21,7 @@ from swarm.compute.limits import SchedulerLimits
 from swarm.compute.scheduler import Batch, Part, Scheduler
 from swarm.compute.task import Done, Packable, Task
 from swarm.errors import ComputeFailed
+from swarm.loops import Doorbell
 
 _News = tuple[Task, Done, float]  # and when it came
 
@@ -33,7 +35,7 @@ class ComputeThread:
         self, loop: asyncio.AbstractEventLoop, threads: int | None = None, limits: SchedulerLimits | None = None
     ) -> None:
         """threads: how many cores one operation may use; None leaves torch's own choice."""
-        self._loop = loop
+        self._bell = Doorbell(loop)
         self._threads = threads
         self._limits = limits or SchedulerLimits()
         self._news: SimpleQueue[_News | None] = SimpleQueue()  # None: stop once all is done
@@ -55,6 +57,8 @@ class ComputeThread:
         """Finish all queued tasks, then end the thread."""
         self._news.put(None)
         self._thread.join(timeout=10)
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            self._bell.ring(self._bell.close)  # behind the last results
 
     async def watch(self) -> NoReturn:
         """Raise ComputeFailed once the thread has ended, though nobody stopped it, or is stuck in a batch."""
@@ -86,7 +90,8 @@ class ComputeThread:
         failed = run(batch.parts)
         self._began = None
         now = time.perf_counter()
-        self._deliver(self._scheduler.ran(batch, now, now - began, failed), failed)
+        self._deliver(self._scheduler.ran(batch, failed), failed)
+        self._scheduler.learn(batch, now, now - began, failed)  # while the results travel
         return True
 
     def _next(self) -> Batch | None:
@@ -123,7 +128,7 @@ class ComputeThread:
             return
         finished = [(self._done.pop(task), _outcome(task, failed)) for task in tasks]
         with contextlib.suppress(RuntimeError):  # the loop has closed
-            self._loop.call_soon_threadsafe(deliver, finished)
+            self._bell.ring(partial(deliver, finished))
 
 
 def deliver(finished: Sequence[tuple[Done, object]]) -> None:
@@ -144,7 +149,7 @@ def run(parts: Sequence[Part]) -> dict[Task, Exception]:
     if len(parts) > 1:
         return _run_packed(parts)
     failed: dict[Task, Exception] = {}
-    for task, tokens, _ in parts:
+    for task, tokens, _, _ in parts:
         try:
             task.run(tokens)
         except Exception as error:  # noqa: BLE001 - whatever a model raises

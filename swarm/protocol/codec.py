@@ -26,10 +26,10 @@ def encode(message: Message, activations: Activations | None = None) -> list[byt
     assert length <= HEADER_BYTES_MAX
     frame: list[bytes | memoryview] = [length.to_bytes(2, "big") + header + b" " * padding]
     if activations is not None:
-        hidden, *beside = activations.tensors
         meta = message.hidden  # type: ignore[attr-defined]  # all messages with activations have it
-        coding = None if meta is None else meta.coding
-        frame += [encode_tensor(hidden, coding), *map(encode_tensor, beside)]
+        frame.append(encode_tensor(activations.hidden, None if meta is None else meta.coding))
+        beside = activations.positions, activations.mask
+        frame += [encode_tensor(tensor) for tensor in beside if tensor is not None]
     return frame
 
 

@@ -53,7 +53,9 @@ def finish(scheduler: Scheduler, batch: Batch, now: float = 0.0, took_s: float =
     for part in batch.parts:
         if part.task not in failed and not (part.task.tenure and part.task.tenure.over):
             part.task.done += part.tokens
-    return list(scheduler.ran(batch, now, took_s, failed))
+    finished = list(scheduler.ran(batch, failed))
+    scheduler.learn(batch, now, took_s, failed)
+    return finished
 
 
 @dataclass(eq=False)
@@ -155,9 +157,10 @@ def simulate(seed: int, scheduler: Scheduler) -> list[object]:
         if plan.parts:
             jobs, arrived = world.run([(part.task.job, part.tokens) for part in plan.parts])
             failed = {part.task for part in plan.parts if part.task.job in jobs}
-        finished = scheduler.ran(plan, world.now, world.now - began, failed)
+        finished, ended = scheduler.ran(plan, failed), world.now
         if finished:
             world.deliver([(task.job, _outcome(task, failed)) for task in finished])
+        scheduler.learn(plan, ended, ended - began, failed)
         add(arrived)
 
 

@@ -38,7 +38,7 @@ def test_a_step_comes_out_as_it_went_in(dtype):
     message = step(hidden, rows=(1, 0), positions=meta_of(positions), mask=meta_of(mask))
     decoded, got = decode(frame(encode(message, Activations(hidden, positions, mask))))
     assert decoded == message
-    for sent, received in zip((hidden, positions, mask), got.tensors, strict=True):
+    for sent, received in zip((hidden, positions, mask), (got.hidden, got.positions, got.mask), strict=True):
         assert torch.equal(sent, received)
         assert sent.dtype == received.dtype
 
