@@ -13,6 +13,7 @@ from tests.simulation.loop import VirtualLoop
 HORIZON_S = 24 * 3600.0
 gc.disable()  # until all is imported: a fifth of the time that collecting tests takes
 os.environ["XDG_STATE_HOME"] = "/dev/null/none"  # nodes are not remembered: one test's swarm is not to meet another's
+os.environ["TRITON_INTERPRET"] = "1"  # a GPU's kernels run on the CPU; Triton looks when it is imported
 pytest_plugins = ("tests.support.alone", "tests.support.budget", "tests.support.machine")
 
 # Properties are about what comes out. How long an example takes says how busy the machine is.

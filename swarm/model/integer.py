@@ -11,7 +11,7 @@ processor. Seven bits, because processors without VNNI add up pairs of products 
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
@@ -259,19 +259,29 @@ def to_integers(
     experts.config._experts_implementation_internal = IntegerFormat.experts
 
 
-def _empty(module: nn.Module, name: str) -> None:
-    """Let a parameter keep shape, dtype and device, but no memory.
+def place(model: nn.Module, device: torch.device, moved: Callable[[RoundedMatrix], RoundedMatrix]) -> None:
+    """Move all integers of a model to a device, before the model follows them. moved: makes a matrix there."""
+    for module in model.modules():
+        if "integers" in vars(module):
+            vars(module)["integers"] = tuple(map(moved, vars(module)["integers"]))
+            for name in ("weight",) if isinstance(module, nn.Linear) else _names(module):
+                _empty(module, name, device)  # moving what has no memory would give it some
+
+
+def _empty(module: nn.Module, name: str, device: torch.device | None = None) -> None:
+    """Let a parameter keep shape and dtype, but no memory. device: None keeps it as well.
 
     It is NaN everywhere, so that code that goes around the integers is found out by the proof.
     """
     weight = getattr(module, name)
     with torch.inference_mode(mode=False):
-        setattr(module, name, nn.Parameter(nothing(weight.shape, weight.dtype), requires_grad=weight.requires_grad))
+        empty = nothing(weight.shape, weight.dtype, weight.device if device is None else device)
+        setattr(module, name, nn.Parameter(empty, requires_grad=weight.requires_grad))
 
 
-def nothing(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Return a tensor of NaN that takes no memory."""
-    return torch.full((1,) * len(shape), float("nan"), dtype=dtype).expand(shape)
+    return torch.full((1,) * len(shape), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
 def rounded_of(block: nn.Module, limits: IntegerLimits = IntegerLimits()) -> list[nn.Module]:

@@ -55,7 +55,7 @@ def load_span(
 ) -> Span:
     """Fetch, verify and load some blocks of a model.
 
-    quantize: "int8" or "int4" gives linear layers such weights; only on a CPU, and int8 only where `is_supported`.
+    quantize: "int8" or "int4" gives linear layers such weights, where `quantisation_for` finds kernels for them.
     "own4" keeps the codes of a checkpoint that is quantised in 4 bits.
     rounded: where such weights are kept for the next time. Blocks that it has are neither fetched nor read again.
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture; BadConfiguration
@@ -186,7 +186,7 @@ def _load(
     if missing:
         raise UnsupportedCheckpoint(checkpoint.model, f"{len(missing)} tensors are missing or misshapen: {missing[0]}")
     if rounding is not None:
-        rounding.finish(model)
+        rounding.finish(model, device)
     with torch.inference_mode(mode=False):
         # Parameters keep requires_grad, although nothing is trained: torch.matmul computes in another order without it.
         on_device: PreTrainedModel = model.to(device).eval()

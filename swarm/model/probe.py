@@ -186,7 +186,7 @@ def outputs_of(part: Span) -> list[Tensor]:
     """Return the outputs of a short prefill and of one token behind it."""
     generator = torch.Generator().manual_seed(2)
     cache = part.new_cache()
-    steps = [torch.randn(1, tokens, part.hidden_size, generator=generator).to(part.dtype) for tokens in (9, 1)]
+    steps = [_random(part, tokens, generator) for tokens in (9, 1)]
     return [part.forward_through_parent(step, cache=cache) for step in steps]
 
 

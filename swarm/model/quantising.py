@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from swarm.model.integer import (
     is_supported,
     matrices_of,
     nothing,
+    place,
     rounded_of,
     to_integers,
     weights_of,
@@ -31,7 +33,7 @@ from swarm.model.kept import Kept
 from swarm.model.owncodes import OwnMatrix, fits
 from swarm.model.probe import outputs_of, samples_of
 from swarm.model.span import Span
-from swarm.model.steady import make_steady
+from swarm.model.steady import make_steady, place_steady
 from swarm.model.stored import Stored
 
 
@@ -58,6 +60,8 @@ def quantisation_for(wanted: str, checkpoint: Checkpoint, device: torch.device) 
     weights = "int8" if wanted == "auto" else wanted
     if wanted == "auto" and device.type == "cpu" and _may_be(checkpoint, OwnMatrix.weights) is None:
         return Quantisation(OwnMatrix.weights, "the checkpoint's own 4 bits, without loss")
+    if wanted == "auto" and device.type != "cpu":
+        return Quantisation(None, f"{device} computes fastest so; --quantize int8 needs half of the memory")
     if why := _lacks_kernels(weights, device):
         if wanted == "auto":
             return Quantisation(None, why)
@@ -82,11 +86,14 @@ def _may_be(checkpoint: Checkpoint, weights: str) -> str | None:
 
 def _lacks_kernels(weights: str, device: torch.device) -> str | None:
     """Return why a device cannot have such weights; None: it can."""
-    if device.type == "cpu" and (weights == "int4" or is_supported()):
+    if device.type == "cpu":
+        supported = weights == "int4" or is_supported()
+        return None if supported else f"{device} has no kernels for {weights} here, which take an x86 processor"
+    if not is_supported():  # integers are rounded, and looked at, on the host
+        return f"{device} has no kernels for {weights} here, whose host has to be an x86 processor"
+    if device.type == "cuda" and find_spec("triton") is not None:
         return None
-    return (
-        f"{device} has no kernels for {weights} here, which take {'a CPU' if weights == 'int4' else 'an x86 processor'}"
-    )
+    return f"{device} has no kernels for {weights} here, which take a GPU with CUDA and the package triton"
 
 
 def matrix_for(weights: str) -> type[RoundedMatrix]:
@@ -96,6 +103,18 @@ def matrix_for(weights: str) -> type[RoundedMatrix]:
         if kind.weights == weights:
             return kind
     raise BadConfiguration("quantize", f"{weights!r} is neither int8 nor int4")
+
+
+def on_device(device: torch.device) -> Callable[[RoundedMatrix], RoundedMatrix]:
+    """Return what moves a matrix to a GPU."""
+    from swarm.model.ongpu import GpuFourBitMatrix, GpuIntegerMatrix  # noqa: PLC0415 - Triton is where CUDA is
+
+    kinds = {IntegerMatrix.weights: GpuIntegerMatrix, FourBitMatrix.weights: GpuFourBitMatrix}
+
+    def moved(matrix: RoundedMatrix) -> RoundedMatrix:
+        return kinds[matrix.weights].of_host(matrix, device)
+
+    return moved
 
 
 class Rounding:
@@ -162,10 +181,10 @@ class Rounding:
         self._read[name] = taken
         return nothing(torch.Size(weight.shape), self._dtype)
 
-    def finish(self, model: PreTrainedModel) -> None:
+    def finish(self, model: PreTrainedModel, device: torch.device) -> None:
         """Round the other weights: experts, and linear layers that are joined from several tensors.
 
-        Small layers keep theirs, and multiply in integers all the same.
+        All integers move to the device then. Small layers keep theirs, and multiply in integers all the same.
         """
         paths = {module: name for name, module in model.named_modules()}
         for module in self._modules(model):
@@ -175,6 +194,9 @@ class Rounding:
                 to_integers(module, self._matrix, there)
         for index in self._blocks:
             make_steady(blocks_of(model)[index])
+        if device.type != "cpu":
+            place(model, device, on_device(device))
+            place_steady(model, device)
         return_free_memory()
 
     def remember(self, model: PreTrainedModel) -> None:

@@ -77,6 +77,14 @@ def make_steady(block: nn.Module) -> None:
             module.weight = SteadyWeight.of(weight)
 
 
+def place_steady(model: nn.Module, device: torch.device) -> None:
+    """Have the integers beside such weights follow them to a device."""
+    for weight in model.parameters():
+        if isinstance(weight, SteadyWeight):
+            first, second = (Rounded(each.steps.to(device), each.scales.to(device)) for each in weight.matrices)
+            weight.matrices = first, second
+
+
 def steady_bytes(model: nn.Module) -> int:
     """Return the memory of all integers beside weights of a model that are kept as they are."""
     steady = [weight for weight in model.parameters() if isinstance(weight, SteadyWeight)]

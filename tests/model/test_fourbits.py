@@ -301,12 +301,10 @@ def test_a_block_that_goes_around_its_layers_is_refused(family_dir, monkeypatch)
         load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize="int4")
 
 
-def test_every_cpu_can_have_int4_and_no_gpu(family_dir, monkeypatch):
+def test_every_cpu_can_have_int4(family_dir, monkeypatch):
     checkpoint = open_checkpoint(family_dir("llama"))
     monkeypatch.setattr(quantising, "is_supported", lambda: False)  # for int8
     assert quantisation_for("int4", checkpoint, torch.device("cpu")).weights == "int4"
-    with pytest.raises(BadConfiguration, match="cuda has no kernels for int4 here, which take a CPU"):
-        quantisation_for("int4", checkpoint, torch.device("cuda"))
 
 
 def test_auto_never_takes_fewer_bits_than_int8(family_dir, monkeypatch):

@@ -153,11 +153,11 @@ def test_linear_layers_never_take_their_plain_memory(name, dtype, family_dir, mo
     taken = []
     finish = Rounding.finish
 
-    def look(self, model):
+    def look(self, model, device):
         blocks = [blocks_of(model)[index] for index in BLOCKS]
         linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
         taken.extend(linear.weight.untyped_storage().nbytes() for linear in linears)
-        finish(self, model)
+        finish(self, model, device)
 
     monkeypatch.setattr(Rounding, "finish", look)
     span = load_span(open_checkpoint(family_dir(name)), BLOCKS, dtype=dtype, quantize="int8")
@@ -210,10 +210,7 @@ def test_auto_leaves_the_numbers_of_a_checkpoint_that_is_quantised(family_dir):
 
 def test_auto_is_plain_where_there_are_no_kernels(family_dir, monkeypatch):
     checkpoint = open_checkpoint(family_dir("llama"))
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert quantisation_for("auto", checkpoint, gpu).weights is None
-    with pytest.raises(BadConfiguration, match="cuda has no kernels"):
-        quantisation_for("int8", checkpoint, gpu)
+    cpu = torch.device("cpu")
     monkeypatch.setattr(quantising, "is_supported", lambda: False)
     assert quantisation_for("auto", checkpoint, cpu).weights is None
     assert quantisation_for("none", checkpoint, cpu).weights is None
