@@ -75,14 +75,18 @@ class GpuMatrix(RoundedMatrix):
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
         rows = input.reshape(-1, self.n_inputs)
+        with torch.cuda.device_of(input):  # Triton launches where torch is
+            return self._multiply(rows).view(*input.shape[:-1], self.n_outputs)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
         parts, peaks = split(rows)
-        output = torch.empty(len(rows), self.n_outputs, dtype=input.dtype, device=input.device)
+        output = torch.empty(len(rows), self.n_outputs, dtype=rows.dtype, device=rows.device)
         cut = FEW if len(rows) <= FEW.rows else MANY
         grid = (triton.cdiv(len(rows), cut.rows), triton.cdiv(self.n_outputs, cut.outputs))
         options: dict[str, Any] = {"num_warps": cut.warps, "num_stages": cut.stages} | PRECISE
         sizes = (len(rows), self.n_outputs, self.n_inputs, cut.rows, cut.outputs, cut.inputs)
         self._launch(grid, parts, peaks, output, sizes, options)
-        return output.view(*input.shape[:-1], self.n_outputs)
+        return output
 
     def _launch(
         self,

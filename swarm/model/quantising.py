@@ -89,11 +89,20 @@ def _lacks_kernels(weights: str, device: torch.device) -> str | None:
     if device.type == "cpu":
         supported = weights == "int4" or is_supported()
         return None if supported else f"{device} has no kernels for {weights} here, which take an x86 processor"
-    if not is_supported():  # integers are rounded, and looked at, on the host
-        return f"{device} has no kernels for {weights} here, whose host has to be an x86 processor"
-    if device.type == "cuda" and find_spec("triton") is not None:
-        return None
-    return f"{device} has no kernels for {weights} here, which take a GPU with CUDA and the package triton"
+    if device.type != "cuda" or find_spec("triton") is None:
+        return f"{device} has no kernels for {weights} here, which take a GPU with CUDA and the package triton"
+    try:
+        try_kernels(weights, device)
+    except Exception as error:  # noqa: BLE001 - compilers and drivers raise all kinds
+        said = (str(error).strip() or repr(error)).splitlines()[0][:200]
+        return f"{device} cannot run kernels for {weights} ({said}), which take a C compiler and Python's headers"
+    return None
+
+
+def try_kernels(weights: str, device: torch.device) -> None:
+    """Multiply once on a GPU. Triton compiles for it, and raises whatever is missing for that."""
+    moved = on_device(device)(matrix_for(weights).of(torch.ones(32, 64)))
+    moved.multiply(torch.ones(1, 64, device=device))
 
 
 def matrix_for(weights: str) -> type[RoundedMatrix]:

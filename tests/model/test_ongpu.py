@@ -79,8 +79,16 @@ def test_a_matrix_on_a_gpu_has_the_parts_that_it_was_made_of(kind):
     assert torch.equal(restored.multiply(hidden), host.multiply(hidden))
 
 
-def test_a_gpu_has_kernels_where_triton_is(family_dir, monkeypatch):
-    checkpoint, gpu = open_checkpoint(family_dir("llama")), torch.device("cuda")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_are_tried_by_a_product(kind):
+    quantising.try_kernels(kind, CPU)
+
+
+def test_a_gpu_has_kernels_where_triton_runs(family_dir, monkeypatch):
+    checkpoint, gpu = open_checkpoint(family_dir("llama")), torch.device("cuda:3")
+    with pytest.raises(BadConfiguration, match=r"cuda:3 cannot run kernels for int8 \(.*\), which take a C compiler"):
+        quantisation_for("int8", checkpoint, gpu)  # torch is built without CUDA, or there is no such GPU
+    monkeypatch.setattr(quantising, "try_kernels", lambda *_: None)
     for kind in KINDS:
         assert quantisation_for(kind, checkpoint, gpu).weights == kind
     assert quantisation_for("auto", checkpoint, gpu).weights is None
