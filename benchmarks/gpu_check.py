@@ -25,7 +25,7 @@ from common import SEED, Samples, table, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import gpu_integers
+from gpu_integers import integers
 from gpu_paths import bounds, families, wide
 from gpu_spans import Bench, Sizes
 from gpu_speed import Speed, describe
@@ -59,7 +59,7 @@ def main() -> None:
         "prefill": speed.prefill,
         "overhead": speed.overhead,
         "families": lambda: families(bench),
-        "integers": lambda: gpu_integers.products(bench) + gpu_integers.spans(bench) + gpu_integers.decode(bench),
+        "integers": lambda: integers(bench),
         "attention": speed.attention,
         "graphs": speed.graphs,
     }

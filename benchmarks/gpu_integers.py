@@ -1,5 +1,6 @@
 """Weights in int8 and int4 on a GPU, for `gpu_check.py`: equal bits with the CPU, speed, and whole spans."""
 
+import os
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,13 @@ KINDS: tuple[type[RoundedMatrix], ...] = (IntegerMatrix, FourBitMatrix)
 COMPARED = 40  # rows of the largest product that is computed on the CPU, too
 
 
+def integers(bench: Bench) -> list[dict[str, Any]]:
+    """Look at products, tiny spans and a wide one. On a CPU only whether they run, by Triton's interpreter."""
+    if bench.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return [{"skipped": "kernels run on a CPU with TRITON_INTERPRET=1 alone"}]
+    return products(bench) + spans(bench) + decode(bench)
+
+
 def products(bench: Bench) -> list[dict[str, Any]]:
     """Compare single products with the CPU's, and time them beside plain ones."""
     sizes, device, found = bench.sizes, bench.device, []
@@ -31,7 +39,7 @@ def products(bench: Bench) -> list[dict[str, Any]]:
         for kind in KINDS:
             host = kind.of(weight)
             matrix = moved(host)
-            for rows in (1, 8, 32, COMPARED, 128, *sizes.prompts):
+            for rows in (1, 8, 32, COMPARED, 128, *sizes.prompts) if device.type == "cuda" else (1, COMPARED):
                 if bench.late:
                     return found
                 some = torch.randn(rows, n_inputs, generator=torch.Generator().manual_seed(rows)).to(sizes.speed_dtype)
@@ -53,7 +61,7 @@ def products(bench: Bench) -> list[dict[str, Any]]:
 def spans(bench: Bench) -> list[dict[str, Any]]:
     """Compare spans that a server would load with the CPU's: packed, alone and there."""
     found: list[dict[str, Any]] = []
-    for family in ("llama", "qwen3_moe", "gemma3_text"):
+    for family in ("llama", "qwen3_moe", "gemma3_text") if bench.device.type == "cuda" else ("llama",):
         with tiny_checkpoint(family, bench.seed) as checkpoint:
             for kind in KINDS:
                 if bench.late:
@@ -85,7 +93,7 @@ def decode(bench: Bench) -> list[dict[str, Any]]:
         if kind is not None:
             span = _rounded(span, kind)
         with torch.inference_mode():
-            for batch in (1, 8, 32):
+            for batch in (1, 8, 32) if bench.device.type == "cuda" else (1, 3):
                 caches = [span.new_cache() for _ in range(batch)]
                 for number, cache in enumerate(caches):
                     span.forward(noise(span, sizes.pasts[0], number), cache=cache)
@@ -100,7 +108,7 @@ def decode(bench: Bench) -> list[dict[str, Any]]:
                 ms = median(bench.times_ms(step, sizes.steps))
                 found.append({"weights": kind.weights if kind else "plain", "sessions": batch, "ms": ms})
                 bench.say(f"  {found[-1]}")
-            for tokens in sizes.prompts:
+            for tokens in sizes.prompts if bench.device.type == "cuda" else ():
                 prompt = noise(span, tokens, 1)
                 ms = median(bench.times_ms(lambda p=prompt, s=span: s.forward(p, cache=s.new_cache()), 5))
                 found.append({"weights": kind.weights if kind else "plain", "prompt": tokens, "ms": ms})
@@ -112,11 +120,11 @@ def decode(bench: Bench) -> list[dict[str, Any]]:
 
 def _ms(bench: Bench, work: Any) -> float:  # noqa: ANN401 - any call
     """Milliseconds of a call, by launching many behind each other."""
+    if bench.device.type != "cuda":
+        return bench.times_ms(work, 1, warm=0)[0]
     rounds = bench.sizes.steps * 2
     for _ in range(3):
         work()
-    if bench.device.type != "cuda":
-        return bench.median_ms(work, 3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # without the time that Python takes to launch it
         for _ in range(rounds):
