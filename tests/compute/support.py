@@ -157,10 +157,10 @@ def simulate(seed: int, scheduler: Scheduler) -> list[object]:
         if plan.parts:
             jobs, arrived = world.run([(part.task.job, part.tokens) for part in plan.parts])
             failed = {part.task for part in plan.parts if part.task.job in jobs}
-        finished, ended = scheduler.ran(plan, failed), world.now
+        finished = scheduler.ran(plan, failed)
+        scheduler.learn(plan, world.now, world.now - began, failed)  # deliveries come out later than this
         if finished:
             world.deliver([(task.job, _outcome(task, failed)) for task in finished])
-        scheduler.learn(plan, ended, ended - began, failed)
         add(arrived)
 
 
