@@ -85,19 +85,12 @@ class GpuMatrix(RoundedMatrix):
         grid = (triton.cdiv(len(rows), cut.rows), triton.cdiv(self.n_outputs, cut.outputs))
         options: dict[str, Any] = {"num_warps": cut.warps, "num_stages": cut.stages} | PRECISE
         sizes = (len(rows), self.n_outputs, self.n_inputs, cut.rows, cut.outputs, cut.inputs)
-        self._launch(grid, parts, peaks, output, sizes, options)
+        kernel, weights, number = self._kernel(len(rows))
+        kernel[grid](parts, peaks, *weights, output, number, *sizes, **options)
         return output
 
-    def _launch(
-        self,
-        grid: tuple[int, int],
-        parts: Tensor,
-        peaks: Tensor,
-        output: Tensor,
-        sizes: tuple[int, ...],
-        options: dict[str, Any],
-    ) -> None:
-        """Have the kernel of this kind fill `output`."""
+    def _kernel(self, count: int) -> tuple[Any, tuple[Tensor, ...], int]:
+        """Return the kernel for so many rows, the weights that it takes, and its own number."""
         raise NotImplementedError
 
 
@@ -109,17 +102,9 @@ class GpuIntegerMatrix(GpuMatrix):
     layouts = staticmethod(IntegerMatrix.layouts)
     bytes_of = staticmethod(IntegerMatrix.bytes_of)
 
-    def _launch(
-        self,
-        grid: tuple[int, int],
-        parts: Tensor,
-        peaks: Tensor,
-        output: Tensor,
-        sizes: tuple[int, ...],
-        options: dict[str, Any],
-    ) -> None:
-        integers, scales = self._parts
-        gpukernels.int8_products[grid](parts, peaks, integers, scales, output, self.n_inputs, *sizes, **options)
+    def _kernel(self, count: int) -> tuple[Any, tuple[Tensor, ...], int]:
+        del count
+        return gpukernels.int8_products, self._parts, self.n_inputs
 
 
 class GpuFourBitMatrix(GpuMatrix):
@@ -130,25 +115,15 @@ class GpuFourBitMatrix(GpuMatrix):
     layouts = staticmethod(FourBitMatrix.layouts)
     bytes_of = staticmethod(FourBitMatrix.bytes_of)
 
-    def _launch(
-        self,
-        grid: tuple[int, int],
-        parts: Tensor,
-        peaks: Tensor,
-        output: Tensor,
-        sizes: tuple[int, ...],
-        options: dict[str, Any],
-    ) -> None:
+    def _kernel(self, count: int) -> tuple[Any, tuple[Tensor, ...], int]:
         codes, extremes, scales = self._parts
         blocks = n_blocks(self.n_inputs)
-        if len(output) > FEW.rows:  # unpacked once for all rows
-            integers = torch.empty(self.n_outputs, self.n_inputs, dtype=torch.int8, device=codes.device)
-            unpacking = self.n_outputs, triton.cdiv(blocks * 16, UNPACKED)
-            gpukernels.unpack_int4[unpacking](codes, extremes, integers, blocks, self.n_inputs, UNPACKED, **PRECISE)
-            chunk = IntegerFormat.inputs_max
-            gpukernels.int8_products[grid](parts, peaks, integers, scales, output, chunk, *sizes, **options)
-            return
-        gpukernels.int4_products[grid](parts, peaks, codes, extremes, scales, output, blocks, *sizes, **options)
+        if count <= FEW.rows:
+            return gpukernels.int4_products, self._parts, blocks
+        integers = torch.empty(self.n_outputs, self.n_inputs, dtype=torch.int8, device=codes.device)
+        unpacking = self.n_outputs, triton.cdiv(blocks * 16, UNPACKED)  # once for all rows
+        gpukernels.unpack_int4[unpacking](codes, extremes, integers, blocks, self.n_inputs, UNPACKED, **PRECISE)
+        return gpukernels.int8_products, (integers, scales), IntegerFormat.inputs_max
 
 
 def split(rows: Tensor) -> tuple[Tensor, Tensor]:
