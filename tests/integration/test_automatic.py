@@ -34,7 +34,7 @@ def test_a_server_with_room_for_the_whole_model_takes_all_of_it(empty: World):
 
 
 @pytest.mark.long
-@pytest.mark.slow("five servers, one of which drains and moves")
+@pytest.mark.slow("six servers, one of which drains and moves")
 def test_a_server_moves_to_where_it_is_needed_and_its_session_goes_on_elsewhere(empty: World):
     mover = empty.swarm.start_server(*THREE_BLOCKS, "--rebalance-every", "0.5").wait_ready()
     assert mover.ready["blocks"] == "0:3"
@@ -43,10 +43,8 @@ def test_a_server_moves_to_where_it_is_needed_and_its_session_goes_on_elsewhere(
     with model.inference_session(max_length=400):
         first = model.generate(prompt(1, 6), max_new_tokens=4, **SAME)
         assert model.route[0].peer_id == mover.ready["peer_id"]
-        for _ in range(2):
-            empty.swarm.start_server("0:3")
-        for server in empty.swarm.servers:
-            server.wait_ready()
+        for _ in range(3):  # two would do, were none of them silent for a moment: it stays where only one is known
+            empty.swarm.start_server("0:3").wait_ready()  # one by one: together, each would measure half its speed
         eventually(lambda: blocks_now(mover) == "3:6", within_s=90, every_s=0.1)
         rest = model.generate(first, max_new_tokens=8, **SAME)
     assert torch.equal(rest, empty.full.generate(prompt(1, 6), max_new_tokens=12, **SAME))
