@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-from directory_swarm import NETWORK, NOW, ROOT, LookUps, Shape, best_ms, make_servers
+from directory_routes import Judge
+from directory_swarm import NETWORK, NOW, ROOT, LookUps, Shape, make_servers
 
 from swarm.dht.asking import request_of
 from swarm.dht.fetch import Reading
@@ -35,7 +36,7 @@ class Assumptions:
     plan_every_s: float = 600.0  # a client reads the directory for a plan, on average
     servers_read_every_s: float = 600.0  # a server reads a sample for its round trips
     new_share: float = 0.1  # of the readers do not know yet that the model is large
-    look_ups: int = 8  # computed with all their records; planning among 10,000 servers takes long
+    look_ups: int = 24  # computed with all their records; planning among 10,000 servers takes long
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +133,12 @@ def modelled(measured: Measured, shape: Shape, clients: int, seed: int) -> dict[
     by_data = {entry.data: SignedAnnouncement(a, b"") for entry, a in zip(entries, announcements, strict=True)}
     keys, network = _levels(entries), Network.of(shape.nodes, draw)
     announced = _announced(keys, network, measured)
-    best, found = best_ms(list(by_data.values()), shape.n_blocks), LookUps()
+    judge, found = Judge(list(by_data.values()), shape.n_blocks, draw), LookUps()
     for _ in range(assumed.look_ups):
         result = asyncio.run(_look_up(network, measured, len(keys[span_key(NETWORK, ROOT)]), shape.n_blocks))
         found.bytes.append(result.moved)
         found.calls.append(len(result.nodes))
-        found.servers.append(len(result.entries))
-        servers = [by_data[entry.data] for entry in result.entries.values()]
-        found.ratios.append(best_ms(servers, shape.n_blocks) / best)
+        found.take([by_data[entry.data] for entry in result.entries.values()], judge)
     read = _read(network, found, measured, clients, assumed)
     return {
         "swarm": {

@@ -13,9 +13,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from swarm.blocks import Blocks
-from swarm.client.planning.plan import plan
-from swarm.client.planning.request import Request
+from directory_routes import Judge
+
 from swarm.config import PROTOCOL_VERSION
 from swarm.dht.directory import Directory
 from swarm.dht.keepers import KeeperLimits, Keepers
@@ -25,7 +24,6 @@ from swarm.dht.records import RECORD, Announcement, Rtt, SignedAnnouncement, Spa
 from swarm.dht.sampling import SAMPLING, Sample
 from swarm.dht.search import SearchLimits
 from swarm.dht.validator import Entry, OnEntries, RecordGate
-from swarm.errors import NoRoute
 from swarm.identity import Identity
 from swarm.net.p2p import Daemon, P2PConfig
 from tests.dht.liars import Lie, lie, peer_bytes
@@ -110,14 +108,6 @@ def _span(shape: Shape, draw: random.Random) -> Span:
     return Span(start, start + length)
 
 
-def best_ms(servers: Sequence[SignedAnnouncement], n_blocks: int) -> float:
-    """Return the estimate of the best route through these servers; infinite where there is none."""
-    try:
-        return plan(Request("org/model", Blocks(0, n_blocks), tuple(servers), positions_needed=2048)).estimate_ms
-    except NoRoute:
-        return math.inf
-
-
 # The swarm ------------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +141,14 @@ class LookUps:
     bytes: list[int] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     servers: list[int] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)  # best route of the sample / of all servers; inf: no route
+    ratios: list[float] = field(default_factory=list)  # an experienced client's route / the best; inf: no route
+    new: list[float] = field(default_factory=list)  # a new client's route / its route with all servers; inf: no route
+
+    def take(self, servers: Sequence[SignedAnnouncement], judge: Judge) -> None:
+        """Judge the routes through a sample."""
+        self.servers.append(len(servers))
+        self.ratios.append(judge.experienced_ms(servers) / judge.best_ms)
+        self.new.append(judge.new_ms(servers) / judge.new_best_ms)
 
     def summary(self) -> dict[str, float]:
         """Return medians and extremes."""
@@ -166,6 +163,7 @@ class LookUps:
             "route / best route, median": round(statistics.median(found), 4),
             "route / best route, mean": round(statistics.mean(found), 4),
             "route / best route, worst": round(max(found), 4),
+            "a new client's route / with all servers, median": round(statistics.median(self.new), 4),
         }
 
 
@@ -270,7 +268,7 @@ class Swarm:
     async def look_ups(self, count: int) -> LookUps:
         """Let readers look up for plans, one after the other, and compare with the best route of all servers."""
         everyone = [SignedAnnouncement(a, b"") for a in self.announcements]
-        best, found = best_ms(everyone, self.shape.n_blocks), LookUps()
+        judge, found = Judge(everyone, self.shape.n_blocks, random.Random(2)), LookUps()
         for i in range(count):
             reader = self.readers[i % len(self.readers)]
             assert reader.member is not None
@@ -280,8 +278,7 @@ class Swarm:
             survey = await directory.survey(ROOT, self.shape.n_blocks)
             found.bytes.append(self.network.moved[own] - moved)
             found.calls.append(self.network.calls - calls)
-            found.servers.append(len(survey.servers))
-            found.ratios.append(best_ms(survey.servers, self.shape.n_blocks) / best)
+            found.take(survey.servers, judge)
         return found
 
     def corrupt(self, share: float) -> int:

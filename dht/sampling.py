@@ -2,7 +2,7 @@
 
 A large model has more records than one plan needs. A reader draws a salt, and each node orders its records by it, in
 the same way. So one reader sees the same sample everywhere, and readers spread over the servers. Of three records two
-are drawn by weight: a server that claims to take half of the time is eight times as likely to come first. The third is
+are drawn by weight: a server that claims to take half of the time is 256 times as likely to come first. The third is
 drawn without a look at claims, so that servers which claim the moon do not fill a sample. Among these, a record comes
 the earlier the fewer others the node holds of one of its blocks, so that few servers of a block are not lost in many.
 
@@ -62,6 +62,8 @@ class SamplingLimits:
     missing_share: float = limit(0.1, "share", "of the bytes, kept for blocks that the rest has not brought")
     larges_max: int = limit(64, "models", "that a reader remembers as large; the oldest is searched for again")
     large_s: float = limit(3600.0, "s", "a reader remembers so long that a model is large, and spares its first key")
+    sharpness: float = limit(8.0, "power", "of the claimed time by which records are weighed")
+    hop_ms: float = limit(4.0, "ms", "added to a span's claimed time before that: long spans make short routes")
     unpacked_max: int = limit(4 << 20, "bytes", "of records in one answer; a longer one is rejected")
 
 
@@ -191,7 +193,7 @@ def ordered(entries: Sequence[Entry], salt: bytes) -> list[Entry]:
     fewest = _fewest(entries)
 
     def by_weight(entry: Entry) -> float:
-        return exponential(draws[entry.place.subkey][:8]) * entry.facts.cost**3
+        return exponential(draws[entry.place.subkey][:8]) * _time_of(entry) ** SAMPLING.sharpness
 
     def by_chance(entry: Entry) -> tuple[bool, float]:
         return entry.facts.cost == math.inf, exponential(draws[entry.place.subkey][8:16]) * fewest[entry.facts.blocks]
@@ -206,6 +208,12 @@ def ordered(entries: Sequence[Entry], salt: bytes) -> list[Entry]:
             break
         merged[entry.place.subkey] = entry
     return list(merged.values())
+
+
+def _time_of(entry: Entry) -> float:
+    """Return the claimed time in ms of a token in one block, with the block's share of a hop."""
+    start, stop = entry.facts.blocks
+    return entry.facts.cost + SAMPLING.hop_ms / max(1, stop - start)
 
 
 def _fewest(entries: Sequence[Entry]) -> dict[tuple[int, int], int]:

@@ -147,6 +147,13 @@ def test_fast_servers_come_first_and_claims_do_not_fill_a_sample() -> None:
     assert len(sample & set(keys_of(honest))) >= 2
 
 
+def test_long_spans_of_the_same_speed_come_first() -> None:
+    long, short = entries(40, stop=8, decode_tps=500.0), entries(80, stop=1, decode_tps=4000.0)[40:]
+    assert long[0].facts.cost == short[0].facts.cost
+    sample = set(keys_of(ordered([*short, *long], SALT))[:30])  # two thirds are drawn by weight
+    assert len(sample & set(keys_of(long))) >= 20
+
+
 def test_withdrawn_records_come_last() -> None:
     held = [*entries(3, state="withdrawn"), *entries(9)[3:]]
     assert set(keys_of(ordered(held, SALT))[-3:]) == set(keys_of(held[:3]))
