@@ -192,8 +192,9 @@ class Auditor:
         ask, replays, now = next(course), 0, asyncio.get_running_loop().time
         until = now() + self._limits.audit_s
         while True:
-            is_over = replays >= self._limits.replays_max or now() > until
-            replay = None if is_over else await self._replay(ask, case)
+            if replays >= self._limits.replays_max or now() > until:
+                return Verdict(unclear=processes_of(claim.route)), met
+            replay = await self._replay(ask, case)
             replays += 1
             if replay is not None:
                 met |= {hop.process: hop for hop in replay.route}

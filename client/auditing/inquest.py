@@ -117,20 +117,23 @@ def inquest(
         return Verdict(cleared=processes_of(route) ^ processes_of(reference.route))
     base, fickle = yield from _steady(reference, route, agree, limits)
     if base is None:  # a doubt of the session would let unsteady references frame a server of several sessions
-        return Verdict(unclear=processes_of((*suspects, *fickle)))
+        return Verdict(unclear=processes_of((*route, *fickle)))
     if agree(claim, base):
         suspects = []
     found = yield from _accusations((*suspects, *fickle), base, agree, limits)
     if found.accuses:
         return found
+    # A hop of several routes may be wrong at times, in one of them. A doubt that left it out would blame the others.
+    shared = processes_of(route) - processes_of(suspects)
     if not suspects:
-        return Verdict(cleared=processes_of((*route, *base.route)), doubted=processes_of(fickle))
+        unsteady = processes_of(fickle) | (processes_of(reference.route) & shared if fickle else frozenset())
+        return Verdict(cleared=processes_of((*route, *base.route)) - unsteady, doubted=unsteady)
     again = yield Ask(route)
     if again is None or not agree(again, claim):
-        return Verdict(doubted=processes_of(suspects))
+        return Verdict(doubted=processes_of(route))
     others = [hop for hop in base.route if hop.process not in processes_of(route)]
     found = yield from _accusations(others, again, agree, limits)
-    return found if found.accuses else Verdict(doubted=processes_of(others))
+    return found if found.accuses else Verdict(doubted=processes_of(others) | (shared & processes_of(base.route)))
 
 
 def processes_of(hops: Iterable[Hop]) -> frozenset[str]:
@@ -235,14 +238,14 @@ def _third(
             if agree(third, other):
                 right = own | (processes_of(other.route) - near)
                 is_wrong = yield from _is_wrong_again(hop, swapped, base, agree, limits)
-                first = Verdict(doubted=accused)
+                first = Verdict(doubted=accused | near)
                 if is_wrong:
                     first = yield from _contradicted((hop,), near, third, agree, limits)
                 second = yield from _contradicted(others, near, third, agree, limits)
                 return _joined([Verdict(cleared=right), first, second])
         thirds.append(third)
         newcomers |= own
-    return Verdict(unclear=rivals | accused | newcomers) if thirds else Verdict(doubted=rivals | accused)
+    return Verdict(unclear=rivals | accused | newcomers) if thirds else Verdict(doubted=rivals | accused | near)
 
 
 def _contradicted(
@@ -256,11 +259,13 @@ def _contradicted(
     blamed = processes_of(hops)
     if len(blamed) > 1:
         return Verdict(doubted=blamed)
+    is_right_elsewhere = False
     for _ in range(limits.repeats_min if beside else 0):
-        elsewhere = yield Ask(tuple(hops), beside)
-        if elsewhere is None or not agree(elsewhere, right):
+        elsewhere = yield Ask(tuple(hops), beside)  # None may be a replay that has failed: it is asked for again
+        if elsewhere is not None and not agree(elsewhere, right):
             return Verdict(wrong=blamed)
-    return Verdict(doubted=blamed | beside) if beside else Verdict(wrong=blamed)
+        is_right_elsewhere |= elsewhere is not None
+    return Verdict(doubted=blamed | beside) if is_right_elsewhere else Verdict(wrong=blamed)
 
 
 def _is_wrong_again(
