@@ -121,7 +121,7 @@ def test_the_server_that_contradicts_may_be_the_wrong_one():
     assert verdict.wrong == names(D)
 
 
-def test_without_a_third_holder_both_are_doubted_and_those_beside_them():
+def test_without_a_third_holder_both_are_doubted():
     verdict = World((*ROUTE, D, E), (A,)).verdict(ROUTE)
     assert (verdict.wrong, verdict.doubted) == (frozenset(), names(A, D, E))
 

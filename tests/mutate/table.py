@@ -267,7 +267,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "the reference is right without a third",
                 "client/auditing/inquest.py",
-                "if thirds else Verdict(doubted=rivals | accused)",
+                "if thirds else Verdict(doubted=rivals | accused | near)",
                 "if thirds else Verdict(wrong=accused)",
                 "test_without_a_third_holder_both_are_doubted",
             ),
@@ -283,7 +283,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "an accusation holds between the same hops",
                 "client/auditing/inquest.py",
-                "if elsewhere is None or not agree(elsewhere, right):",
+                "if elsewhere is not None and not agree(elsewhere, right):",
                 "if True:",
                 "test_a_server_that_lies_only_beside_another_gets_it_not_blamed",
             ),
