@@ -22,6 +22,7 @@ from swarm.dht.search import Result, Searcher
 from swarm.dht.storage import RecordStorage
 from swarm.dht.store import FULL
 from swarm.dht.validator import Entry, OnEntries
+from swarm.dht.whereabouts import Whereabouts
 from swarm.errors import ClockSkew, SwarmError, Unreachable
 from swarm.limits import limit
 from swarm.net.p2p import Daemon, split_multiaddr
@@ -56,6 +57,7 @@ class Member:
     initial_peers: tuple[str, ...]
     storage: RecordStorage
     poll_s: float
+    whereabouts: Whereabouts
     limits: MemberLimits = field(default_factory=MemberLimits)
     ended: bool = False
     met: tuple[str, ...] = ()
@@ -74,12 +76,13 @@ class Member:
 
     def known(self) -> list[bytes]:
         """Return the nodes of the routing table."""
-        return [peer.to_bytes() for peer in self.protocol.routing_table.uid_to_peer_id.values()]
+        return self.protocol.nodes()
 
     async def close(self) -> None:
         """End the calls that are still under way."""
         self.ended = True
         await self.searcher.close()
+        await self.whereabouts.close()
         await self._arrival.close()
 
     # --- storing and searching ---------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 `Look` and the fields from 10 on are ours: a node that does not know them ignores them, and answers as hivemind's do.
 
 Built at import in a pool of their own: generated modules would meet hivemind's and py-libp2p's in the default pool,
-where two files must not define the same name. Field numbers are those of hivemind's dht.proto and p2pd.proto.
+where two files must not define the same name. Field numbers are those of hivemind's dht.proto and p2pd.proto,
+and of libp2p's kad-dht.
 """
 
 from typing import Any
@@ -55,8 +56,15 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
         ("callUnary", 3, "CallRequest", False),
         ("unaryResponse", 4, "CallResponse", False),
     ],
+    "KadPeer": [("id", 1, _Field.TYPE_BYTES, False), ("addrs", 2, _Field.TYPE_BYTES, True)],
+    "KadMessage": [
+        ("type", 1, _Field.TYPE_INT32, False),
+        ("key", 2, _Field.TYPE_BYTES, False),
+        ("closerPeers", 8, "KadPeer", True),
+    ],
 }
 FOUND_DICTIONARY = 2  # FindResult.type
+FIND_NODE, PING = 4, 5  # KadMessage.type
 
 
 def _build() -> dict[str, Any]:
@@ -81,6 +89,7 @@ PingRequest, PingResponse = _classes["PingRequest"], _classes["PingResponse"]
 NodeInfo, Look = _classes["NodeInfo"], _classes["Look"]
 FindRequest, FindResponse, FindResult = _classes["FindRequest"], _classes["FindResponse"], _classes["FindResult"]
 CallRequest, Frame = _classes["CallRequest"], _classes["Frame"]
+KadMessage, KadPeer = _classes["KadMessage"], _classes["KadPeer"]
 
 
 def varint(number: int) -> bytes:

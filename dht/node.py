@@ -28,6 +28,8 @@ from swarm.dht.sampling import Ask, Found, Sample
 from swarm.dht.search import Searcher
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, OnEntries, RecordGate
+from swarm.dht.whereabouts import PROTOCOL as WHEREABOUTS
+from swarm.dht.whereabouts import Whereabouts
 from swarm.errors import SwarmError, Unreachable
 from swarm.groups import ungrouped
 from swarm.limits import limit
@@ -152,7 +154,11 @@ class SwarmNode:
         """Open a raw stream to a peer. Raises Unreachable, also when p2pd does not come back in time."""
 
         async def opened(member: Member) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            return await member.daemon.open_stream(peer_id, name, CALLS.timeout_s)
+            peer = PeerID.from_base58(peer_id).to_bytes()
+            if not await member.whereabouts.connect(peer, CALLS.timeout_s):
+                raise Unreachable("a peer", (peer_id,), CALLS.timeout_s, "nobody who named it knows a way to it")
+            _, reader, writer = await member.daemon.open_stream(peer, name, CALLS.timeout_s)
+            return reader, writer
 
         async with _deadline(self._config, "opening a stream", self._config.limits.up_timeout_s + CALLS.timeout_s):
             return await self._on_member(opened)
@@ -227,6 +233,8 @@ class SwarmNode:
         """Build the node on a p2pd. Raises Unreachable or ClockSkew if it cannot join while it is new."""
         self.member = member = await self._build(daemon)
         try:
+            if not self._config.client:
+                await daemon.p2p.add_binary_stream_handler(WHEREABOUTS, member.whereabouts.serve)
             for name, handler in tuple(self._streams.items()):
                 await daemon.p2p.add_binary_stream_handler(name, handler)
             await member.join(must=self.restarts < 0)
@@ -253,8 +261,11 @@ class SwarmNode:
 
         searcher, config = Searcher(find, self._random), self._config
         poll_s = config.p2p.limits.poll_s
-        limits = config.member_limits
-        return Member(daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, limits, met=config.met)
+        limits, whereabouts = config.member_limits, Whereabouts(daemon, protocol.nodes)
+        protocol.whereabouts = whereabouts
+        return Member(
+            daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, whereabouts, limits, met=config.met
+        )
 
     async def _settle(self, member: Member) -> None:
         """Let a member serve if this node was promoted while its p2pd was new."""

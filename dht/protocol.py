@@ -34,6 +34,7 @@ from swarm.dht.sampling import Ask, Found, Look, chosen, news, price
 from swarm.dht.search import position
 from swarm.dht.storage import RecordStorage
 from swarm.dht.validator import Clock, Entry, RecordGate, pack_value
+from swarm.dht.whereabouts import Whereabouts
 from swarm.errors import InvalidMessage, RecordError, TooBusy
 
 
@@ -90,6 +91,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         """Give it the parts that hivemind's own `create` does not know."""
         self.gate, self.records, self.clock, self.limits = gate, storage, clock, limits
         self.unanswered: deque[PeerID] = deque(maxlen=64)  # routing-table entries to be pinged when there is time
+        self.whereabouts: Whereabouts | None = None  # None: the network finds peers by itself
         self._handling = 0
         self._has_handlers: bool = False
         self._rates = RateLimit(limits.per_s, limits.burst)
@@ -98,6 +100,10 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
         return str(DHTProtocol._get_handle_name(namespace, method_name))
+
+    def nodes(self) -> list[bytes]:
+        """Return the peer ids of the routing table."""
+        return [peer.to_bytes() for peer in self.routing_table.uid_to_peer_id.values()]
 
     # --- others call us ----------------------------------------------------------------------------------------------
 
@@ -197,6 +203,8 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             return
         known = node_id_of(peer)
         if bytes(node_id) == known.to_bytes():
+            if self.whereabouts is not None and self.routing_table.get(peer_id=peer) is None:
+                self.whereabouts.met()
             stale = self.routing_table.add_or_update_node(known, peer)
             if stale is not None:
                 self.unanswered.append(stale[1])
@@ -249,7 +257,10 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             return None
         asked = (request.ByteSize() + response.peer.ByteSize()) // len(asks)
         results = zip(asks, response.results, strict=True)
-        return [await found_in(self.gate, key, result, asked) for (key, _), result in results]
+        found = [await found_in(self.gate, key, result, asked) for (key, _), result in results]
+        if self.whereabouts is not None:
+            self.whereabouts.heard(peer.to_bytes(), (other for each in found for other in each.near))
+        return found
 
     async def call_find(self, *_: object, **__: object) -> None:
         """hivemind's form of `find`."""
@@ -264,6 +275,11 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     ) -> Any:  # noqa: ANN401
         """Make one call and note whether the peer is alive. Returns None after any failure."""
         timeout_s = self.limits.timeout_s if timeout_s is None else timeout_s
+        began = asyncio.get_running_loop().time()
+        if self.whereabouts is not None and not await self.whereabouts.connect(peer.to_bytes(), timeout_s):
+            self._forget(peer)
+            return None
+        timeout_s = max(timeout_s / 2, timeout_s - (asyncio.get_running_loop().time() - began))
         try:
             async with self.rpc_semaphore:
                 response = await getattr(self.get_stub(peer), method)(request, timeout=timeout_s)

@@ -193,7 +193,7 @@ def ordered(entries: Sequence[Entry], salt: bytes) -> list[Entry]:
     fewest = _fewest(entries)
 
     def by_weight(entry: Entry) -> float:
-        return exponential(draws[entry.place.subkey][:8]) * _time_of(entry) ** SAMPLING.sharpness
+        return exponential(draws[entry.place.subkey][:8]) * math.pow(_time_of(entry), SAMPLING.sharpness)
 
     def by_chance(entry: Entry) -> tuple[bool, float]:
         return entry.facts.cost == math.inf, exponential(draws[entry.place.subkey][8:16]) * fewest[entry.facts.blocks]

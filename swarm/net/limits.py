@@ -106,6 +106,7 @@ class DaemonLimits:
     stop_timeout_s: float = limit(3.0, "s", "after SIGTERM; then SIGKILL")
     poll_s: float = limit(0.2, "s", "between looks whether it runs")
     probe_s: float = limit(10.0, "s", "between probes of a running one, and for the answer to one")
+    find_s: float = limit(1.0, "s", "to say which addresses a connected peer has told")
     restarts_max: int = limit(6, "restarts", "in a row; then the node fails")
     backoff_s: tuple[float, ...] = limit((0.1, 0.5, 1.0, 2.0, 5.0, 10.0), "s", "before each restart of a row")
     restart_forget_s: float = limit(60.0, "s", "of running after which earlier failures count no more")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.dht.node import NodeConfig, SwarmNode
 from swarm.dht.storage import RecordStorage, StorageLimits
@@ -19,15 +21,21 @@ from swarm.identity import Identity
 from swarm.net.p2p import Daemon, P2PConfig, split_multiaddr
 from tests.dht.support import LOOPBACK, NETWORK
 
+HERE = Multiaddr("/ip4/127.0.0.1/tcp/1")
 Handler = Callable[[Any, P2PContext], Awaitable[Any]]
 
 
 @dataclass
 class MemoryNetwork:
-    """Peers that reach each other by peer id. silent: those that take calls and never answer."""
+    """Peers that reach each other by peer id. silent: those that take calls and never answer.
+
+    links: who is connected to whom, where calls need a connection; None: any two are connected. dials: of those.
+    """
 
     peers: dict[PeerID, "MemoryP2P"] = field(default_factory=dict)
     silent: set[PeerID] = field(default_factory=set)
+    links: set[frozenset[PeerID]] | None = None
+    dials: int = 0
     calls: int = 0
     served: Counter[PeerID] = field(default_factory=Counter)  # calls that each peer took
     moved: Counter[PeerID] = field(default_factory=Counter)  # bytes of each peer's own calls, both ways
@@ -64,16 +72,24 @@ class MemoryP2P:
     network: MemoryNetwork
     peer_id: PeerID
     handlers: dict[str, tuple[Handler, Any]] = field(default_factory=dict)
+    streams: dict[str, Any] = field(default_factory=dict)
 
     async def add_protobuf_handler(self, name: str, handler: Handler, request_type: Any, **_: Any) -> None:
         self.handlers[name] = handler, request_type
+
+    async def add_binary_stream_handler(self, name: str, handler: Any) -> None:
+        self.streams[name] = handler
+
+    def reaches(self, peer: PeerID) -> bool:
+        links = self.network.links
+        return peer in self.network.peers and (links is None or frozenset({peer, self.peer_id}) in links)
 
     async def call_protobuf_handler(self, peer: PeerID, name: str, request: Any, answer_type: Any) -> Any:
         self.network.calls += 1
         await asyncio.sleep(0)
         if peer in self.network.silent:
             await asyncio.sleep(3600)
-        if peer not in self.network.peers or name not in self.network.peers[peer].handlers:
+        if not self.reaches(peer) or name not in self.network.peers[peer].handlers:
             raise ConnectionError("no such peer")
         self.network.served[peer] += 1
         handler, request_type = self.network.peers[peer].handlers[name]
@@ -84,11 +100,34 @@ class MemoryP2P:
         return answer_type.FromString(answered)
 
 
+class MemoryWriter:
+    """The writing half of a stream in memory. It is its own transport."""
+
+    def __init__(self, other: asyncio.StreamReader) -> None:
+        self.other, self.transport = other, self
+
+    def write(self, data: bytes) -> None:
+        self.other.feed_data(data)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self.other.feed_eof()
+
+    async def wait_closed(self) -> None:
+        await asyncio.sleep(0)
+
+    def abort(self) -> None:
+        self.other.feed_eof()
+
+
 @dataclass(frozen=True)
 class MemoryDaemon:
     """What a node needs of its p2pd."""
 
     p2p: MemoryP2P
+    serving: set[asyncio.Task[None]] = field(default_factory=set)
     port = 1
 
     @property
@@ -98,10 +137,40 @@ class MemoryDaemon:
     async def addresses(self) -> tuple[str, ...]:
         return (f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer_id}",)
 
+    async def connected(self) -> frozenset[bytes]:
+        return frozenset(peer.to_bytes() for peer in self.p2p.network.peers if self.p2p.reaches(peer))
+
+    async def addresses_of(self, peer: bytes) -> tuple[bytes, ...]:
+        assert self.p2p.reaches(PeerID(peer)) or peer == self.p2p.peer_id.to_bytes()
+        return (HERE.to_bytes(),)
+
+    async def open_stream(self, peer: bytes, name: str, timeout_s: float) -> Any:
+        other = PeerID(peer)
+        if not self.p2p.reaches(other) or name not in self.p2p.network.peers[other].streams:
+            raise Unreachable("a peer", (), timeout_s)
+        asked, answered = asyncio.StreamReader(), asyncio.StreamReader()
+        serve = self.p2p.network.peers[other].streams[name]
+        serving = asyncio.create_task(serve(StreamInfo(self.p2p.peer_id, HERE, name), asked, MemoryWriter(answered)))
+        self.serving.add(serving)
+        serving.add_done_callback(self.serving.discard)
+        return HERE.to_bytes(), answered, MemoryWriter(asked)
+
+    async def connect_at(self, peer: bytes, addresses: Any, timeout_s: float) -> None:
+        network = self.p2p.network
+        assert network.links is not None
+        assert HERE.to_bytes() in addresses
+        if PeerID(peer) not in network.peers:
+            raise Unreachable("a peer", (), timeout_s)
+        network.dials += 1
+        network.links.add(frozenset({PeerID(peer), self.p2p.peer_id}))
+
     async def peers(self) -> dict[str, str]:
         others = [str(peer.to_base58()) for peer in self.p2p.network.peers if peer != self.p2p.peer_id]
         return dict.fromkeys(others, "/ip4/127.0.0.1/tcp/1")
 
     async def connect(self, address: str, timeout_s: float) -> None:
-        if split_multiaddr(address)[0] not in self.p2p.network.peers:
+        peer, _ = split_multiaddr(address)
+        if peer not in self.p2p.network.peers:
             raise Unreachable("a peer", (address,), timeout_s)
+        if self.p2p.network.links is not None:
+            self.p2p.network.links.add(frozenset({peer, self.p2p.peer_id}))

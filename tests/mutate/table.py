@@ -537,6 +537,15 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_p2pd_relays_for_no_peer_and_has_limits",
             ),
         ],
+        "Strangers store nothing in p2pd": [
+            (
+                "any message is answered",
+                "dht/whereabouts.py",
+                "        if question.type != FIND_NODE:",
+                "        if False:",
+                "test_a_stranger_stores_nothing_in_p2pd",
+            ),
+        ],
         "Config, index and weights are those that the root names": [
             (
                 "a config is used that is not the one in the manifest",

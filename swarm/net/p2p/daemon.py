@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from swarm.config import load_settings
 from swarm.errors import AddressInUse, P2PFailed, Unreachable
 from swarm.net.launch import command
 from swarm.net.limits import DaemonLimits
-from swarm.net.p2p.multiaddr import host_of, split_multiaddr, where_to_listen
+from swarm.net.p2p.multiaddr import host_of, split_multiaddr, text_of, where_to_listen
 from swarm.net.ports import Port, kept_for_p2pd
 from swarm.net.program import check_program
 
@@ -103,25 +103,54 @@ class Daemon:
             str(PeerID(peer.id).to_base58()): text
             for peer in response.peers
             for address in peer.addrs
-            if (text := _text(address))
+            if (text := text_of(address))
         }
+
+    async def connected(self) -> frozenset[bytes]:
+        """Return the ids of the connected peers. Raises Unreachable."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+        response, _, writer = await self._ask(request, "p2pd", self._limits.probe_s)
+        writer.close()
+        return frozenset(bytes(peer.id) for peer in response.peers)
+
+    async def addresses_of(self, peer: bytes) -> tuple[bytes, ...]:
+        """Return the multiaddrs, in bytes, that a connected peer has told, or our own; none of one that is unknown."""
+        if peer == self.p2p.peer_id.to_bytes():
+            request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
+        else:
+            within_ns = int(self._limits.find_s * 1e9)
+            finding = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=peer, timeout=within_ns)
+            request = p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=finding)
+        try:
+            response, _, writer = await self._ask(request, "p2pd", self._limits.find_s)
+        except Unreachable:
+            return ()
+        writer.close()
+        return tuple(response.identify.addrs or response.dht.peer.addrs)
 
     async def connect(self, multiaddr: str, timeout_s: float) -> None:
         """Open a connection to a peer at one address. Raises Unreachable."""
         peer, address = split_multiaddr(multiaddr)
-        connect = p2pd_pb2.ConnectRequest(peer=peer.to_bytes(), addrs=[address.to_bytes()])
+        await self.connect_at(peer.to_bytes(), [address.to_bytes()], timeout_s)
+
+    async def connect_at(self, peer: bytes, addresses: Sequence[bytes], timeout_s: float) -> None:
+        """Open a connection to a peer at one of several addresses, in bytes. Raises Unreachable."""
+        connect = p2pd_pb2.ConnectRequest(peer=peer, addrs=addresses)
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect)
-        _, _, writer = await self._ask(request, multiaddr, timeout_s)
+        _, _, writer = await self._ask(request, str(PeerID(peer).to_base58()), timeout_s)
         writer.close()
 
     async def open_stream(
-        self, peer_id: str, name: str, timeout_s: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a raw stream to a peer that is connected or can be found. Raises Unreachable."""
-        opening = p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer_id).to_bytes(), proto=[name])
+        self, peer: bytes, name: str, timeout_s: float
+    ) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a raw stream to a peer that is connected or can be found, by its id. Raises Unreachable.
+
+        Returns the multiaddr at which it is, in bytes, and the stream.
+        """
+        opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[name])
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-        _, reader, writer = await self._ask(request, peer_id, timeout_s)
-        return reader, writer
+        response, reader, writer = await self._ask(request, str(PeerID(peer).to_base58()), timeout_s)
+        return bytes(response.streamInfo.addr), reader, writer
 
     async def _ask(
         self,
@@ -255,13 +284,6 @@ async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[async
             await asyncio.wait({reader})
 
 
-def _text(address: bytes) -> str:
-    try:
-        return str(Multiaddr(address))
-    except Exception:  # noqa: BLE001 - the parser raises whatever it likes
-        return ""
-
-
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:
     """Signal p2pd if it lives. Not through `process`, whose send_signal() reaps what asyncio's watcher waits for."""
     if process.returncode is None:
@@ -351,15 +373,16 @@ def _arguments(config: P2PConfig, folder: Path) -> list[str]:
         "connHi": config.limits.connections_high,
         "idleTimeout": "30s",
         "persistentConnMaxMsgSize": 4 << 20,
+        "dhtClient": 1,  # as a server it would keep strangers' records: swarm.dht.whereabouts answers instead
     }
     if config.identity is not None:
         arguments["id"] = str(config.identity)
     if config.listen is None:
-        arguments |= {"noListenAddrs": 1, "dhtClient": 1}
+        arguments["noListenAddrs"] = 1
     else:
         host, port = config.listen
         assert isinstance(port, int)  # it has been chosen
-        arguments |= {"hostAddrs": ",".join(where_to_listen(host, port)), "dhtServer": 1}
+        arguments["hostAddrs"] = ",".join(where_to_listen(host, port))
     if config.announce:
         arguments["announceAddrs"] = ",".join(config.announce)
     return [f"-{name}={value}" for name, value in arguments.items()]

@@ -3,12 +3,14 @@
 import ipaddress
 import re
 import socket
+from collections.abc import Callable, Iterable, Sequence
 
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.errors import BadConfiguration
 from swarm.net.ports import EVERY, has_ipv6
+from swarm.net.reach import literals
 
 
 def multiaddr_of(host: str, port: int) -> str:
@@ -41,6 +43,53 @@ def host_of(multiaddr: str) -> str:
         return str(ipaddress.ip_address(parts[2]))
     except ValueError:
         return ""
+
+
+def text_of(address: bytes) -> str:
+    """Write a multiaddr in bytes as text; "" for junk."""
+    try:
+        return str(Multiaddr(address))
+    except Exception:  # noqa: BLE001 - the parser raises whatever it likes
+        return ""
+
+
+def first_host(address: bytes) -> str:
+    """Return the host that a multiaddr in bytes is dialled at, an address or a name; "" for another kind, or none."""
+    parts = _parts(address)
+    return parts[2] if parts else ""
+
+
+async def literal_addresses(
+    addresses: Iterable[bytes], makes_sense: Callable[[str], bool], names_max: int = 2
+) -> list[bytes]:
+    """Return multiaddrs in bytes with literal hosts that make sense: names are resolved here, then judged.
+
+    makes_sense: of a literal address. names_max: more are left out. Left out is also what leads through a relay.
+    """
+    usable, names = [], 0
+    for address in addresses:
+        if not (parts := _parts(address)):
+            continue
+        _, kind, host, *rest = parts
+        hosts: Sequence[str] = (host,)
+        if kind.startswith("dns"):
+            names += 1
+            try:
+                hosts = await literals(host, 0) if names <= names_max else ()
+            except (OSError, UnicodeError):
+                continue
+        for literal in filter(makes_sense, hosts):
+            usable.append(
+                Multiaddr("/".join(["", f"ip{ipaddress.ip_address(literal).version}", literal, *rest])).to_bytes()
+            )
+    return usable
+
+
+def _parts(address: bytes) -> list[str]:
+    """Return the parts of a multiaddr that is dialled at a host; none for another one, or for junk."""
+    parts = text_of(address).split("/")
+    is_dialled = len(parts) > 2 and parts[1] in {"ip4", "ip6", "dns", "dns4", "dns6"} and "p2p-circuit" not in parts
+    return parts if is_dialled else []
 
 
 def split_multiaddr(text: str) -> tuple[PeerID, Multiaddr]:
