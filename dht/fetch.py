@@ -27,7 +27,6 @@ from swarm.dht.validator import Entry, OnEntries
 Searching = Callable[[Sequence[bytes], bytes], Awaitable[Mapping[bytes, Result]]]
 """`search(places, salt)`: a search for a sample."""
 Asking = Callable[[bytes, bytes, Look], Awaitable[Found | None]]
-_ANSWER_MAX = CALLS.answer_bytes_max // CALLS.keys_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ class _Fetch:
         few = bool(claims) and claims[len(claims) // 2] <= SAMPLING.few
         parts = 1 if few else max(1, min(SAMPLING.slices, len(nodes) // SAMPLING.senders))
         wanted = SAMPLING.distinct * self.share
-        size = min(_ANSWER_MAX, int(wanted / max(1, at_once)))
+        size = min(CALLS.key_bytes_max, int(wanted / max(1, at_once)))
         for first in range(0, len(nodes), max(1, at_once)):
             if self.taken + size > self.share or self.new >= 0.9 * wanted:
                 return
@@ -207,7 +206,7 @@ class _Gathering:
                 size = max(SAMPLING.least_bytes, int(unused / max(1.0, len(left) * share)))
                 peer, part = left.pop()
                 if self.blame[self.namers.get(peer, b"")] < SAMPLING.blamed_max:
-                    size = min(size, _ANSWER_MAX)
+                    size = min(size, CALLS.key_bytes_max)
                     self.pending += size
                     seen = b"" if blocks else self.slices.seen(peer, part)
                     parts = 1 if blocks else self.parts

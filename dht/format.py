@@ -34,6 +34,11 @@ class CallLimits:
     answered_per_s: float = limit(512 << 10, "bytes/s", "of records in answers to one peer; more calls are refused")
     answered_burst: float = limit(16 << 20, "bytes", "the same, at once: three surveys of the largest model")
 
+    @property
+    def key_bytes_max(self) -> int:
+        """A key's part of the records in an answer to as many keys as there may be."""
+        return self.answer_bytes_max // self.keys_max
+
 
 CALLS = CallLimits()
 _DICTIONARY_TAG = 0x50  # hivemind's msgpack extension for a dictionary of subkeys

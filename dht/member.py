@@ -15,7 +15,7 @@ from swarm.dht.arrival import Arrival, Greeting
 from swarm.dht.fetch import Reading
 from swarm.dht.format import CALLS
 from swarm.dht.keepers import Keepers
-from swarm.dht.protocol import SwarmProtocol
+from swarm.dht.protocol import SwarmProtocol, nodes_of
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.sampling import Sample
 from swarm.dht.search import Result, Searcher
@@ -76,7 +76,7 @@ class Member:
 
     def known(self) -> list[bytes]:
         """Return the nodes of the routing table."""
-        return self.protocol.nodes()
+        return nodes_of(self.protocol)
 
     async def close(self) -> None:
         """End the calls that are still under way."""

@@ -22,7 +22,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from swarm.access import EVERYBODY, Access
 from swarm.dht.format import CALLS
 from swarm.dht.member import Member, MemberLimits
-from swarm.dht.protocol import SwarmProtocol
+from swarm.dht.protocol import SwarmProtocol, nodes_of
 from swarm.dht.records import key_id
 from swarm.dht.sampling import Ask, Found, Sample
 from swarm.dht.search import Searcher
@@ -261,7 +261,7 @@ class SwarmNode:
 
         searcher, config = Searcher(find, self._random), self._config
         poll_s = config.p2p.limits.poll_s
-        limits, whereabouts = config.member_limits, Whereabouts(daemon, protocol.nodes)
+        limits, whereabouts = config.member_limits, Whereabouts(daemon, partial(nodes_of, protocol))
         protocol.whereabouts = whereabouts
         return Member(
             daemon, protocol, searcher, config.initial_peers, self.storage, poll_s, whereabouts, limits, met=config.met

@@ -20,9 +20,6 @@ from swarm.identity import peer_id_of
 from swarm.net.address import Tcp
 from swarm.net.noise import ChannelKey
 
-_HELLO = b"\x13/multistream/1.0.0\n\x07/noise\n"  # from either side, if the listener speaks both
-_IDENTITY = re.compile(rb"\x0a\x24\x08\x01\x12\x20(.{32})\x12\x40(.{64})", re.DOTALL)  # as protobuf writes both fields
-
 
 async def peer_at(at: Tcp) -> str:
     """Return the peer id of the libp2p node that listens at a literal address. The caller limits the time.
@@ -33,9 +30,10 @@ async def peer_at(at: Tcp) -> str:
     with socket.socket(socket.AF_INET6 if ":" in at.host else socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         await loop.sock_connect(sock, (at.host, at.port))
-        await loop.sock_sendall(sock, _HELLO + _sized(first.message))
-        hello = await _read(sock, len(_HELLO))
-        if hello != _HELLO:
+        greeting = b"\x13/multistream/1.0.0\n\x07/noise\n"  # from either side, if the listener speaks both
+        await loop.sock_sendall(sock, greeting + _sized(first.message))
+        hello = await _read(sock, len(greeting))
+        if hello != greeting:
             raise HandshakeFailed(str(at), "it is no libp2p node, or does not speak Noise")
         length = int.from_bytes(await _read(sock, 2), "big")
         if length > 1024:  # a node with an Ed25519 identity and no extensions writes 202
@@ -69,7 +67,8 @@ class FirstHalf:
 
 def peer_in(payload: bytes, static: bytes) -> str | None:
     """Return the peer id that signed for the Noise key `static`, 32 bytes; None if none did."""
-    found = _IDENTITY.match(payload)
+    # As protobuf writes both fields.
+    found = re.match(rb"\x0a\x24\x08\x01\x12\x20(.{32})\x12\x40(.{64})", payload, re.DOTALL)
     try:
         if found is None:
             return None

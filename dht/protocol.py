@@ -101,10 +101,6 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
         return str(DHTProtocol._get_handle_name(namespace, method_name))
 
-    def nodes(self) -> list[bytes]:
-        """Return the peer ids of the routing table."""
-        return [peer.to_bytes() for peer in self.routing_table.uid_to_peer_id.values()]
-
     # --- others call us ----------------------------------------------------------------------------------------------
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
@@ -302,6 +298,11 @@ class DenyAll(RecordValidatorBase):  # type: ignore[misc]
     def validate(self, record: DHTRecord) -> bool:
         """Refuse."""
         return False
+
+
+def nodes_of(protocol: SwarmProtocol) -> list[bytes]:
+    """Return the peer ids of a node's routing table."""
+    return [peer.to_bytes() for peer in protocol.routing_table.uid_to_peer_id.values()]
 
 
 def node_id_of(peer: PeerID) -> DHTID:

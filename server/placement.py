@@ -37,9 +37,6 @@ from numpy.typing import NDArray
 from swarm.blocks import Blocks
 from swarm.limits import limit
 
-SHARPNESS = (4.0, 16.0, 64.0)  # p; a single one ends a few per cent lower, or gets stuck
-_EXACT = 1e-7  # rounding leaves less than this share of a sum
-
 Rates = NDArray[np.float64]
 
 
@@ -51,6 +48,8 @@ class PlacementLimits:
     looks_per_rank: int = limit(2, "looks", "that a candidate waits for each one before it")
     floor_share: float = limit(1e-4, "share", "of its fair share that an unserved block counts with")
     holders_min: int = limit(2, "holders", "of a block that a server leaves; fewer only where others have fewer still")
+    sharpness: tuple[float, ...] = limit((4.0, 16.0, 64.0), "p", "of the means; a single one ends lower, or gets stuck")
+    exact_share: float = limit(1e-7, "share", "of a sum: rounding leaves less")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def choose_span(
     me = Holder(key, Blocks(0, length), typical / length, True)
     gains = _gains(n_blocks, [*others, me], [len(others)], limits)[0]
     count = np.concatenate(([0.0], np.cumsum(served(n_blocks, [replace(h, tps=1.0) for h in others]))))
-    ties = [s for s in range(n_blocks - length + 1) if gains[s] >= gains.max() - _EXACT]
+    ties = [s for s in range(n_blocks - length + 1) if gains[s] >= gains.max() - limits.exact_share]
     start = min(ties, key=lambda s: (count[s + length] - count[s], s))
     return Blocks(start, start + length)
 
@@ -174,7 +173,9 @@ def _allowed(
 
     left = np.where(mine, lack, 0.0)
     total = left.sum(axis=1, keepdims=True)
-    allowed: NDArray[np.bool_] = (total - within(left) <= _EXACT) | (within(lack) > total + _EXACT)
+    allowed: NDArray[np.bool_] = (total - within(left) <= limits.exact_share) | (
+        within(lack) > total + limits.exact_share
+    )
     return allowed
 
 
@@ -196,13 +197,13 @@ def _gains(n_blocks: int, holders: Sequence[Holder], movers: Sequence[int], limi
     without = served(n_blocks, holders) - tps * ((at >= start) & (at < start + length))
     now, apart, there = (np.log(np.maximum(y, floor) / x0) for y in (x, without, without + tps))
     gains = np.where(stop > n_blocks, -np.inf, 0.0)
-    for p in SHARPNESS:
+    for p in limits.sharpness:
         before, after = (np.exp(np.minimum(-p * y, cut)) for y in (apart, there))
         more = np.zeros((len(movers), n_blocks + 1))
         np.cumsum(after - before, axis=1, out=more[:, 1:])
         sums = before.sum(axis=1, keepdims=True) - more[:, :-1]
         sums += np.take_along_axis(more, np.minimum(stop, n_blocks), axis=1)
         total = np.exp(-p * now).sum()
-        gain = np.log(total / np.maximum(sums, _EXACT * total)) / p
-        gains += np.where(sums < math.exp(cut) / 2, gain, -np.inf) / len(SHARPNESS)
+        gain = np.log(total / np.maximum(sums, limits.exact_share * total)) / p
+        gains += np.where(sums < math.exp(cut) / 2, gain, -np.inf) / len(limits.sharpness)
     return gains

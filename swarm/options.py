@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -120,9 +120,14 @@ directory_option = click.option(
     show_default=True,
     help="how to read the servers' records; light needs no p2pd; auto: p2pd where it is installed",
 )
-_LAN = partial(click.option, "--lan/--no-lan", default=True, show_default=True)
-lan_option = _LAN(help="find others on this network, and be found there (mDNS), unless the swarm is public")
-looking_option = _LAN(help="without --initial-peers, look for a node on this network (mDNS)")
+
+
+def _lan(text: str) -> Callable[[Command], Command]:
+    return click.option("--lan/--no-lan", default=True, show_default=True, help=text)
+
+
+lan_option = _lan("find others on this network, and be found there (mDNS), unless the swarm is public")
+looking_option = _lan("without --initial-peers, look for a node on this network (mDNS)")
 model_options = option_group(  # of a client's commands
     click.option("--revision", default=None, help="branch, tag or commit of a hub repository"),
     click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories"),

@@ -23,7 +23,6 @@ from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
 from swarm.model.loading import ends_files
 
 _log = structlog.get_logger("swarm.gateway")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,8 @@ def candidates(entries: Sequence[ModelEntry]) -> dict[str, frozenset[str]]:
     """Return the roots that servers announce for each name that can be a repository's. Names are strangers' text."""
     roots: dict[str, set[str]] = {}
     for entry in entries:
-        if _HUB_ID.fullmatch(entry.name) and ".." not in entry.name and "--" not in entry.name:
+        hub_id = r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?"
+        if re.fullmatch(hub_id, entry.name, re.ASCII) and ".." not in entry.name and "--" not in entry.name:
             roots.setdefault(entry.name, set()).add(entry.root)
     return {name: frozenset(found) for name, found in sorted(roots.items())}
 

@@ -11,9 +11,6 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.limits import limit
 
-_BLANK = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")  # ends an event
-_DATA = re.compile(rb"^data:[ ]?(.*?)\r?$", re.MULTILINE)
-
 
 @dataclass(frozen=True, slots=True)
 class UsageLimits:
@@ -94,7 +91,8 @@ class Reader:
 
     def _events(self) -> Iterator[bytes]:
         at = 0
-        for end in [found.end() for found in _BLANK.finditer(self._kept, self._searched)]:
+        blank_line = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")  # ends an event
+        for end in [found.end() for found in blank_line.finditer(self._kept, self._searched)]:
             event, at = bytes(self._kept[at:end]), end
             yield event if self._is_long else self._event(event)
             self._is_long = False
@@ -107,7 +105,7 @@ class Reader:
             self._searched = 0
 
     def _event(self, event: bytes) -> bytes:
-        data = b"\n".join(_DATA.findall(event))
+        data = b"\n".join(re.findall(rb"^data:[ ]?(.*?)\r?$", event, re.MULTILINE))
         self.events += bool(data) and data != b"[DONE]"
         body = _parsed(data) if b'"usage"' in data else None
         self._note(body)

@@ -23,7 +23,6 @@ from swarm.model.probe import replace_attention
 from swarm.model.span import Span
 
 ALIGNED, ALIGNED_EAGER = "swarm_aligned", "swarm_aligned_eager"  # attention implementations
-TOLERANCE = 0.02  # of a norm: last bits move some activations by a step of their integers
 Attention = Callable[..., tuple[Tensor, Any]]
 
 
@@ -33,7 +32,8 @@ def align(span: Span) -> None:
         return
     span.shared.aligned = True  # caches, too
     changes = {"sdpa": ALIGNED, "eager": ALIGNED_EAGER}
-    span.shared.aligned = any([replace_attention(span, old, new, TOLERANCE) for old, new in changes.items()])
+    tolerance = 0.02  # of a norm: last bits move some activations by a step of their integers
+    span.shared.aligned = any([replace_attention(span, old, new, tolerance) for old, new in changes.items()])
 
 
 def aligned_attention(

@@ -32,7 +32,6 @@ class Cut:
 
 
 FEW = Cut(rows=16, outputs=32, inputs=256, warps=4, stages=4)
-UNPACKED = 1024  # octets of an output in a program
 MANY = Cut(rows=64, outputs=128, inputs=128, warps=8, stages=3)
 
 
@@ -121,8 +120,9 @@ class GpuFourBitMatrix(GpuMatrix):
         if count <= FEW.rows:
             return gpukernels.int4_products, self._parts, blocks
         integers = torch.empty(self.n_outputs, self.n_inputs, dtype=torch.int8, device=codes.device)
-        unpacking = self.n_outputs, triton.cdiv(blocks * 16, UNPACKED)  # once for all rows
-        gpukernels.unpack_int4[unpacking](codes, extremes, integers, blocks, self.n_inputs, UNPACKED, **PRECISE)
+        unpacked = 1024  # octets of an output in a program
+        unpacking = self.n_outputs, triton.cdiv(blocks * 16, unpacked)  # once for all rows
+        gpukernels.unpack_int4[unpacking](codes, extremes, integers, blocks, self.n_inputs, unpacked, **PRECISE)
         return gpukernels.int8_products, (integers, scales), IntegerFormat.inputs_max
 
 

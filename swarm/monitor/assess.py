@@ -33,8 +33,6 @@ from swarm.monitor.state import (
 from swarm.runs import runs_text
 from swarm.version import __version__
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?", re.ASCII)
-
 
 @dataclass(frozen=True, slots=True)
 class AssessLimits:
@@ -392,7 +390,8 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def _join_command(name: str, root: str, needed: tuple[int, int], sighting: Sighting) -> str:
     """Return a command for a POSIX shell. The name is a stranger's: only one that can be a hub id gets into it."""
-    model = name if _HUB_ID.fullmatch(name) else "MODEL"
+    hub_id = r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?"
+    model = name if re.fullmatch(hub_id, name, re.ASCII) else "MODEL"
     words = ["swarm-serve", model, "--root", root, "--blocks", f"{needed[0]}:{needed[1]}"]
     words += ["--network", sighting.network]
     for address in sighting.join_addresses:

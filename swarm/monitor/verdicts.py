@@ -13,7 +13,6 @@ CREATE TABLE IF NOT EXISTS audits (root TEXT NOT NULL, peer TEXT NOT NULL, day I
                                    agreed_at REAL, wrong_at REAL, at REAL NOT NULL,
                                    PRIMARY KEY (root, peer, day)) WITHOUT ROWID
 """
-_DAY_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ Records = dict[tuple[str, str], Record]
 
 def write(db: sqlite3.Connection, result: AuditResult, limits: VerdictLimits = VerdictLimits()) -> None:
     """Add an audit. Raises sqlite3.DatabaseError."""
-    at, day = result.at, int(result.at // _DAY_S)
+    at, day = result.at, int(result.at // 86_400)
     rows = [
         (result.root, peer, day, *counts, at if counts[0] else None, at if counts[2] else None, at)
         for peers, counts in ((result.agreed, (1, 0, 0)), (result.disputed, (0, 1, 0)), (result.wrong, (0, 0, 1)))

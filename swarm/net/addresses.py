@@ -20,9 +20,6 @@ from swarm.limits import limit
 from swarm.net.address import Tcp
 from swarm.net.ports import EVERY
 
-_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # of documentation, so of no network
-_EVERY_IPV4 = "0.0.0.0"  # noqa: S104 - compared, not bound
-
 
 @dataclass(frozen=True, slots=True)
 class AddressLimits:
@@ -59,7 +56,8 @@ def own_addresses(limits: AddressLimits = AddressLimits()) -> tuple[str, ...]:
     One of each family, from which the way out begins; where a family has no way out, as on a network of its own, those
     of all interfaces that are up. None where there is no network.
     """
-    found = [host for family, there in _ELSEWHERE.items() for host in _sources(family, there) or _of_interfaces(family)]
+    elsewhere = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # of documentation, so of no network
+    found = [host for family, there in elsewhere.items() for host in _sources(family, there) or _of_interfaces(family)]
     return _sorted(filter(_leads_here, found))[: limits.addresses_max]
 
 
@@ -70,7 +68,7 @@ def dialled_at(address: Tcp) -> tuple[str, ...]:
     where there is no network.
     """
     hosts: tuple[str, ...] = (address.host,)
-    if address.host in {EVERY, _EVERY_IPV4}:
+    if address.host in {EVERY, "0.0.0.0"}:  # noqa: S104 - compared, not bound
         both = address.host == EVERY
         hosts = tuple(host for host in own_addresses() if both or ":" not in host) or ("127.0.0.1",)
     return tuple(str(Tcp(host, address.port)) for host in hosts)

@@ -20,7 +20,6 @@ from swarm.protocol.tensors import TENSOR_BYTES_MAX
 TAG_BYTES = 16
 FRAME_BYTES_MAX = TENSOR_BYTES_MAX + 64 * 1024 + TAG_BYTES  # one message: header, tensors and tag
 # Anonymous memory, which Windows has without flags.
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 LEAD_BYTES = 12  # before a large frame's length in memory, so that its ciphertext lies at a multiple of 16
 
 
@@ -167,7 +166,8 @@ class Unread:
         if n_bytes >= 512 * 1024 and self.size == 0:
             behind = 256 * 1024  # the most that a carrier reads at once: the next frames' bytes
             try:
-                self._whole = mmap.mmap(-1, LEAD_BYTES + n_bytes + behind, **_PRIVATE)
+                private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+                self._whole = mmap.mmap(-1, LEAD_BYTES + n_bytes + behind, **private)
             except OSError:  # so much cannot even be claimed here: in pieces, then
                 self._whole = None
 

@@ -15,8 +15,6 @@ import signal
 import sys
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
-
 
 def command(program: str, *args: str, descriptors_max: int, data_bytes_max: int) -> tuple[str, ...]:
     """Return the command line that runs `program` bound to the calling process, with limits on files and memory."""
@@ -32,7 +30,7 @@ def bind(parent: int, descriptors_max: int, data_bytes_max: int) -> bool:
         with contextlib.suppress(OSError, ValueError):  # macOS has no RLIMIT_DATA worth the name
             resource.setrlimit(kind, (limit, limit))
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     return os.getppid() == parent  # else it died before the line above
 
 

@@ -39,16 +39,14 @@ class MarkLimits:
     tags_max: int = limit(512, "tags", "of one session: positions behind them are computed each time")
 
 
-_LIMITS = MarkLimits()
-
 Tag = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Marks(Message):
     """Tags of a prompt's blocks, the first block first. size: positions of each."""
 
-    size: Annotated[int, Field(ge=_LIMITS.block_positions_min, le=_LIMITS.block_positions_max)]
-    tags: Annotated[tuple[Tag, ...], Field(min_length=1, max_length=_LIMITS.tags_max, fail_fast=True)]
+    size: Annotated[int, Field(ge=MarkLimits().block_positions_min, le=MarkLimits().block_positions_max)]
+    tags: Annotated[tuple[Tag, ...], Field(min_length=1, max_length=MarkLimits().tags_max, fail_fast=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,8 @@ def _in_fork(tree: Path, names: list[str], printed: int) -> None:
     code = 99
     if found is not None and found.origin == str(tree / "swarm" / "__init__.py"):  # else the copy is not what is tested
         loaded = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins that third parties have imported
-        code = pytest.main(["-q", "-x", "-W", loaded, "-p", "no:cacheprovider", "-p", "no:xdist", *names])
+        code = pytest.main(
+            ["-q", "-x", "-m", "long or not long", "-W", loaded, "-p", "no:cacheprovider", "-p", "no:xdist", *names]
+        )
     sys.stdout.flush()
     os._exit(code)

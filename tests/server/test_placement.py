@@ -17,7 +17,6 @@ from benchmarks.placement_simulation import (
 )
 from swarm.blocks import Blocks
 from swarm.server.placement import (
-    SHARPNESS,
     Holder,
     PlacementLimits,
     candidates,
@@ -100,7 +99,10 @@ def test_the_fast_evaluation_of_moves_agrees_with_carrying_them_out():
 
     def level(those):
         x = served(20, those)
-        return float(np.prod([np.mean(x**-p) ** (-1 / p) for p in SHARPNESS]) ** (1 / len(SHARPNESS)))
+        return float(
+            np.prod([np.mean(x**-p) ** (-1 / p) for p in PlacementLimits().sharpness])
+            ** (1 / len(PlacementLimits().sharpness))
+        )
 
     holders.append(holder("everywhere", 0, 20, 30.0, automatic=False))
 
