@@ -90,6 +90,7 @@ def test_server_that_leaves_a_block_out_is_found_and_left(checkpoint, full):
         for _ in range(2):
             generate(model)
         assert model.audits.wrong == (liar.me.identity.peer_id,)
+        assert model.backend.membership.sessions.avoidance.banned == {liar.me.identity.peer_id}
         assert torch.equal(generate(model), full.generate(ONE, **settings()))
         assert liar not in route_of(swarm, model)
 

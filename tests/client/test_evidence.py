@@ -120,6 +120,13 @@ def test_a_trip_that_one_end_announces_is_no_shorter_than_an_unknown_one():
     assert trip_ms(neighbours(300.0)) == 150.0
 
 
+def test_a_boast_of_one_end_wins_no_place_in_a_route():
+    identity, boaster = Identity.generate(), server(6, 12, tps=20)
+    first = server(0, 6, tps=20, rtts=[(boaster, 0.1), (server(6, 12, identity=identity), 10.0)])
+    honest = server(6, 12, tps=19, identity=identity, rtts=[(first, 10.0)])
+    assert planned(ALL, [first, boaster, honest])[1].signed is honest
+
+
 def test_a_trip_that_both_ends_announce_is_no_shorter_than_an_ordinary_one():
     others = [server(0, 12, rtts=[(server(0, 1), ms)]) for ms in (8.0, 9.0, 10.0)]
     pair = neighbours(0.1, 0.2)

@@ -189,7 +189,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 gates,
                 "if sender == seat.previous and epoch == seat.epoch:",
                 "if sender == seat.previous:",
-                "test_after_a_reroute_the_old_epoch_and_the_old_neighbour_are_out",
+                "test_a_step_of_another_epoch_is_rejected",
             ),
         ],
         "A server dials only addresses that the next hop has signed": [
@@ -276,7 +276,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "client/auditing/inquest.py",
                 "if agree(third, base):",
                 "if True:",
-                "test_the_server_that_contradicts_may_be_the_wrong_one",
+                "test_third_holder_that_agrees_with_the_accused_clears_it",
             ),
         ],
         "A server that lies only beside another gets it not blamed": [
@@ -317,7 +317,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "client/planning/stages.py",
                 "by_both = (most(by_source) * most(1.0 - by_source)).astype(bool)",
                 "by_both = most(by_source) >= 0.0",
-                "test_a_trip_that_one_end_announces_is_no_shorter_than_an_unknown_one",
+                "test_a_boast_of_one_end_wins_no_place_in_a_route",
             ),
             (
                 "an unknown trip hides a boast",
