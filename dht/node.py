@@ -156,7 +156,7 @@ class SwarmNode:
         async def opened(member: Member) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             peer = PeerID.from_base58(peer_id).to_bytes()
             if not await member.whereabouts.connect(peer, CALLS.timeout_s):
-                raise Unreachable("a peer", (peer_id,), CALLS.timeout_s, "nobody who named it knows a way to it")
+                raise Unreachable("a peer", (peer_id,), CALLS.timeout_s, "no node that named it knows a way to it")
             _, reader, writer = await member.daemon.open_stream(peer, name, CALLS.timeout_s)
             return reader, writer
 

@@ -72,9 +72,8 @@ class Whereabouts:
         """nodes: the peer ids of the DHT nodes that this one knows."""
         self._daemon, self._nodes, self._limits = daemon, nodes, limits
         self._namers: OrderedDict[bytes, list[bytes]] = OrderedDict()  # by peer
-        self._addresses: OrderedDict[bytes, tuple[float, tuple[bytes, ...]]] = (
-            OrderedDict()
-        )  # by peer; when p2pd said so
+        # By peer: when p2pd said so, and the addresses.
+        self._addresses: OrderedDict[bytes, tuple[float, tuple[bytes, ...]]] = OrderedDict()
         self._looking: dict[bytes, asyncio.Task[bool]] = {}  # by peer
         self._turns = asyncio.Semaphore(limits.searches_max)
         self._connected = _Shared(daemon.connected, limits.connected_s)
@@ -90,13 +89,13 @@ class Whereabouts:
             await asyncio.wait(tasks)
 
     def met(self) -> None:
-        """Look again whom p2pd is connected to: a new node has called or answered."""
+        """Have p2pd list its peers again: a new node has called or answered."""
         self._connected.forget()
 
     # --- before this node calls a peer -------------------------------------------------------------------------------
 
     def heard(self, namer: bytes, peers: Iterable[bytes]) -> None:
-        """Remember who named these peers, and so knows where they are."""
+        """Remember the node that named these peers, and so knows where they are."""
         for peer in peers:
             namers = self._namers.setdefault(peer, [])
             if namer not in namers:
@@ -109,7 +108,7 @@ class Whereabouts:
     async def connect(self, peer: bytes, within_s: float) -> bool:
         """Have p2pd connect to a peer where its namers say that it is.
 
-        Returns False where nobody who named it knows a way that works. A peer that nobody has named is left to p2pd.
+        Returns False where none of its namers knows a way that works. A peer without namers is left to p2pd.
         """
         if peer not in self._namers:
             return True
@@ -139,7 +138,7 @@ class Whereabouts:
     async def _ask(self, namer: bytes, peer: bytes, within_s: float) -> list[bytes]:
         """Ask a node for a peer's addresses; none from one that fails.
 
-        A node on the Internet leads nobody into his own network: its private addresses are left out.
+        A node on the Internet leads no other into its own network: the private addresses that it names are left out.
         """
         writer = None
         try:

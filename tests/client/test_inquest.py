@@ -107,6 +107,22 @@ def test_a_server_that_lies_only_beside_another_gets_it_not_blamed(is_rival):
     assert verdict.suspected, "something was wrong"
 
 
+def test_a_replay_between_others_that_fails_once_convicts_no_server():
+    failed = []
+
+    class Failing(Neighbours):
+        def replay(self, ask):
+            if len(ask.kept) == 1 and ask.without and not failed:  # the accused between other hops
+                failed.append(ask)
+                return None
+            return super().replay(ask)
+
+    others = hop(0, 4), hop(4, 8), hop(8, 12)
+    world = Failing((*ROUTE, *others, hop(0, 4), hop(4, 8)), liar=others[1], victim=A)
+    assert A.process not in world.verdict(ROUTE, LIED).wrong
+    assert failed
+
+
 def test_a_server_without_others_around_it_is_contradicted_all_the_same():
     alone = hop(4, 12)
     assert World((A, alone, hop(0, 4), D), (A,)).verdict((A, alone)).wrong == names(A)

@@ -350,6 +350,13 @@ async def test_names_are_resolved_before_they_are_judged(namer: str, dialled: li
     assert [address for address in fake.dialled if "ip6" not in address] == dialled
 
 
+async def test_names_that_no_resolver_takes_are_left_out() -> None:
+    odd = [bytes([54, len(name)]) + name + b"\x06\x00\x01" for name in (b"x" * 70, b"a\0b", b"8.8.8.8/x")]  # dns4
+    fake = Fake(namer=("/ip4/127.0.0.1/tcp/9", [*odd, _packed(FAR)]))
+    assert await found(fake, b"namer")
+    assert fake.dialled == [FAR]
+
+
 async def test_a_peer_that_is_connected_is_not_looked_for() -> None:
     fake = Fake(b"y")
     assert await found(fake, b"namer")
