@@ -3,19 +3,23 @@
 python benchmarks/gateway_load.py turns [--prompt 700] [--rounds 8]
 python benchmarks/gateway_load.py crowd [--streams 120] [--rate 50] [--seconds 30]
 python benchmarks/gateway_load.py guesses [--streams 8] [--rounds 8]
+python benchmarks/gateway_load.py audits [--streams 8] [--rounds 8]
 
 turns: the time to the first token of a conversation's second turn, and of the same prompt in a new session. crowd: long
 streams beside short requests at a rate; each ends well, or with 429 and Retry-After. guesses: tokens a second of all
-streams through a gateway that may guess, and through one that does not, in turn; texts repeat themselves. All over the
-demo's checkpoint in float32, three servers of one thread each.
+streams through a gateway that may guess, and through one that does not, in turn; texts repeat themselves. audits: the
+same with a gateway that audits one session of fifty, and one that audits none; a turn has eight requests a stream, and
+a second server holds each span, or there were nothing to audit with. All over the demo's checkpoint in float32, servers
+of one thread each.
 """
 
 import argparse
 import asyncio
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import httpx
 from common import SEED, Samples, table, write_json
 from gateway import events_of
+from soak import gauge
 from transformers import AutoTokenizer
 
 from swarm.demo.cli import CHECKPOINT
@@ -34,13 +39,13 @@ from tests.support import warm
 
 SPANS = ("0:4", "4:8", "8:12")
 TURN_SHARE_MAX = 0.1  # of a new session's time to the first token
-GUESSES_SHARE_MIN = 0.98  # of the rate without guesses, where many streams run
+GUESSES_SHARE_MIN = AUDITS_SHARE_MIN = 0.98  # of the rate without, where many streams run
 CODE = Path(__file__).read_text()
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("what", choices=("turns", "crowd", "guesses"), nargs="?", default="turns")
+    arguments.add_argument("what", choices=("turns", "crowd", "guesses", "audits"), nargs="?", default="turns")
     arguments.add_argument("--prompt", type=int, default=700, help="tokens of a first turn")
     arguments.add_argument("--rounds", type=int, default=8, help="conversations")
     arguments.add_argument("--streams", type=int, help="long streams at once; 120 or 8")
@@ -55,8 +60,8 @@ def main() -> None:
     if options.quick:
         options.prompt, options.rounds, options.streams, options.rate = 100, 2, 3, 5.0
         options.seconds = 4.0
-    with serving() as (swarm, gateway):
-        measure = {"turns": turns, "crowd": crowd, "guesses": guesses}[options.what]
+    with serving(SPANS * (1 + (options.what == "audits"))) as (swarm, gateway):
+        measure = {"turns": turns, "crowd": crowd, "guesses": guesses, "audits": audits}[options.what]
         broken = asyncio.run(measure(options, swarm, gateway))
     for promise in broken:
         print(f"NOT KEPT: {promise}")
@@ -65,12 +70,12 @@ def main() -> None:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[LocalSwarm, LocalProcess]]:
+def serving(spans: Sequence[str]) -> Iterator[tuple[LocalSwarm, LocalProcess]]:
     """Run a swarm, and a gateway that its servers know."""
     me = Identity.generate()
     allowed = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000")
     served: dict[str, Any] = {"options": allowed, "identities": {"gateway": me}, "launch": warm.launch}
-    with LocalSwarm(CHECKPOINT, SPANS, **served) as swarm:
+    with LocalSwarm(CHECKPOINT, spans, **served) as swarm:
         options = ("--dtype", "float32", "--threads", "1", "--concurrency", "128", "--log-level", "warning")
         yield swarm, swarm.start_gateway(*options).wait_ready()
 
@@ -152,31 +157,70 @@ async def crowd(options: argparse.Namespace, _: LocalSwarm, gateway: LocalProces
 
 async def guesses(options: argparse.Namespace, swarm: LocalSwarm, gateway: LocalProcess) -> list[str]:
     """Compare the rates of two gateways, with guesses and without, and their texts."""
-    started = swarm.start_gateway("--dtype", "float32", "--threads", "1", "--draft", "none", "--log-level", "warning")
-    plain = await asyncio.to_thread(started.wait_ready)
-    lookup, none, texts = Samples("--draft lookup"), Samples("--draft none"), dict[str, list[str]]()
+    plain = await another(swarm, "--draft", "none")
+    gateways = {"--draft lookup": gateway, "--draft none": plain}
+    least, (share, *_) = GUESSES_SHARE_MIN, await compared(options, gateways, 1)
+    return [f"with guesses the rate is {least} of the one without: {share:.3f}"] if share < least else []
 
-    async def ask(http: httpx.AsyncClient, name: str, index: int) -> str:
-        prompt = CODE[37 * index : 37 * index + 120] * 2
-        body = {"model": name, "prompt": prompt, "max_tokens": 128, "temperature": 0, "ignore_eos": True}
+
+async def audits(options: argparse.Namespace, swarm: LocalSwarm, gateway: LocalProcess) -> list[str]:
+    """Compare the rates of two gateways, with audits at the default share and without."""
+    none = await another(swarm, "--audit", "0")
+    share, counts = await compared(options, {"--audit 0.02": gateway, "--audit 0": none}, 8)
+    least, made = AUDITS_SHARE_MIN, counts["audits_agreed"] + counts["audits_disputed"]
+    broken = [f"with audits the rate is {least} of the one without: {share:.3f}"] if share < least else []
+    return broken + ["an honest server is in dispute"] * bool(counts["audits_disputed"]) + ["no audit"] * (not made)
+
+
+async def another(swarm: LocalSwarm, *options: str) -> LocalProcess:
+    """Start a second gateway."""
+    started = swarm.start_gateway("--dtype", "float32", "--threads", "1", "--log-level", "warning", *options)
+    return await asyncio.to_thread(started.wait_ready)
+
+
+async def compared(
+    options: argparse.Namespace, gateways: dict[str, LocalProcess], each_stream: int
+) -> tuple[float, dict[str, float]]:
+    """Run the same requests through both gateways in turn, each first in every other round.
+
+    Returns the first one's rate as a share of the second one's, and the first one's counts of audits.
+    """
+    samples = {name: Samples(name) for name in gateways}
+    texts: dict[str, list[str]] = {}
+
+    async def ask(http: httpx.AsyncClient, model: str, index: int) -> str:
+        start = 37 * index % (len(CODE) - 120)
+        prompt = CODE[start : start + 120] * 2
+        body = {"model": model, "prompt": prompt, "max_tokens": 128, "temperature": 0, "ignore_eos": True}
         return str((await http.post("/v1/completions", json=body)).raise_for_status().json()["choices"][0]["text"])
 
+    async def stream(http: httpx.AsyncClient, model: str, first: int) -> list[str]:
+        return [await ask(http, model, first + index) for index in range(each_stream)]
+
     for turn in range(options.rounds + 1):
-        for samples, each in ((lookup, gateway), (none, plain)):
-            name, began = each.ready["models"][0], time.perf_counter()
-            async with client(each) as http:
-                asked = (ask(http, name, options.streams * turn + index) for index in range(options.streams))
-                texts[samples.name] = list(await asyncio.gather(*asked))
+        for name in (*gateways,) if turn % 2 else (*gateways,)[::-1]:
+            model, began = gateways[name].ready["models"][0], time.perf_counter()
+            async with client(gateways[name]) as http:
+                firsts = (each_stream * (options.streams * turn + index) for index in range(options.streams))
+                told = await asyncio.gather(*(stream(http, model, first) for first in firsts))
+            texts[name] = [text for each in told for text in each]
             if turn:  # the first one warms up
-                samples.ms.append(1000 * (time.perf_counter() - began))
-        if texts[lookup.name] != texts[none.name]:
-            return ["the texts with guesses are those without"]
-    share = none.median / lookup.median
-    rows = [[each.name, f"{128_000 * options.streams / each.median:.1f}"] for each in (lookup, none)]
-    table(f"tokens/s of {options.streams} streams", ["", "tokens/s"], rows)
-    write_json(options.json, "gateway_load", options.seed, [lookup, none], what="guesses", share=share)
-    least = GUESSES_SHARE_MIN
-    return [f"with guesses the rate is {least} of the one without: {share:.3f}"] if share < least else []
+                samples[name].ms.append(1000 * (time.perf_counter() - began))
+        if len({tuple(each) for each in texts.values()}) > 1:
+            raise SystemExit("the gateways' texts differ")
+    measured, other = samples.values()
+    share = statistics.median(b / a for a, b in zip(measured.ms, other.ms, strict=True))
+    tokens = 128_000 * options.streams * each_stream
+    rows = [[each.name, f"{tokens / each.median:.1f}"] for each in (measured, other)]
+    table(f"tokens/s of {options.streams} streams, share {share:.3f}", ["", "tokens/s"], rows)
+    async with client(gateways[measured.name]) as http:
+        metrics = (await http.get("/metrics")).text
+    counts = {name: gauge(metrics, name) for name in ("audits_agreed", "audits_disputed")}
+    print(counts)
+    write_json(
+        options.json, "gateway_load", options.seed, [measured, other], what=options.what, share=share, counts=counts
+    )
+    return share, counts
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class AuditLimits:
     waiting_max: int = limit(4, "sessions", "wait for their audit; more that end meanwhile are not audited")
     positions_max: int = limit(8192, "positions", "of all rows; longer sessions are not audited")
     tries_max: int = limit(2, "routes", "tried for a replay, where servers that were drawn for it fail")
-    replays_max: int = limit(256, "replays", "of one audit; nothing more is shown then, and suspects may be doubted")
+    replays_max: int = limit(256, "replays", "of one audit; after a dispute, the session's servers are avoided then")
     audit_s: float = limit(600.0, "s", "after which an audit begins no further replay")
     holders_s: float = limit(2.0, "s", "a hop of a replay that fails is asked again for so long; no user waits")
     doubted_s: float = limit(600.0, "s", "a server that may be wrong is left out for so long")
@@ -189,15 +189,16 @@ class Auditor:
             return sorted(drawn, key=lambda hop: hop.process != case.first)
 
         course = inquest(claim, _agreement(case.plan.coding), order=order)
-        ask, replays, now = next(course), 0, asyncio.get_running_loop().time
+        ask, replays, disagrees, now = next(course), 0, False, asyncio.get_running_loop().time
         until = now() + self._limits.audit_s
         while True:
             if replays >= self._limits.replays_max or now() > until:
-                return Verdict(unclear=processes_of(claim.route)), met
+                return Verdict(unclear=processes_of(claim.route) if disagrees else frozenset()), met
             replay = await self._replay(ask, case)
             replays += 1
             if replay is not None:
                 met |= {hop.process: hop for hop in replay.route}
+                disagrees = True  # else the inquest asks for no more
             try:
                 ask = course.send(replay)
             except StopIteration as end:

@@ -1,6 +1,7 @@
 """Servers that compute wrongly, over real sockets: audits find them, and sessions leave them."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -44,9 +45,9 @@ def n_audits(model):
 
 
 @contextmanager
-def audited(swarm):
+def audited(swarm, audits=ALL):
     """A client that audits every session."""
-    with swarm.client(audits=ALL) as model:
+    with swarm.client(audits=audits) as model:
         yield model
 
 
@@ -93,6 +94,23 @@ def test_server_that_leaves_a_block_out_is_found_and_left(checkpoint, full):
         assert model.backend.membership.sessions.avoidance.banned == {liar.me.identity.peer_id}
         assert torch.equal(generate(model), full.generate(ONE, **settings()))
         assert liar not in route_of(swarm, model)
+
+
+def test_an_audit_that_runs_out_of_replays_convicts_nobody_and_its_servers_are_avoided(checkpoint):
+    with inprocess(checkpoint) as swarm, audited(swarm, replace(ALL, replays_max=1)) as model:
+        liar = swarm.serve("0:6", lie=leaves_a_block_out)
+        other = swarm.serve("0:6")
+        generate(model)
+        assert (model.audits.disputed, model.audits.wrong) == (1, ())
+        avoided = {process.partition("/")[0] for process in model.backend.membership.sessions.avoidance.processes}
+        assert len(avoided & {liar.me.identity.peer_id, other.me.identity.peer_id}) == 1
+
+
+def test_an_audit_that_runs_out_before_any_replay_avoids_nobody(checkpoint):
+    with inprocess(checkpoint, *SPANS) as swarm, audited(swarm, replace(ALL, replays_max=1)) as model:
+        generate(model)  # each server is alone with its blocks
+        assert (model.audits.disputed, model.audits.unaudited) == (0, 1)
+        assert not model.backend.membership.sessions.avoidance.processes
 
 
 @pytest.mark.long
