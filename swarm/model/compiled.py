@@ -1,94 +1,150 @@
-"""Products with weights in int4, compiled for this processor by `numba`, where that is installed.
+"""Products with integer weights, compiled for this processor by LLVM (`llvmlite`), where that is installed.
 
-They are those of `swarm.model.fourbits`, which computes the same numbers by torch's operations, several times as
-slowly. All sums are of integers below 2^24, so float32 adds them up exactly in any order. That order is the
-compiler's: it uses the vectors that this processor has.
-
-A row of weights is unpacked into 4 bytes for each weight, which stay in the first cache, and is multiplied by all
-rows of activations there. Beyond a few rows, unpacking many rows of weights for a product by torch is quicker.
+They are the numbers of `swarm.model.fourbits` and `swarm.model.owncodes`, which compute the same bits by torch's
+operations, many times as slowly. The loops are those of `swarm.model.vectorcode`. They take plain addresses, so this
+module alone says which tensors fit together.
 """
 
+import ctypes
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from swarm.model.integer import IntegerFormat
+from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
 
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [out, in] in integers, all of it contiguous, and filled up to blocks of 32 inputs.
+
+    codes: uint8 [out, blocks * 16], or int8 [out, blocks * 32] where weights are int8. numbers: int8, int4's extremes
+    [out, blocks] or own4's zeros [out, chunks]. scales: float32 [out], or own4's [out, chunks]. chunk: how many blocks
+    are added up as integers.
+    """
+
+    weights: Weights
+    codes: Tensor
+    numbers: Tensor
+    scales: Tensor
+    chunk: int
 
 
 class CompiledKernels:
-    """The kernels, for as many threads as torch has in the caller's thread. Each is compiled when it is used first."""
+    """The products on this processor, with as many threads as torch has in the caller's thread."""
 
-    def __init__(self, njit: Callable[..., Decorator]) -> None:
-        """njit: `numba`'s compiler."""
-        self._njit = njit
+    def __init__(self, loops_of: Callable[[Weights], "Loops"]) -> None:
+        self._loops_of = loops_of
 
-    def unpack(self, codes: Tensor, extremes: Tensor) -> Tensor:
-        """Unpack weights: float32 [out, blocks * 32], integers of at most 127. codes, extremes: as `packed`'s."""
-        n_outputs, blocks = extremes.shape
-        steps = torch.empty(n_outputs, 32 * blocks)
-        arrays, unpack = (codes.numpy(), extremes.numpy(), steps.numpy()), self._packed[0]
-        _in_threads(lambda a, b: unpack(arrays[0][a:b], arrays[1][a:b], arrays[2][a:b]), n_outputs)
-        return steps
+    def multiply(self, rows: Tensor, matrix: Packed) -> Tensor:
+        """Multiply activations by weights: float32 [positions, in] -> [positions, out]."""
+        loops, rows = self._loops_of(matrix.weights), rows.contiguous()
+        (positions, n_inputs), (n_outputs, octets) = rows.shape, matrix.codes.shape
+        blocks = octets // (32 if matrix.weights == "int8" else 16)
+        chunks = -(-blocks // matrix.chunk)
+        parts = torch.empty(positions, 2, 32 * blocks, dtype=torch.int8)
+        sums = torch.empty(positions, 2, chunks, dtype=torch.int32)
+        factors, output = torch.empty(positions), torch.empty(positions, n_outputs)
+        given = (each.data_ptr() for each in (rows, parts, sums, factors))
+        loops.split(*given, positions, n_inputs, 32 * blocks, 32 * matrix.chunk)
 
-    def products(self, parts: Tensor, codes: Tensor, extremes: Tensor) -> Tensor:
-        """Multiply activations' parts [rows, in] by packed weights. Returns float32 [rows, out]."""
-        n_outputs, blocks = extremes.shape
-        if parts.shape[1] < 32 * blocks:  # the last block of weights is filled up with zeros, too
-            parts = torch.nn.functional.pad(parts, (0, 32 * blocks - parts.shape[1]))
-        sums = torch.empty(len(parts), n_outputs)
-        arrays, multiply = (codes.numpy(), extremes.numpy(), sums.numpy(), parts.numpy()), self._packed[1]
-        _in_threads(
-            lambda a, b: multiply(
-                arrays[0][a:b], arrays[1][a:b], arrays[2][:, a:b], arrays[3], IntegerFormat.inputs_max
-            ),
-            n_outputs,
-        )
-        return sums
+        def work(start: int, stop: int) -> None:
+            ours = [_address(each, start) for each in (matrix.codes, matrix.numbers, matrix.scales)]
+            first = 0
+            for tile, multiply in loops.multiply.items():
+                groups = (positions - first) // tile
+                if groups:
+                    theirs = [_address(each, first) for each in (parts, sums, factors, output)]
+                    theirs[-1] += start * output.element_size()
+                    sizes = (groups, stop - start, blocks, matrix.chunk, n_outputs)
+                    multiply(*ours, table().data_ptr(), *theirs, *sizes)
+                    first += groups * tile
 
-    def products_of_groups(self, parts: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-        """Multiply activations' parts [rows, in] by a checkpoint's own codes. Returns float32 [rows, out].
+        _in_threads(work, n_outputs)
+        return output
 
-        codes, zeros, scales: as an `OwnMatrix` has them, scales in float32.
-        """
-        sums = torch.empty(len(parts), len(codes))
-        arrays, multiply = (codes.numpy(), zeros.numpy(), scales.numpy(), sums.numpy(), parts.numpy()), self._grouped
-        _in_threads(
-            lambda a, b: multiply(arrays[0][a:b], arrays[1][a:b], arrays[2][a:b], arrays[3][:, a:b], arrays[4]),
-            len(codes),
-        )
-        return sums
 
-    @cached_property
-    def _packed(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        return _compiled(self._njit)
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Loops of `swarm.model.vectorcode`. multiply: by the number of positions. engine: owns their code."""
 
-    @cached_property
-    def _grouped(self) -> Callable[..., None]:
-        return _compiled_groups(self._njit)
+    split: Callable[..., None]
+    multiply: Mapping[int, Callable[..., None]]
+    engine: object
 
 
 @cache
 def kernels() -> CompiledKernels | None:
-    """Return the kernels, which are compiled once in a process. None where `numba` is not installed."""
+    """Return the kernels; each kind of weights is compiled once in a process. None where there is no `llvmlite`."""
     try:
-        numba: Any = importlib.import_module("numba")
+        llvm = importlib.import_module("llvmlite.binding")
     except ImportError:
         return None
-    return CompiledKernels(numba.njit)
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return CompiledKernels(cache(partial(_compiled, llvm)))
 
 
 def is_installed() -> bool:
-    """Whether there is `numba`, without the time that importing it takes."""
-    return find_spec("numba") is not None
+    """Whether there is `llvmlite`, without the time that importing it takes."""
+    return find_spec("llvmlite") is not None
+
+
+@cache
+def table() -> Tensor:
+    """Return the steps of each code of each extreme, with 128 more: uint8 [256, 16]. Extremes below 0 are behind 127.
+
+    A step is an eighth of extreme * (8 - code), rounded to the nearest integer, and halves to the even one.
+    """
+    extremes = torch.arange(256).to(torch.uint8).view(torch.int8).float()[:, None]
+    steps = (extremes * (8 - torch.arange(16.0)) / 8).round_()
+    return (steps.clamp(-127, 127) + 128).to(torch.uint8)
+
+
+def _processor(llvm: Any) -> tuple[Kind, str, str]:  # noqa: ANN401 - a module without types
+    """Return which instructions to use, and LLVM's names of processor and features: no more than torch may use here."""
+    match os.environ.get("ATEN_CPU_CAPABILITY", "").lower():
+        case "default":
+            return "any", "", ""
+        case "avx2":
+            return "avx2", "x86-64-v3", ""
+    has = llvm.get_host_cpu_features()
+    kind: Kind = "avx2" if has.get("avx2") else "any"
+    if kind == "avx2" and has.get("avx512vnni") and has.get("avx512vl"):
+        kind = "avx512vnni"
+    elif kind == "avx2" and has.get("avxvnni"):
+        kind = "avxvnni"
+    return kind, llvm.get_host_cpu_name(), has.flatten()
+
+
+def _compiled(llvm: Any, weights: Weights) -> Loops:  # noqa: ANN401 - a module without types
+    """Compile the loops for one kind of weights."""
+    kind, processor, features = _processor(llvm)
+    module = llvm.parse_assembly(code_of(weights, kind))
+    target = llvm.Target.from_default_triple().create_target_machine(processor, features, opt=3, jit=True)
+    module.triple, module.data_layout = llvm.get_default_triple(), str(target.target_data)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = True
+    passes = llvm.create_pass_builder(target, options)
+    passes.getModulePassManager().run(module, passes)
+    engine = llvm.create_mcjit_compiler(module, target)
+    engine.finalize_object()
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    split, multiply = (ctypes.CFUNCTYPE(None, *[address] * a, *[count] * b) for a, b in ((4, 4), (8, 5)))
+    at = engine.get_function_address
+    return Loops(split(at("split")), {tile: multiply(at(f"multiply_{tile}")) for tile in tiles_of(kind)}, engine)
+
+
+def _address(tensor: Tensor, row: int) -> int:
+    return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
 
 
 def _in_threads(work: Callable[[int, int], None], n_outputs: int) -> None:
@@ -104,78 +160,3 @@ def _in_threads(work: Callable[[int, int], None], n_outputs: int) -> None:
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "int4")
-
-
-def _compiled(njit: Callable[..., Decorator]) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Compile both loops. Their code keeps to operations that a compiler turns into vectors."""
-
-    @njit("void(uint8[:, ::1], int8[:, ::1], float32[:, ::1])", nogil=True)
-    def unpack(codes: Any, extremes: Any, steps: Any) -> None:  # noqa: ANN401 - arrays
-        for output in range(extremes.shape[0]):
-            for block in range(extremes.shape[1]):
-                extreme = np.int32(extremes[output, block])
-                for byte in range(16):
-                    both = codes[output, 16 * block + byte]
-                    # An eighth of the product, rounded to the nearest integer, and halves to the even one.
-                    low = np.int32(extreme * np.int32(8 - np.int32(both & np.uint8(15))))
-                    steps[output, 32 * block + byte] = np.float32(
-                        np.int32(np.int32(low + np.int32(3) + np.int32(np.int32(low >> 3) & np.int32(1))) >> 3)
-                    )
-                    high = np.int32(extreme * np.int32(8 - np.int32(both >> np.uint8(4))))
-                    steps[output, 32 * block + 16 + byte] = np.float32(
-                        np.int32(np.int32(high + np.int32(3) + np.int32(np.int32(high >> 3) & np.int32(1))) >> 3)
-                    )
-
-    @njit(
-        "void(uint8[:, ::1], int8[:, ::1], float32[:, :], float32[:, ::1], int64)",
-        nogil=True,
-        fastmath={"reassoc", "contract", "nsz"},  # sums are exact in any order
-    )
-    def multiply(codes: Any, extremes: Any, sums: Any, parts: Any, inputs_max: int) -> None:  # noqa: ANN401 - arrays
-        steps = np.empty((1, 32 * extremes.shape[1]), np.float32)
-        for output in range(extremes.shape[0]):
-            unpack(codes[output : output + 1], extremes[output : output + 1], steps)
-            for row in range(parts.shape[0]):
-                total = np.float32(0)
-                for first in range(0, parts.shape[1], inputs_max):
-                    ours, theirs = parts[row, first : first + inputs_max], steps[0, first : first + inputs_max]
-                    exact = np.float32(0)
-                    for at in range(ours.shape[0]):
-                        exact += ours[at] * theirs[at]
-                    total = np.float32(np.float64(total) + exact)  # rounded here: no compiler moves it into the sum
-                sums[row, output] = total
-
-    return unpack, multiply
-
-
-def _compiled_groups(njit: Callable[..., Decorator]) -> Callable[..., None]:
-    """Compile the loop over groups. Sums within a group are exact in any order; those of groups keep theirs."""
-
-    @njit("float32(float32[::1], float32[::1])", nogil=True, fastmath={"reassoc", "contract", "nsz"})
-    def exact(ours: Any, theirs: Any) -> Any:  # noqa: ANN401 - arrays, and a number
-        total = np.float32(0)
-        for at in range(ours.shape[0]):
-            total += ours[at] * theirs[at]
-        return total
-
-    @njit("void(uint8[:, ::1], int8[:, ::1], float32[:, ::1], float32[:, :], float32[:, ::1])", nogil=True)
-    def multiply(codes: Any, zeros: Any, scales: Any, sums: Any, parts: Any) -> None:  # noqa: ANN401 - arrays
-        groups = zeros.shape[1]
-        size = parts.shape[1] // groups
-        steps = np.empty(parts.shape[1], np.float32)
-        for output in range(codes.shape[0]):
-            for group in range(groups):
-                zero = np.int32(zeros[output, group])
-                for byte in range(group * size // 2, (group + 1) * size // 2):
-                    both = codes[output, byte]
-                    steps[2 * byte] = np.float32(np.int32(both & np.uint8(15)) - zero)
-                    steps[2 * byte + 1] = np.float32(np.int32(both >> np.uint8(4)) - zero)
-            for row in range(parts.shape[0]):
-                total = np.float32(0)
-                for group in range(groups):
-                    inputs = slice(group * size, (group + 1) * size)
-                    scaled = np.float32(exact(parts[row, inputs], steps[inputs]) * scales[output, group])
-                    total = np.float32(total + scaled)
-                sums[row, output] = total
-
-    return multiply

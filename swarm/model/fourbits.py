@@ -9,8 +9,8 @@ is the weight that is farthest from zero:
 
 Steps are integers of at most 127, so products with activations in two parts of 7 bits are exact in float32, as long as
 they are added up over at most `inputs_max` inputs: 63 * 127 * 2048 < 2^24. Any kernel of any processor then gives the
-same sum. Weights are unpacked while they are multiplied, some outputs at a time, by compiled code where there is some
-(`swarm.model.compiled`).
+same sum. Weights are unpacked while they are multiplied: by compiled code where there is some
+(`swarm.model.compiled`), else some outputs at a time.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.limits import limit
-from swarm.model.compiled import kernels
+from swarm.model.compiled import Packed, kernels
 from swarm.model.integer import IntegerFormat, RoundedMatrix, joined, products, split
 from swarm.model.writing import Layout
 
@@ -39,7 +39,6 @@ class FourBitLimits:
     """What a product takes beside the weights."""
 
     unpacked_max: int = limit(1 << 20, "weights", "unpacked at once in float32; further outputs wait for their turn")
-    compiled_rows: int = limit(8, "rows", "of activations; more are multiplied by unpacked weights, which is quicker")
 
 
 def packed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,6 +93,8 @@ class FourBitMatrix(RoundedMatrix):
         """codes, extremes, scales: as `packed` returns them."""
         super().__init__(len(scales), n_inputs)
         self._codes, self._extremes, self._scales = codes, extremes, scales
+        chunk = IntegerFormat.inputs_max // FourBitFormat.block
+        self._matrix = Packed("int4", codes, extremes, scales, chunk)
         self._limits = limits
 
     @classmethod
@@ -129,23 +130,22 @@ class FourBitMatrix(RoundedMatrix):
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
-        parts, peak = split(input.reshape(-1, self.n_inputs).float())
-        compiled = kernels() if len(peak) <= self._limits.compiled_rows else None
-        if compiled is not None:
-            sums = compiled.products(parts, self._codes, self._extremes)
-        else:
-            sums = parts.new_empty(len(parts), self.n_outputs)
-            outputs = max(1, self._limits.unpacked_max // self.n_inputs)
-            for start in range(0, self.n_outputs, outputs):
-                sums[:, start : start + outputs] = products(parts, self.steps(start, start + outputs))
-        output = joined(sums.mul_(self._scales), peak)
+        rows, compiled = input.reshape(-1, self.n_inputs).float(), kernels()
+        output = self._product(rows) if compiled is None else compiled.multiply(rows, self._matrix)
         return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """Multiply float32 [count, in], to the same bits as the compiled kernel."""
+        parts, peak = split(rows)
+        sums = parts.new_empty(len(parts), self.n_outputs)
+        outputs = max(1, self._limits.unpacked_max // self.n_inputs)
+        for start in range(0, self.n_outputs, outputs):
+            sums[:, start : start + outputs] = products(parts, self.steps(start, start + outputs))
+        return joined(sums.mul_(self._scales), peak)
 
     def steps(self, start: int, stop: int) -> Tensor:
         """Unpack the weights of some outputs: float32 [out, in], integers of at most 127, in steps of their scale."""
-        extremes, compiled = self._extremes[start:stop], kernels()
-        if compiled is not None:
-            return compiled.unpack(self._codes[start:stop], extremes)[:, : self.n_inputs]
+        extremes = self._extremes[start:stop]
         codes = self._codes[start:stop].view(*extremes.shape, -1)
         steps = torch.empty(*extremes.shape, 2, codes.shape[-1])
         steps[:, :, 0] = codes & 15

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swarm.limits import limit
-from swarm.model.compiled import kernels
+from swarm.model.compiled import Packed, kernels
 from swarm.model.integer import RoundedMatrix, joined, split
 from swarm.model.stored import Grid, Stored
 from swarm.model.writing import Layout
@@ -30,7 +30,6 @@ class OwnFormat:
 class OwnLimits:
     """What a product takes beside the weights."""
 
-    compiled_rows: int = limit(8, "rows", "of activations; more are multiplied by unpacked weights, which is quicker")
     unpacked_max: int = limit(1 << 20, "weights", "unpacked at once in float32; further outputs wait for their turn")
 
 
@@ -101,13 +100,15 @@ class OwnMatrix(RoundedMatrix):
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
         rows = input.reshape(-1, self.n_inputs).float()
-        parts, peak = split(rows if self._order is None else rows[:, self._order])
-        compiled = kernels() if len(peak) <= self._limits.compiled_rows else None
-        if compiled is None:
-            sums = self._products(parts)
+        rows = rows if self._order is None else rows[:, self._order]
+        size, compiled = self.n_inputs // self._zeros.shape[1], kernels()
+        if compiled is None or size % 32:
+            parts, peak = split(rows)
+            output = joined(self._products(parts), peak)
         else:
-            sums = compiled.products_of_groups(parts, self._codes, self._zeros, self._scales.float())
-        return joined(sums, peak).to(input.dtype).view(*input.shape[:-1], self.n_outputs)
+            matrix = Packed("own4", self._codes, self._zeros, self._scales.float(), size // 32)
+            output = compiled.multiply(rows, matrix)
+        return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
 
     def _products(self, parts: Tensor) -> Tensor:
         """Multiply activations' parts [rows, in]. Returns float32 [rows, out], the same as the compiled kernel."""

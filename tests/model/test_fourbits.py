@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import llvmlite.binding as llvm
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,9 +19,18 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
-from swarm.model.compiled import kernels
+from swarm.model.compiled import Packed, kernels, table
 from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed
-from swarm.model.integer import IntegerFormat, integers_of, is_supported, matrices_in, split, to_integers
+from swarm.model.integer import (
+    IntegerFormat,
+    integers_of,
+    is_supported,
+    joined,
+    matrices_in,
+    products,
+    split,
+    to_integers,
+)
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.quantising import quantisation_for
 from swarm.model.steady import steady_bytes
@@ -332,25 +342,58 @@ def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, rows, threa
     matrix, input = FourBitMatrix.of(weight), torch.randn(rows, n_inputs) * 100
     torch.set_num_threads(threads)
     try:
-        compiled, steps = matrix.multiply(input), matrix.steps(0, n_outputs)
+        compiled = matrix.multiply(input)
     finally:
         torch.set_num_threads(1)
     monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
     assert torch.equal(compiled, matrix.multiply(input))
-    assert torch.equal(steps, matrix.steps(0, n_outputs))
 
 
-def test_every_code_of_every_extreme_unpacks_to_the_same_step(monkeypatch):
+@pytest.mark.parametrize("kind", ["avx512vnni", "avxvnni", "avx2", "any"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "own4"])
+def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind, monkeypatch):
+    has = llvm.get_host_cpu_features()
+    if kind != "any" and not has.get(kind):
+        pytest.skip(f"this processor has no {kind}")
+    target = (kind, *(("", "") if kind == "any" else (llvm.get_host_cpu_name(), has.flatten())))
+    monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
+    compiled = kernels.__wrapped__()
+    integers = torch.randint(-127, 128, (37, 2400), dtype=torch.int8)
+    codes, scales = torch.randint(0, 256, (37, 1200), dtype=torch.uint8), torch.rand(37)
+    both = torch.stack([codes & 15, codes >> 4], -1)
+    rows = 100 * random(11, 2400)
+    match weights:
+        case "int8":
+            steps, packed_ = integers.float(), Packed("int8", integers, integers, scales, 75)
+        case "int4":
+            extremes = torch.randint(-127, 128, (37, 75), dtype=torch.int8)
+            steps = FourBitMatrix(2400, codes, extremes, scales).steps(0, 37)
+            packed_ = Packed("int4", codes, extremes, scales, 64)
+        case "own4":
+            zeros, scales = torch.randint(0, 16, (37, 25), dtype=torch.int8), torch.rand(37, 25)
+            steps, packed_ = both.view(37, 25, 96) - zeros[..., None].float(), Packed("own4", codes, zeros, scales, 3)
+    parts, peak = split(rows)
+    if weights == "own4":
+        sums = torch.zeros(22, 37)
+        for group in range(25):
+            sums += parts[:, 96 * group : 96 * group + 96] @ steps[:, group].t() * scales[:, group]
+    elif weights == "int8":
+        sums = (parts.double() @ steps.double().t()).float() * scales
+    else:
+        sums = products(parts, steps) * scales
+    assert torch.equal(compiled.multiply(rows, packed_), joined(sums, peak))
+
+
+def test_every_code_of_every_extreme_unpacks_to_the_same_step():
     extremes = torch.arange(-127, 128).to(torch.int8)[:, None]
     codes = torch.arange(16, dtype=torch.uint8).repeat(255, 1)
     codes = codes | (15 - codes) << 4
     matrix = FourBitMatrix(32, codes, extremes, torch.ones(255))
-    compiled = matrix.steps(0, 255)
-    monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
-    assert torch.equal(compiled, matrix.steps(0, 255))
+    looked_up = table()[extremes[:, 0].long() & 255].float() - 128
+    assert torch.equal(matrix.steps(0, 255), torch.cat([looked_up, looked_up.flip(1)], 1))
 
 
-def test_without_numba_there_are_no_compiled_kernels(monkeypatch):
+def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):
     assert kernels() is not None
-    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert kernels.__wrapped__() is None
