@@ -26,8 +26,9 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from swarm.client.auditing.docket import Findings
 from swarm.client.auditing.passages import Passages
-from swarm.client.auditing.patrol import Findings, Patrol
+from swarm.client.auditing.patrol import Patrol
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
 from swarm.dht.directory import Directory

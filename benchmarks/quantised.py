@@ -110,7 +110,9 @@ def main() -> None:
         columns=columns,
         rows=rows,
         kernels={
-            name: os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY") if name in os.environ
+            name: os.environ[name]
+            for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "FBGEMM_ENABLE_INSTRUCTIONS")
+            if name in os.environ
         },
     )
     if options.check and far:

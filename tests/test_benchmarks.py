@@ -39,6 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
         ("gateway", {f"2 streams, {mode}, TTFT" for mode in ("gateway", "threads", "clients")}),
         ("gateway_faults", {"undisturbed", "disturbed"}),
         ("gateway_load", {"second turn", "new session"}),
+        ("gateway_load audits", {"--audit 0.02", "--audit 0"}),
+        ("kad_flood --check", set()),
         ("grammar", {"compile", "mask", "mask, processor time", "take", "forced tokens"}),
         pytest.param("joining", {f"{way}, first route" for way in ("p2pd", "light")}, marks=needs_light),
         pytest.param(

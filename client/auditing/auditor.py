@@ -145,13 +145,7 @@ class Auditor:
         verdict, self._met = await self._verdict(case)
         wrong = self._note(verdict)
         await self.collect(case, wrong)
-        return Verdict(
-            cleared=verdict.cleared - wrong,
-            wrong=wrong,
-            doubted=verdict.doubted - wrong,
-            unclear=verdict.unclear - wrong,
-            alike=verdict.alike - wrong,
-        )
+        return verdict.given(wrong)
 
     def _note(self, verdict: Verdict) -> frozenset[str]:
         """Leave wrong servers out for good, and those that may be wrong for a while. Returns the wrong ones."""

@@ -24,7 +24,7 @@ A replay looks to servers like any prompt.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -86,6 +86,16 @@ class Verdict:
     def suspected(self) -> frozenset[str]:
         """Those that may be wrong."""
         return self.doubted | self.unclear
+
+    def given(self, wrong: frozenset[str]) -> "Verdict":
+        """Return what is left to say where these processes are known to be wrong: they explain doubts of them."""
+        return Verdict(
+            cleared=self.cleared - wrong,
+            wrong=wrong,
+            doubted=frozenset() if self.doubted & wrong else self.doubted,
+            unclear=self.unclear - wrong,
+            alike=self.alike - wrong,
+        )
 
     @property
     def accuses(self) -> bool:
@@ -226,10 +236,11 @@ def _third(
         if third is None:
             break
         if agree(third, base):
-            if (yield from _is_wrong_again(hop, swapped, base, agree, limits)):
-                accusation = yield from _contradicted((hop,), near, base, agree, limits)
-                return _joined([Verdict(cleared=rivals), accusation])
-            return Verdict(doubted=accused | processes_of(base.route))
+            again = yield from _wrong_again(hop, swapped, base, agree, limits)
+            if again is None:
+                return Verdict(doubted=accused | processes_of(base.route))
+            accusation = yield from _contradicted((hop,), near, base, agree, limits, is_alike=again)
+            return _joined([Verdict(cleared=rivals), accusation])
         if agree(third, swapped):
             accusation = yield from _contradicted(others, near, swapped, agree, limits)
             return _joined([Verdict(cleared=accused), accusation])
@@ -237,10 +248,10 @@ def _third(
         for other in thirds:
             if agree(third, other):
                 right = own | (processes_of(other.route) - near)
-                is_wrong = yield from _is_wrong_again(hop, swapped, base, agree, limits)
+                again = yield from _wrong_again(hop, swapped, base, agree, limits)
                 first = Verdict(doubted=accused | near)
-                if is_wrong:
-                    first = yield from _contradicted((hop,), near, third, agree, limits)
+                if again is not None:
+                    first = yield from _contradicted((hop,), near, third, agree, limits, is_alike=again)
                 second = yield from _contradicted(others, near, third, agree, limits)
                 return _joined([Verdict(cleared=right), first, second])
         thirds.append(third)
@@ -249,50 +260,60 @@ def _third(
 
 
 def _contradicted(
-    hops: Sequence[Hop], beside: frozenset[str], right: Replay, agree: Agree, limits: InquestLimits
+    hops: Sequence[Hop],
+    beside: frozenset[str],
+    right: Replay,
+    agree: Agree,
+    limits: InquestLimits,
+    is_alike: bool = True,
 ) -> Generator[Ask, Replay | None, Verdict]:
     """Return the verdict on hops that two independent holders contradict: a single one is wrong, between others, too.
 
     beside: those that it stood between. They know it, and could lie where it is next to them alone; then it or they are
-    in doubt. right: what the others have computed.
+    in doubt. right: what the others have computed. is_alike: it is wrong in the same way each time. Else one of those
+    beside it may have been wrong at times, so that nothing is shown unless it is wrong between others.
     """
     blamed = processes_of(hops)
     if len(blamed) > 1:
         return Verdict(doubted=blamed)
-    is_right_elsewhere = False
+    is_clear = not beside or is_alike
     for _ in range(limits.repeats_min if beside else 0):
         elsewhere = yield Ask(tuple(hops), beside)  # None may be a replay that has failed: it is asked for again
         if elsewhere is not None and not agree(elsewhere, right):
             return Verdict(wrong=blamed)
-        is_right_elsewhere |= elsewhere is not None
-    return Verdict(doubted=blamed | beside) if is_right_elsewhere else Verdict(wrong=blamed)
+        is_clear &= elsewhere is None
+    return Verdict(wrong=blamed) if is_clear else Verdict(doubted=blamed | beside)
 
 
-def _is_wrong_again(
+def _wrong_again(
     hop: Hop, swapped: Replay, base: Replay, agree: Agree, limits: InquestLimits
-) -> Generator[Ask, Replay | None, bool]:
-    """Repeat an accusation. Returns whether the hop is wrong in the same way, or each time while the route is right."""
+) -> Generator[Ask, Replay | None, bool | None]:
+    """Repeat an accusation. Returns whether the hop is wrong in the same way, or otherwise each time; None: neither.
+
+    Each time the route has to be right without it.
+    """
     for _ in range(limits.repeats_min - 1):
         again = yield Ask(with_hop(base.route, hop))
         if again is None or agree(again, base):
-            return False
+            return None
         if agree(again, swapped):
             return True
         before = yield Ask(base.route)
         if before is None or not agree(before, base):
-            return False
-    return True
+            return None
+    return False
 
 
 def _joined(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return all verdicts as one: the worst of a server counts."""
+    """Return all verdicts as one: the worst of a server counts, and a doubt that a wrong one explains does not."""
 
     def all_of(each: Callable[[Verdict], frozenset[str]]) -> frozenset[str]:
         return frozenset[str]().union(*map(each, verdicts))
 
     wrong = all_of(lambda verdict: verdict.wrong)
-    doubted = all_of(lambda verdict: verdict.doubted) - wrong
-    unclear = all_of(lambda verdict: verdict.unclear) - wrong - doubted
+    verdicts = [replace(verdict.given(wrong), wrong=frozenset()) for verdict in verdicts]
+    doubted = all_of(lambda verdict: verdict.doubted)
+    unclear = all_of(lambda verdict: verdict.unclear) - doubted
     blamed = wrong | doubted | unclear
     cleared, alike = (all_of(each) - blamed for each in (lambda v: v.cleared, lambda v: v.alike))
     return Verdict(cleared, wrong, doubted, unclear, alike)

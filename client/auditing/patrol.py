@@ -4,9 +4,6 @@
 
 The server is drawn among those that answer, each with the same chance; half of the draws are among doubted ones, if
 there are any. The hops beside it are drawn, too. So neither claims nor guesses say which server is audited next.
-
-A server that is wrong at times may be right in every replay. Then an audit shows that one of its route was wrong, and
-many audits show which (`swarm.client.auditing.odds`).
 """
 
 import random
@@ -19,11 +16,10 @@ from torch import Tensor
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.auditing.auditor import AuditLimits, Auditor, Case, fixed
+from swarm.client.auditing.docket import Docket, DocketLimits, Findings, peers_of
 from swarm.client.auditing.edges import in_doubt, statements_of
 from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.inquest import Ask, Verdict
-from swarm.client.auditing.ledger import Ledger
-from swarm.client.auditing.odds import Observation, OddsLimits, unsteady
 from swarm.client.planning.preferences import Preferences
 from swarm.client.planning.route import Hop, process_of
 from swarm.client.planning.router import Router, Wanted
@@ -44,25 +40,8 @@ class PatrolLimits:
     prompt: tuple[int, int] = limit((16, 64), "positions", "of the prompt of an audit's session, drawn between these")
     steps: tuple[int, int] = limit((40, 80), "steps", "of one position behind it, drawn between these")
     step_s: float = limit(30.0, "s", "a route that takes longer for one step is not audited")
-    doubted_share: float = limit(0.5, "of draws", "are among doubted servers, if there are any; the rest among all")
     audits: AuditLimits = field(default_factory=lambda: AuditLimits(replays_max=64, audit_s=120.0))
-    odds: OddsLimits = field(default_factory=OddsLimits)
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The findings of one audit, by peer id. drawn: the server that it was about; "" if there was none to draw.
-
-    why: it came to no verdict. Else drawn is in one of the three sets, unless its outputs proved nothing. took_s: of
-    the audit, with all replays.
-    """
-
-    drawn: str = ""
-    agreed: frozenset[str] = frozenset()
-    doubted: frozenset[str] = frozenset()
-    wrong: frozenset[str] = frozenset()
-    why: str = ""
-    took_s: float = 0.0
+    docket: DocketLimits = field(default_factory=DocketLimits)
 
 
 class Patrol:
@@ -83,13 +62,12 @@ class Patrol:
         self._wanted, self._text, self._limits = wanted, text, limits
         self._draws = draws or random.SystemRandom()
         self._evidence = evidence
-        self._ledger = Ledger()
-        self._observations: tuple[Observation, ...] = ()
+        self._docket = Docket(limits.docket, self._draws)
 
     @property
     def doubted(self) -> frozenset[str]:
         """The ids of peers that are in doubt: one or another of them was wrong, and none has agreed with them since."""
-        return _peers(self._ledger.doubted)
+        return self._docket.doubted
 
     async def audit(self, member: Member, answering: Collection[str], left_out: Collection[str] = ()) -> Findings:
         """Audit a server that is drawn, as a client that has just joined. Raises SwarmError where it cannot.
@@ -104,11 +82,12 @@ class Patrol:
             member.sessions,
             self._limits.audits,
             draws=self._draws,
-            ledger=self._ledger,
+            ledger=self._docket.ledger,
             evidence=self._evidence,
         )
         servers = (await router.surveys.read()).servers
-        drawn = self._drawn([each for each in servers if _can_serve(each, allowed)])
+        able = {process_of(each.announcement): each for each in servers if _can_serve(each, allowed)}
+        drawn = able.get(self._docket.draw(tuple(able)) or "")
         if drawn is None:
             return Findings(why="no server that answers serves the model")
         try:
@@ -121,9 +100,9 @@ class Patrol:
         verdict = await auditor.audit(case)
         if not (verdict.accuses or verdict.cleared):
             return Findings(drawn.announcement.peer_id, why="no other server has its blocks")
-        findings = self._with_unsteady(_findings(drawn.announcement.peer_id, verdict), verdict)
-        unsteady_ones = findings.wrong - _peers(verdict.wrong)
-        await auditor.collect(case, frozenset(each for each in verdict.suspected if _peers({each}) & unsteady_ones))
+        findings = self._docket.take(drawn.announcement.peer_id, verdict)
+        unsteady_ones = findings.wrong - peers_of(verdict.wrong)
+        await auditor.collect(case, frozenset(each for each in verdict.suspected if peers_of({each}) & unsteady_ones))
         gone = findings.wrong | false
         return replace(findings, wrong=gone, agreed=findings.agreed - gone, doubted=findings.doubted - gone)
 
@@ -131,36 +110,9 @@ class Patrol:
         """Take in doubts about receipts. Returns the peers that all of them together show as signing what is not so."""
         found = frozenset[str]()
         for doubt in case.doubts:
-            _log.warning("hops signed different digests of one edge", peers=sorted(_peers(doubt)))
-            found |= self._ledger.note(Verdict(doubted=doubt))
-        return _peers(found)
-
-    def _with_unsteady(self, findings: Findings, verdict: Verdict) -> Findings:
-        """Remember an audit. Returns its findings, with the server that all of them together show as wrong at times."""
-        doubted = _peers(verdict.doubted) - findings.wrong
-        if findings.agreed or doubted:
-            kept = (*self._observations, Observation(findings.agreed, doubted))
-            self._observations = kept[-self._limits.odds.observations_max :]
-        gone = findings.wrong
-        found = unsteady(self._observations, self._limits.odds) if doubted else None
-        if found is not None:
-            _log.warning("server computes wrongly at times", peer=found)
-            gone |= {found}
-            company = {process for process in self._ledger.doubted if process.partition("/")[0] == found}
-            self._ledger.note(Verdict(wrong=frozenset(company)))  # so that it explains the doubts
-        self._observations = tuple(each for each in self._observations if not each.company & gone)
-        return replace(
-            findings,
-            wrong=gone,
-            doubted=frozenset() if found in doubted else findings.doubted,
-            agreed=findings.agreed - gone,
-        )
-
-    def _drawn(self, servers: list[SignedAnnouncement]) -> SignedAnnouncement | None:
-        doubted = [each for each in servers if process_of(each.announcement) in self._ledger.doubted]
-        if doubted and self._draws.random() < self._limits.doubted_share:
-            servers = doubted
-        return self._draws.choice(servers) if servers else None
+            _log.warning("hops signed different digests of one edge", peers=sorted(peers_of(doubt)))
+            found |= self._docket.ledger.note(Verdict(doubted=doubt))
+        return peers_of(found)
 
     async def _case(self, auditor: Auditor, member: Member, drawn: SignedAnnouncement) -> Case | None:
         """Have a session through a server. None where other hops took part, too. Raises SwarmError."""
@@ -203,16 +155,3 @@ async def _converse(session: Session, hidden: Tensor, first: First) -> None:
 def _can_serve(server: SignedAnnouncement, allowed: Collection[str]) -> bool:
     record = server.announcement
     return record.state == "online" and record.peer_id in allowed and bool(record.addresses or record.anchors)
-
-
-def _findings(drawn: str, verdict: Verdict) -> Findings:
-    wrong = _peers(verdict.wrong)
-    doubted = _peers(verdict.suspected) - wrong
-    agreed = _peers(verdict.cleared) - wrong - doubted
-    if wrong or doubted:
-        _log.info("an audit disagrees", wrong=sorted(wrong), doubted=sorted(doubted))
-    return Findings(drawn, agreed, doubted, wrong)
-
-
-def _peers(processes: Collection[str]) -> frozenset[str]:
-    return frozenset(process.partition("/")[0] for process in processes)

@@ -24,9 +24,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from swarm.access import Access
+from swarm.client.auditing.docket import Findings
 from swarm.client.auditing.evidence import Folder
 from swarm.client.auditing.passages import Passages
-from swarm.client.auditing.patrol import Findings, Patrol
+from swarm.client.auditing.patrol import Patrol
 from swarm.client.hf.text import load_tokenizer
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined

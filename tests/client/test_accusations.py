@@ -149,6 +149,25 @@ def test_reference_that_does_not_repeat_itself_gets_no_other_one_blamed(answer: 
     assert course.verdict == Verdict(doubted=names(S, R))
 
 
+@pytest.mark.parametrize(("elsewhere", "is_wrong"), [(None, False), ("r", False), ("wrong there, too", True)])
+def test_server_that_is_wrong_otherwise_each_time_may_have_a_wrong_one_beside_it(
+    elsewhere: str | None, is_wrong: bool
+) -> None:
+    behind = hop(4, 12)
+    course = contradicted(A, behind, reference=(R,))
+    course.answer("wrong")
+    course.answer("r", T, *course.ask.kept)
+    for number in range(LIMITS.repeats_min - 1):
+        course.answer(f"wrong {number}")
+        course.answer("r")
+    while course.ask.without == names(R):
+        course.answer(elsewhere)
+    course.answer("r")  # behind makes no difference
+    verdict = course.verdict
+    assert verdict is not None
+    assert (verdict.wrong, verdict.doubted) == ((names(A), names()) if is_wrong else (names(), names(A, R)))
+
+
 # References
 
 
@@ -247,7 +266,7 @@ def of_two(first: str | None, second: str | None) -> Verdict | None:
 
 def test_wrong_server_is_neither_cleared_nor_doubted_by_another_verdict() -> None:
     assert of_two("r", "s") == Verdict(cleared=frozenset("B"), wrong=frozenset("AR"))
-    assert of_two(None, "s") == Verdict(cleared=frozenset("B"), wrong=frozenset("R"), doubted=frozenset("A"))
+    assert of_two(None, "s") == Verdict(cleared=frozenset("B"), wrong=frozenset("R")), "R explains the doubt of A"
 
 
 def test_doubted_server_is_not_cleared_by_another_verdict() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.client.auditing.docket import Findings
 from swarm.client.auditing.evidence import Evidence
 from swarm.client.auditing.passages import Passages
-from swarm.client.auditing.patrol import Findings, Patrol, PatrolLimits
+from swarm.client.auditing.patrol import Patrol, PatrolLimits
 from swarm.client.auditing.verify import verify
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined

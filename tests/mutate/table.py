@@ -288,6 +288,22 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_a_server_that_lies_only_beside_another_gets_it_not_blamed",
             ),
         ],
+        "A server that is wrong at times gets no honest one found, even where replays fail": [
+            (
+                "a doubt that a wrong server explains still counts",
+                "client/auditing/inquest.py",
+                "frozenset() if self.doubted & wrong else self.doubted",
+                "self.doubted - wrong",
+                "test_the_liar_is_found_and_nobody_else",
+            ),
+            (
+                "no replay elsewhere convicts",
+                "client/auditing/inquest.py",
+                "is_clear = not beside or is_alike",
+                "is_clear = True",
+                "test_server_that_is_wrong_otherwise_each_time_may_have_a_wrong_one_beside_it",
+            ),
+        ],
         "No record makes an auditor spend more than its share": [
             (
                 "an audit is free",
