@@ -288,7 +288,7 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_a_server_that_lies_only_beside_another_gets_it_not_blamed",
             ),
         ],
-        "A server that is wrong at times gets no honest one found, even where replays fail": [
+        "A server that is wrong at times gets no honest one found": [
             (
                 "a doubt that a wrong server explains still counts",
                 "client/auditing/inquest.py",
