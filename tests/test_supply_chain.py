@@ -1,12 +1,16 @@
 """What others wrote and we run: pinned by hash, and never code that arrives as data."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from swarm.client.hf.drafting import load_draft
+from tests.model.rings import save_family
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)[ ]?(;[^\\]*)?", re.MULTILINE)
@@ -73,6 +77,15 @@ def test_a_checkpoint_never_brings_code() -> None:
     files = [path for side in OURS for path in (ROOT / side).rglob("*.py")]
     assert len(files) > 60
     assert {str(path): lines for path in files if (lines := remote_code(path.read_text()))} == {}
+
+
+def test_attention_that_a_drafts_config_names_is_never_fetched(tmp_path: Path) -> None:
+    save_family("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "attn_implementation": "kernels-community/flash-attn2"})
+    )
+    assert load_draft(tmp_path, device="cpu").config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(

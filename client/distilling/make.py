@@ -106,7 +106,7 @@ def _source(checkpoint: Checkpoint, wish: Wish, hub: dict[str, Any], joining: di
         try:
             with one_at_a_time():
                 whole: Any = AutoModelForCausalLM.from_pretrained(
-                    wish.model, dtype="auto", trust_remote_code=False, **hub
+                    wish.model, dtype="auto", trust_remote_code=False, attn_implementation=None, **hub
                 )
         except (OSError, ValueError, KeyError) as error:
             raise BadConfiguration("model", f"it does not load: {str(error).splitlines()[0][:200]}") from None

@@ -107,7 +107,7 @@ def load_draft(draft: str | Path, *, device: torch.device | str, **hub: Any) -> 
     try:
         with one_at_a_time():
             loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                str(draft), dtype="auto", trust_remote_code=False, **hub
+                str(draft), dtype="auto", trust_remote_code=False, attn_implementation=None, **hub
             )
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotFound(str(draft), f"the draft does not load: {str(error).splitlines()[0][:200]}") from None

@@ -43,6 +43,7 @@ class ComputeThread:
         self._done: dict[Task, Done] = {}
         self._stopping = False
         self._began: float | None = None  # the batch that runs
+        self._longest_s = self._limits.first_s  # of late
         self._ended_by: BaseException | None = None
         # torch lets go of the interpreter in every operation, and waits so many seconds for a loop that is busy.
         sys.setswitchinterval(0.0005)
@@ -61,14 +62,19 @@ class ComputeThread:
             self._bell.ring(self._bell.close)  # behind the last results
 
     async def watch(self) -> NoReturn:
-        """Raise ComputeFailed once the thread has ended, though nobody stopped it, or is stuck in a batch."""
+        """Raise ComputeFailed once the thread has ended, though nobody stopped it, or is stuck in a batch.
+
+        Time is that of looks: while the whole process stood still, none were taken.
+        """
+        limits, began, looked_s = self._limits, None, 0.0
         while True:
-            await asyncio.sleep(self._limits.watch_s)
+            await asyncio.sleep(limits.watch_s)
             if not self._thread.is_alive():
                 raise ComputeFailed(f"the compute thread has ended: {self._ended_by!r}")
+            looked_s = looked_s + limits.watch_s if self._began is not None and self._began == began else 0.0
             began = self._began
-            if began is not None and (took_s := time.perf_counter() - began) > self._limits.stuck_s:
-                raise ComputeFailed(f"the compute thread has been at one batch for {took_s:.0f} s")
+            if looked_s > max(limits.stuck_s, limits.stuck_times * self._longest_s):
+                raise ComputeFailed(f"the compute thread has been at one batch for {looked_s:.0f} s")
 
     def _run(self) -> None:
         try:
@@ -90,6 +96,7 @@ class ComputeThread:
         failed = run(batch.parts)
         self._began = None
         now = time.perf_counter()
+        self._longest_s = max(now - began, 0.9 * self._longest_s)
         self._deliver(self._scheduler.ran(batch, failed), failed)
         self._scheduler.learn(batch, now, now - began, failed)  # while the results travel
         return True

@@ -248,6 +248,7 @@ def _read_config(model: str, data: bytes) -> PretrainedConfig:
     except Exception as error:  # noqa: BLE001 - a family's config takes any JSON and may break in any way
         known = "its code is not part of transformers" if "auto_map" in raw else "this transformers does not know it"
         raise UnsupportedArchitecture(model_type, f"{known} ({_first_line(error)})") from None
+    config._attn_implementation = None  # this side chooses: transformers fetches a named one from the hub, and runs it
     return config
 
 

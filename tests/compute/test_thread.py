@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator
 
@@ -207,7 +208,7 @@ async def test_thread_that_ended_by_itself_is_noticed():
 
 
 async def test_thread_that_is_stuck_in_a_batch_is_noticed():
-    limits = SchedulerLimits(watch_s=0.01, stuck_s=0.1)
+    limits = SchedulerLimits(watch_s=0.01, stuck_s=0.1, first_s=0.0)
     thread, go = ComputeThread(asyncio.get_running_loop(), threads=1, limits=limits), threading.Event()
     thread.submit(Probe(go.wait), lambda _: None)
     try:
@@ -215,5 +216,40 @@ async def test_thread_that_is_stuck_in_a_batch_is_noticed():
             async with asyncio.timeout(10):
                 await thread.watch()
     finally:
+        go.set()
+        thread.stop()
+
+
+async def test_a_thread_of_slow_batches_has_longer_and_one_of_quick_batches_is_stuck_within_ten_seconds():
+    limits = SchedulerLimits(watch_s=0.01, stuck_s=0.05, stuck_times=10.0, first_s=0.1)
+    thread, go = ComputeThread(asyncio.get_running_loop(), threads=1, limits=limits), threading.Event()
+    began = time.perf_counter()
+    thread.submit(Probe(go.wait), lambda _: None)
+    try:
+        with pytest.raises(ComputeFailed, match="at one batch for"):
+            async with asyncio.timeout(10):
+                await thread.watch()
+        assert time.perf_counter() - began >= 1.0, "the longest batch took 0.1 s, so this one may take ten times that"
+    finally:
+        go.set()
+        thread.stop()
+    shipped = SchedulerLimits()
+    assert shipped.stuck_s + 2 * shipped.watch_s <= 10.0
+    assert shipped.stuck_times * 0.05 <= shipped.stuck_s, "a batch is formed to take about 0.05 s"
+
+
+async def test_a_process_that_stood_still_has_no_stuck_thread():
+    limits = SchedulerLimits(watch_s=0.02, stuck_s=0.5, first_s=0.0)
+    thread, go = ComputeThread(asyncio.get_running_loop(), threads=1, limits=limits), threading.Event()
+    watching = asyncio.create_task(thread.watch())
+    thread.submit(Probe(go.wait), lambda _: None)
+    try:
+        await asyncio.sleep(0.1)
+        time.sleep(1.0)
+        go.set()
+        await asyncio.sleep(0.1)
+        assert not watching.done()
+    finally:
+        watching.cancel()
         go.set()
         thread.stop()

@@ -284,6 +284,14 @@ def test_pickles_are_never_read(llama: Path) -> None:
         open_checkpoint(llama)
 
 
+@pytest.mark.parametrize("name", ["kernels-community/flash-attn2", "somebody/attention:run", "flash_attention_2"])
+def test_attention_that_a_config_names_is_never_fetched(llama: Path, name: str) -> None:
+    """Where the package `kernels` is installed, transformers runs what it finds under that name on the hub."""
+    rewrite_config(llama, attn_implementation=name)
+    span = load_span(open_checkpoint(llama), Blocks(2, 3))
+    assert span.model.config._attn_implementation == "sdpa"
+
+
 def test_remote_code_is_never_run(llama: Path) -> None:
     marker = llama / "ran"
     (llama / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")

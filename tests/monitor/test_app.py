@@ -228,6 +228,12 @@ async def test_models_of_late_are_looked_up_first_and_a_flood_of_names_is_bounde
     assert len(chosen) == API.models_max
 
 
+async def test_a_flood_of_small_models_keeps_no_new_one_out_for_ever(world):
+    flood = [ModelEntry(f"m{i}", f"{i:064x}", 1) for i in range(2 * API.models_max)]
+    honest = ModelEntry("honest", ROOT, 12)
+    assert any(honest in choose([honest, *flood], {}) for _ in range(100))
+
+
 async def test_every_metric_of_the_dashboard_and_the_alerts_exists(world):
     await world.announce(0, 12, decode_tps=1.0, prefill_tps=1.0)
     world.database.record_probe(ProbeResult(ROOT, time.time(), True, 100.0, (5.0,))).result()

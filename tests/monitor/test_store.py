@@ -1,7 +1,9 @@
 """The light reader's search, over nodes that are a dictionary."""
 
+import asyncio
 import hashlib
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -15,6 +17,8 @@ from swarm.dht.search import SearchLimits
 from swarm.dht.validator import Entry, RecordGate
 from swarm.errors import Unreachable
 from swarm.identity import Identity
+from swarm.monitor.assess import KnownModel
+from swarm.monitor.reading import ReadingLimits, read
 from tests.dht.support import NETWORK, ROOT, signed
 
 
@@ -105,3 +109,43 @@ async def test_many_keys_are_paced_below_what_a_node_grants():
 
 def test_a_varint_is_protobufs():
     assert [varint(n) for n in (0, 127, 128, 300)] == [b"\x00", b"\x7f", b"\x80\x01", b"\xac\x02"]
+
+
+class SlowHost(FakeHost):
+    """Nodes that answer after 50 ms, and some that never do."""
+
+    silent = 0
+
+    async def call(self, peer: bytes, method: str, data: bytes, timeout_s: float, via: bytes | None = None) -> bytes:
+        await asyncio.sleep(0.05)
+        if 0 < peer[2] <= self.silent:
+            await asyncio.sleep(timeout_s)
+            raise Unreachable("a node", (), timeout_s)
+        return await super().call(peer, method, data, timeout_s, via)
+
+
+async def honest_ones(silent: int, made_up: int, n_blocks: int, known: Mapping[str, KnownModel]) -> tuple[int, float]:
+    """Return how many of three honest records the page reads beside made-up models, and the seconds that it takes."""
+    host, liar, loop = SlowHost(30), Identity.generate(), asyncio.get_running_loop()
+    host.silent = silent
+    for start in (0, 4, 8):
+        host.announce(signed(Identity.generate(), start, start + 4))
+    for i in range(1, made_up + 1):
+        host.announce(signed(liar, 0, 1, model=f"made/up{i}", root=f"{i:064x}", n_blocks=n_blocks))
+    _, found = directory(host)
+    began = loop.time()
+    reading = await read(found, known, ReadingLimits())
+    return sum(record.root == ROOT for record in reading.records), loop.time() - began
+
+
+@pytest.mark.virtual_clock
+async def test_made_up_models_of_many_blocks_cost_a_reading_little():
+    found, took_s = await honest_ones(0, 16, 1024, {})
+    assert (found, took_s < 5) == (3, True)
+
+
+@pytest.mark.virtual_clock
+async def test_made_up_models_keep_no_known_one_off_the_page():
+    """A fifth of the nodes is silent, so that each look-up takes a second."""
+    found, took_s = await honest_ones(6, 63, 8, {ROOT: KnownModel("org/model", 12)})
+    assert (found, took_s < 20) == (3, True)

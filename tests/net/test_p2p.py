@@ -118,6 +118,11 @@ async def test_p2pd_relays_for_no_peer_and_has_limits() -> None:
         limits = [row.split() for row in _file(daemon.pid, "limits").splitlines()]
         assert ["Max", "open", "files", *[str(DaemonLimits().descriptors_max)] * 2, "files"] in limits
         assert ["Max", "data", "size", *[str(DaemonLimits().data_bytes_max)] * 2, "bytes"] in limits
+        async with running_daemon(P2PConfig(None, None)) as stranger:
+            await stranger.connect((await daemon.addresses())[0], 5.0)
+            for end in ("hop", "stop"):
+                with pytest.raises(Unreachable, match="protocol"):
+                    await stranger.open_stream(daemon.p2p.peer_id.to_bytes(), f"/libp2p/circuit/relay/0.2.0/{end}", 5.0)
 
 
 @pytest.mark.long

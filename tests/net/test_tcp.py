@@ -27,10 +27,10 @@ pytestmark = pytest.mark.real_time
 class Site:
     """A listener, and the messages that it has taken."""
 
-    def __init__(self, *, handshakes=None, **limits):
+    def __init__(self, host="127.0.0.1", *, handshakes=None, **limits):
         self.me, self.messages, self.served = endpoint(), [], []
         limits = ListenerLimits(HandshakeLimits(**(handshakes or {})), **limits)
-        self.listener = Listener(self.me, "127.0.0.1", 0, limits=limits)
+        self.listener = Listener(self.me, host, 0, limits=limits)
 
     async def start(self, in_use=None):
         await self.listener.start(self.take, in_use)
@@ -169,6 +169,24 @@ async def test_listener_of_every_address_takes_channels_of_both_families():
         channel.close()
         await until(lambda: not listener.admission.channels)
     await listener.close()
+
+
+@on_linux
+@with_ipv6
+async def test_each_ipv4_address_is_a_source_of_its_own_where_both_families_are_taken():
+    """They come as ::ffff:..., which is one network of IPv6: one address would use up the turns of all."""
+    site = await Site(EVERY, handshakes={"burst": 1.0, "per_s": 1e-3}).start()
+    site.listener.address = Tcp("127.0.0.1", site.listener.address.port)
+    try:
+        carriers = [await site.carrier("127.0.0.2")]
+        with pytest.raises(HandshakeFailed):
+            await site.carrier("127.0.0.2")
+        carriers.append(await site.carrier("127.0.0.3"))
+        assert sorted(site.admission.channels.values()) == ["127.0.0.2", "127.0.0.3"]
+        for carrier in carriers:
+            carrier.channel.close()
+    finally:
+        await site.listener.close()
 
 
 @on_linux

@@ -36,6 +36,7 @@ from swarm.config import load_settings
 from swarm.errors import AddressInUse, P2PFailed, Unreachable
 from swarm.net.launch import command
 from swarm.net.limits import DaemonLimits
+from swarm.net.p2p.circuits import end_circuits
 from swarm.net.p2p.multiaddr import host_of, split_multiaddr, text_of, where_to_listen
 from swarm.net.ports import Port, kept_for_p2pd
 from swarm.net.program import check_program
@@ -56,7 +57,6 @@ class P2PConfig:
     identity: Path | None
     listen: tuple[str, Port] | None
     announce: tuple[str, ...] = ()  # multiaddrs that others see instead of the listening ones
-    relay_service: bool = False
     program: Path | None = None  # None: hivemind's
     limits: DaemonLimits = field(default_factory=DaemonLimits)
 
@@ -236,6 +236,7 @@ async def running_daemon(config: P2PConfig) -> AsyncIterator[Daemon]:
             starting.close()
             p2p = await _attach(folder, config.limits.start_timeout_s)
             try:
+                await end_circuits(p2p, config.limits.start_timeout_s)
                 yield Daemon(process, p2p, output, config)
             finally:
                 await _detach(p2p)
@@ -365,7 +366,7 @@ def _arguments(config: P2PConfig, folder: Path) -> list[str]:
     arguments = {
         "listen": f"/unix{folder}/p2pd.sock",
         "relay": 1,
-        "relayService": int(config.relay_service),
+        "relayService": 0,
         "autonat": 0,  # dialling on strangers' orders is our own, bounded service
         "natPortMap": int(config.listen is not None and not loopback),
         "connManager": 1,
