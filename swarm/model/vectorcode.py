@@ -26,6 +26,7 @@ declare <8 x i32> @llvm.x86.avx512.vpdpbusd.256(<8 x i32>, <32 x i8>, <32 x i8>)
 declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)
 declare float @llvm.maximum.f32(float, float)
 declare float @llvm.fabs.f32(float)
@@ -192,6 +193,7 @@ def _dots(
     Few rows take several blocks at once: a sum waits for the one before, and there are others to work on meanwhile.
     """
     start, stop = range_
+    octets = 32 if weights == "int8" else 16
     ahead = max(1, 8 // len(parts))
 
     def block(at: str, totals: Sequence[str]) -> Values:
@@ -201,6 +203,8 @@ def _dots(
         return tuple(_dot(code, kind, total, unpacked, each) for total, each in zip(totals, ours, strict=True))
 
     def several(at: str, *totals: str) -> Values:
+        later = code.let(f"add i64 {code.times(at, octets)}, 2048")  # else memory stands idle meanwhile
+        code.do(f"call void @llvm.prefetch.p0(ptr {code.at('i8', rows[0], later)}, i32 0, i32 3, i32 1)")
         results: Values = ()
         for number in range(ahead):
             mine = totals[number * len(parts) : (number + 1) * len(parts)]
