@@ -25,9 +25,9 @@ from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
 class Packed:
     """A weight [out, in] in integers, all of it contiguous, and filled up to blocks of 32 inputs.
 
-    codes: uint8 [out, blocks * 16], or int8 [out, blocks * 32] where weights are int8. numbers: int8, int4's extremes
-    [out, blocks] or own4's zeros [out, chunks]. scales: float32 [out], or own4's [out, chunks]. chunk: how many blocks
-    are added up as integers.
+    codes: uint8 [out, blocks * 16], or int8 [out, blocks * 32] where weights are int8. numbers: int4's, uint8 [out,
+    blocks * 2], or own4's zeros, int8 [out, chunks]. scales: float32 [out], or own4's [out, chunks]. chunk: how many
+    blocks are added up as integers. tables: int4's, int8 [256, 16], with 128 more.
     """
 
     weights: Weights
@@ -35,6 +35,7 @@ class Packed:
     numbers: Tensor
     scales: Tensor
     chunk: int
+    tables: Tensor | None = None
 
 
 class CompiledKernels:
@@ -55,6 +56,8 @@ class CompiledKernels:
         given = (each.data_ptr() for each in (rows, parts, sums, factors))
         loops.split(*given, positions, n_inputs, 32 * blocks, 32 * matrix.chunk)
 
+        tables = 0 if matrix.tables is None else matrix.tables.data_ptr()
+
         def work(start: int, stop: int) -> None:
             ours = [_address(each, start) for each in (matrix.codes, matrix.numbers, matrix.scales)]
             first = 0
@@ -64,7 +67,7 @@ class CompiledKernels:
                     theirs = [_address(each, first) for each in (parts, sums, factors, output)]
                     theirs[-1] += start * output.element_size()
                     sizes = (groups, stop - start, blocks, matrix.chunk, n_outputs)
-                    multiply(*ours, table().data_ptr(), *theirs, *sizes)
+                    multiply(*ours, tables, *theirs, *sizes)
                     first += groups * tile
 
         _in_threads(work, n_outputs)
@@ -82,14 +85,15 @@ class Loops:
 
 @cache
 def kernels() -> CompiledKernels | None:
-    """Return the kernels; each kind of weights is compiled once in a process. None where there is no `llvmlite`."""
+    """Return the kernels; each kind of weights is compiled once in a process. None where there are none."""
     try:
         llvm = importlib.import_module("llvmlite.binding")
     except ImportError:
         return None
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return CompiledKernels(cache(partial(_compiled, llvm)))
+    processor = _processor(llvm)
+    return None if processor is None else CompiledKernels(cache(partial(_compiled, llvm, processor)))
 
 
 def is_installed() -> bool:
@@ -97,38 +101,31 @@ def is_installed() -> bool:
     return find_spec("llvmlite") is not None
 
 
-@cache
-def table() -> Tensor:
-    """Return the steps of each code of each extreme, with 128 more: uint8 [256, 16]. Extremes below 0 are behind 127.
+def _processor(llvm: Any) -> tuple[Kind, str, str] | None:  # noqa: ANN401 - a module without types
+    """Return which instructions to use, and LLVM's names of processor and features: no more than torch may use here.
 
-    A step is an eighth of extreme * (8 - code), rounded to the nearest integer, and halves to the even one.
+    None: there are no loops for this processor.
     """
-    extremes = torch.arange(256).to(torch.uint8).view(torch.int8).float()[:, None]
-    steps = (extremes * (8 - torch.arange(16.0)) / 8).round_()
-    return (steps.clamp(-127, 127) + 128).to(torch.uint8)
-
-
-def _processor(llvm: Any) -> tuple[Kind, str, str]:  # noqa: ANN401 - a module without types
-    """Return which instructions to use, and LLVM's names of processor and features: no more than torch may use here."""
-    match os.environ.get("ATEN_CPU_CAPABILITY", "").lower():
-        case "default":
-            return "any", "", ""
-        case "avx2":
-            return "avx2", "x86-64-v3", ""
-    has = llvm.get_host_cpu_features()
-    kind: Kind = "avx2" if has.get("avx2") else "any"
-    if kind == "avx2" and has.get("avx512vnni") and has.get("avx512vl"):
+    has, told = llvm.get_host_cpu_features(), os.environ.get("ATEN_CPU_CAPABILITY", "").lower()
+    if has.get("neon"):
+        return "neon", llvm.get_host_cpu_name(), has.flatten()
+    if not has.get("ssse3"):
+        return None
+    if told == "default" or not has.get("avx2"):
+        return "ssse3", "x86-64", "+ssse3"
+    if told == "avx2":
+        return "avx2", "x86-64-v3", ""
+    kind: Kind = "avxvnni" if has.get("avxvnni") else "avx2"
+    if has.get("avx512vnni") and has.get("avx512vl"):
         kind = "avx512vnni"
-    elif kind == "avx2" and has.get("avxvnni"):
-        kind = "avxvnni"
     return kind, llvm.get_host_cpu_name(), has.flatten()
 
 
-def _compiled(llvm: Any, weights: Weights) -> Loops:  # noqa: ANN401 - a module without types
+def _compiled(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loops:  # noqa: ANN401 - as above
     """Compile the loops for one kind of weights."""
-    kind, processor, features = _processor(llvm)
+    kind, name, features = processor
     module = llvm.parse_assembly(code_of(weights, kind))
-    target = llvm.Target.from_default_triple().create_target_machine(processor, features, opt=3, jit=True)
+    target = llvm.Target.from_default_triple().create_target_machine(name, features, opt=3, jit=True)
     module.triple, module.data_layout = llvm.get_default_triple(), str(target.target_data)
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)

@@ -1,11 +1,15 @@
 """Weights in int4: a quarter of bfloat16's memory, and the products of int8.
 
 A weight of int4 is a weight of int8 that is stored in fewer bits. A row of a matrix has one scale, so that its largest
-weight is 127 steps, as in int8. The 32 weights of a block become multiples of an eighth of the block's extreme, which
-is the weight that is farthest from zero:
+weight is 127 steps, as in int8. 16 weights share a *number*, which names one of 256 tables of 16 steps: eight books of
+levels, in 32 sizes. A weight's code is its place in the table.
 
-    scale = largest |weight| of the row / 127    extreme = round(weight / scale), of the one that is farthest from zero
-    code = round(weight / scale / (extreme / -8)), from -8 to 7    step = round(code * extreme / -8)
+    scale = largest |weight| of the row / 127    quarters = round(4 weight / scale)
+    code = the step of a table that is nearest to the weight    number = the table of least squared error, in quarters
+
+Halves go to the even number, and of two that are equal the lower one is taken. Errors are integers, and their sums are
+below 2^24, so codes have the same bits on every processor. The books come from Lloyd's method over blocks of normal and
+of Student's t numbers, and of the demo's weights (S. Lloyd, Least squares quantization in PCM, 1982).
 
 Steps are integers of at most 127, so products with activations in two parts of 7 bits are exact in float32, as long as
 they are added up over at most `inputs_max` inputs: 63 * 127 * 2048 < 2^24. Any kernel of any processor then gives the
@@ -15,6 +19,7 @@ same sum. Weights are unpacked while they are multiplied: by compiled code where
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Final
 
 import torch
@@ -29,47 +34,89 @@ from swarm.model.writing import Layout
 class FourBitFormat:
     """The numbers of the rounding and of the sums. Others would be another numeric class."""
 
-    block: Final = 32  # weights of one output that share an extreme
-    lowest: Final = -8  # the code of a block's extreme
-    highest: Final = 7
+    block: Final = 32  # weights of one output in 16 octets: two halves, each with a number of its own
+    half: Final = 16
+    quarters: Final = 4 * 127  # the farthest a weight is from zero
+    books: Final = (  # in 1/1024 of a size; each is there in its mirror as well
+        (-1024, -876, -711, -576, -460, -346, -228, -106, 24, 145, 258, 370, 483, 605, 745, 914),
+        (-1024, -851, -659, -520, -399, -289, -181, -77, 19, 111, 208, 315, 430, 559, 707, 881),
+        (-1024, -836, -636, -479, -359, -250, -154, -66, 14, 94, 181, 278, 389, 512, 659, 877),
+        (-1024, -776, -556, -419, -302, -208, -126, -51, 14, 77, 150, 231, 330, 444, 595, 861),
+    )
+    sizes: Final = (  # in 1/16 of a step, from 127 steps to 8, each 0.915 of the one before
+        *(2032, 1859, 1700, 1555, 1422, 1301, 1190, 1088, 996, 911, 833, 762, 697, 637, 583, 533),
+        *(488, 446, 408, 373, 341, 312, 286, 261, 239, 219, 200, 183, 167, 153, 140, 128),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FourBitLimits:
-    """What a product takes beside the weights."""
+    """What rounding and a product take beside the weights."""
 
+    rounded_max: int = limit(1 << 16, "weights", "rounded at once; each block's 256 errors take 1 KB")
     unpacked_max: int = limit(1 << 20, "weights", "unpacked at once in float32; further outputs wait for their turn")
 
 
-def packed(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a matrix [out, in] to int4. Returns its codes, its blocks' extremes and its rows' scales.
+@cache
+def tables() -> Tensor:
+    """Return the steps of each number's codes: int8 [256, 16]. A number is a book's, times 32, and a size's."""
+    books = [book for one in FourBitFormat.books for book in (one, [-level for level in reversed(one)])]
+    levels = torch.tensor(books)[:, None, :] * torch.tensor(FourBitFormat.sizes)[None, :, None]
+    return (levels.double() / (1024 * 16)).round_().to(torch.int8).view(256, 16)
 
-    codes: uint8 [out, blocks * 16]; a block's byte has a weight of its first half in the low bits, and one of its
-    second half in the high bits, both plus 8. extremes: int8 [out, blocks]. scales: float32 [out]. Halves go to the
-    even number. Of two weights that are equally far from zero the positive one is the extreme. The same bits on every
-    processor.
+
+@cache
+def _unsigned() -> Tensor:
+    """Return the tables with 128 more: uint8 [256, 16]."""
+    return (tables().short() + 128).to(torch.uint8)
+
+
+@cache
+def _errors() -> tuple[Tensor, Tensor]:
+    """Return each weight's squared error in each table, float32 [1017, 256], and its code, uint8 [256, 1017].
+
+    Weights are in quarters of a step, from -508 on.
+    """
+    most = FourBitFormat.quarters
+    weights = torch.arange(-most, most + 1, dtype=torch.int32)[:, None]
+    levels = 4 * tables().int()
+    least, code = (weights - levels[:, 0]).square_(), torch.zeros(2 * most + 1, 256, dtype=torch.uint8)
+    for other in range(1, 16):
+        error = (weights - levels[:, other]).square_()
+        code[error < least] = other
+        least = torch.minimum(least, error)
+    return least.float(), code.t().contiguous()
+
+
+def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a matrix [out, in] to int4. Returns its codes, its half blocks' numbers and its rows' scales.
+
+    codes: uint8 [out, blocks * 16]; a block's octet has a weight of its first half in the low bits, and one of its
+    second half in the high bits. numbers: uint8 [out, blocks * 2]. scales: float32 [out]. What lacks of a row's last
+    block are zeros. The same bits on every processor.
     """
     n_outputs, n_inputs = weight.shape
-    blocks = n_blocks(n_inputs)
-    codes = torch.empty(n_outputs, blocks * FourBitFormat.block // 2, dtype=torch.uint8)
-    extremes = torch.empty(n_outputs, blocks, dtype=torch.int8)
-    scales = torch.empty(n_outputs)
-    rows = max(1, (1 << 20) // n_inputs)  # as many as a cache has room for
+    half, most, blocks = FourBitFormat.half, FourBitFormat.quarters, n_blocks(n_inputs)
+    codes = torch.empty(n_outputs, blocks * half, dtype=torch.uint8)
+    numbers, scales = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8), torch.empty(n_outputs)
+    errors, nearest = _errors()
+    order = torch.arange(256, dtype=torch.int16)
+    rows = max(1, limits.rounded_max // n_inputs)
     for start in range(0, n_outputs, rows):
         some = slice(start, start + rows)
         part = weight[some].detach().float()
         scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
-        steps = nn.functional.pad(part / scale[:, None], (0, blocks * FourBitFormat.block - n_inputs))
-        steps = steps.view(len(part), blocks, FourBitFormat.block)
-        top, bottom = steps.amax(-1), steps.amin(-1)
-        extreme = torch.where(top >= -bottom, top, bottom).round_()
-        unit = torch.where(extreme == 0, 1.0, extreme / FourBitFormat.lowest)  # all codes of such a block are 0
-        code = (steps / unit[..., None]).round_().clamp_(FourBitFormat.lowest, FourBitFormat.highest)
-        code = (code - FourBitFormat.lowest).to(torch.uint8).view(len(part), blocks, 2, -1)
+        steps = (part / scale[:, None]).mul_(4).round_().add_(most)
+        steps = nn.functional.pad(steps, (0, blocks * FourBitFormat.block - n_inputs), value=float(most))
+        steps = steps.to(torch.int32).view(-1, half)
+        sums = nn.functional.embedding_bag(steps, errors, mode="sum")  # of each half in each table; exact
+        least = sums.amin(-1, keepdim=True)
+        number = torch.where(sums == least, order, 256).amin(-1)  # the first one: argmin promises none
+        code = nearest[number.long()[:, None], steps.long()].view(len(part), blocks, 2, half)
         codes[some] = (code[:, :, 0] | code[:, :, 1] << 4).flatten(1)
-        extremes[some] = extreme.to(torch.int8)
+        numbers[some] = number.to(torch.uint8).view(len(part), -1)
         scales[some] = scale
-    return codes, extremes, scales
+    return codes, numbers, scales
 
 
 def n_blocks(n_inputs: int) -> int:
@@ -86,15 +133,15 @@ class FourBitMatrix(RoundedMatrix):
         self,
         n_inputs: int,
         codes: Tensor,
-        extremes: Tensor,
+        numbers: Tensor,
         scales: Tensor,
         limits: FourBitLimits = FourBitLimits(),
     ) -> None:
-        """codes, extremes, scales: as `packed` returns them."""
+        """codes, numbers, scales: as `packed` returns them."""
         super().__init__(len(scales), n_inputs)
-        self._codes, self._extremes, self._scales = codes, extremes, scales
+        self._codes, self._numbers, self._scales = codes, numbers, scales
         chunk = IntegerFormat.inputs_max // FourBitFormat.block
-        self._matrix = Packed("int4", codes, extremes, scales, chunk)
+        self._matrix = Packed("int4", codes, numbers, scales, chunk, _unsigned())
         self._limits = limits
 
     @classmethod
@@ -105,13 +152,13 @@ class FourBitMatrix(RoundedMatrix):
     @classmethod
     def restored(cls, size: tuple[int, int], parts: Sequence[Tensor]) -> "FourBitMatrix":
         """Make a matrix of its parts again."""
-        codes, extremes, scales = parts
-        return cls(size[1], codes, extremes, scales)
+        codes, numbers, scales = parts
+        return cls(size[1], codes, numbers, scales)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Codes, extremes and scales, as `packed` returns them."""
-        return self._codes, self._extremes, self._scales
+        """Codes, numbers and scales, as `packed` returns them."""
+        return self._codes, self._numbers, self._scales
 
     @staticmethod
     def layouts(n_outputs: int, n_inputs: int) -> dict[str, Layout]:
@@ -119,7 +166,7 @@ class FourBitMatrix(RoundedMatrix):
         blocks = n_blocks(n_inputs)
         return {
             "codes": Layout(torch.uint8, (n_outputs, blocks * FourBitFormat.block // 2)),
-            "extremes": Layout(torch.int8, (n_outputs, blocks)),
+            "numbers": Layout(torch.uint8, (n_outputs, 2 * blocks)),
             "scales": Layout(torch.float32, (n_outputs,)),
         }
 
@@ -145,11 +192,8 @@ class FourBitMatrix(RoundedMatrix):
 
     def steps(self, start: int, stop: int) -> Tensor:
         """Unpack the weights of some outputs: float32 [out, in], integers of at most 127, in steps of their scale."""
-        extremes = self._extremes[start:stop]
-        codes = self._codes[start:stop].view(*extremes.shape, -1)
-        steps = torch.empty(*extremes.shape, 2, codes.shape[-1])
-        steps[:, :, 0] = codes & 15
-        steps[:, :, 1] = codes >> 4
-        lowest = extremes.float()[..., None, None]
-        torch.addcmul(lowest, steps, lowest / FourBitFormat.lowest, out=steps)  # exact: eighths of small integers
-        return steps.round_().flatten(1)[:, : self.n_inputs]
+        codes, blocks = self._codes[start:stop], self._codes.shape[1] // FourBitFormat.half
+        halves = torch.stack([codes & 15, codes >> 4], 1).view(len(codes), 2, blocks, -1).transpose(1, 2)
+        numbers = self._numbers[start:stop].view(len(codes), blocks, 2, 1)
+        steps = tables()[numbers.int(), halves.int()]
+        return steps.float().flatten(1)[:, : self.n_inputs]

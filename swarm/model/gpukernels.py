@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from swarm.model.fourbits import FourBitFormat
 from swarm.model.integer import IntegerFormat
 
 HIGH = tl.constexpr(float(IntegerFormat.high))
@@ -12,7 +11,6 @@ LOW_UNIT = tl.constexpr(1 / IntegerFormat.low)
 LEAST = tl.constexpr(IntegerFormat.least)
 ROUNDER = tl.constexpr(1.5 * 2.0**23)  # added to a number below 2^22 and taken away again, it leaves the next integer
 INPUTS_MAX = tl.constexpr(IntegerFormat.inputs_max)
-LOWEST = tl.constexpr(FourBitFormat.lowest)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -84,27 +82,33 @@ def int8_products(
 
 
 @triton.jit
-def unpack_int4(codes, extremes, integers, blocks: tl.constexpr, n_inputs: tl.constexpr, PIECE: tl.constexpr):
-    """Make int8 [outputs, inputs] of codes and extremes: a program for each piece of an output's octets."""
+def unpack_int4(
+    codes, numbers, tables, integers, blocks: tl.constexpr, n_inputs: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Make int8 [outputs, inputs] of codes and numbers: a program for each piece of an output's octets."""
     out = tl.program_id(0).to(tl.int64)
     octet = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
-    both = tl.load(codes + out * (blocks * 16) + octet, mask=octet < blocks * 16, other=0)
-    extreme = tl.load(extremes + out * blocks + octet // 16, mask=octet < blocks * 16, other=0).to(tl.float32)
+    seen = octet < blocks * 16
+    both = tl.load(codes + out * (blocks * 16) + octet, mask=seen, other=0)
+    number = numbers + out * (blocks * 2) + octet // 16 * 2
     first = octet // 16 * 32 + octet % 16
     place = integers + out * n_inputs + first
-    tl.store(place, _step(both & 15, extreme), mask=first < n_inputs)
-    tl.store(place + 16, _step(both >> 4, extreme), mask=first + 16 < n_inputs)
+    near = _steps(tables, number, both & 15, seen)
+    far = _steps(tables, number + 1, both >> 4, seen)
+    tl.store(place, near, mask=seen & (first < n_inputs))
+    tl.store(place + 16, far, mask=seen & (first + 16 < n_inputs))
 
 
 @triton.jit
-def _step(code, extreme):
-    """Return a weight in steps: int8."""
-    return ((extreme + code.to(tl.float32) * (extreme * (1.0 / LOWEST)) + ROUNDER) - ROUNDER).to(tl.int8)
+def _steps(tables, numbers, codes, seen):
+    """Look weights up: int8."""
+    number = tl.load(numbers, mask=seen, other=0).to(tl.int32)
+    return tl.load(tables + number * 16 + codes.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["count"])
 def int4_products(
-    parts, peaks, codes, extremes, scales, output, blocks: tl.constexpr, count, n_outputs,
+    parts, peaks, codes, numbers, tables, scales, output, blocks: tl.constexpr, count, n_outputs,
     n_inputs: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     # An octet has a weight of a block's first half, and one of its second: they meet other inputs, 16 further on.
@@ -115,7 +119,7 @@ def int4_products(
     activations = parts + row.to(tl.int64)[:, None] * n_inputs + first[None, :]
     second = count.to(tl.int64) * n_inputs
     packed = codes + out.to(tl.int64)[None, :] * (blocks * 16) + octet[:, None]
-    tops = extremes + out.to(tl.int64)[None, :] * blocks + (octet // 16)[:, None]
+    near_numbers = numbers + out.to(tl.int64)[None, :] * (blocks * 2) + (octet // 16 * 2)[:, None]
     high_sum = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     low_sum = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
     for chunk in range(0, n_inputs, INPUTS_MAX):  # whose sums are exact in float32, and are added up in this order
@@ -124,8 +128,8 @@ def int4_products(
         for start in range(chunk, min(chunk + INPUTS_MAX, n_inputs), INPUTS):
             seen = (out < n_outputs)[None, :] & (start // 2 + octet < blocks * 16)[:, None]
             both = tl.load(packed + start // 2, mask=seen, other=0)
-            extreme = tl.load(tops + start // 32, mask=seen, other=0).to(tl.float32)
-            near, far = _step(both & 15, extreme), _step(both >> 4, extreme)
+            near = _steps(tables, near_numbers + start // 16, both & 15, seen)
+            far = _steps(tables, near_numbers + start // 16 + 1, both >> 4, seen)
             is_near = (row < count)[:, None] & (first < n_inputs - start)[None, :]
             is_far = (row < count)[:, None] & (first + 16 < n_inputs - start)[None, :]
             at = activations + start

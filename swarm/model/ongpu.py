@@ -7,6 +7,7 @@ integers have no order, so a row's result depends neither on the batch nor on ho
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ import triton
 from torch import Tensor
 
 from swarm.model import gpukernels
-from swarm.model.fourbits import FourBitMatrix, n_blocks
+from swarm.model.fourbits import FourBitMatrix, n_blocks, tables
 from swarm.model.integer import IntegerFormat, IntegerMatrix, RoundedMatrix
 
 PRECISE = {"enable_fp_fusion": False}  # a product and a sum that are fused round once instead of twice
@@ -115,15 +116,20 @@ class GpuFourBitMatrix(GpuMatrix):
     bytes_of = staticmethod(FourBitMatrix.bytes_of)
 
     def _kernel(self, count: int) -> tuple[Any, tuple[Tensor, ...], int]:
-        codes, extremes, scales = self._parts
-        blocks = n_blocks(self.n_inputs)
+        codes, numbers, scales = self._parts
+        blocks, steps = n_blocks(self.n_inputs), _tables_on(codes.device)
         if count <= FEW.rows:
-            return gpukernels.int4_products, self._parts, blocks
+            return gpukernels.int4_products, (codes, numbers, steps, scales), blocks
         integers = torch.empty(self.n_outputs, self.n_inputs, dtype=torch.int8, device=codes.device)
         unpacked = 1024  # octets of an output in a program
         unpacking = self.n_outputs, triton.cdiv(blocks * 16, unpacked)  # once for all rows
-        gpukernels.unpack_int4[unpacking](codes, extremes, integers, blocks, self.n_inputs, unpacked, **PRECISE)
+        gpukernels.unpack_int4[unpacking](codes, numbers, steps, integers, blocks, self.n_inputs, unpacked, **PRECISE)
         return gpukernels.int8_products, (integers, scales), IntegerFormat.inputs_max
+
+
+@cache
+def _tables_on(device: torch.device) -> Tensor:
+    return tables().to(device)
 
 
 def split(rows: Tensor) -> tuple[Tensor, Tensor]:

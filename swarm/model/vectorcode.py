@@ -6,7 +6,7 @@ the weights, and octets with one:
 
     avx512vnni, avxvnni    vpdpbusd           adds up four products in 32 bits; the former has 32 registers, not 16
     avx2                   vpmaddubsw, ...    adds up two in 16 bits: 2 * 255 * 63 < 2^15, so activations have 7 bits
-    any                    plain vectors      LLVM takes what the processor has
+    ssse3, neon            plain vectors      LLVM takes what the processor has
 
 A step of -127 to 127 gets 128 more, so that it has no sign. 128 times the sum of the activations is taken away from the
 sum of a chunk of inputs. That is exact, so all processors compute the same bits. Chunks are then added up in float32,
@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-Kind = Literal["avx512vnni", "avxvnni", "avx2", "any"]
+Kind = Literal["avx512vnni", "avxvnni", "avx2", "ssse3", "neon"]
 Weights = Literal["int8", "int4", "own4"]
 Values = tuple[str, ...]
 
@@ -26,6 +26,8 @@ declare <8 x i32> @llvm.x86.avx512.vpdpbusd.256(<8 x i32>, <32 x i8>, <32 x i8>)
 declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)
+declare <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8>, <16 x i8>)
+declare <16 x i8> @llvm.aarch64.neon.tbl1.v16i8(<16 x i8>, <16 x i8>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)
 declare float @llvm.maximum.f32(float, float)
@@ -72,12 +74,6 @@ class _Code:
     def times(self, a: str, b: str | int) -> str:
         """Multiply two numbers of 64 bits."""
         return self.let(f"mul i64 {a}, {b}")
-
-    def vector(self, scalar: str, type_: str, count: int) -> str:
-        """Return a vector of one number, many times."""
-        one = self.let(f"insertelement <{count} x {type_}> poison, {type_} {scalar}, i32 0")
-        same = f"<{count} x {type_}> poison, <{count} x i32> zeroinitializer"
-        return self.let(f"shufflevector <{count} x {type_}> {one}, {same}")
 
     def loop(
         self, start: str, stop: str, step: int, carried: Sequence[tuple[str, str]], body: Callable[..., Values]
@@ -131,7 +127,7 @@ def _multiply(weights: Weights, kind: Kind, tile: int) -> str:
     part_bytes = code.times("%blocks", 32)
     rounded_up = code.let("add i64 %blocks, %chunk")
     chunks = code.let(f"udiv i64 {code.let(f'sub i64 {rounded_up}, 1')}, %chunk")
-    per_output = {"int8": "0", "int4": "%blocks", "own4": chunks}[weights]
+    per_output = {"int8": "0", "int4": code.times("%blocks", 2), "own4": chunks}[weights]
 
     def group(at: str) -> Values:
         first = code.times(at, tile)
@@ -241,20 +237,19 @@ def _unpacked(code: _Code, weights: Weights, kind: Kind, rows: tuple[str, str], 
     codes = code.let(f"shufflevector <16 x i8> {low}, <16 x i8> {high}, <32 x i32> {_indices(order)}")
     if weights == "own4":
         return codes
-    extreme = code.let(f"load i8, ptr {code.at('i8', number_row, block)}, align 1")
-    if kind != "any":
-        row = code.let(f"zext i8 {extreme} to i64")
-        steps = code.let(f"load <16 x i8>, ptr {code.at('[16 x i8]', '%table', row)}, align 16")
-        twice = code.let(f"shufflevector <16 x i8> {steps}, <16 x i8> poison, <32 x i32> {_indices([*range(16)] * 2)}")
-        return code.let(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> {twice}, <32 x i8> {codes})")
-    wide = code.let(f"zext <32 x i8> {codes} to <32 x i16>")
-    signed = code.let(f"sub <32 x i16> splat (i16 8), {wide}")
-    eighths = code.let(f"mul <32 x i16> {signed}, {code.vector(code.let(f'sext i8 {extreme} to i16'), 'i16', 32)}")
-    # An eighth, rounded to the nearest integer, and halves to the even one.
-    odd = code.let(f"and <32 x i16> {code.let(f'ashr <32 x i16> {eighths}, splat (i16 3)')}, splat (i16 1)")
-    raised = code.let(f"add <32 x i16> {code.let(f'add <32 x i16> {eighths}, {odd}')}, splat (i16 3)")
-    step = code.let(f"ashr <32 x i16> {raised}, splat (i16 3)")
-    return code.let(f"xor <32 x i8> {code.let(f'trunc <32 x i16> {step} to <32 x i8>')}, splat (i8 -128)")
+    halves = []
+    for number in range(2):
+        place = code.at("i8", number_row, code.let(f"add i64 {code.times(block, 2)}, {number}"))
+        row = code.let(f"zext i8 {code.let(f'load i8, ptr {place}, align 1')} to i64")
+        halves.append(code.let(f"load <16 x i8>, ptr {code.at('[16 x i8]', '%table', row)}, align 16"))
+    joined = f"<32 x i32> {_indices(range(32))}"
+    if kind in ("ssse3", "neon"):
+        look_up = {"ssse3": "@llvm.x86.ssse3.pshuf.b.128", "neon": "@llvm.aarch64.neon.tbl1.v16i8"}[kind]
+        pairs = zip(halves, (low, high), strict=True)
+        near, far = (code.let(f"call <16 x i8> {look_up}(<16 x i8> {steps}, <16 x i8> {at})") for steps, at in pairs)
+        return code.let(f"shufflevector <16 x i8> {near}, <16 x i8> {far}, {joined}")
+    steps = code.let(f"shufflevector <16 x i8> {halves[0]}, <16 x i8> {halves[1]}, {joined}")
+    return code.let(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> {steps}, <32 x i8> {codes})")
 
 
 def _dot(code: _Code, kind: Kind, total: str, weights: str, activations: str) -> str:

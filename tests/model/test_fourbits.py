@@ -19,8 +19,8 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
-from swarm.model.compiled import Packed, kernels, table
-from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed
+from swarm.model.compiled import Packed, kernels
+from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed, tables
 from swarm.model.integer import (
     IntegerFormat,
     integers_of,
@@ -65,22 +65,37 @@ def span_of(family_dir):
 def test_the_rounding_is_what_it_always_was():
     parts = packed(random(64, 96, seed=3))
     digests = [hashlib.sha256(part.numpy().tobytes()).hexdigest()[:16] for part in parts]
-    assert digests == ["b2023e4d55ca8724", "25fb38d7173ac233", "6ccd9bb14dc6d0ef"]
+    assert digests == ["8922faac0c7a6f3c", "dba34c9a87c340c9", "6ccd9bb14dc6d0ef"]
 
 
-def test_a_blocks_extreme_is_a_step_of_int8_and_the_lowest_code():
-    weight = torch.zeros(2, 64)
-    weight[0, 0], weight[0, 1], weight[0, 40] = 127.0, -31.75, -8.0
-    weight[1, 3], weight[1, 5] = -2.0, 2.0  # equally far
-    codes, extremes, scales = packed(weight)
-    assert extremes.tolist() == [[127, -8], [127, 0]]
-    assert scales.tolist() == pytest.approx([1.0, 2.0 / 127])
-    low, high = codes & 15, codes >> 4
-    assert (int(low[0, 0]), int(low[0, 1]), int(high[0, 0]), int(low[0, 24])) == (0, 10, 8, 0)
-    steps = FourBitMatrix(64, codes, extremes, scales).steps(0, 2)
-    assert (steps[0, 0], steps[0, 1], steps[0, 40]) == (127, -32, -8)
-    assert (steps[1, 3], steps[1, 5]) == (-111, 127)  # 7/8 of the extreme is the farthest on its other side
-    assert steps[1, 32:].count_nonzero() == 0
+def test_each_half_block_has_the_table_and_the_codes_of_least_error():
+    weight = random(3, 50, seed=4)
+    codes, numbers, scales = packed(weight)
+    assert torch.equal(scales, weight.abs().amax(1) / 127)
+    quarters = (weight / scales[:, None]).mul_(4).round_()
+    steps = FourBitMatrix(50, codes, numbers, scales).steps(0, 3)
+    for row, first in ((0, 0), (1, 16), (2, 32), (2, 48)):
+        mine, got = quarters[row, first : first + 16], steps[row, first : first + 16]
+        filled = torch.zeros(16)
+        filled[: len(mine)] = mine
+        errors = (filled[None, :, None] - 4 * tables().float()[:, None]).square()
+        of_table = errors.amin(-1).sum(-1)
+        number = int(numbers[row, first // 16])
+        assert number == int((of_table == of_table.min()).nonzero()[0])
+        assert torch.equal((mine - 4 * got).square(), errors[number, : len(mine)].amin(-1))
+
+
+def test_tables_are_steps_of_int8_and_a_zero_stays_one():
+    assert tables().abs().max() == 127
+    weight = torch.zeros(16, 64)
+    weight[:, 0] = 1.0
+    assert FourBitMatrix.of(weight).steps(0, 16)[:, 16:].count_nonzero() == 0
+
+
+def test_it_does_not_matter_how_much_is_rounded_at_once():
+    weight = random(40, 100, seed=5)
+    for other in (1, 700, 1 << 20):
+        assert all(map(torch.equal, packed(weight), packed(weight, FourBitLimits(rounded_max=other))))
 
 
 @pytest.mark.parametrize("n_inputs", [1, 31, 32, 33, 100])
@@ -90,7 +105,7 @@ def test_a_row_need_not_fill_its_blocks(n_inputs):
     again = FourBitMatrix.restored((20, n_inputs), matrix.parts)
     rounded = again.steps(0, 20) * again.parts[2][:, None]
     assert rounded.shape == weight.shape
-    assert (rounded - weight).norm() < 0.12 * weight.norm()
+    assert (rounded - weight).norm() < 0.09 * weight.norm()
     assert matrix.n_bytes == sum(part.nbytes for part in matrix.parts)
 
 
@@ -143,7 +158,7 @@ def test_it_does_not_matter_how_much_is_unpacked_at_once():
     rows, weight = widest()
     parts = packed(weight)
     results = [
-        FourBitMatrix(rows.shape[1], *parts, FourBitLimits(unpacked)).multiply(rows)
+        FourBitMatrix(rows.shape[1], *parts, FourBitLimits(unpacked_max=unpacked)).multiply(rows)
         for unpacked in (1, 50_000, 1 << 20)
     ]
     assert torch.equal(results[0], results[1])
@@ -237,7 +252,9 @@ def test_all_memory_of_a_span_is_counted(name, span_of):
     plain = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in span.model.state_dict().values()}
     beside = sum(plain.values()) + steady_bytes(span.model)
     assert span.weight_bytes == pytest.approx(parts + beside, rel=0.03)
-    assert parts <= 0.31 * sum(2 * matrix.n_outputs * matrix.n_inputs for matrix in matrices)
+    assert parts <= 0.313 * sum(
+        2 * each.n_outputs * each.n_inputs for each in matrices
+    )  # a tenth is scales: rows are short
     assert sum(plain.values()) < 0.05 * parts
 
 
@@ -338,7 +355,7 @@ SIZES = [(33, 768), (64, 40), (16, 2048), (24, 2080), (7, 4100)]  # blocks that 
 def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, rows, threads, monkeypatch):
     torch.manual_seed(rows)
     weight = torch.randn(n_outputs, n_inputs) * torch.rand(n_outputs, 1) * 10
-    weight[:, 32:64] = 0.0  # a block without an extreme
+    weight[:, 32:64] = 0.0
     matrix, input = FourBitMatrix.of(weight), torch.randn(rows, n_inputs) * 100
     torch.set_num_threads(threads)
     try:
@@ -349,13 +366,13 @@ def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, rows, threa
     assert torch.equal(compiled, matrix.multiply(input))
 
 
-@pytest.mark.parametrize("kind", ["avx512vnni", "avxvnni", "avx2", "any"])
+@pytest.mark.parametrize("kind", ["avx512vnni", "avxvnni", "avx2", "ssse3"])
 @pytest.mark.parametrize("weights", ["int8", "int4", "own4"])
 def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind, monkeypatch):
     has = llvm.get_host_cpu_features()
-    if kind != "any" and not has.get(kind):
+    if not has.get(kind):
         pytest.skip(f"this processor has no {kind}")
-    target = (kind, *(("", "") if kind == "any" else (llvm.get_host_cpu_name(), has.flatten())))
+    target = (kind, llvm.get_host_cpu_name(), has.flatten())
     monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
     compiled = kernels.__wrapped__()
     integers = torch.randint(-127, 128, (37, 2400), dtype=torch.int8)
@@ -366,9 +383,8 @@ def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind,
         case "int8":
             steps, packed_ = integers.float(), Packed("int8", integers, integers, scales, 75)
         case "int4":
-            extremes = torch.randint(-127, 128, (37, 75), dtype=torch.int8)
-            steps = FourBitMatrix(2400, codes, extremes, scales).steps(0, 37)
-            packed_ = Packed("int4", codes, extremes, scales, 64)
+            matrix = FourBitMatrix(2400, codes, torch.randint(0, 256, (37, 150), dtype=torch.uint8), scales)
+            steps, packed_ = matrix.steps(0, 37), matrix._matrix
         case "own4":
             zeros, scales = torch.randint(0, 16, (37, 25), dtype=torch.int8), torch.rand(37, 25)
             steps, packed_ = both.view(37, 25, 96) - zeros[..., None].float(), Packed("own4", codes, zeros, scales, 3)
@@ -382,15 +398,6 @@ def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind,
     else:
         sums = products(parts, steps) * scales
     assert torch.equal(compiled.multiply(rows, packed_), joined(sums, peak))
-
-
-def test_every_code_of_every_extreme_unpacks_to_the_same_step():
-    extremes = torch.arange(-127, 128).to(torch.int8)[:, None]
-    codes = torch.arange(16, dtype=torch.uint8).repeat(255, 1)
-    codes = codes | (15 - codes) << 4
-    matrix = FourBitMatrix(32, codes, extremes, torch.ones(255))
-    looked_up = table()[extremes[:, 0].long() & 255].float() - 128
-    assert torch.equal(matrix.steps(0, 255), torch.cat([looked_up, looked_up.flip(1)], 1))
 
 
 def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):
