@@ -7,6 +7,7 @@ levels, in 32 sizes. A weight's code is its place in the table.
     scale = largest |weight| of the row / 127    quarters = round(4 weight / scale)
     code = the step of a table that is nearest to the weight    number = the table of least squared error, in quarters
 
+The table is sought among eight sizes: the largest that does not go beyond the largest weight, and the next larger ones.
 Halves go to the even number, and of two that are equal the lower one is taken. Errors are integers, and their sums are
 below 2^24, so codes have the same bits on every processor. The books come from Lloyd's method over blocks of normal and
 of Student's t numbers, and of the demo's weights (S. Lloyd, Least squares quantization in PCM, 1982).
@@ -36,6 +37,7 @@ class FourBitFormat:
 
     block: Final = 32  # weights of one output in 16 octets: two halves, each with a number of its own
     half: Final = 16
+    sought: Final = 8  # sizes
     quarters: Final = 4 * 127  # the farthest a weight is from zero
     books: Final = (  # in 1/1024 of a size; each is there in its mirror as well
         (-1024, -876, -711, -576, -460, -346, -228, -106, 24, 145, 258, 370, 483, 605, 745, 914),
@@ -53,15 +55,15 @@ class FourBitFormat:
 class FourBitLimits:
     """What rounding and a product take beside the weights."""
 
-    rounded_max: int = limit(1 << 16, "weights", "rounded at once; each block's 256 errors take 1 KB")
+    rounded_max: int = limit(1 << 18, "weights", "rounded at once; each half block's 64 errors take 256 octets")
     unpacked_max: int = limit(1 << 20, "weights", "unpacked at once in float32; further outputs wait for their turn")
 
 
 @cache
 def tables() -> Tensor:
-    """Return the steps of each number's codes: int8 [256, 16]. A number is a book's, times 32, and a size's."""
+    """Return the steps of each number's codes: int8 [256, 16]. A number is eight times a size's, and a book's."""
     books = [book for one in FourBitFormat.books for book in (one, [-level for level in reversed(one)])]
-    levels = torch.tensor(books)[:, None, :] * torch.tensor(FourBitFormat.sizes)[None, :, None]
+    levels = torch.tensor(FourBitFormat.sizes)[:, None, None] * torch.tensor(books)
     return (levels.double() / (1024 * 16)).round_().to(torch.int8).view(256, 16)
 
 
@@ -88,6 +90,30 @@ def _errors() -> tuple[Tensor, Tensor]:
     return least.float(), code.t().contiguous()
 
 
+@cache
+def _errors_from(size: int) -> Tensor:
+    """Return the errors of the tables of eight sizes, from this one on: float32 [1017, 64]."""
+    return _errors()[0][:, 8 * size : 8 * (size + FourBitFormat.sought)].contiguous()
+
+
+def _numbers(quarters: Tensor) -> Tensor:
+    """Return the number of each half block, uint8 [halves]. quarters: int32 [halves, 16], from 0 on."""
+    most = FourBitFormat.quarters
+    peaks = (quarters - most).abs_().amax(-1)
+    tops = torch.tensor(FourBitFormat.sizes[::-1], dtype=torch.int32) // 4  # of a size's levels, in quarters
+    larger = len(tops) - torch.bucketize(peaks, tops, right=True, out_int32=True)
+    starts = (larger - (FourBitFormat.sought - 1)).clamp_(0, len(tops) - FourBitFormat.sought)
+    numbers = torch.empty(len(quarters), dtype=torch.uint8)
+    tables_sought = 8 * FourBitFormat.sought
+    for start in starts.unique().tolist():
+        those = (starts == start).nonzero()[:, 0]
+        sums = nn.functional.embedding_bag(quarters[those], _errors_from(start), mode="sum")  # exact
+        ranks = sums.to(torch.int32).mul_(tables_sought).add_(torch.arange(tables_sought, dtype=torch.int32))
+        first = ranks.amin(-1) % tables_sought  # of several that are equal; argmin does not promise it
+        numbers[those] = (first + 8 * start).to(torch.uint8)
+    return numbers
+
+
 def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Tensor, Tensor, Tensor]:
     """Round a matrix [out, in] to int4. Returns its codes, its half blocks' numbers and its rows' scales.
 
@@ -99,22 +125,19 @@ def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Ten
     half, most, blocks = FourBitFormat.half, FourBitFormat.quarters, n_blocks(n_inputs)
     codes = torch.empty(n_outputs, blocks * half, dtype=torch.uint8)
     numbers, scales = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8), torch.empty(n_outputs)
-    errors, nearest = _errors()
-    order = torch.arange(256, dtype=torch.int16)
+    nearest = _errors()[1]
     rows = max(1, limits.rounded_max // n_inputs)
     for start in range(0, n_outputs, rows):
         some = slice(start, start + rows)
         part = weight[some].detach().float()
         scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
-        steps = (part / scale[:, None]).mul_(4).round_().add_(most)
-        steps = nn.functional.pad(steps, (0, blocks * FourBitFormat.block - n_inputs), value=float(most))
-        steps = steps.to(torch.int32).view(-1, half)
-        sums = nn.functional.embedding_bag(steps, errors, mode="sum")  # of each half in each table; exact
-        least = sums.amin(-1, keepdim=True)
-        number = torch.where(sums == least, order, 256).amin(-1)  # the first one: argmin promises none
-        code = nearest[number.long()[:, None], steps.long()].view(len(part), blocks, 2, half)
+        quarters = (part / scale[:, None]).mul_(4).round_().add_(most)
+        quarters = nn.functional.pad(quarters, (0, blocks * FourBitFormat.block - n_inputs), value=float(most))
+        quarters = quarters.to(torch.int32).view(-1, half)
+        number = _numbers(quarters)
+        code = nearest[number.int()[:, None], quarters].view(len(part), blocks, 2, half)
         codes[some] = (code[:, :, 0] | code[:, :, 1] << 4).flatten(1)
-        numbers[some] = number.to(torch.uint8).view(len(part), -1)
+        numbers[some] = number.view(len(part), -1)
         scales[some] = scale
     return codes, numbers, scales
 
