@@ -6,8 +6,8 @@ Quality: the demo model, or another checkpoint, reads held-out windows of 512 to
 its blocks are one span; embeddings and head are plain. KL is that of the next token to float32's, in nats.
 
 Speed: a random llama's blocks on one thread, behind 64 positions: a step of one session, packed steps of four and
-eight, and a prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for the
-kernels that an older processor would have.
+eight, and a prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2 and
+FBGEMM_ENABLE_INSTRUCTIONS=AVX2 for the kernels that an older processor would have.
 
 Other kernels: a process whose libraries may use no vectors beyond SSE4.1 reads four of the windows, too. A flip is a
 token of which both processes have another first choice.
