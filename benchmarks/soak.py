@@ -10,7 +10,9 @@ more than it was trained for and changes no cost.
 
 All processes that are not killed are watched, their children too. What a process has of its own memory grows by so much
 per 1,000 generations: the median slope between all pairs of samples of the second half (Theil and Sen), when caches and
-pools are as large as they get. A generation is an answer of the gateway's, whole or cut off, or a text of the client's.
+pools are as large as they get. Of a server it is what does not come and go with the tokens in its pool: the coefficient
+of generations, beside those of tokens used and lent, in a least-squares fit, with twice its standard error. A
+generation is an answer of the gateway's, whole or cut off, or a text of the client's.
 Descriptors are compared between the two quarters of that half. A minute after the end no server may have a session.
 """
 
@@ -22,6 +24,7 @@ import os
 import random
 import re
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -38,6 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import httpx
+import numpy
 import psutil
 import torch
 from common import SEED, table, write_json
@@ -64,11 +68,15 @@ PEER = re.compile(r"12D3KooW\w+")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process has. generations: of the whole swarm until then. own: bytes of memory that no other shares."""
+    """What a process has. generations: of the whole swarm until then. own: bytes of memory that no other shares.
+
+    pool: of a server, the tokens that sessions hold, and those that are lent to beginnings of prompts.
+    """
 
     generations: int
     own: int
     descriptors: int
+    pool: tuple[float, float] | None = None
 
 
 def main() -> None:
@@ -109,6 +117,7 @@ class Running:
     texts: "Synchronized[int]"
     wrong: "Synchronized[int]"
     stop: Callable[[], None]
+    metrics: dict[str, int]  # the ports of those servers that are watched
 
     @property
     def watched(self) -> dict[str, int]:
@@ -135,7 +144,14 @@ def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
     options = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000", "--cache-memory", CACHE)
     spawn = multiprocessing.get_context("spawn")
     stop, texts, wrong = spawn.Event(), spawn.Value("q", 0), spawn.Value("q", 0)
-    with LocalSwarm(model, SPANS * 2, options=options, identities={"gateway": me}, launch=warm.launch) as swarm:
+    with LocalSwarm(model, (), options=options, identities={"gateway": me}, launch=warm.launch) as swarm:
+        ports = [free_port() for _ in SPANS]
+        for span, port in zip(SPANS, ports, strict=True):
+            swarm.start_server(span, "--metrics", f"127.0.0.1:{port}")
+        for span in SPANS:
+            swarm.start_server(span)
+        for server in swarm.servers:
+            server.wait_ready()
         peers = ("--initial-peers", ",".join(swarm.initial_peers), "--network", swarm.network)
         kept = ("--database", str(folder / "health.sqlite"), "--log-level", "warning")
         place = Place(folder)
@@ -149,7 +165,8 @@ def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
         try:
             while not texts.value and client.is_alive():
                 time.sleep(0.1)
-            yield Running(swarm, gateway, page, client, texts, wrong, stop.set)
+            metrics = {server.name: port for server, port in zip(swarm.servers, ports, strict=False)}
+            yield Running(swarm, gateway, page, client, texts, wrong, stop.set, metrics)
         finally:
             stop.set()
             client.join(60.0)
@@ -234,13 +251,15 @@ class Soak:
 
     def _sample(self) -> None:
         for name, pid in self.running.watched.items():
-            process = psutil.Process(pid)
+            process, port = psutil.Process(pid), self.running.metrics.get(name)
+            pool = None if port is None else pool_of(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
             with suppress(psutil.NoSuchProcess):
                 for each in (process, *process.children(recursive=True)):
                     with suppress(psutil.NoSuchProcess):
                         known = name if each is process else f"{name}: {each.name()} {each.pid}"
                         own = each.memory_full_info().uss
-                        self.samples[known].append(Sample(self.generations, own, each.num_fds()))
+                        mine = pool if each is process else None
+                        self.samples[known].append(Sample(self.generations, own, each.num_fds(), mine))
 
     async def _come_and_go(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         """Ask again and again: short and long prompts, some answers cut off at a random moment."""
@@ -278,17 +297,42 @@ def gauge(metrics: str, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def pool_of(metrics: str) -> tuple[float, float]:
+    """Return the tokens of a server's pool that are used, and those that are lent."""
+    return gauge(metrics, "server_cache_tokens_used"), gauge(metrics, "server_prefix_tokens_held")
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 # What grew
 
 
-def growth_mib(samples: Sequence[Sample]) -> float:
-    """Return how many MiB of its own a process has more after 1,000 generations: the median slope of all pairs."""
+def growth_mib(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return how many MiB of its own a process has more after 1,000 generations, and how far that may be off."""
+    if all(each.pool is not None for each in samples):
+        return beside_the_pool(samples)
     slopes = [
         1000 * (b.own - a.own) / (b.generations - a.generations) / 2**20
         for a, b in combinations(samples, 2)
         if b.generations > a.generations
     ]
-    return statistics.median(slopes) if slopes else 0.0
+    return statistics.median(slopes) if slopes else 0.0, 0.0
+
+
+def beside_the_pool(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return what generations add where the pool explains the rest, and twice its standard error."""
+    own = numpy.array([each.own / 2**20 for each in samples])
+    columns = numpy.array([(1.0, each.generations / 1000, *(each.pool or (0.0, 0.0))) for each in samples])
+    columns[:, 2:] /= numpy.maximum(columns[:, 2:].max(0), 1.0)
+    fit, *_ = numpy.linalg.lstsq(columns, own, rcond=None)
+    left = own - columns @ fit
+    variance = left @ left / max(1, len(own) - columns.shape[1]) * numpy.linalg.pinv(columns.T @ columns)[1, 1]
+    return float(fit[1]), 2 * float(variance) ** 0.5
 
 
 def opened(samples: Sequence[Sample]) -> float:
@@ -316,10 +360,11 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
         later = samples[len(samples) // 2 :]
         if len(later) < 4 or len(samples) < max(map(len, soak.samples.values())) // 2:
             continue  # a child that came and went
-        grown, more = growth_mib(later), opened(later)
+        (grown, error), more = growth_mib(later), opened(later)
         mib = [f"{each.own / 2**20:.0f}" for each in (samples[0], later[0], later[-1])]
-        rows.append([name, *mib, f"{grown:+.2f}", str(later[0].descriptors), f"{more:+.0f}"])
-        if grown > GROWTH_MIB_MAX and later[-1].generations - later[0].generations >= GENERATIONS_MIN:
+        slope = f"{grown:+.2f}" + (f" ± {error:.2f}" if error else "")
+        rows.append([name, *mib, slope, str(later[0].descriptors), f"{more:+.0f}"])
+        if grown - error > GROWTH_MIB_MAX and later[-1].generations - later[0].generations >= GENERATIONS_MIN:
             broken.append(f"{name} grows by {grown:.2f} MiB per 1,000 generations")
         if more > DESCRIPTORS_MAX:
             broken.append(f"{name} has {more:.0f} descriptors more")
