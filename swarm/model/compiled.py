@@ -1,4 +1,4 @@
-"""Products with integer weights, compiled for this processor by LLVM (`llvmlite`), where that is installed.
+"""Products with weights in 4 bits, compiled for this processor by LLVM (`llvmlite`), where that is installed.
 
 They are the numbers of `swarm.model.fourbits` and `swarm.model.owncodes`, which compute the same bits by torch's
 operations, many times as slowly. The loops are those of `swarm.model.vectorcode`. They take plain addresses, so this
@@ -8,6 +8,7 @@ module alone says which tensors fit together.
 import ctypes
 import importlib
 import os
+import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [out, in] in integers, all of it contiguous, and filled up to blocks of 32 inputs.
+    """A weight [out, in] in 4 bits, all of it contiguous, and filled up to blocks of 32 inputs.
 
-    codes: uint8 [out, blocks * 16], or int8 [out, blocks * 32] where weights are int8. numbers: int4's, uint8 [out,
-    blocks * 2], or own4's zeros, int8 [out, chunks]. scales: float32 [out], or own4's [out, chunks]. chunk: how many
-    blocks are added up as integers. tables: int4's, int8 [256, 16], with 128 more.
+    codes: uint8 [out, blocks * 16]. numbers: int4's, uint8 [out, blocks * 2], or own4's zeros, int8 [out, chunks].
+    scales: float32 [out], or own4's [out, chunks]. chunk: how many blocks are added up as integers. tables: int4's
+    steps, with 128 more: uint8 [256, 16].
     """
 
     weights: Weights
@@ -48,14 +49,13 @@ class CompiledKernels:
         """Multiply activations by weights: float32 [positions, in] -> [positions, out]."""
         loops, rows = self._loops_of(matrix.weights), rows.contiguous()
         (positions, n_inputs), (n_outputs, octets) = rows.shape, matrix.codes.shape
-        blocks = octets // (32 if matrix.weights == "int8" else 16)
+        blocks = octets // 16
         chunks = -(-blocks // matrix.chunk)
         parts = torch.empty(positions, 2, 32 * blocks, dtype=torch.int8)
         sums = torch.empty(positions, 2, chunks, dtype=torch.int32)
         factors, output = torch.empty(positions), torch.empty(positions, n_outputs)
         given = (each.data_ptr() for each in (rows, parts, sums, factors))
         loops.split(*given, positions, n_inputs, 32 * blocks, 32 * matrix.chunk)
-
         tables = 0 if matrix.tables is None else matrix.tables.data_ptr()
 
         def work(start: int, stop: int) -> None:
@@ -107,7 +107,7 @@ def _processor(llvm: Any) -> tuple[Kind, str, str] | None:  # noqa: ANN401 - a m
     None: there are no loops for this processor.
     """
     has, told = llvm.get_host_cpu_features(), os.environ.get("ATEN_CPU_CAPABILITY", "").lower()
-    if has.get("neon"):
+    if platform.machine().lower() in ("arm64", "aarch64"):
         return "neon", llvm.get_host_cpu_name(), has.flatten()
     if not has.get("ssse3"):
         return None

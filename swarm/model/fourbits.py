@@ -68,7 +68,7 @@ def tables() -> Tensor:
 
 
 @cache
-def _unsigned() -> Tensor:
+def unsigned() -> Tensor:
     """Return the tables with 128 more: uint8 [256, 16]."""
     return (tables().short() + 128).to(torch.uint8)
 
@@ -164,7 +164,7 @@ class FourBitMatrix(RoundedMatrix):
         super().__init__(len(scales), n_inputs)
         self._codes, self._numbers, self._scales = codes, numbers, scales
         chunk = IntegerFormat.inputs_max // FourBitFormat.block
-        self._matrix = Packed("int4", codes, numbers, scales, chunk, _unsigned())
+        self._matrix = Packed("int4", codes, numbers, scales, chunk, unsigned())
         self._limits = limits
 
     @classmethod

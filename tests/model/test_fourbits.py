@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 
-import llvmlite.binding as llvm
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,15 +18,12 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
-from swarm.model.compiled import Packed, kernels
 from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed, tables
 from swarm.model.integer import (
     IntegerFormat,
     integers_of,
     is_supported,
-    joined,
     matrices_in,
-    products,
     split,
     to_integers,
 )
@@ -346,63 +342,3 @@ def test_auto_never_takes_fewer_bits_than_int8(family_dir, monkeypatch):
 def test_weights_of_another_name_are_refused(weights, family_dir):
     with pytest.raises(BadConfiguration, match="neither int8 nor int4"):
         load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2), quantize=weights)
-
-
-SIZES = [(33, 768), (64, 40), (16, 2048), (24, 2080), (7, 4100)]  # blocks that are not full, and sums of several parts
-
-
-@pytest.mark.parametrize(("n_outputs", "n_inputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, rows, threads, monkeypatch):
-    torch.manual_seed(rows)
-    weight = torch.randn(n_outputs, n_inputs) * torch.rand(n_outputs, 1) * 10
-    weight[:, 32:64] = 0.0
-    matrix, input = FourBitMatrix.of(weight), torch.randn(rows, n_inputs) * 100
-    torch.set_num_threads(threads)
-    try:
-        compiled = matrix.multiply(input)
-    finally:
-        torch.set_num_threads(1)
-    monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
-    assert torch.equal(compiled, matrix.multiply(input))
-
-
-@pytest.mark.parametrize("kind", ["avx512vnni", "avxvnni", "avx2", "ssse3"])
-@pytest.mark.parametrize("weights", ["int8", "int4", "own4"])
-def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind, monkeypatch):
-    has = llvm.get_host_cpu_features()
-    if not has.get(kind):
-        pytest.skip(f"this processor has no {kind}")
-    target = (kind, llvm.get_host_cpu_name(), has.flatten())
-    monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
-    compiled = kernels.__wrapped__()
-    integers = torch.randint(-127, 128, (37, 2400), dtype=torch.int8)
-    codes, scales = torch.randint(0, 256, (37, 1200), dtype=torch.uint8), torch.rand(37)
-    both = torch.stack([codes & 15, codes >> 4], -1)
-    rows = 100 * random(11, 2400)
-    match weights:
-        case "int8":
-            steps, packed_ = integers.float(), Packed("int8", integers, integers, scales, 75)
-        case "int4":
-            matrix = FourBitMatrix(2400, codes, torch.randint(0, 256, (37, 150), dtype=torch.uint8), scales)
-            steps, packed_ = matrix.steps(0, 37), matrix._matrix
-        case "own4":
-            zeros, scales = torch.randint(0, 16, (37, 25), dtype=torch.int8), torch.rand(37, 25)
-            steps, packed_ = both.view(37, 25, 96) - zeros[..., None].float(), Packed("own4", codes, zeros, scales, 3)
-    parts, peak = split(rows)
-    if weights == "own4":
-        sums = torch.zeros(22, 37)
-        for group in range(25):
-            sums += parts[:, 96 * group : 96 * group + 96] @ steps[:, group].t() * scales[:, group]
-    elif weights == "int8":
-        sums = (parts.double() @ steps.double().t()).float() * scales
-    else:
-        sums = products(parts, steps) * scales
-    assert torch.equal(compiled.multiply(rows, packed_), joined(sums, peak))
-
-
-def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):
-    assert kernels() is not None
-    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    assert kernels.__wrapped__() is None
