@@ -142,22 +142,21 @@ class Auditor:
 
     async def audit(self, case: Case) -> Verdict:
         """Audit a session that has ended, now. Returns the verdict, with all that are known to be wrong since then."""
-        verdict, self._met = await self._verdict(case)
-        wrong = self._note(verdict)
-        await self.collect(case, wrong)
-        return verdict.given(wrong)
+        found, self._met = await self._verdict(case)
+        verdict = found.given(self._ledger.note(found))
+        self._leave_out(verdict)
+        await self.collect(case, verdict.wrong)
+        return verdict
 
-    def _note(self, verdict: Verdict) -> frozenset[str]:
-        """Leave wrong servers out for good, and those that may be wrong for a while. Returns the wrong ones."""
+    def _leave_out(self, verdict: Verdict) -> None:
+        """Leave wrong servers out for good, and those that may be wrong for a while."""
         sessions = self._sessions
-        wrong = self._ledger.note(verdict)
-        self._router.audited((verdict.cleared | verdict.alike) - wrong, wrong | verdict.suspected)
-        for process in sorted(wrong):
+        self._router.audited(verdict.cleared | verdict.alike, verdict.wrong | verdict.suspected)
+        for process in sorted(verdict.wrong):
             _log.warning("server computes wrongly", peer=process.partition("/")[0])
             sessions.expel(process)
-        for process in verdict.suspected - wrong:
+        for process in verdict.suspected:
             sessions.avoidance.declined(process, self._limits.doubted_s)
-        return wrong
 
     async def collect(self, case: Case, wrong: frozenset[str]) -> None:
         """Get evidence against wrong processes that took part in the latest audit, where it can be had and is kept."""
