@@ -18,7 +18,7 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
-from swarm.model.fourbits import FourBitLimits, FourBitMatrix, packed, tables
+from swarm.model.fourbits import FourBitFormat, FourBitLimits, FourBitMatrix, packed, tables
 from swarm.model.integer import (
     IntegerFormat,
     integers_of,
@@ -81,6 +81,22 @@ def test_each_half_block_has_the_table_and_the_codes_of_least_error():
         number = int(numbers[row, first // 16])
         assert number == 8 * start + int((of_table == of_table.min()).nonzero()[0])
         assert torch.equal((mine - 4 * got).square(), errors[number, : len(mine)].amin(-1))
+
+
+def test_the_table_is_sought_among_the_size_within_the_largest_weight_and_seven_larger_ones():
+    weight = random(16, 2048, seed=6)
+    _, numbers, scales = packed(weight)
+    halves = (weight / scales[:, None]).mul_(4).round_().view(-1, 16)
+    of_table = [(halves[:, :, None] - 4 * table.float()).square().amin(-1).sum(-1) for table in tables()]
+    tops = tables().short().abs().amax(-1).view(32, 8).amax(-1)
+    sizes = torch.tensor(FourBitFormat.sizes) // 4
+    assert torch.equal(tops, (torch.tensor(FourBitFormat.sizes) / 16).round().short())
+    starts = ((sizes > halves.abs().amax(-1, keepdim=True)).sum(-1) - 7).clamp(0, 24)
+    errors, order = torch.stack(of_table, -1), torch.arange(256) // 8
+    is_sought = (order >= starts[:, None]) & (order < starts[:, None] + 8)
+    errors[~is_sought] = torch.inf
+    first = torch.where(errors == errors.amin(-1, keepdim=True), torch.arange(256), 256).amin(-1)
+    assert torch.equal(numbers.flatten().long(), first)
 
 
 def test_tables_are_steps_of_int8_and_a_zero_stays_one():
