@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from swarm.commands import configure_logging, ending_at_once, run_click
-from swarm.options import DTYPES, LOG_LEVELS, model_options, option_group
+from swarm.options import DTYPES, LOG_LEVELS, Root, model_options, option_group
 from swarm.version import __version__
 
 class_options = option_group(
@@ -62,6 +62,7 @@ class_options = option_group(
     default=None,
     help="send activations in 8.5 bits a number, for slow connections; the text may differ from a plain run's",
 )
+@click.option("--root", type=Root(), default=None, help="root or pin that the checkpoint must have")
 @model_options
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(

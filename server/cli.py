@@ -12,7 +12,7 @@ from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.choices import hold_identity, listen_option
 from swarm.commands import ending_at_once, ready_writer, run_click, run_until_stopped
 from swarm.dht.records import RECORD, check_address, check_printable
-from swarm.options import DTYPES, HOST_PORT, SIZE, common_options
+from swarm.options import DTYPES, HOST_PORT, SIZE, Root, common_options
 from swarm.server.arguments import AUTO, ServeArguments
 from swarm.server.gateways import GatewayAllowance
 from swarm.server.lean import leave_out_what_no_server_needs
@@ -49,18 +49,6 @@ class PublicName(click.ParamType[str]):
             return check_printable(text)
         except ValueError as error:
             self.fail(f"{text!r} is {error}", param, ctx)
-
-
-class Root(click.ParamType[str]):
-    """A checkpoint's root."""
-
-    name = "hex"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Check the form."""
-        if re.fullmatch(r"[0-9a-f]{64}", str(value)) is None:
-            self.fail(f"{value!r} is not 64 hex digits", param, ctx)
-        return str(value)
 
 
 class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
@@ -190,7 +178,7 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     help="how long sessions may take to move elsewhere when this server is stopped",
 )
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
-@click.option("--root", type=Root(), default=None, help="root that the checkpoint must have, 64 hex digits")
+@click.option("--root", type=Root(), default=None, help="root or pin that the checkpoint must have")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
 @click.option("--max-disk-space", type=SIZE, default=None, help="the most that downloads may take, such as 100GB")

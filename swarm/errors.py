@@ -184,6 +184,21 @@ class RootMismatch(CheckpointError):
 
 
 @dataclass(eq=False)
+class TextsMismatch(CheckpointError):
+    """This checkpoint's generation config, tokenizer and chat template are not the expected ones."""
+
+    model: str
+    expected: str
+    actual: str
+
+    def __str__(self) -> str:
+        return (
+            f"generation config, tokenizer and chat template of {self.model!r} have digest {self.actual} here, and "
+            f"{self.expected} was asked for: the files differ; get the same revision"
+        )
+
+
+@dataclass(eq=False)
 class DownloadFailed(CheckpointError):
     """A file could not be downloaded or written."""
 

@@ -71,6 +71,18 @@ class NetworkName(click.ParamType[str]):
 NETWORK = NetworkName()
 
 
+class Root(click.ParamType[str]):
+    """A checkpoint's root, or its pin."""
+
+    name = "hex"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the form."""
+        if re.fullmatch(r"[0-9a-f]{64}(\+[0-9a-f]{64})?", str(value)) is None:
+            self.fail(f"{value!r} is not 64 hex digits, or twice as many with a plus between them", param, ctx)
+        return str(value)
+
+
 def split_peers(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
     """Let one --initial-peers, or SWARM_INITIAL_PEERS, hold several addresses with commas or spaces between them."""
     return tuple(part for text in value for part in re.split(r"[,\s]+", text) if part)

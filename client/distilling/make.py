@@ -14,7 +14,6 @@ from swarm.client.distilling.run import Recipe, Source, distil, stopping
 from swarm.client.distilling.texts import texts_in, windows
 from swarm.client.hf.auto import AutoDistributedModel
 from swarm.client.hf.statedraft import last_norm
-from swarm.client.hf.text import load_tokenizer
 from swarm.errors import BadConfiguration
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.draftfiles import is_draft
@@ -67,7 +66,7 @@ def make(
     limit = checkpoint.traits.positions_max
     if limit is not None and wish.positions > limit:
         raise BadConfiguration("positions", f"{wish.positions}; the model has {limit}")
-    tokenizer = load_tokenizer(wish.model, **hub)  # type: ignore[arg-type]
+    tokenizer = checkpoint.texts().tokenizer()
     config: Any = checkpoint.config.get_text_config(decoder=True)
     try:
         found = windows(

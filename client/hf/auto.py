@@ -81,9 +81,10 @@ class AutoDistributedModel:
         cache_dir, network, network_key, allow_peers, lan, identity or directory are left out they come from SWARM_* or
         swarm.toml. lan: without initial peers, look for servers of the swarm on this network, for two seconds at most.
         dtype: of embeddings and head, and of all servers. "auto": the checkpoint's, and servers may compute in others.
-        root: the checkpoint's, if it must be this one. network_key: key file of a private swarm. allow_peers: file with
-        the ids of all peers that this client deals with. identity: key file; by default a fresh identity for this
-        model, which is on no server's list. directory: how to read the servers' records. "light" needs no p2pd, and
+        root: the checkpoint's, if it must be this one; or its pin (`model.checkpoint.pin`), which names tokenizer and
+        chat template as well. network_key: key file of a private swarm. allow_peers: file with the ids of all peers
+        that this client deals with. identity: key file; by default a fresh identity for this model, which is on no
+        server's list. directory: how to read the servers' records. "light" needs no p2pd, and
         the extra `light`; "auto" takes p2pd where it is installed.
         local_blocks: run so many of the first blocks here, so that no server sees their input. It raises the price
         of reading the prompt from activations; it does not prevent it (SECURITY.md). quantize: of their weights, as
@@ -161,7 +162,7 @@ class AutoDistributedModel:
             options = replace(options, dtype=str(ends.dtype).removeprefix("torch."))
         swarm = Swarm(checkpoint, ends.dtype, join, me, options)
         backend = swarm if local is None else LocalFirst(local, swarm)
-        return distribute(ends, backend, drafting, mtp)
+        return distribute(ends, checkpoint, backend, drafting, mtp)
 
 
 AutoDistributedModelForCausalLM = AutoDistributedModel

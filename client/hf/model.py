@@ -33,6 +33,7 @@ from swarm.client.planning.promise import Exactness
 from swarm.client.speculation.limits import AheadLimits
 from swarm.client.speculation.pipe import Counts
 from swarm.errors import PromptTooLong, UsageError
+from swarm.model.checkpoint import Checkpoint
 from swarm.model.ends import replace_blocks
 from swarm.model.hollow import decoder_of
 from swarm.protocol.messages import POSITIONS_MAX, ROLLBACK_MAX
@@ -81,6 +82,8 @@ class DistributedModel(HeadedModel):
     """The additions of a distributed model. `distribute` mixes it in before the family's class."""
 
     backend: Backend
+    checkpoint: Checkpoint
+    """The files: `root`, `pin`, and `texts()`, which make the tokenizer."""
     _calls: threading.local
     _drafts: Drafts
     _latest: Counts | None
@@ -336,18 +339,21 @@ class DistributedModel(HeadedModel):
 
 def distribute(
     model: PreTrainedModel,
+    checkpoint: Checkpoint,
     backend: Backend,
     drafting: Drafting | None = None,
     mtp: Callable[[], Drafting] | None = None,
 ) -> DistributedModel:
-    """Turn the client's part of a model into a distributed one. drafting: where guesses of next tokens come from.
+    """Turn the client's part of a model into a distributed one. checkpoint: of which that part was loaded.
 
-    mtp: loads the blocks for multi-token prediction, when a call asks for them.
+    drafting: where guesses of next tokens come from. mtp: loads the blocks for multi-token prediction, when a call
+    asks for them.
     """
     cls = type(model)
     model.__class__ = type(cls.__name__, (DistributedModel, cls), {"__module__": cls.__module__})
     assert isinstance(model, DistributedModel)
     model.backend = backend
+    model.checkpoint = checkpoint
     model._calls = threading.local()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     model._drafts = Drafts(model.name_or_path or "", vocabulary, drafting, mtp)

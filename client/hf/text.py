@@ -2,16 +2,14 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.client.hf.auto import AutoDistributedModel
 from swarm.client.hf.head import HeadMode
-from swarm.errors import UnsupportedCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +28,13 @@ def stream_text(
     prompt: str,
     options: TextOptions,
     *,
-    revision: str | None,
-    token: str | None,
-    cache_dir: Path | None,
     head: HeadMode = "exact",
     **joining: Any,  # noqa: ANN401 - handed on to from_pretrained, which names and types them
 ) -> None:
     """Generate through the swarm and print as it comes. Raises SwarmError."""
-    model = AutoDistributedModel.from_pretrained(
-        name, revision=revision, token=token, cache_dir=cache_dir, head=head, **joining
-    )
+    model = AutoDistributedModel.from_pretrained(name, head=head, **joining)
     try:
-        tokenizer = load_tokenizer(name, revision=revision, token=token, cache_dir=cache_dir)
+        tokenizer = model.checkpoint.texts().tokenizer()
         _ = model.route  # missing blocks are reported before the prompt is printed
         streamer = TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
         continue_prompt(model, tokenizer, prompt, options, streamer)
@@ -80,16 +73,3 @@ def continue_prompt(
         **(sampling if options.temperature else {"do_sample": False}),
     )
     return tokens
-
-
-def load_tokenizer(
-    name: str, *, revision: str | None, token: str | None, cache_dir: Path | None
-) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer, never code that comes with it. Raises UnsupportedCheckpoint."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, revision=revision or "main", token=token, cache_dir=cache_dir, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedCheckpoint(name, f"its tokenizer does not load: {str(error).splitlines()[0][:200]}") from None
-    return tokenizer

@@ -75,11 +75,12 @@ def command(
 def _generate(swarm: LocalSwarm, prompt: str, max_new_tokens: int) -> None:
     """Stream a completion through the swarm, then say how it went."""
     from swarm.client.hf.auto import AutoDistributedModel  # noqa: PLC0415 - torch: while the servers load theirs
-    from swarm.client.hf.text import TextOptions, continue_prompt, load_tokenizer  # noqa: PLC0415
+    from swarm.client.hf.text import TextOptions, continue_prompt  # noqa: PLC0415
     from swarm.demo.streaming import TimedStreamer, local_model  # noqa: PLC0415
+    from swarm.model.checkpoint import open_checkpoint  # noqa: PLC0415
 
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
-    tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
+    tokenizer = open_checkpoint(CHECKPOINT).texts().tokenizer()
     with AutoDistributedModel.from_pretrained(
         CHECKPOINT, initial_peers=swarm.initial_peers, network=swarm.network, dtype="float32"
     ) as model:
@@ -105,12 +106,13 @@ def _tell_start(name: str) -> None:
 def _compare(prompt: str, max_new_tokens: int, delay_ms: float) -> None:
     """Generate the same text without guesses and with them, on a route of three servers that are far apart."""
     from swarm.client.hf.auto import AutoDistributedModel  # noqa: PLC0415 - torch: while the servers load theirs
-    from swarm.client.hf.text import TextOptions, continue_prompt, load_tokenizer  # noqa: PLC0415
+    from swarm.client.hf.text import TextOptions, continue_prompt  # noqa: PLC0415
     from swarm.demo.distance import far_apart  # noqa: PLC0415
     from swarm.demo.streaming import TimedStreamer  # noqa: PLC0415
+    from swarm.model.checkpoint import open_checkpoint  # noqa: PLC0415
 
     options = TextOptions(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, seed=None, chat=False)
-    tokenizer = load_tokenizer(str(CHECKPOINT), revision=None, token=None, cache_dir=None)
+    tokenizer = open_checkpoint(CHECKPOINT).texts().tokenizer()
     speeds, texts = [], []
     ours = CHECKPOINT.parent / "draft"
     with LocalSwarm(CHECKPOINT, log_level="warning", on_start=_tell_start) as swarm:

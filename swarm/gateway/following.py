@@ -19,8 +19,9 @@ from swarm.errors import NetworkError, SwarmError
 from swarm.gateway.loading import ModelOptions
 from swarm.gateway.models import Models
 from swarm.limits import limit
-from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, open_checkpoint
+from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import ends_files
+from swarm.model.texts import CONFIG_NAME
 
 _log = structlog.get_logger("swarm.gateway")
 
@@ -144,6 +145,7 @@ def opened_here(name: str, options: ModelOptions, *, may_download: bool) -> Chec
     )
     if not may_download:
         checkpoint.source.fetch(ends_files(checkpoint))
+        checkpoint.texts()
     return checkpoint
 
 

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from swarm.client.auditing.auditor import AuditLimits
-from swarm.client.hf.text import load_tokenizer
 from swarm.client.planning.preferences import Preferences, Quality
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import Member, Membership
@@ -95,13 +94,7 @@ class Loader:
             return TokenEnds(ends, checkpoint.traits), stop_ids(ends)
 
         ends, stop = await asyncio.to_thread(load)
-        tokenizer = await asyncio.to_thread(
-            load_tokenizer,
-            checkpoint.model,
-            revision=options.revision,
-            token=options.token,
-            cache_dir=options.cache_dir,
-        )
+        tokenizer = await asyncio.to_thread(checkpoint.texts().tokenizer)
         if tokenizer.eos_token_id is not None:
             stop |= {tokenizer.eos_token_id}
         entered = AsyncExitStack()

@@ -1,11 +1,10 @@
 """Checkpoints: a local directory or a repository of the hub, opened without touching its weights."""
 
-import contextlib
 import hashlib
 import json
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -18,15 +17,17 @@ from swarm.errors import (
     ChecksumMismatch,
     ModelNotFound,
     RootMismatch,
+    TextsMismatch,
     UnsupportedArchitecture,
     UnsupportedCheckpoint,
 )
 from swarm.model.formats import Packing, packing_of, refuse_gguf, without_quantisation
 from swarm.model.hollow import decoder_config
 from swarm.model.manifest import HashCache, Manifest, WeightIndex
+from swarm.model.staging import staged
+from swarm.model.texts import CONFIG_NAME, Texts, text_files
 from swarm.model.traits import Traits, traits_of
 
-CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -46,6 +47,9 @@ class Source(Protocol):
     def manifest(self, names: tuple[str, ...]) -> Manifest:
         """Return the hashes of these files, without fetching weights."""
 
+    def told(self, name: str) -> str | None:
+        """Return the SHA-256 of a file that the source itself tells, if it does."""
+
     def discard(self, name: str) -> None:
         """Forget our copy of a file that turned out to be damaged. A file of the user stays."""
 
@@ -61,6 +65,7 @@ class Checkpoint:
     manifest: Manifest
     index: WeightIndex | None  # None: all tensors are in one file
     source: Source
+    texts: Callable[[], Texts]  # reads them with the first call. Raises DownloadFailed, ChecksumMismatch, TextsMismatch
     packing: Packing | None = None  # how quantised weights are stored, where they are unpacked as they are read
 
     @property
@@ -77,6 +82,11 @@ class Checkpoint:
     def root(self) -> str:
         """The manifest's digest, 64 hex digits: the model's name in the swarm."""
         return self.manifest.root
+
+    @property
+    def pin(self) -> str:
+        """The root and the texts' digest, for `root=`: whoever opens it so has the same files. Reads the texts."""
+        return f"{self.root}+{self.texts().digest}"
 
     @property
     def weight_files(self) -> tuple[str, ...]:
@@ -103,8 +113,8 @@ def open_checkpoint(
     """Open a local directory or a repository of the hub. Only configs, index and hashes are read, never code.
 
     model: a directory, or a hub id such as "org/name". revision, token, cache_dir, max_disk_bytes and endpoint are
-    for the hub. root: the root that the checkpoint must have. accept_changes: local files whose contents changed
-    since they were first hashed were changed on purpose.
+    for the hub. root: the root that the checkpoint must have, or its pin. accept_changes: local files whose contents
+    changed since they were first hashed were changed on purpose.
 
     Raises ModelNotFound, UnsupportedCheckpoint, UnsupportedArchitecture, ChecksumMismatch, RootMismatch,
     DownloadFailed.
@@ -131,14 +141,16 @@ def open_checkpoint(
     weights, index = _weight_files(name, names, small)
     manifest = source.manifest((*small, *weights))
     for each, data in small.items():  # these bytes and no others are used: the path is not read again
-        _verify(source, manifest, each, data)
-    if root is not None and manifest.root != root:
-        raise RootMismatch(name, root, manifest.root)
+        _verify(source, manifest.files[each], each, data)
+    asked, _, texts = (root or manifest.root).partition("+")
+    if manifest.root != asked:
+        raise RootMismatch(name, asked, manifest.root)
     config = decoder_config(_read_config(name, small[CONFIG_NAME]))
     packing = packing_of(name, config)
     if packing is not None:
         without_quantisation(config)
-    return Checkpoint(name, config, small[CONFIG_NAME], traits_of(config), manifest, index, source, packing)
+    reading = cache(lambda: _read_texts(name, small[CONFIG_NAME], source, texts))
+    return Checkpoint(name, config, small[CONFIG_NAME], traits_of(config), manifest, index, source, reading, packing)
 
 
 class LocalSource:
@@ -181,16 +193,11 @@ class LocalSource:
             files={name: self._hashes.digest(path, accept_changes=self._accept_changes) for name, path in paths.items()}
         )
 
+    def told(self, name: str) -> None:
+        """Return nothing: a directory tells no hashes."""
+
     def discard(self, name: str) -> None:
         """Do nothing: the file is the user's."""
-
-
-@contextlib.contextmanager
-def staged(name: str, data: bytes) -> Iterator[Path]:
-    """A directory of this process alone that has one file: `transformers` reads paths, and the bytes were verified."""
-    with tempfile.TemporaryDirectory(prefix="swarm-load-") as directory:
-        (Path(directory) / name).write_bytes(data)
-        yield Path(directory)
 
 
 def _small_files(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -208,9 +215,21 @@ def _read(model: str, name: str, path: Path) -> bytes:
     return data
 
 
-def _verify(source: Source, manifest: Manifest, name: str, data: bytes) -> None:
-    """Compare the bytes that were read with the manifest. Raises ChecksumMismatch."""
-    expected, actual = manifest.files[name], hashlib.sha256(data).hexdigest()
+def _read_texts(model: str, config: bytes, source: Source, digest: str) -> Texts:
+    """Read generation config, tokenizer and chat template. digest: that they must have, or nothing."""
+    files = {name: _read(model, name, path) for name, path in source.fetch(text_files(source.names())).items()}
+    for name, data in files.items():
+        if (told := source.told(name)) is not None:
+            _verify(source, told, name, data)
+    texts = Texts(model, config, files)
+    if digest and texts.digest != digest:
+        raise TextsMismatch(model, digest, texts.digest)
+    return texts
+
+
+def _verify(source: Source, expected: str, name: str, data: bytes) -> None:
+    """Compare the bytes that were read with their hash. Raises ChecksumMismatch."""
+    actual = hashlib.sha256(data).hexdigest()
     if actual != expected:
         source.discard(name)
         raise ChecksumMismatch(name, expected, actual)
@@ -241,7 +260,7 @@ def _read_config(model: str, data: bytes) -> PretrainedConfig:
     if not isinstance(model_type, str):
         raise UnsupportedCheckpoint(model, f"its {CONFIG_NAME} names no model_type")
     try:
-        with staged(CONFIG_NAME, data) as directory:
+        with staged({CONFIG_NAME: data}) as directory:
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 directory, trust_remote_code=False, local_files_only=True
             )

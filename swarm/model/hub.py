@@ -82,6 +82,10 @@ class HubSource:
         paths = self.fetch(plain)
         return Manifest(files={name: digest or sha256_of(paths[name]) for name, digest in hashes.items()})
 
+    def told(self, name: str) -> str | None:
+        """Return the SHA-256 of a file in LFS."""
+        return self._file(name).sha256
+
     def size(self, names: tuple[str, ...]) -> int:
         """Return the files' bytes together, as the hub tells them."""
         return sum(self._file(name).size_bytes for name in names)

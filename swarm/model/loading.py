@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -17,7 +17,7 @@ from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch, UnsupportedArchitecture, UnsupportedCheckpoint
 from swarm.model.aligned import align
 from swarm.model.allocator import return_free_memory
-from swarm.model.checkpoint import CONFIG_NAME, Checkpoint, staged
+from swarm.model.checkpoint import Checkpoint
 from swarm.model.classes import numeric_class_of, quantisation_of
 from swarm.model.hollow import (
     absent_prefixes,
@@ -37,6 +37,7 @@ from swarm.model.quantising import Rounding, matrix_for, prove_rounded, quantise
 from swarm.model.reading import Held, MalformedWeights, read_tensors
 from swarm.model.span import Span, SpanLimits
 from swarm.model.stored import Stored
+from swarm.model.texts import CONFIG_NAME
 from swarm.model.unpacking import Keeping, Unpacker
 from swarm.model.weightcache import CacheKey, WeightCache
 
@@ -141,19 +142,9 @@ def load_ends(checkpoint: Checkpoint, *, dtype: Dtype = "auto", device: torch.de
     ends: Any = _load(checkpoint, None, dtype, torch.device(device))
     ends.name_or_path = ends.config.name_or_path = checkpoint.model  # it was loaded from memory
     if ends.can_generate():
-        ends.generation_config = _generation_config(checkpoint)
+        ends.generation_config = checkpoint.texts().generation_config()
     loaded: PreTrainedModel = ends
     return loaded
-
-
-def _generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """Return the checkpoint's generation config, or without one, what its config says of generation."""
-    name = "generation_config.json"
-    if name in checkpoint.source.names():
-        with staged(name, checkpoint.source.fetch((name,))[name].read_bytes()) as directory:
-            return GenerationConfig.from_pretrained(directory)
-    with staged(CONFIG_NAME, checkpoint.config_bytes) as directory:
-        return GenerationConfig.from_pretrained(directory, config_file_name=CONFIG_NAME, _from_model_config=True)
 
 
 def _load(

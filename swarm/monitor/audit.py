@@ -28,7 +28,6 @@ from swarm.client.auditing.docket import Findings
 from swarm.client.auditing.evidence import Folder
 from swarm.client.auditing.passages import Passages
 from swarm.client.auditing.patrol import Patrol
-from swarm.client.hf.text import load_tokenizer
 from swarm.client.planning.router import Wanted
 from swarm.client.session.membership import joined
 from swarm.commands import Stop, run_click, run_until_stopped
@@ -84,7 +83,7 @@ def load_patrol(model: str, draws: random.Random, evidence: Path | None = None) 
     checkpoint = open_checkpoint(model)
     ends = TokenEnds(load_ends(checkpoint), checkpoint.traits)
     try:
-        tokenizer = load_tokenizer(checkpoint.model, revision=None, token=None, cache_dir=None)
+        tokenizer = checkpoint.texts().tokenizer()
         tokenize = partial(_ids, tokenizer)
     except UnsupportedCheckpoint:
         tokenize = None

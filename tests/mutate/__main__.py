@@ -27,6 +27,8 @@ def main(only: tuple[str, ...], part: str, path: Path) -> None:
     """Run the mutants, and tell which are noticed."""
     number, parts = map(int, part.split("/"))
     chosen = [mutant for mutant in mutants() if mutant.breaks.startswith(only or "")][number - 1 :: parts]
+    if not chosen:
+        raise click.UsageError("no mutant's description begins so")
     preload()
     with copied() as tree:
         whole = run(tree, None, *dict.fromkeys(mutant.test for mutant in chosen), timeout_s=1800.0)

@@ -580,9 +580,32 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "any root will do",
                 checkpoint,
-                "if root is not None and manifest.root != root:",
+                "if manifest.root != asked:",
                 "if False:",
                 "test_another_root_than_expected_is_refused",
+            ),
+        ],
+        "Tokenizer, chat template and generation config are those that a pin names": [
+            (
+                "a pin names the root alone",
+                checkpoint,
+                "if digest and texts.digest != digest:",
+                "if False:",
+                "test_a_pin_names_the_texts",
+            ),
+            (
+                "texts are read again for each use",
+                checkpoint,
+                "reading = cache(",
+                "reading = (",
+                "test_texts_swapped_after_they_were_read_are_not_used",
+            ),
+            (
+                "a tokenizer is used that is not the one that the hub lists",
+                checkpoint,
+                "if (told := source.told(name)) is not None:",
+                "if (told := None) is not None:",
+                "test_a_tokenizer_that_is_not_the_listed_one_is_refused_and_fetched_again",
             ),
         ],
         "A peer without the key is rejected at its first message, unanswered": [

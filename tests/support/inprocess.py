@@ -140,7 +140,7 @@ class InProcessSwarm:
         ends = load_ends(self.checkpoint, dtype=dtype)
         prepare_head(ends, self.checkpoint.traits, head)
         backend = swarm if first is None else LocalFirst(first, swarm)
-        return distribute(ends, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))
+        return distribute(ends, self.checkpoint, backend, drafting, partial(drafting_by_mtp, self.checkpoint, ends))
 
     def close(self) -> None:
         """End every server."""
