@@ -1,15 +1,15 @@
-"""Products with weights in 4 bits, compiled for this processor by LLVM (`llvmlite`), where that is installed.
+"""Products with weights in 4 bits, and rounding to them, compiled by LLVM (`llvmlite`), where that is installed.
 
 They are the numbers of `swarm.model.fourbits` and `swarm.model.owncodes`, which compute the same bits by torch's
-operations, many times as slowly. The loops are those of `swarm.model.vectorcode`. They take plain addresses, so this
-module alone says which tensors fit together.
+operations, many times as slowly. The loops are those of `swarm.model.vectorcode` and `swarm.model.roundingcode`. They
+take plain addresses, so this module alone says which tensors fit together.
 """
 
 import ctypes
 import importlib
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarm.model.integer import IntegerFormat
+from swarm.model.roundingcode import rounding_code
 from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
 
 
@@ -39,11 +41,41 @@ class Packed:
     tables: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How int4's tables are sought, for weights in quarters of a step from the least to the largest, contiguous.
+
+    errors: uint16 [weights, 256], squared, of each table. nearest: uint8 [256, weights], each table's codes. starts:
+    uint8 [(weights + 1) / 2], the first size that is sought, by a half block's largest weight.
+    """
+
+    errors: Tensor
+    nearest: Tensor
+    starts: Tensor
+
+
 class CompiledKernels:
     """The products on this processor, with as many threads as torch has in the caller's thread."""
 
-    def __init__(self, loops_of: Callable[[Weights], "Loops"]) -> None:
-        self._loops_of = loops_of
+    def __init__(self, loops_of: Callable[[Weights], "Loops"], rounding: Callable[[], "Rounding"]) -> None:
+        self._loops_of, self._rounding = loops_of, rounding
+
+    def rounded(self, weight: Tensor, search: Search) -> tuple[Tensor, Tensor, Tensor]:
+        """Round a matrix to int4: float32 [out, in], to codes, numbers and scales as `fourbits.packed` has them."""
+        round_, weight = self._rounding().round, weight.contiguous()
+        n_outputs, n_inputs = weight.shape
+        blocks = -(-n_inputs // 32)
+        codes = torch.empty(n_outputs, 16 * blocks, dtype=torch.uint8)
+        numbers, scales = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8), torch.empty(n_outputs)
+        looked_up = [each.data_ptr() for each in (search.errors, search.nearest, search.starts)]
+
+        def work(start: int, stop: int) -> None:
+            quarters = torch.empty(32 * blocks, dtype=torch.int16)
+            ours = [_address(each, start) for each in (codes, numbers, scales)]
+            round_(_address(weight, start), *looked_up, quarters.data_ptr(), *ours, stop - start, n_inputs, blocks)
+
+        _in_threads(work, n_outputs)
+        return codes, numbers, scales
 
     def multiply(self, rows: Tensor, matrix: Packed) -> Tensor:
         """Multiply activations by weights: float32 [positions, in] -> [positions, out]."""
@@ -83,6 +115,14 @@ class Loops:
     engine: object
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The loop of `swarm.model.roundingcode`. engine: owns its code."""
+
+    round: Callable[..., None]
+    engine: object
+
+
 @cache
 def kernels() -> CompiledKernels | None:
     """Return the kernels; each kind of weights is compiled once in a process. None where there are none."""
@@ -93,7 +133,9 @@ def kernels() -> CompiledKernels | None:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     processor = _processor(llvm)
-    return None if processor is None else CompiledKernels(cache(partial(_compiled, llvm, processor)))
+    if processor is None:
+        return None
+    return CompiledKernels(cache(partial(_loops, llvm, processor)), cache(partial(_rounding, llvm, processor)))
 
 
 def is_installed() -> bool:
@@ -121,23 +163,37 @@ def _processor(llvm: Any) -> tuple[Kind, str, str] | None:  # noqa: ANN401 - a m
     return kind, llvm.get_host_cpu_name(), has.flatten()
 
 
-def _compiled(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loops:  # noqa: ANN401 - as above
+def _loops(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loops:  # noqa: ANN401 - as above
     """Compile the loops for one kind of weights."""
-    kind, name, features = processor
-    module = llvm.parse_assembly(code_of(weights, kind))
-    target = llvm.Target.from_default_triple().create_target_machine(name, features, opt=3, jit=True)
-    module.triple, module.data_layout = llvm.get_default_triple(), str(target.target_data)
-    module.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    options.loop_vectorization = True
-    passes = llvm.create_pass_builder(target, options)
-    passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, target)
-    engine.finalize_object()
+    kind, *target = processor
+    engine = _compiled(llvm, target, code_of(weights, kind))
     address, count = ctypes.c_void_p, ctypes.c_int64
     split, multiply = (ctypes.CFUNCTYPE(None, *[address] * a, *[count] * b) for a, b in ((4, 4), (8, 5)))
     at = engine.get_function_address
     return Loops(split(at("split")), {tile: multiply(at(f"multiply_{tile}")) for tile in tiles_of(kind)}, engine)
+
+
+def _rounding(llvm: Any, processor: tuple[Kind, str, str]) -> Rounding:  # noqa: ANN401 - as above
+    """Compile the rounding to int4."""
+    engine = _compiled(llvm, processor[1:], rounding_code(IntegerFormat.weight_steps, IntegerFormat.least))
+    types = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 3
+    return Rounding(ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("round")), engine)
+
+
+def _compiled(llvm: Any, target: Sequence[str], code: str) -> Any:  # noqa: ANN401 - as above
+    """Compile a module. target: LLVM's names of the processor and its features. Returns the engine that has it."""
+    name, features = target
+    module = llvm.parse_assembly(code)
+    machine = llvm.Target.from_default_triple().create_target_machine(name, features, opt=3, jit=True)
+    module.triple, module.data_layout = llvm.get_default_triple(), str(machine.target_data)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = True
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
 
 
 def _address(tensor: Tensor, row: int) -> int:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.limits import limit
-from swarm.model.compiled import Packed, kernels
+from swarm.model.compiled import Packed, Search, kernels
 from swarm.model.integer import IntegerFormat, RoundedMatrix, joined, products, split
 from swarm.model.writing import Layout
 
@@ -75,7 +75,7 @@ def unsigned() -> Tensor:
 
 @cache
 def _errors() -> tuple[Tensor, Tensor]:
-    """Return each weight's squared error in each table, float32 [1017, 256], and its code, uint8 [256, 1017].
+    """Return each weight's squared error in each table, int32 [1017, 256], and its code, uint8 [256, 1017].
 
     Weights are in quarters of a step, from -508 on.
     """
@@ -87,22 +87,35 @@ def _errors() -> tuple[Tensor, Tensor]:
         error = (weights - levels[:, other]).square_()
         code[error < least] = other
         least = torch.minimum(least, error)
-    return least.float(), code.t().contiguous()
+    return least, code.t().contiguous()
 
 
 @cache
 def _errors_from(size: int) -> Tensor:
     """Return the errors of the tables of eight sizes, from this one on: float32 [1017, 64]."""
-    return _errors()[0][:, 8 * size : 8 * (size + FourBitFormat.sought)].contiguous()
+    return _errors()[0][:, 8 * size : 8 * (size + FourBitFormat.sought)].float().contiguous()
+
+
+@cache
+def _starts() -> Tensor:
+    """Return the first size that is sought, by a half block's largest weight in quarters: uint8 [509]."""
+    tops = torch.tensor(FourBitFormat.sizes[::-1], dtype=torch.int32) // 4  # of a size's levels, in quarters
+    larger = len(tops) - torch.bucketize(torch.arange(FourBitFormat.quarters + 1), tops, right=True)
+    return (larger - (FourBitFormat.sought - 1)).clamp_(0, len(tops) - FourBitFormat.sought).to(torch.uint8)
+
+
+@cache
+def _search() -> Search:
+    """Return the tables for compiled rounding. Errors of more than 16 bits stay at their largest number."""
+    errors, nearest = _errors()
+    return Search(errors.clamp(max=(1 << 16) - 1).to(torch.uint16), nearest, _starts())
 
 
 def _numbers(quarters: Tensor) -> Tensor:
     """Return the number of each half block, uint8 [halves]. quarters: int32 [halves, 16], from 0 on."""
     most = FourBitFormat.quarters
     peaks = (quarters - most).abs_().amax(-1)
-    tops = torch.tensor(FourBitFormat.sizes[::-1], dtype=torch.int32) // 4  # of a size's levels, in quarters
-    larger = len(tops) - torch.bucketize(peaks, tops, right=True, out_int32=True)
-    starts = (larger - (FourBitFormat.sought - 1)).clamp_(0, len(tops) - FourBitFormat.sought)
+    starts = _starts()[peaks]
     numbers = torch.empty(len(quarters), dtype=torch.uint8)
     tables_sought = 8 * FourBitFormat.sought
     for start in starts.unique().tolist():
@@ -122,24 +135,28 @@ def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Ten
     block are zeros. The same bits on every processor.
     """
     n_outputs, n_inputs = weight.shape
-    half, most, blocks = FourBitFormat.half, FourBitFormat.quarters, n_blocks(n_inputs)
-    codes = torch.empty(n_outputs, blocks * half, dtype=torch.uint8)
+    blocks, compiled = n_blocks(n_inputs), kernels()
+    codes = torch.empty(n_outputs, blocks * FourBitFormat.half, dtype=torch.uint8)
     numbers, scales = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8), torch.empty(n_outputs)
-    nearest = _errors()[1]
     rows = max(1, limits.rounded_max // n_inputs)
     for start in range(0, n_outputs, rows):
         some = slice(start, start + rows)
         part = weight[some].detach().float()
-        scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
-        quarters = (part / scale[:, None]).mul_(4).round_().add_(most)
-        quarters = nn.functional.pad(quarters, (0, blocks * FourBitFormat.block - n_inputs), value=float(most))
-        quarters = quarters.to(torch.int32).view(-1, half)
-        number = _numbers(quarters)
-        code = nearest[number.int()[:, None], quarters].view(len(part), blocks, 2, half)
-        codes[some] = (code[:, :, 0] | code[:, :, 1] << 4).flatten(1)
-        numbers[some] = number.view(len(part), -1)
-        scales[some] = scale
+        parts = _rounded(part) if compiled is None else compiled.rounded(part, _search())
+        codes[some], numbers[some], scales[some] = parts
     return codes, numbers, scales
+
+
+def _rounded(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round some rows, float32 [out, in], by torch's operations. What is no number becomes zero, and its scale none."""
+    half, most, blocks = FourBitFormat.half, FourBitFormat.quarters, n_blocks(part.shape[1])
+    scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
+    quarters = (part / scale[:, None]).nan_to_num_(0.0).mul_(4).round_().add_(most)
+    quarters = nn.functional.pad(quarters, (0, blocks * FourBitFormat.block - part.shape[1]), value=float(most))
+    quarters = quarters.to(torch.int32).view(-1, half)
+    number = _numbers(quarters)
+    code = _errors()[1][number.int()[:, None], quarters].view(len(part), blocks, 2, half)
+    return (code[:, :, 0] | code[:, :, 1] << 4).flatten(1), number.view(len(part), -1), scale
 
 
 def n_blocks(n_inputs: int) -> int:

@@ -13,13 +13,13 @@ sum of a chunk of inputs. That is exact, so all processors compute the same bits
 one after the other.
 """
 
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
+
+from swarm.model.llvmtext import Code, Values, float32, module_of, order_of
 
 Kind = Literal["avx512vnni", "avxvnni", "avx2", "ssse3", "neon"]
 Weights = Literal["int4", "own4"]
-Values = tuple[str, ...]
 
 _DECLARED = """
 declare <8 x i32> @llvm.x86.avx512.vpdpbusd.256(<8 x i32>, <32 x i8>, <32 x i8>)
@@ -45,69 +45,7 @@ def tiles_of(kind: Kind) -> tuple[int, ...]:
 def code_of(weights: Weights, kind: Kind) -> str:
     """Return a module with `split`, and with `multiply_N` for N positions at once, N of `tiles_of`."""
     functions = [_split()] + [_multiply(weights, kind, tile) for tile in tiles_of(kind)]
-    text = "\n".join(functions)
-    used = [line for line in _DECLARED.splitlines() if line.partition("@")[2].partition("(")[0] in text]
-    return "\n".join([*used, text])
-
-
-class _Code:
-    """Lines of a function, in the order in which they run."""
-
-    def __init__(self, signature: str) -> None:
-        self._lines = [f"define void {signature} {{", "entry:"]
-        self._count, self._block = 0, "entry"
-
-    def let(self, operation: str) -> str:
-        """Name the result of an operation."""
-        self._count += 1
-        self._lines.append(f"  %v{self._count} = {operation}")
-        return f"%v{self._count}"
-
-    def do(self, instruction: str) -> None:
-        """Append an instruction without a result."""
-        self._lines.append(f"  {instruction}")
-
-    def at(self, type_: str, base: str, index: str) -> str:
-        """Return the address of an element."""
-        return self.let(f"getelementptr {type_}, ptr {base}, i64 {index}")
-
-    def times(self, a: str, b: str | int) -> str:
-        """Multiply two numbers of 64 bits."""
-        return self.let(f"mul i64 {a}, {b}")
-
-    def loop(
-        self, start: str, stop: str, step: int, carried: Sequence[tuple[str, str]], body: Callable[..., Values]
-    ) -> Values:
-        """Run the body for start, start + step, ... below stop. carried: types and first values of what it hands on.
-
-        body: gets the index and the carried values, and returns the next ones. Returns the last ones.
-        """
-        self._count += 1
-        head, end, before, index = f"loop{self._count}", f"end{self._count}", self._block, f"%i{self._count}"
-        any_ = self.let(f"icmp ult i64 {start}, {stop}")
-        self.do(f"br i1 {any_}, label %{head}, label %{end}")
-        self._lines.append(f"{head}:")
-        self._block = head
-        names = tuple(f"%c{self._count}x{number}" for number in range(len(carried)))
-        place = len(self._lines)
-        values = body(index, *names)
-        following = self.let(f"add i64 {index}, {step}")
-        more = self.let(f"icmp ult i64 {following}, {stop}")
-        last = self._block
-        self.do(f"br i1 {more}, label %{head}, label %{end}")
-        phis = [f"  {index} = phi i64 [{start}, %{before}], [{following}, %{last}]"]
-        results = []
-        self._lines.append(f"{end}:")
-        self._block = end
-        for name, value, (type_, first) in zip(names, values, carried, strict=True):
-            phis.append(f"  {name} = phi {type_} [{first}, %{before}], [{value}, %{last}]")
-            results.append(self.let(f"phi {type_} [{first}, %{before}], [{value}, %{last}]"))
-        self._lines[place:place] = phis
-        return tuple(results)
-
-    def text(self) -> str:
-        """Return the function."""
-        return "\n".join([*self._lines, "  ret void", "}"])
+    return module_of(functions, _DECLARED)
 
 
 def _multiply(weights: Weights, kind: Kind, tile: int) -> str:
@@ -117,7 +55,7 @@ def _multiply(weights: Weights, kind: Kind, tile: int) -> str:
     2, 32 * blocks], high and low. sums: int32 [positions, 2, chunks] of them. factors: float32 [positions]. output:
     float32, a position's first number `stride` behind that of the one before.
     """
-    code = _Code(
+    code = Code(
         f"@multiply_{tile}(ptr noalias %weights, ptr noalias %numbers, ptr noalias %scales, ptr noalias %table, "
         "ptr noalias %parts, ptr noalias %sums, ptr noalias %factors, ptr noalias %output, "
         "i64 %groups, i64 %outputs, i64 %blocks, i64 %chunk, i64 %stride)"
@@ -168,7 +106,7 @@ def _multiply(weights: Weights, kind: Kind, tile: int) -> str:
             for number, (high, low) in enumerate(zip(totals[::2], totals[1::2], strict=True)):
                 position = code.let(f"add i64 {first}, {number}")
                 factor = code.let(f"load float, ptr {code.at('float', '%factors', position)}, align 4")
-                less = code.let(f"fmul float {low}, {_float(1 / 126)}")
+                less = code.let(f"fmul float {low}, {float32(1 / 126)}")
                 both = code.let(f"fmul float {code.let(f'fadd float {less}, {high}')}, {factor}")
                 place = code.let(f"add i64 {code.times(position, '%stride')}, {output}")
                 code.do(f"store float {both}, ptr {code.at('float', '%output', place)}, align 4")
@@ -182,7 +120,7 @@ def _multiply(weights: Weights, kind: Kind, tile: int) -> str:
 
 
 def _dots(
-    code: _Code, weights: Weights, kind: Kind, parts: Sequence[str], rows: tuple[str, str], range_: tuple[str, str]
+    code: Code, weights: Weights, kind: Kind, parts: Sequence[str], rows: tuple[str, str], range_: tuple[str, str]
 ) -> Values:
     """Multiply blocks of an output's weights by rows of activations. Returns the sums, i32.
 
@@ -222,7 +160,7 @@ def _dots(
     return tuple(code.let(f"call i32 @llvm.vector.reduce.add.v8i32(<8 x i32> {total})") for total in totals)
 
 
-def _unpacked(code: _Code, weights: Weights, kind: Kind, rows: tuple[str, str], block: str) -> str:
+def _unpacked(code: Code, weights: Weights, kind: Kind, rows: tuple[str, str], block: str) -> str:
     """Unpack 32 weights, each as an octet without a sign: 128 more than a step, or a code of the checkpoint's own."""
     weight_row, number_row = rows
     both = code.let(f"load <16 x i8>, ptr {code.at('i8', weight_row, code.times(block, 16))}, align 1")
@@ -230,7 +168,7 @@ def _unpacked(code: _Code, weights: Weights, kind: Kind, rows: tuple[str, str], 
     high = code.let(f"lshr <16 x i8> {both}, splat (i8 4)")
     in_turn = [half + 16 * which for half in range(16) for which in (0, 1)]
     order = in_turn if weights == "own4" else range(32)
-    codes = code.let(f"shufflevector <16 x i8> {low}, <16 x i8> {high}, <32 x i32> {_indices(order)}")
+    codes = code.let(f"shufflevector <16 x i8> {low}, <16 x i8> {high}, <32 x i32> {order_of(order)}")
     if weights == "own4":
         return codes
     halves = []
@@ -238,7 +176,7 @@ def _unpacked(code: _Code, weights: Weights, kind: Kind, rows: tuple[str, str], 
         place = code.at("i8", number_row, code.let(f"add i64 {code.times(block, 2)}, {number}"))
         row = code.let(f"zext i8 {code.let(f'load i8, ptr {place}, align 1')} to i64")
         halves.append(code.let(f"load <16 x i8>, ptr {code.at('[16 x i8]', '%table', row)}, align 16"))
-    joined = f"<32 x i32> {_indices(range(32))}"
+    joined = f"<32 x i32> {order_of(range(32))}"
     if kind in ("ssse3", "neon"):
         look_up = {"ssse3": "@llvm.x86.ssse3.pshuf.b.128", "neon": "@llvm.aarch64.neon.tbl1.v16i8"}[kind]
         pairs = zip(halves, (low, high), strict=True)
@@ -248,7 +186,7 @@ def _unpacked(code: _Code, weights: Weights, kind: Kind, rows: tuple[str, str], 
     return code.let(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> {steps}, <32 x i8> {codes})")
 
 
-def _dot(code: _Code, kind: Kind, total: str, weights: str, activations: str) -> str:
+def _dot(code: Code, kind: Kind, total: str, weights: str, activations: str) -> str:
     """Add the products of 32 weights and 32 activations to a vector of eight sums."""
     if kind in ("avx512vnni", "avxvnni"):
         arguments = f"<8 x i32> {total}, <32 x i8> {weights}, <32 x i8> {activations}"
@@ -262,7 +200,7 @@ def _dot(code: _Code, kind: Kind, total: str, weights: str, activations: str) ->
     theirs = code.let(f"zext <32 x i8> {weights} to <32 x i16>")
     products = code.let(f"mul <32 x i16> {ours}, {theirs}")
     for first in range(0, 32, 8):
-        indices = _indices(range(first, first + 8), 8)
+        indices = order_of(range(first, first + 8), 8)
         eight = code.let(f"shufflevector <32 x i16> {products}, <32 x i16> poison, <8 x i32> {indices}")
         total = code.let(f"add <8 x i32> {total}, {code.let(f'sext <8 x i16> {eight} to <8 x i32>')}")
     return total
@@ -274,7 +212,7 @@ def _split() -> str:
     rows: float32 [positions, inputs]. parts, sums, factors: as `multiply_N` takes them, zeros behind a row's end;
     factors are a sixty-third of a row's peak. chunk: as there, in inputs.
     """
-    code = _Code(
+    code = Code(
         "@split(ptr noalias %rows, ptr noalias %parts, ptr noalias %sums, ptr noalias %factors, i64 %positions, "
         "i64 %inputs, i64 %padded, i64 %chunk)"
     )
@@ -293,9 +231,9 @@ def _split() -> str:
             size = code.let(f"call float @llvm.fabs.f32(float {number})")
             return (code.let(f"call float @llvm.maximum.f32(float {most}, float {size})"),)
 
-        (peak,) = code.loop("0", "%inputs", 1, [("float", _float(2.0**-100))], larger)
-        unit = code.let(f"fmul float {code.let(f'fdiv float {_float(1)}, {peak}')}, {_float(63)}")  # as torch divides
-        factor = code.let(f"fdiv float {peak}, {_float(63)}")
+        (peak,) = code.loop("0", "%inputs", 1, [("float", float32(2.0**-100))], larger)
+        unit = code.let(f"fmul float {code.let(f'fdiv float {float32(1)}, {peak}')}, {float32(63)}")  # as torch divides
+        factor = code.let(f"fdiv float {peak}, {float32(63)}")
         code.do(f"store float {factor}, ptr {code.at('float', '%factors', at)}, align 4")
 
         def sums(chunk: str) -> Values:
@@ -307,7 +245,7 @@ def _split() -> str:
                 number = code.let(f"load float, ptr {code.at('float', row, index)}, align 4")
                 steps = code.let(f"fmul float {number}, {unit}")
                 high = code.let(f"call float @llvm.roundeven.f32(float {steps})")
-                rest = code.let(f"fmul float {code.let(f'fsub float {steps}, {high}')}, {_float(126)}")
+                rest = code.let(f"fmul float {code.let(f'fsub float {steps}, {high}')}, {float32(126)}")
                 low = code.let(f"call float @llvm.roundeven.f32(float {rest})")
                 results = []
                 for total, part, of_row in zip(totals, (high, low), (high_row, low_row), strict=True):
@@ -332,14 +270,3 @@ def _split() -> str:
 
     code.loop("0", "%positions", 1, (), position)
     return code.text()
-
-
-def _float(number: float) -> str:
-    """Write a number as a float32: LLVM takes the octets of the double that is equal to it."""
-    single = struct.unpack("f", struct.pack("f", number))[0]
-    return f"0x{struct.unpack('Q', struct.pack('d', single))[0]:016X}"
-
-
-def _indices(order: Sequence[int], count: int = 32) -> str:
-    assert len(order) == count
-    return "<" + ", ".join(f"i32 {index}" for index in order) + ">"

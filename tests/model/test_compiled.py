@@ -6,9 +6,11 @@ import llvmlite.binding as llvm
 import pytest
 import torch
 
+from swarm.model import fourbits
 from swarm.model.compiled import Packed, kernels
-from swarm.model.fourbits import FourBitMatrix, unsigned
+from swarm.model.fourbits import FourBitFormat, FourBitMatrix, packed, unsigned
 from swarm.model.integer import joined, products, split
+from swarm.model.roundingcode import rounding_code
 from swarm.model.vectorcode import code_of
 from tests.support.steps import random
 
@@ -30,6 +32,51 @@ def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, rows, threa
         torch.set_num_threads(1)
     monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
     assert torch.equal(compiled, matrix.multiply(input))
+
+
+def matrices():
+    """Weights of several distributions; the last has rows with numbers that are none."""
+    torch.manual_seed(3)
+    for n_outputs, n_inputs in SIZES:
+        normal = torch.randn(n_outputs, n_inputs)
+        yield normal * 0.02
+        yield normal / torch.rand(n_outputs, n_inputs).clamp(min=1e-3)
+        yield normal * (torch.rand(n_outputs, n_inputs) < 0.1)
+    normal[1, 5], normal[3, 700], normal[5, 0] = float("nan"), float("inf"), -float("inf")
+    yield normal
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_rounding_gives_the_same_bits(threads, monkeypatch):
+    torch.set_num_threads(threads)
+    try:
+        compiled = [packed(weight) for weight in matrices()]
+    finally:
+        torch.set_num_threads(1)
+    monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
+    torchs = [packed(weight) for weight in matrices()]
+    for ours, theirs in zip(compiled, torchs, strict=True):
+        for part, other in zip(ours, theirs, strict=True):
+            assert torch.equal(part.nan_to_num(-1.0), other.nan_to_num(-1.0))
+    assert compiled[-1][2].isfinite().sum() == len(compiled[-1][2]) - 3
+
+
+@pytest.mark.parametrize("target", [("ssse3", "x86-64", "+ssse3"), ("avx2", "x86-64-v3", "")])
+def test_the_rounding_of_older_processors_gives_the_same_bits(target, monkeypatch):
+    expected = [packed(weight) for weight in matrices()][:-1]
+    monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
+    monkeypatch.setattr("swarm.model.fourbits.kernels", kernels.__wrapped__)
+    for weight, parts in zip(matrices(), expected, strict=False):
+        assert all(torch.equal(part, other) for part, other in zip(packed(weight), parts, strict=True))
+
+
+def test_the_least_sum_of_errors_fits_16_bits():
+    """Compiled rounding adds up with a largest number; no half block's best table comes near to it."""
+    errors, _ = fourbits._errors()
+    quarters = torch.arange(-FourBitFormat.quarters, FourBitFormat.quarters + 1).abs()
+    for peak, start in enumerate(fourbits._starts().tolist()):
+        sought = errors[quarters <= peak, 8 * start : 8 * (start + FourBitFormat.sought)]
+        assert FourBitFormat.half * int(sought.amax(0).amin()) < 1 << 16
 
 
 @pytest.mark.parametrize("kind", ["avx512vnni", "avxvnni", "avx2", "ssse3"])
@@ -69,6 +116,15 @@ def test_the_loops_of_arm_compile(weights):
     target = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine("generic", "+neon", opt=3)
     assembly = target.emit_assembly(module)
     assert "tbl" in assembly or weights == "own4"
+
+
+def test_the_rounding_of_arm_compiles():
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = llvm.parse_assembly(rounding_code(127, 2.0**-100))
+    module.verify()
+    target = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine("generic", "+neon", opt=3)
+    assert "uqadd" in target.emit_assembly(module)
 
 
 def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):

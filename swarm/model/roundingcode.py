@@ -1,0 +1,146 @@
+"""Writes the loop that rounds weights to int4 in LLVM's language, to the bits of `swarm.model.fourbits`.
+
+A half block's 16 weights are looked up in the errors of 64 tables at once, and 16 rows of 64 errors are added up.
+Errors have 16 bits and stay at their largest number. So do sums: a table that is chosen has far less.
+"""
+
+from swarm.model.llvmtext import Code, Values, float32, module_of, order_of
+
+_DECLARED = """
+declare float @llvm.maximum.f32(float, float)
+declare float @llvm.fabs.f32(float)
+declare float @llvm.roundeven.f32(float)
+declare i32 @llvm.fptosi.sat.i32.f32(float)
+declare i32 @llvm.smax.i32(i32, i32)
+declare i32 @llvm.smin.i32(i32, i32)
+declare <16 x i16> @llvm.abs.v16i16(<16 x i16>, i1)
+declare i16 @llvm.vector.reduce.umax.v16i16(<16 x i16>)
+declare <32 x i16> @llvm.uadd.sat.v32i16(<32 x i16>, <32 x i16>)
+declare i32 @llvm.vector.reduce.umin.v32i32(<32 x i32>)
+declare i32 @llvm.umin.i32(i32, i32)
+"""
+
+
+def rounding_code(steps: int, least: float) -> str:
+    """Return a module with `round`. steps: of the largest weight of a row. least: the least scale.
+
+    rows: float32 [outputs, inputs]. errors: uint16 [8 * steps + 1, 256], of weights in quarters of a step, from the
+    least on. nearest: uint8 [256, 8 * steps + 1], their codes. starts: uint8 [4 * steps + 1], the first size that is
+    sought, by a half block's largest weight. quarters: int16 [32 * blocks], to work with. codes, numbers and scales: as
+    `fourbits.packed` returns them.
+    """
+    zero, count = 4 * steps, 8 * steps + 1
+    code = Code(
+        "@round(ptr noalias %rows, ptr noalias %errors, ptr noalias %nearest, ptr noalias %starts, "
+        "ptr noalias %quarters, ptr noalias %codes, ptr noalias %numbers, ptr noalias %scales, "
+        "i64 %outputs, i64 %inputs, i64 %blocks)"
+    )
+    padded, row_bytes, row_halves = (code.times("%blocks", size) for size in (32, 16, 2))
+
+    def output(at: str) -> Values:
+        row = code.at("float", "%rows", code.times(at, "%inputs"))
+        code_row = code.at("i8", "%codes", code.times(at, row_bytes))
+        number_row = code.at("i8", "%numbers", code.times(at, row_halves))
+        scale = _scale(code, row, steps, least)
+        code.do(f"store float {scale}, ptr {code.at('float', '%scales', at)}, align 4")
+        _quarters(code, row, scale, zero, padded)
+
+        def block(number: str) -> Values:
+            halves = []
+            for half in range(2):
+                which = code.let(f"add i64 {code.times(number, 2)}, {half}")
+                first = code.at("i16", "%quarters", code.times(which, 16))
+                weights = [_loaded(code, "i16", first, str(each)) for each in range(16)]
+                chosen = _sought(code, first, weights, zero)
+                octet = code.let(f"trunc i64 {chosen} to i8")
+                code.do(f"store i8 {octet}, ptr {code.at('i8', number_row, which)}, align 1")
+                halves.append(_looked_up(code, code.at("i8", "%nearest", code.times(chosen, count)), weights))
+            high = code.let(f"shl <16 x i8> {halves[1]}, splat (i8 4)")
+            place = code.at("i8", code_row, code.times(number, 16))
+            code.do(f"store <16 x i8> {code.let(f'or <16 x i8> {halves[0]}, {high}')}, ptr {place}, align 1")
+            return ()
+
+        code.loop("0", "%blocks", 1, (), block)
+        return ()
+
+    code.loop("0", "%outputs", 1, (), output)
+    return module_of([code.text()], _DECLARED)
+
+
+def _scale(code: Code, row: str, steps: int, least: float) -> str:
+    """Return a row's scale."""
+
+    def larger(index: str, most: str) -> Values:
+        size = code.let(f"call float @llvm.fabs.f32(float {_number(code, row, index)})")
+        return (code.let(f"call float @llvm.maximum.f32(float {most}, float {size})"),)
+
+    (peak,) = code.loop("0", "%inputs", 1, [("float", float32(0))], larger)
+    scale = code.let(f"fdiv float {peak}, {float32(steps)}")
+    return code.let(f"call float @llvm.maximum.f32(float {scale}, float {float32(least)})")
+
+
+def _quarters(code: Code, row: str, scale: str, zero: int, padded: str) -> None:
+    """Round a row's weights to quarters of a step, from 0 on, and fill it up. A weight that is no number is zero."""
+
+    def one(index: str) -> Values:
+        four = code.let(f"fmul float {code.let(f'fdiv float {_number(code, row, index)}, {scale}')}, {float32(4)}")
+        quarters = code.let(f"call float @llvm.roundeven.f32(float {four})")
+        integer = code.let(f"call i32 @llvm.fptosi.sat.i32.f32(float {quarters})")
+        inside = code.let(f"call i32 @llvm.smax.i32(i32 {integer}, i32 {-zero})")
+        inside = code.let(f"call i32 @llvm.smin.i32(i32 {inside}, i32 {zero})")
+        store(index, code.let(f"trunc i32 {code.let(f'add i32 {inside}, {zero}')} to i16"))
+        return ()
+
+    def fill(index: str) -> Values:
+        store(index, str(zero))
+        return ()
+
+    def store(index: str, quarters: str) -> None:
+        code.do(f"store i16 {quarters}, ptr {code.at('i16', '%quarters', index)}, align 2")
+
+    code.loop("0", "%inputs", 1, (), one)
+    code.loop("%inputs", padded, 1, (), fill)
+
+
+def _sought(code: Code, first: str, weights: list[str], zero: int) -> str:
+    """Return the number of the table of least error, i64: of several that are equal, the lowest."""
+    together = code.let(f"load <16 x i16>, ptr {first}, align 2")
+    away = code.let(f"sub <16 x i16> {together}, splat (i16 {zero})")
+    sizes = code.let(f"call <16 x i16> @llvm.abs.v16i16(<16 x i16> {away}, i1 false)")
+    peak = code.let(f"call i16 @llvm.vector.reduce.umax.v16i16(<16 x i16> {sizes})")
+    start = code.times(_loaded(code, "i8", "%starts", code.let(f"zext i16 {peak} to i64")), 8)
+    sums = ["zeroinitializer", "zeroinitializer"]
+    for weight in weights:
+        place = code.let(f"add i64 {code.times(weight, 256)}, {start}")
+        for part in range(2):
+            at = code.at("i16", "%errors", code.let(f"add i64 {place}, {32 * part}"))
+            errors = code.let(f"load <32 x i16>, ptr {at}, align 2")
+            arguments = f"<32 x i16> {sums[part]}, <32 x i16> {errors}"
+            sums[part] = code.let(f"call <32 x i16> @llvm.uadd.sat.v32i16({arguments})")
+    least = []
+    for part, sum_ in enumerate(sums):
+        wide = code.let(f"zext <32 x i16> {sum_} to <32 x i32>")
+        shifted = code.let(f"shl <32 x i32> {wide}, splat (i32 6)")
+        ranks = code.let(f"or <32 x i32> {shifted}, {order_of(range(32 * part, 32 * part + 32))}")
+        least.append(code.let(f"call i32 @llvm.vector.reduce.umin.v32i32(<32 x i32> {ranks})"))
+    rank = code.let(f"call i32 @llvm.umin.i32(i32 {least[0]}, i32 {least[1]})")
+    place = code.let(f"and i32 {rank}, 63")
+    return code.let(f"add i64 {code.let(f'zext i32 {place} to i64')}, {start}")
+
+
+def _looked_up(code: Code, nearest: str, weights: list[str]) -> str:
+    """Return the codes of 16 weights, <16 x i8>."""
+    codes = "poison"
+    for place, weight in enumerate(weights):
+        octet = code.let(f"load i8, ptr {code.at('i8', nearest, weight)}, align 1")
+        codes = code.let(f"insertelement <16 x i8> {codes}, i8 {octet}, i64 {place}")
+    return codes
+
+
+def _number(code: Code, row: str, index: str) -> str:
+    return code.let(f"load float, ptr {code.at('float', row, index)}, align 4")
+
+
+def _loaded(code: Code, type_: str, base: str, index: str) -> str:
+    """Load an integer without a sign, as 64 bits."""
+    return code.let(f"zext {type_} {code.let(f'load {type_}, ptr {code.at(type_, base, index)}')} to i64")
