@@ -170,31 +170,17 @@ class ChecksumMismatch(CheckpointError):
 
 @dataclass(eq=False)
 class RootMismatch(CheckpointError):
-    """This checkpoint's root is not the expected one."""
+    """This checkpoint's root, or the digest of its texts, is not the expected one."""
 
     model: str
     expected: str
     actual: str
+    what: str = "root"
 
     def __str__(self) -> str:
         return (
-            f"{self.model!r} here has root {self.actual}, and root {self.expected} was asked for: the files differ; "
+            f"{self.model!r} here has {self.what} {self.actual}, and {self.expected} was asked for: the files differ; "
             "get the same revision"
-        )
-
-
-@dataclass(eq=False)
-class TextsMismatch(CheckpointError):
-    """This checkpoint's generation config, tokenizer and chat template are not the expected ones."""
-
-    model: str
-    expected: str
-    actual: str
-
-    def __str__(self) -> str:
-        return (
-            f"generation config, tokenizer and chat template of {self.model!r} have digest {self.actual} here, and "
-            f"{self.expected} was asked for: the files differ; get the same revision"
         )
 
 

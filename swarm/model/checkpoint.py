@@ -17,7 +17,6 @@ from swarm.errors import (
     ChecksumMismatch,
     ModelNotFound,
     RootMismatch,
-    TextsMismatch,
     UnsupportedArchitecture,
     UnsupportedCheckpoint,
 )
@@ -65,7 +64,7 @@ class Checkpoint:
     manifest: Manifest
     index: WeightIndex | None  # None: all tensors are in one file
     source: Source
-    texts: Callable[[], Texts]  # reads them with the first call. Raises DownloadFailed, ChecksumMismatch, TextsMismatch
+    texts: Callable[[], Texts]  # reads them with the first call. Raises DownloadFailed, ChecksumMismatch, RootMismatch
     packing: Packing | None = None  # how quantised weights are stored, where they are unpacked as they are read
 
     @property
@@ -223,7 +222,7 @@ def _read_texts(model: str, config: bytes, source: Source, digest: str) -> Texts
             _verify(source, told, name, data)
     texts = Texts(model, config, files)
     if digest and texts.digest != digest:
-        raise TextsMismatch(model, digest, texts.digest)
+        raise RootMismatch(model, digest, texts.digest, "a tokenizer, chat template or generation config of digest")
     return texts
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from swarm.errors import ChecksumMismatch, TextsMismatch, UnsupportedCheckpoint
+from swarm.errors import ChecksumMismatch, RootMismatch, UnsupportedCheckpoint
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_ends
 from swarm.model.texts import text_files
@@ -59,7 +59,7 @@ def test_a_pin_names_the_texts(demo: Path, name: str) -> None:
     checkpoint = open_checkpoint(demo)
     pin = checkpoint.pin
     swap(demo, name)
-    with pytest.raises(TextsMismatch, match="get the same revision"):
+    with pytest.raises(RootMismatch, match="tokenizer, chat template"):
         load_ends(open_checkpoint(demo, root=pin))
     assert open_checkpoint(demo, root=checkpoint.root).root == checkpoint.root  # its servers are the same
 
@@ -112,7 +112,7 @@ def test_a_template_that_the_hub_swaps_does_not_match_the_pin(
     pin = open_from().pin
     swap(demo, "chat_template.jinja")
     hub.add("org/demo", demo, lfs=("tokenizer.json",))
-    with pytest.raises(TextsMismatch):
+    with pytest.raises(RootMismatch, match="tokenizer, chat template"):
         open_from(root=pin).texts()
 
 
