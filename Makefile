@@ -113,7 +113,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 # All extras in one go where there is nothing yet.
 $(HEALTH): setup.cfg pyproject.toml constraints.txt
 	test -e $(STAMP) && test $(STAMP) -nt setup.cfg && test $(STAMP) -nt constraints.txt || { $(make_venv); }
-	$(INSTALL) -c constraints.txt -e '.[dev,health,gateway,int4,real-model,browser,clients]'
+	$(INSTALL) -c constraints.txt -e '.[dev,health,gateway,integers,real-model,browser,clients]'
 	touch $(STAMP) $@
 
 # Everything that the project may install, on any platform, with the hashes of every file that the index has of it.

@@ -9,8 +9,9 @@ from gpu_spans import Bench, noise, tiny_checkpoint, wide_config, wide_span
 from torch import Tensor, nn
 
 from swarm.blocks import Blocks
+from swarm.model.eightbits import IntegerMatrix
 from swarm.model.fourbits import FourBitMatrix
-from swarm.model.integer import IntegerMatrix, RoundedMatrix, place, rounded_of, to_integers
+from swarm.model.integer import RoundedMatrix, place, rounded_of, to_integers
 from swarm.model.loading import load_span
 from swarm.model.packed import Segment
 from swarm.model.probe import prove_packing

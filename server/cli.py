@@ -125,8 +125,8 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     type=click.Choice(("auto", "none", "int8", "int4")),
     default="none",
     show_default=True,
-    help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors); auto: a checkpoint's own "
-    "4 bits, else int8 where that can be; "
+    help="int8: weights in half of bfloat16's memory, as exact as it (x86 processors, others with llvmlite); "
+    "auto: a checkpoint's own 4 bits, else int8 where that can be; "
     "int4: weights in a quarter, less exact; on GPUs auto changes nothing",
 )
 @click.option(

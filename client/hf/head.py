@@ -37,7 +37,8 @@ class HeadFacts:
 
     why_exact: why it has no 8 bits; None if it has. n_bytes: of the exact weight. int8_bytes: of its copy.
     prepared_s: to make the copy. proven: tokens that bounds decided. whole: tokens that took all logits. rows: computed
-    exactly for the former. embedding_bytes: of embeddings beside a head that is int8 itself, with no exact one.
+    exactly for the former. embedding_bytes: of embeddings beside a head that is int8 itself, with no exact one; 0 where
+    they are the same.
     """
 
     n_bytes: int
@@ -50,6 +51,8 @@ class HeadFacts:
     rows: int = 0
 
     def __str__(self) -> str:
+        if self.embedding_bytes == 0:
+            return f"head and embeddings: int8, {self.n_bytes / 1e6:,.1f} MB"
         if self.embedding_bytes is not None:
             return f"head: int8, {self.n_bytes / 1e6:,.1f} MB; embeddings: {self.embedding_bytes / 1e6:,.1f} MB"
         exact = f"head: exact, {self.n_bytes / 1e6:,.1f} MB"

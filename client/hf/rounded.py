@@ -5,7 +5,7 @@ rounded, and so are activations. Embeddings are rounded by rows, and a token's r
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from swarm.errors import BadConfiguration
 from swarm.limits import limit
+from swarm.model.eightbits import IntegerMatrix, is_supported, rounded
 from swarm.model.ends import replace_blocks
-from swarm.model.integer import IntegerMatrix, is_supported, nothing, rounded, to_integers
+from swarm.model.integer import nothing, to_integers
 from swarm.model.traits import Traits
 
 
@@ -44,24 +45,31 @@ def round_ends(model: PreTrainedModel, traits: Traits, limits: RoundedLimits = R
     head: Any = model.get_output_embeddings()
     embeddings: Any = model.get_input_embeddings()
     if not is_supported() or next(model.parameters()).device.type != "cpu":
-        raise BadConfiguration("head", "int8 needs an x86 processor, and embeddings and head on it")
+        raise BadConfiguration("head", "int8 needs an x86 processor or llvmlite, and embeddings and head on the CPU")
     if type(head) is not nn.Linear:
         raise BadConfiguration("head", "the family's head is no plain linear layer, so it cannot be int8")
     exact = _logits(model, traits)
-    integers, scales = rounded(head.weight)
     are_tied = head.weight is embeddings.weight
-    matrix = IntegerMatrix(integers, scales)
-    to_integers(head, rounded=[matrix])
+    matrix = IntegerMatrix.of(head.weight)
+    to_integers(head, IntegerMatrix, [matrix])
     if type(embeddings) is nn.Embedding and embeddings.max_norm is None:
-        kept = (integers, scales) if are_tied else rounded(embeddings.weight)
+        kept = matrix.parts if are_tied else rounded(embeddings.weight)
         vars(embeddings)["integers"] = kept
         embeddings.weight = nn.Parameter(nothing(embeddings.weight.shape, embeddings.weight.dtype), requires_grad=False)
         embeddings.__class__ = RoundedEmbedding
     logits = _logits(model, traits)
     if not float((logits - exact).norm() / exact.norm()) < limits.far:  # NaN where a family goes around the modules
         raise BadConfiguration("head", "the family uses the head's weight in a way of its own, so it cannot be int8")
-    width = sum(part.nbytes for part in vars(embeddings).get("integers", ())) or embeddings.weight.nbytes
-    return matrix.n_bytes, width
+    return matrix.n_bytes, _bytes_beside(matrix, embeddings)
+
+
+def _bytes_beside(matrix: IntegerMatrix, embeddings: nn.Module) -> int:
+    """Return what embeddings take beside a head, whose integers they may share."""
+    own = vars(embeddings).get("integers")
+    if own is None:
+        return cast(Tensor, embeddings.weight).nbytes
+    shared = {part.data_ptr() for part in matrix.parts}
+    return sum(part.nbytes for part in own if part.data_ptr() not in shared)
 
 
 def _logits(model: PreTrainedModel, traits: Traits) -> Tensor:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from swarm.limits import limit
-from swarm.model.integer import IntegerFormat, IntegerMatrix, is_supported, rounded
+from swarm.model.eightbits import IntegerMatrix, is_supported, rounded
+from swarm.model.integer import IntegerFormat
 
 
 @dataclass(frozen=True, slots=True)

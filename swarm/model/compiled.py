@@ -1,6 +1,6 @@
-"""Products with weights in 4 bits, and rounding to them, compiled by LLVM (`llvmlite`), where that is installed.
+"""Products with integer weights, and the rounding to int4, compiled by LLVM (`llvmlite`), where that is installed.
 
-They are the numbers of `swarm.model.fourbits` and `swarm.model.owncodes`, which compute the same bits by torch's
+They are the numbers of `swarm.model.eightbits`, `.fourbits` and `.owncodes`, which compute the same bits by torch's
 operations, many times as slowly. The loops are those of `swarm.model.vectorcode` and `swarm.model.roundingcode`. They
 take plain addresses, so this module alone says which tensors fit together.
 """
@@ -19,18 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.model.integer import IntegerFormat
 from swarm.model.roundingcode import rounding_code
 from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [out, in] in 4 bits, all of it contiguous, and filled up to blocks of 32 inputs.
+    """A weight [out, in] in integers, all of it contiguous, and filled up to blocks of 32 inputs.
 
-    codes: uint8 [out, blocks * 16]. numbers: int4's, uint8 [out, blocks * 2], or own4's zeros, int8 [out, chunks].
-    scales: float32 [out], or own4's [out, chunks]. chunk: how many blocks are added up as integers. tables: int4's
-    steps, with 128 more: uint8 [256, 16].
+    codes: uint8 [out, blocks * 16], or of int8 the weights, int8 [out, blocks * 32]. numbers: int4's, uint8
+    [out, blocks * 2], own4's zeros, int8 [out, chunks], or none. scales: float32 [out], or own4's [out, chunks]. chunk:
+    how many blocks are added up as integers. tables: int4's steps, with 128 more: uint8 [256, 16].
     """
 
     weights: Weights
@@ -52,17 +51,19 @@ class Search:
     errors: Tensor
     nearest: Tensor
     starts: Tensor
+    steps: int
+    least: float
 
 
 class CompiledKernels:
     """The products on this processor, with as many threads as torch has in the caller's thread."""
 
-    def __init__(self, loops_of: Callable[[Weights], "Loops"], rounding: Callable[[], "Rounding"]) -> None:
+    def __init__(self, loops_of: Callable[[Weights], "Loops"], rounding: Callable[[int, float], "Rounding"]) -> None:
         self._loops_of, self._rounding = loops_of, rounding
 
     def rounded(self, weight: Tensor, search: Search) -> tuple[Tensor, Tensor, Tensor]:
         """Round a matrix to int4: float32 [out, in], to codes, numbers and scales as `fourbits.packed` has them."""
-        round_, weight = self._rounding().round, weight.contiguous()
+        round_, weight = self._rounding(search.steps, search.least).round, weight.contiguous()
         n_outputs, n_inputs = weight.shape
         blocks = -(-n_inputs // 32)
         codes = torch.empty(n_outputs, 16 * blocks, dtype=torch.uint8)
@@ -81,7 +82,7 @@ class CompiledKernels:
         """Multiply activations by weights: float32 [positions, in] -> [positions, out]."""
         loops, rows = self._loops_of(matrix.weights), rows.contiguous()
         (positions, n_inputs), (n_outputs, octets) = rows.shape, matrix.codes.shape
-        blocks = octets // 16
+        blocks = octets // (32 if matrix.weights == "int8" else 16)
         chunks = -(-blocks // matrix.chunk)
         parts = torch.empty(positions, 2, 32 * blocks, dtype=torch.int8)
         sums = torch.empty(positions, 2, chunks, dtype=torch.int32)
@@ -173,9 +174,9 @@ def _loops(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loo
     return Loops(split(at("split")), {tile: multiply(at(f"multiply_{tile}")) for tile in tiles_of(kind)}, engine)
 
 
-def _rounding(llvm: Any, processor: tuple[Kind, str, str]) -> Rounding:  # noqa: ANN401 - as above
+def _rounding(llvm: Any, processor: tuple[Kind, str, str], steps: int, least: float) -> Rounding:  # noqa: ANN401
     """Compile the rounding to int4."""
-    engine = _compiled(llvm, processor[1:], rounding_code(IntegerFormat.weight_steps, IntegerFormat.least))
+    engine = _compiled(llvm, processor[1:], rounding_code(steps, least))
     types = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 3
     return Rounding(ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("round")), engine)
 

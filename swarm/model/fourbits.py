@@ -108,7 +108,13 @@ def _starts() -> Tensor:
 def _search() -> Search:
     """Return the tables for compiled rounding. Errors of more than 16 bits stay at their largest number."""
     errors, nearest = _errors()
-    return Search(errors.clamp(max=(1 << 16) - 1).to(torch.uint16), nearest, _starts())
+    return Search(
+        errors.clamp(max=(1 << 16) - 1).to(torch.uint16),
+        nearest,
+        _starts(),
+        IntegerFormat.weight_steps,
+        IntegerFormat.least,
+    )
 
 
 def _numbers(quarters: Tensor) -> Tensor:

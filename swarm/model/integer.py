@@ -1,7 +1,7 @@
-"""Weights in integers: less memory, and numbers that do not depend on the batch. Here int8, half of bfloat16's memory.
+"""Weights in integers: less memory, and numbers that do not depend on the batch.
 
-In int8 a weight matrix has one scale for each output: its largest weight is 127 steps. A row of activations is rounded
-to steps of 1/7938 of its largest number, some 14 bits, in two parts of 7 bits that are multiplied as integers:
+A row of activations is rounded to steps of 1/7938 of its largest number, some 14 bits, in two parts of 7 bits that are
+multiplied as integers:
 
     high = round(63 x / peak)    low = round(126 (63 x / peak - high))    x ~ (high + low / 126) peak / 63
 
@@ -9,7 +9,6 @@ Sums of integers have no order. So a row's result is the same alone and in a bat
 processor. Seven bits, because processors without VNNI add up pairs of products in 16.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,26 +39,6 @@ class IntegerLimits:
 
     outputs_min: int = limit(16, "outputs", "smaller layers choose experts or open gates: they keep their weights")
     share_min: float = limit(0.5, "share", "of a block's weights that has to become integers: the rest keeps its size")
-
-
-def is_supported() -> bool:
-    """Whether torch has the kernels on this processor."""
-    return "fbgemm" in torch.backends.quantized.supported_engines
-
-
-def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix [out, in] to int8. Returns the integers and the float32 scale of each output.
-
-    Halves go to the even step. The same bits on every processor: division and rounding are IEEE's.
-    """
-    integers, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
-    rows = max(1, (1 << 20) // weight.shape[1])  # as many as a cache has room for
-    for start in range(0, len(weight), rows):
-        part = weight[start : start + rows].detach().float()
-        scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
-        scales[start : start + rows] = scale
-        integers[start : start + rows] = (part / scale[:, None]).round_()
-    return integers, scales
 
 
 def split(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,56 +121,6 @@ class RoundedMatrix(ABC):
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
 
 
-class IntegerMatrix(RoundedMatrix):
-    """A weight [out, in] in int8, in the order of torch's kernels."""
-
-    weights: ClassVar[str] = "int8"
-
-    def __init__(self, integers: Tensor, scales: Tensor) -> None:
-        """integers: int8 [out, in]. scales: float32 [out]."""
-        super().__init__(*integers.shape)
-        self._packed = _packed(integers, scales)
-
-    @classmethod
-    def of(cls, weight: Tensor) -> "IntegerMatrix":
-        """Round a weight of any float dtype."""
-        return cls(*rounded(weight))
-
-    @classmethod
-    def restored(cls, _size: tuple[int, int], parts: Sequence[Tensor]) -> "IntegerMatrix":
-        """Make a matrix of its parts again."""
-        return cls(*parts)
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """What it was made of: int8 [out, in] and float32 [out], made anew."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            quantised, _ = torch.ops.quantized.linear_unpack(self._packed)
-            return quantised.int_repr(), quantised.q_per_channel_scales().float()
-
-    @staticmethod
-    def layouts(n_outputs: int, n_inputs: int) -> dict[str, Layout]:
-        """Return the dtype and shape of each part of a matrix of this size."""
-        return {
-            "integers": Layout(torch.int8, (n_outputs, n_inputs)),
-            "scales": Layout(torch.float32, (n_outputs,)),
-        }
-
-    @staticmethod
-    def bytes_of(n_outputs: int, n_inputs: int) -> int:
-        """Return the memory of a matrix. Each output has a scale, a zero point and a sum beside its integers."""
-        return n_outputs * (n_inputs + 12)
-
-    def multiply(self, input: Tensor) -> Tensor:
-        """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
-        parts, peak = split(input.reshape(-1, self.n_inputs).float())
-        both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            parts, 1.0, IntegerFormat.high + 1, self._packed
-        )
-        return joined(both, peak).to(input.dtype).view(*input.shape[:-1], self.n_outputs)
-
-
 class IntegerLinear(nn.Linear):
     """A linear layer whose weight is a `RoundedMatrix`. Made of an `nn.Linear` by `to_integers`."""
 
@@ -239,9 +168,7 @@ def bytes_of_integers(model: nn.Module) -> int:
     return sum(matrix.n_bytes for matrix in _all_matrices(model))
 
 
-def to_integers(
-    module: nn.Module, matrix: type[RoundedMatrix] = IntegerMatrix, rounded: Sequence[RoundedMatrix] = ()
-) -> None:
+def to_integers(module: nn.Module, matrix: type[RoundedMatrix], rounded: Sequence[RoundedMatrix] = ()) -> None:
     """Round the weights of one of `rounded_of`'s modules. As they were they are dropped.
 
     matrix: what they become. rounded: the weights, in the order of `matrices_of`, where they are rounded already.
@@ -338,17 +265,3 @@ def _are_experts(module: nn.Module) -> bool:
 
 def _names(experts: nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
-
-
-def _packed(integers: Tensor, scales: Tensor) -> torch.ScriptObject:
-    zeros = torch.zeros(scales.shape, dtype=torch.long)
-    engine = torch.backends.quantized.engine
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to make such tensors in another package one day
-        quantised = torch._make_per_channel_quantized_tensor(integers, scales.double(), zeros, 0)
-        torch.backends.quantized.engine = "fbgemm"
-        try:
-            packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantised, None)
-        finally:
-            torch.backends.quantized.engine = engine
-    return packed

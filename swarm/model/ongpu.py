@@ -15,8 +15,9 @@ import triton
 from torch import Tensor
 
 from swarm.model import gpukernels
+from swarm.model.eightbits import IntegerMatrix
 from swarm.model.fourbits import FourBitMatrix, n_blocks, tables
-from swarm.model.integer import IntegerFormat, IntegerMatrix, RoundedMatrix
+from swarm.model.integer import IntegerFormat, RoundedMatrix
 
 PRECISE = {"enable_fp_fusion": False}  # a product and a sum that are fused round once instead of twice
 

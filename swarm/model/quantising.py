@@ -14,14 +14,13 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model.allocator import return_free_memory
 from swarm.model.checkpoint import Checkpoint
 from swarm.model.compiled import is_installed
+from swarm.model.eightbits import IntegerMatrix, is_supported
 from swarm.model.fourbits import FourBitMatrix
 from swarm.model.hollow import blocks_of, class_for, skeleton
 from swarm.model.integer import (
     IntegerLimits,
-    IntegerMatrix,
     RoundedMatrix,
     integers_of,
-    is_supported,
     matrices_of,
     nothing,
     place,
@@ -68,10 +67,11 @@ def quantisation_for(wanted: str, checkpoint: Checkpoint, device: torch.device) 
         raise BadConfiguration(f"quantize {wanted}", f"{why}: leave it out")
     if wanted == "auto" and (why := _may_be(checkpoint, weights)):
         return Quantisation(None, why)
-    if weights == "int4":
-        slow = "" if is_installed() else "; pip install 'swarm-inference[int4]' for six times the speed"
-        return Quantisation(weights, f"a quarter of bfloat16's memory, and less exact{slow}")
-    return Quantisation(weights, "half of bfloat16's memory, and as exact")
+    size, times = ("a quarter of bfloat16's memory, and less exact", "six times the speed")
+    if weights == "int8":
+        size, times = ("half of bfloat16's memory, and as exact", "a quicker start")
+    slow = "" if device.type != "cpu" or is_installed() else f"; pip install 'swarm-inference[integers]' for {times}"
+    return Quantisation(weights, size + slow)
 
 
 def _may_be(checkpoint: Checkpoint, weights: str) -> str | None:
@@ -88,7 +88,11 @@ def _lacks_kernels(weights: str, device: torch.device) -> str | None:
     """Return why a device cannot have such weights; None: it can."""
     if device.type == "cpu":
         supported = weights == "int4" or is_supported()
-        return None if supported else f"{device} has no kernels for {weights} here, which take an x86 processor"
+        return (
+            None
+            if supported
+            else f"{device} has no kernels for {weights} here, which take an x86 processor or the package llvmlite"
+        )
     if device.type != "cuda" or find_spec("triton") is None:
         return f"{device} has no kernels for {weights} here, which take a GPU with CUDA and the package triton"
     try:

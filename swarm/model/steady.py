@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarm.model.integer import joined, products, rounded, split
+from swarm.model.eightbits import rounded
+from swarm.model.integer import joined, products, split
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Literal
 from swarm.model.llvmtext import Code, Values, float32, module_of, order_of
 
 Kind = Literal["avx512vnni", "avxvnni", "avx2", "ssse3", "neon"]
-Weights = Literal["int4", "own4"]
+Weights = Literal["int8", "int4", "own4"]
 
 _DECLARED = """
 declare <8 x i32> @llvm.x86.avx512.vpdpbusd.256(<8 x i32>, <32 x i8>, <32 x i8>)
@@ -61,7 +61,7 @@ def _multiply(weights: Weights, kind: Kind, tile: int) -> str:
         "i64 %groups, i64 %outputs, i64 %blocks, i64 %chunk, i64 %stride)"
     )
     rows = range(2 * tile)
-    row_bytes = code.times("%blocks", 16)
+    row_bytes = code.times("%blocks", 32 if weights == "int8" else 16)
     part_bytes = code.times("%blocks", 32)
     rounded_up = code.let("add i64 %blocks, %chunk")
     chunks = code.let(f"udiv i64 {code.let(f'sub i64 {rounded_up}, 1')}, %chunk")
@@ -136,7 +136,9 @@ def _dots(
         return tuple(_dot(code, kind, total, unpacked, each) for total, each in zip(totals, ours, strict=True))
 
     def several(at: str, *totals: str) -> Values:
-        later = code.let(f"add i64 {code.times(at, 16)}, 2048")  # else memory stands idle meanwhile
+        later = code.let(
+            f"add i64 {code.times(at, 32 if weights == 'int8' else 16)}, 2048"
+        )  # else memory stands idle meanwhile
         code.do(f"call void @llvm.prefetch.p0(ptr {code.at('i8', rows[0], later)}, i32 0, i32 3, i32 1)")
         results: Values = ()
         for number in range(ahead):
@@ -163,6 +165,9 @@ def _dots(
 def _unpacked(code: Code, weights: Weights, kind: Kind, rows: tuple[str, str], block: str) -> str:
     """Unpack 32 weights, each as an octet without a sign: 128 more than a step, or a code of the checkpoint's own."""
     weight_row, number_row = rows
+    if weights == "int8":
+        steps = code.let(f"load <32 x i8>, ptr {code.at('i8', weight_row, code.times(block, 32))}, align 1")
+        return code.let(f"xor <32 x i8> {steps}, splat (i8 -128)")
     both = code.let(f"load <16 x i8>, ptr {code.at('i8', weight_row, code.times(block, 16))}, align 1")
     low = code.let(f"and <16 x i8> {both}, splat (i8 15)")
     high = code.let(f"lshr <16 x i8> {both}, splat (i8 4)")

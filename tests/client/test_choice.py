@@ -15,7 +15,7 @@ from transformers import (
 
 from swarm.client.hf.choice import ChoiceLimits, choose, rule_of
 from swarm.model.bounded import BoundedHead, Bounds
-from swarm.model.integer import is_supported
+from swarm.model.eightbits import is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no int8 products on this processor")
 

@@ -15,7 +15,7 @@ from swarm.client.hf.auto import AutoDistributedModel
 from swarm.client.hf.head import HeadedModel, prepare_head
 from swarm.errors import BadConfiguration
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.integer import is_supported
+from swarm.model.eightbits import is_supported
 from swarm.model.loading import load_ends
 from tests.client.test_ahead import knowing, late
 from tests.model.rings import save_family
@@ -239,7 +239,7 @@ def test_what_the_head_takes_is_said(models, checkpoint):
     facts = models[1].head_facts
     assert facts.why_exact is None
     assert facts.n_bytes == 128 * 64 * 4
-    assert facts.int8_bytes == 128 * (64 + 12 + 8)
+    assert facts.int8_bytes == 128 * (64 + 4 + 8)
     assert "tokens by int8" in str(facts)
     with pytest.raises(BadConfiguration, match="head"):
         AutoDistributedModel.from_pretrained(checkpoint, head="int4")

@@ -14,7 +14,7 @@ from swarm.client.session.limits import RecoveryLimits, SessionLimits
 from swarm.errors import BadConfiguration, NoRoute
 from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.integer import is_supported
+from swarm.model.eightbits import is_supported
 from swarm.model.loading import load_ends, load_span
 from tests.client.test_repair import ONE, After, route_of, settings
 from tests.support.inprocess import inprocess

@@ -9,7 +9,8 @@ from swarm.client.hf.head import HeadedModel, prepare_head
 from swarm.client.hf.rounded import RoundedEmbedding
 from swarm.errors import BadConfiguration
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.integer import IntegerLinear, is_supported, rounded
+from swarm.model.eightbits import is_supported, rounded
+from swarm.model.integer import IntegerLinear
 from swarm.model.loading import load_ends
 from tests.client.test_head import IDS, generated
 from tests.families import make
@@ -59,8 +60,9 @@ def test_the_weights_as_they_were_take_no_memory(folder):
         assert type(module) is kind
         assert module.weight.untyped_storage().nbytes() == module.weight.element_size()
     vocabulary, width = ends.get_input_embeddings().weight.shape
-    assert ends._facts.n_bytes == vocabulary * (width + 12)
-    assert ends._facts.embedding_bytes == vocabulary * (width + 4)
+    is_tied = ends.config.tie_word_embeddings
+    assert ends._facts.n_bytes == vocabulary * (width + 4)
+    assert ends._facts.embedding_bytes == (0 if is_tied else vocabulary * (width + 4))
     assert "embeddings" in str(ends._facts)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from swarm.demo.local import LocalProcess
 from swarm.errors import NoRoute
-from swarm.model.integer import is_supported
+from swarm.model.eightbits import is_supported
 from tests.integration.test_failures import SAME, After
 from tests.support.swarms import World, prompt, world
 

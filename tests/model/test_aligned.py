@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from swarm.blocks import Blocks
 from swarm.model import aligned
 from swarm.model.checkpoint import open_checkpoint
+from swarm.model.eightbits import is_supported
 from swarm.model.growing import BLOCK_TOKENS, GrowingSlidingLayer
-from swarm.model.integer import is_supported
 from swarm.model.loading import load_span
 from swarm.server.measure import cache_prices
 from tests.support.often import rest_is_long

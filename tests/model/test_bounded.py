@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 from swarm.model import bounded
 from swarm.model.bounded import BoundedHead, unfit
-from swarm.model.integer import is_supported
+from swarm.model.eightbits import is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no int8 products on this processor")
 

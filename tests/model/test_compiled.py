@@ -8,6 +8,7 @@ import torch
 
 from swarm.model import fourbits
 from swarm.model.compiled import Packed, kernels
+from swarm.model.eightbits import IntegerMatrix
 from swarm.model.fourbits import FourBitFormat, FourBitMatrix, packed, unsigned
 from swarm.model.integer import joined, products, split
 from swarm.model.roundingcode import rounding_code
@@ -20,18 +21,21 @@ SIZES = [(33, 768), (64, 40), (16, 2048), (24, 2080), (7, 4100)]  # blocks that 
 @pytest.mark.parametrize(("n_outputs", "n_inputs"), SIZES)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 40])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, rows, threads, monkeypatch):
+@pytest.mark.parametrize("kind", [IntegerMatrix, FourBitMatrix])
+def test_compiled_kernels_compute_the_same_bits(kind, n_outputs, n_inputs, rows, threads, monkeypatch):
     torch.manual_seed(rows)
     weight = torch.randn(n_outputs, n_inputs) * torch.rand(n_outputs, 1) * 10
     weight[:, 32:64] = 0.0
-    matrix, input = FourBitMatrix.of(weight), torch.randn(rows, n_inputs) * 100
+    matrix, input = kind.of(weight), torch.randn(rows, n_inputs) * 100
     torch.set_num_threads(threads)
     try:
         compiled = matrix.multiply(input)
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
-    assert torch.equal(compiled, matrix.multiply(input))
+    monkeypatch.setattr(f"{kind.__module__}.kernels", lambda: None)
+    others = kind.restored((n_outputs, n_inputs), matrix.parts)
+    assert torch.equal(compiled, others.multiply(input))
+    assert all(torch.equal(part, other) for part, other in zip(matrix.parts, others.parts, strict=True))
 
 
 def matrices():
@@ -80,7 +84,7 @@ def test_the_least_sum_of_errors_fits_16_bits():
 
 
 @pytest.mark.parametrize("kind", ["avx512vnni", "avxvnni", "avx2", "ssse3"])
-@pytest.mark.parametrize("weights", ["int4", "own4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "own4"])
 def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind, monkeypatch):
     has = llvm.get_host_cpu_features()
     if not has.get(kind):
@@ -91,7 +95,11 @@ def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind,
     codes, scales = torch.randint(0, 256, (37, 1200), dtype=torch.uint8), torch.rand(37)
     rows = 100 * random(11, 2400)
     parts, peak = split(rows)
-    if weights == "int4":
+    if weights == "int8":
+        integers = torch.randint(-127, 128, (37, 2400), dtype=torch.int8)
+        given = Packed("int8", integers, torch.empty(0, dtype=torch.uint8), scales, 75)
+        sums = (parts.double() @ integers.double().t()).float() * scales
+    elif weights == "int4":
         numbers = torch.randint(0, 256, (37, 150), dtype=torch.uint8)
         matrix = FourBitMatrix(2400, codes, numbers, scales)
         sums, given = (
@@ -107,7 +115,7 @@ def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind,
     assert torch.equal(compiled.multiply(rows, given), joined(sums, peak))
 
 
-@pytest.mark.parametrize("weights", ["int4", "own4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "own4"])
 def test_the_loops_of_arm_compile(weights):
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
@@ -115,7 +123,7 @@ def test_the_loops_of_arm_compile(weights):
     module.verify()
     target = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine("generic", "+neon", opt=3)
     assembly = target.emit_assembly(module)
-    assert "tbl" in assembly or weights == "own4"
+    assert "tbl" in assembly or weights != "int4"
 
 
 def test_the_rounding_of_arm_compiles():

@@ -6,7 +6,7 @@ import torch
 from swarm.blocks import Blocks
 from swarm.errors import UnsupportedCheckpoint
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.integer import is_supported
+from swarm.model.eightbits import is_supported
 from swarm.model.loading import load_span
 from tests.families import SPLIT
 from tests.support.often import rest_is_long

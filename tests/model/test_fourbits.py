@@ -18,15 +18,9 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
+from swarm.model.eightbits import is_supported
 from swarm.model.fourbits import FourBitFormat, FourBitLimits, FourBitMatrix, packed, tables
-from swarm.model.integer import (
-    IntegerFormat,
-    integers_of,
-    is_supported,
-    matrices_in,
-    split,
-    to_integers,
-)
+from swarm.model.integer import IntegerFormat, integers_of, matrices_in, split, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.quantising import quantisation_for
 from swarm.model.steady import steady_bytes

@@ -9,8 +9,9 @@ from swarm.blocks import Blocks
 from swarm.errors import BadConfiguration
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
+from swarm.model.eightbits import IntegerMatrix
 from swarm.model.fourbits import FourBitMatrix
-from swarm.model.integer import IntegerLinear, IntegerMatrix, place, split
+from swarm.model.integer import IntegerLinear, place, split
 from swarm.model.loading import load_span
 from swarm.model.probe import outputs_of
 from swarm.model.quantising import on_device, quantisation_for

@@ -10,7 +10,8 @@ from swarm.blocks import Blocks
 from swarm.errors import UnsupportedCheckpoint
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
-from swarm.model.integer import integers_of, is_supported, matrices_in, split
+from swarm.model.eightbits import is_supported
+from swarm.model.integer import integers_of, matrices_in, split
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.owncodes import OwnMatrix
 from swarm.model.quantising import quantisation_for

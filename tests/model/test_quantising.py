@@ -18,8 +18,9 @@ from swarm.errors import BadConfiguration, UnsupportedCheckpoint
 from swarm.model import quantising
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.classes import numeric_class_of
+from swarm.model.eightbits import IntegerMatrix, is_supported, rounded
 from swarm.model.hollow import blocks_of
-from swarm.model.integer import integers_of, is_supported, rounded, rounded_of, to_integers
+from swarm.model.integer import integers_of, rounded_of, to_integers
 from swarm.model.loading import block_bytes, load_span
 from swarm.model.quantising import Rounding, quantisation_for
 from swarm.model.steady import SteadyWeight
@@ -65,7 +66,7 @@ def test_a_layer_multiplies_by_the_rounded_weights(dtype):
     linear = nn.Linear(96, 64).to(dtype)
     integers, scales = rounded(linear.weight)
     exact = integers.double() * scales.double()[:, None]
-    to_integers(linear)
+    to_integers(linear, IntegerMatrix)
     rows = random(5, 96, seed=1) * torch.tensor([1e-6, 1.0, 40.0, 0.0, 1e6])[:, None]
     rows[:, 7] *= 30  # an outlier, as real models have
     rows = rows.to(dtype)
@@ -79,7 +80,7 @@ def test_a_layer_multiplies_by_the_rounded_weights(dtype):
 
 def test_a_row_is_the_same_alone_and_beside_any_other():
     linear = nn.Linear(256, 128, bias=False)
-    to_integers(linear)
+    to_integers(linear, IntegerMatrix)
     rows = random(33, 256, seed=2)
     rows[5] *= 1e4  # a stranger's
     with torch.inference_mode():

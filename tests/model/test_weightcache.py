@@ -17,7 +17,7 @@ from swarm.blocks import Blocks
 from swarm.errors import ChecksumMismatch
 from swarm.model import kept, loading, weightcache
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.integer import IntegerMatrix, is_supported
+from swarm.model.eightbits import IntegerMatrix, is_supported
 from swarm.model.loading import load_span
 from swarm.model.weightcache import CacheKey, WeightCache, WeightCacheLimits
 from swarm.model.writing import Layout, Piece

@@ -4,7 +4,7 @@ import pytest
 import structlog
 
 from swarm import config
-from swarm.model.integer import is_supported
+from swarm.model.eightbits import is_supported
 from swarm.server.arguments import ServeArguments
 from swarm.server.cli import command
 from swarm.server.loader import open_model
