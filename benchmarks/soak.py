@@ -8,12 +8,12 @@ text is compared with the whole model's. Streams ask the gateway for short and l
 tokens; three of ten are cut off at a random moment. For that the checkpoint's config allows 32,768 positions, which is
 more than it was trained for and changes no cost.
 
-All processes that are not killed are watched, their children too. What a process has of its own memory grows by so much
-per 1,000 generations: the median slope between all pairs of samples of the second half (Theil and Sen), when caches and
-pools are as large as they get. Of a server it is what does not come and go with the tokens in its pool: the coefficient
-of generations, beside those of tokens used and lent, in a least-squares fit, with twice its standard error. A
-generation is an answer of the gateway's, whole or cut off, or a text of the client's.
-Descriptors are compared between the two quarters of that half. A minute after the end no server may have a session.
+All processes that are not killed are watched, their children too. Eight times the load rests: answers under way end,
+kept conversations are as many as before, and memory goes back to the system. What a process has of its own then grows
+by so much per 1,000 generations: the median slope between all pairs of rests (Theil and Sen), without the first two,
+when caches and pools are not yet as large as they get. A generation is an answer of the gateway's, whole or cut off,
+or a text of the client's. Descriptors are compared between the third and the last quarter of all samples. A minute
+after the end no server may have a session.
 """
 
 import argparse
@@ -35,13 +35,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event as EventOfProcesses
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import httpx
-import numpy
 import psutil
 import torch
 from common import SEED, table, write_json
@@ -63,6 +62,7 @@ KEPT_MB_MAX = 1.0  # of the gateway's memory for each conversation that it keeps
 QUIET_S = 60.0
 TEXTS, TEXT_TOKENS = 8, 24  # the client's texts
 SAMPLES = 240
+RESTS, REST_S, WARM_RESTS = 8, 75.0, 2  # a rest is long enough for the gateway and the servers to give memory back
 PEER = re.compile(r"12D3KooW\w+")
 
 
@@ -108,7 +108,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The processes. texts, wrong: of the client's."""
+    """The processes. texts, wrong: of the client's. rests: it pauses while that is set."""
 
     swarm: LocalSwarm
     gateway: LocalProcess
@@ -117,6 +117,7 @@ class Running:
     texts: "Synchronized[int]"
     wrong: "Synchronized[int]"
     stop: Callable[[], None]
+    rests: EventOfProcesses
     metrics: dict[str, int]  # the ports of those servers that are watched
 
     @property
@@ -143,7 +144,7 @@ def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
     me = Identity.generate()
     options = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000", "--cache-memory", CACHE)
     spawn = multiprocessing.get_context("spawn")
-    stop, texts, wrong = spawn.Event(), spawn.Value("q", 0), spawn.Value("q", 0)
+    stop, rests, texts, wrong = spawn.Event(), spawn.Event(), spawn.Value("q", 0), spawn.Value("q", 0)
     with LocalSwarm(model, (), options=options, identities={"gateway": me}, launch=warm.launch) as swarm:
         ports = [free_port() for _ in SPANS]
         for span, port in zip(SPANS, ports, strict=True):
@@ -159,14 +160,14 @@ def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
         page = LocalProcess("page", "swarm.monitor.cli", arguments, place, dict(os.environ)).wait_ready()
         common = ("--dtype", "float32", "--threads", "1", "--concurrency", "128", "--log-level", "warning")
         gateway = swarm.start_gateway(*common).wait_ready()
-        given = (str(model), swarm.initial_peers, swarm.network, stop, texts, wrong)
+        given = (str(model), swarm.initial_peers, swarm.network, stop, rests, texts, wrong)
         client = spawn.Process(target=generate, args=given, name="client", daemon=True)
         client.start()
         try:
             while not texts.value and client.is_alive():
                 time.sleep(0.1)
             metrics = {server.name: port for server, port in zip(swarm.servers, ports, strict=False)}
-            yield Running(swarm, gateway, page, client, texts, wrong, stop.set, metrics)
+            yield Running(swarm, gateway, page, client, texts, wrong, stop.set, rests, metrics)
         finally:
             stop.set()
             client.join(60.0)
@@ -177,7 +178,8 @@ def generate(
     model: str,
     initial_peers: Sequence[str],
     network: str,
-    stop: Any,  # noqa: ANN401 - the event of a context
+    stop: EventOfProcesses,
+    rests: EventOfProcesses,
     texts: "Synchronized[int]",
     wrong: "Synchronized[int]",
 ) -> None:
@@ -193,6 +195,8 @@ def generate(
     with AutoDistributedModel.from_pretrained(model, **join) as distributed:
         while not stop.is_set():
             for prompt, right in zip(prompts, expected, strict=True):
+                while rests.is_set() and not stop.is_set():
+                    time.sleep(0.1)
                 if stop.is_set():
                     break
                 wrong.value += not torch.equal(distributed.generate(prompt, **settings), right)
@@ -203,15 +207,19 @@ def generate(
 
 
 class Soak:
-    """Load on a swarm, and samples of its processes. ends: how many answers ended in which way."""
+    """Load on a swarm, and samples of its processes. ends: how many answers ended in which way. rested: at rests."""
 
     def __init__(self, running: Running, options: argparse.Namespace) -> None:
         self.running = running
         self.ends: Counter[str] = Counter()
         self.samples: defaultdict[str, list[Sample]] = defaultdict(list)
+        self.rested: defaultdict[str, list[Sample]] = defaultdict(list)
         self.kept = 0.0
         self.kills = 0
         self._options = options
+        self._under_way = 0
+        self._going = asyncio.Event()
+        self._going.set()
         self._until = time.monotonic() + options.seconds
 
     @property
@@ -228,8 +236,9 @@ class Soak:
                 for _ in range(self._options.streams):
                     group.create_task(self._come_and_go(http, random.Random(rng.random())))
                 group.create_task(self._kill())
+                group.create_task(self._rest())
                 while time.monotonic() < self._until:
-                    await asyncio.to_thread(self._sample)
+                    await asyncio.to_thread(self._sample, self.samples)
                     await asyncio.sleep(self._options.seconds / SAMPLES)
             self.kept = gauge((await http.get("/metrics")).text, "conversations_idle")
 
@@ -249,7 +258,21 @@ class Soak:
                 return left
             await asyncio.sleep(1.0)
 
-    def _sample(self) -> None:
+    async def _rest(self) -> None:
+        """Let the load rest from time to time, and sample what processes have then."""
+        rest_s = min(REST_S, self._options.seconds / 2 / RESTS)
+        for _ in range(RESTS):
+            await asyncio.sleep(self._options.seconds / RESTS - rest_s)
+            self._going.clear()
+            self.running.rests.set()
+            for _ in range(int(5 * REST_S)):
+                await asyncio.sleep(0.2 * bool(self._under_way))
+            await asyncio.sleep(rest_s)
+            await asyncio.to_thread(self._sample, self.rested)
+            self.running.rests.clear()
+            self._going.set()
+
+    def _sample(self, samples: defaultdict[str, list[Sample]]) -> None:
         for name, pid in self.running.watched.items():
             process, port = psutil.Process(pid), self.running.metrics.get(name)
             pool = None if port is None else pool_of(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
@@ -259,7 +282,7 @@ class Soak:
                         known = name if each is process else f"{name}: {each.name()} {each.pid}"
                         own = each.memory_full_info().uss
                         mine = pool if each is process else None
-                        self.samples[known].append(Sample(self.generations, own, each.num_fds(), mine))
+                        samples[known].append(Sample(self.generations, own, each.num_fds(), mine))
 
     async def _come_and_go(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         """Ask again and again: short and long prompts, some answers cut off at a random moment."""
@@ -269,6 +292,8 @@ class Soak:
             ids = [3 + rng.randrange(2000) for _ in range(length)]
             body = {"model": name, "prompt": ids, "max_tokens": rng.choice((8, 40, 120)), "ignore_eos": True}
             patience_s = rng.uniform(0.0, 2.0) if rng.random() < CUT_SHARE else 600.0
+            await self._going.wait()
+            self._under_way += 1
             try:
                 async with asyncio.timeout(patience_s):
                     response = await http.post("/v1/completions", json=body)
@@ -278,6 +303,8 @@ class Soak:
                 self.ends["cut off by the client"] += 1
             except httpx.HTTPError as error:
                 self.ends[f"failed: {type(error).__name__}"] += 1
+            finally:
+                self._under_way -= 1
 
     async def _kill(self) -> None:
         """Kill one server after the other, of those that are not watched."""
@@ -312,27 +339,14 @@ def free_port() -> int:
 # What grew
 
 
-def growth_mib(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return how many MiB of its own a process has more after 1,000 generations, and how far that may be off."""
-    if all(each.pool is not None for each in samples):
-        return beside_the_pool(samples)
+def growth_mib(samples: Sequence[Sample]) -> float:
+    """Return how many MiB of its own a process has more after 1,000 generations."""
     slopes = [
         1000 * (b.own - a.own) / (b.generations - a.generations) / 2**20
         for a, b in combinations(samples, 2)
         if b.generations > a.generations
     ]
-    return statistics.median(slopes) if slopes else 0.0, 0.0
-
-
-def beside_the_pool(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return what generations add where the pool explains the rest, and twice its standard error."""
-    own = numpy.array([each.own / 2**20 for each in samples])
-    columns = numpy.array([(1.0, each.generations / 1000, *(each.pool or (0.0, 0.0))) for each in samples])
-    columns[:, 2:] /= numpy.maximum(columns[:, 2:].max(0), 1.0)
-    fit, *_ = numpy.linalg.lstsq(columns, own, rcond=None)
-    left = own - columns @ fit
-    variance = left @ left / max(1, len(own) - columns.shape[1]) * numpy.linalg.pinv(columns.T @ columns)[1, 1]
-    return float(fit[1]), 2 * float(variance) ** 0.5
+    return statistics.median(slopes) if slopes else 0.0
 
 
 def opened(samples: Sequence[Sample]) -> float:
@@ -358,17 +372,17 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
     rows, broken = [], []
     for name, samples in soak.samples.items():
         later = samples[len(samples) // 2 :]
-        if len(later) < 4 or len(samples) < max(map(len, soak.samples.values())) // 2:
+        if len(soak.rested[name]) < RESTS or len(later) < 4:
             continue  # a child that came and went
-        (grown, error), more = growth_mib(later), opened(later)
-        mib = [f"{each.own / 2**20:.0f}" for each in (samples[0], later[0], later[-1])]
-        slope = f"{grown:+.2f}" + (f" ± {error:.2f}" if error else "")
-        rows.append([name, *mib, slope, str(later[0].descriptors), f"{more:+.0f}"])
-        if grown - error > GROWTH_MIB_MAX and later[-1].generations - later[0].generations >= GENERATIONS_MIN:
+        rests = soak.rested[name][WARM_RESTS:]
+        grown, more = growth_mib(rests), opened(later)
+        mib = [f"{each.own / 2**20:.0f}" for each in (samples[0], rests[0], rests[-1])]
+        rows.append([name, *mib, f"{grown:+.2f}", str(later[0].descriptors), f"{more:+.0f}"])
+        if grown > GROWTH_MIB_MAX and rests[-1].generations - rests[0].generations >= GENERATIONS_MIN:
             broken.append(f"{name} grows by {grown:.2f} MiB per 1,000 generations")
         if more > DESCRIPTORS_MAX:
             broken.append(f"{name} has {more:.0f} descriptors more")
-    columns = ["process", "MiB at first", "at half", "at the end", "per 1,000", "descriptors", "more"]
+    columns = ["process", "MiB at first", "third rest", "last rest", "per 1,000", "descriptors", "more"]
     table(f"{soak.generations} generations in {options.seconds:.0f} s, {soak.kills} kills", columns, rows)
     errors = errors_of(soak.running)
     texts, wrong = soak.running.texts.value, soak.running.wrong.value
@@ -377,8 +391,8 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
              *([end, str(count)] for end, count in sorted(soak.ends.items())),
              *([f"logged: {line}", str(count)] for line, count in errors.most_common(20))]  # fmt: skip
     table("beside", ["", ""], facts)
-    later = soak.samples["gateway"][len(soak.samples["gateway"]) // 4 :]
-    grown_mb = (later[-1].own - later[0].own) / 2**20
+    rests = soak.rested["gateway"][WARM_RESTS:]
+    grown_mb = (rests[-1].own - rests[0].own) / 2**20
     failed = [end for end in soak.ends if not end.startswith(("whole", "cut", "429"))]
     broken += [f"the gateway's memory grew by {grown_mb:.1f} MB"] * (grown_mb > KEPT_MB_MAX * max(soak.kept, 1))
     broken += [f"{left} sessions are left"] * (left > 0) + [f"{wrong} texts are wrong"] * (wrong > 0)
@@ -388,6 +402,7 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
         options.json, "soak", options.seed, [], seconds=options.seconds, kills=soak.kills, columns=columns, rows=rows,
         ends=dict(soak.ends), texts=texts, wrong=wrong, left=left, kept=soak.kept, errors=dict(errors), broken=broken,
         processes={name: [asdict(each) for each in samples] for name, samples in soak.samples.items()},
+        rests={name: [asdict(each) for each in samples] for name, samples in soak.rested.items()},
     )  # fmt: skip
     return broken
 

@@ -24,13 +24,15 @@ from swarm.gateway.doors import DoorOptions, Doors, Entrance, Failsafe
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import HEADER, Forwarding, Upstreams
 from swarm.gateway.watching import BodyLimits, Watching
+from swarm.limits import limit
 from swarm.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Bounds of requests."""
+    """Bounds of requests, and of what they leave behind."""
 
+    give_back_s: float = limit(60.0, "s", "memory that requests have freed goes back to the system this often")
     bodies: BodyLimits = field(default_factory=BodyLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     generations: GenerationLimits = field(default_factory=GenerationLimits)

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
@@ -18,6 +19,7 @@ from swarm.client.auditing.auditor import AuditLimits
 from swarm.client.planning.preferences import Quality
 from swarm.client.session.membership import joined
 from swarm.commands import Ready, Stop
+from swarm.compute.task import Probe
 from swarm.compute.thread import ComputeThread
 from swarm.config import UpstreamSettings, Way
 from swarm.dht.reading import chosen, open_directory
@@ -35,6 +37,7 @@ from swarm.gateway.models import Models, serving
 from swarm.gateway.recorder import Recorder
 from swarm.gateway.upstream import polled
 from swarm.identity import Identity
+from swarm.model.allocator import keep_free_memory, return_free_memory
 from swarm.net import ports
 from swarm.net.lan import ways_in
 from swarm.options import Reading
@@ -202,17 +205,27 @@ async def _live(
     server = WebServer(make_app(gateway), on_started)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(sockets=[listening]))
-        watching = group.create_task(compute.watch())
+        upkeep = (compute.watch(), _give_back(compute, gateway.limits.give_back_s))
+        upkeeping = [group.create_task(each) for each in upkeep]
         await stop.wait()
         _log.info("stopping")
         server.should_exit = True
         await serving
-        watching.cancel()
+        for task in upkeeping:
+            task.cancel()
+
+
+async def _give_back(compute: ComputeThread, every_s: float) -> NoReturn:
+    """Give freed memory back to the system, for ever: the allocator keeps what long prompts took."""
+    while True:
+        await asyncio.sleep(every_s)
+        compute.submit(Probe(return_free_memory), lambda _: None)
 
 
 @contextmanager
 def computing(threads: int | None) -> Iterator[ComputeThread]:
     """Run a compute thread within the block."""
+    keep_free_memory()
     compute = ComputeThread(asyncio.get_running_loop(), threads)
     try:
         yield compute
