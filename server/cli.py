@@ -178,7 +178,9 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
     help="how long sessions may take to move elsewhere when this server is stopped",
 )
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
-@click.option("--root", type=Root(), default=None, help="root or pin that the checkpoint must have")
+@click.option(
+    "--root", type=Root(), default=None, help="root that the checkpoint must have; a pin's first half, if it is one"
+)
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
 @click.option("--max-disk-space", type=SIZE, default=None, help="the most that downloads may take, such as 100GB")

@@ -80,6 +80,11 @@ class Settings(BaseSettings):
         return sources["init_settings"], sources["env_settings"], TomlConfigSettingsSource(settings_cls)
 
 
+def is_root(text: str) -> bool:
+    """Whether text has the form of a checkpoint's root, or of a pin: the root, a plus, and the texts' digest."""
+    return re.fullmatch(r"[0-9a-f]{64}(\+[0-9a-f]{64})?", text) is not None
+
+
 def load_settings() -> Settings:
     """Read the settings. Raises BadConfiguration with the first thing that is wrong."""
     try:

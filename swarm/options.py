@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from swarm.config import NETWORK_PATTERN, Way
+from swarm.config import NETWORK_PATTERN, Way, is_root
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -72,13 +72,13 @@ NETWORK = NetworkName()
 
 
 class Root(click.ParamType[str]):
-    """A checkpoint's root, or its pin."""
+    """A checkpoint's root, or for a client its pin."""
 
     name = "hex"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Check the form."""
-        if re.fullmatch(r"[0-9a-f]{64}(\+[0-9a-f]{64})?", str(value)) is None:
+        if not is_root(str(value)):
             self.fail(f"{value!r} is not 64 hex digits, or twice as many with a plus between them", param, ctx)
         return str(value)
 

@@ -15,7 +15,7 @@ import structlog
 from huggingface_hub import try_to_load_from_cache
 
 from swarm.dht.directory import Directory, ModelEntry
-from swarm.errors import NetworkError, SwarmError
+from swarm.errors import DownloadFailed, NetworkError, SwarmError
 from swarm.gateway.loading import ModelOptions
 from swarm.gateway.models import Models
 from swarm.limits import limit
@@ -136,16 +136,16 @@ def is_cached(name: str, options: ModelOptions) -> bool:
 
 def opened_here(name: str, options: ModelOptions, *, may_download: bool) -> Checkpoint:
     """Open a repository. Raises SwarmError, also where a download would be needed that is not allowed."""
+    if not may_download and not is_cached(name, options):
+        raise DownloadFailed(name, "it is not here")
     checkpoint = open_checkpoint(
         name,
         revision=options.revision,
         token=options.token,
         cache_dir=options.cache_dir,
-        max_disk_bytes=None if may_download else 0,  # 0: only files that are there already
     )
-    if not may_download:
-        checkpoint.source.fetch(ends_files(checkpoint))
-        checkpoint.texts()
+    if not may_download and checkpoint.source.lacks(ends_files(checkpoint)):
+        raise DownloadFailed(name, "its embeddings and head are not here")
     return checkpoint
 
 

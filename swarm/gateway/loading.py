@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class Loader:
     async def load(self, name: str, checkpoint: Checkpoint) -> Loaded:
         """Load a model and enter its membership. Raises CheckpointError."""
         options = self._options
+        checkpoint = replace(checkpoint, texts=checkpoint.texts.anew())
 
         def load() -> tuple[TokenEnds, frozenset[int]]:
             ends = load_ends(checkpoint, dtype=options.torch_dtype)

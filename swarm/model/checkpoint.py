@@ -2,9 +2,9 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from swarm import config as settings
 from swarm.blocks import Blocks
 from swarm.errors import (
     BadBlocks,
+    BadConfiguration,
     ChecksumMismatch,
     ModelNotFound,
     RootMismatch,
@@ -35,7 +36,7 @@ class Source(Protocol):
     """Where a checkpoint's files are."""
 
     def names(self) -> tuple[str, ...]:
-        """Names of the files at the top level."""
+        """Names of the files at the top level, and of those in `additional_chat_templates`."""
 
     def fetch(self, names: tuple[str, ...]) -> dict[str, Path]:
         """Make files local. Raises DownloadFailed."""
@@ -49,8 +50,31 @@ class Source(Protocol):
     def told(self, name: str) -> str | None:
         """Return the SHA-256 of a file that the source itself tells, if it does."""
 
+    def lacks(self, names: tuple[str, ...]) -> bool:
+        """Whether one of these files would be downloaded."""
+
     def discard(self, name: str) -> None:
         """Forget our copy of a file that turned out to be damaged. A file of the user stays."""
+
+
+class ReadOnce:
+    """A checkpoint's texts, read with the first call, whichever threads call."""
+
+    def __init__(self, read: Callable[[], Texts]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._found: Texts | None = None
+
+    def __call__(self) -> Texts:
+        """Return the texts. Raises DownloadFailed, UnsupportedCheckpoint, ChecksumMismatch or RootMismatch."""
+        with self._lock:
+            if self._found is None:
+                self._found = self._read()
+            return self._found
+
+    def anew(self) -> "ReadOnce":
+        """Return one that reads again, for files that may have been mended."""
+        return ReadOnce(self._read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +88,7 @@ class Checkpoint:
     manifest: Manifest
     index: WeightIndex | None  # None: all tensors are in one file
     source: Source
-    texts: Callable[[], Texts]  # reads them with the first call. Raises DownloadFailed, ChecksumMismatch, RootMismatch
+    texts: "ReadOnce"
     packing: Packing | None = None  # how quantised weights are stored, where they are unpacked as they are read
 
     @property
@@ -119,6 +143,8 @@ def open_checkpoint(
     DownloadFailed.
     """
     name = str(model)
+    if root is not None and not settings.is_root(root):
+        raise BadConfiguration("root", f"{root!r}; it is 64 hex digits, or twice as many with a plus between them")
     refuse_gguf(name, (Path(name).name,))
     source: Source
     if Path(model).is_dir():
@@ -148,7 +174,7 @@ def open_checkpoint(
     packing = packing_of(name, config)
     if packing is not None:
         without_quantisation(config)
-    reading = cache(lambda: _read_texts(name, small[CONFIG_NAME], source, texts))
+    reading = ReadOnce(lambda: _read_texts(name, small[CONFIG_NAME], source, texts))
     return Checkpoint(name, config, small[CONFIG_NAME], traits_of(config), manifest, index, source, reading, packing)
 
 
@@ -163,6 +189,9 @@ class LocalSource:
     def names(self) -> tuple[str, ...]:
         """Names of the files in the directory, and of those that its manifest lists. Raises ModelNotFound."""
         names = {path.name for path in self.directory.iterdir() if path.is_file()}
+        names |= {
+            f"{path.parent.name}/{path.name}" for path in self.directory.glob("additional_chat_templates/*.jinja")
+        }
         if CONFIG_NAME not in names:
             refuse_gguf(str(self.directory), names)
             raise ModelNotFound(str(self.directory), f"the directory has no {CONFIG_NAME}")
@@ -195,6 +224,11 @@ class LocalSource:
     def told(self, name: str) -> None:
         """Return nothing: a directory tells no hashes."""
 
+    def lacks(self, names: tuple[str, ...]) -> bool:
+        """Say no: nothing is downloaded."""
+        del names
+        return False
+
     def discard(self, name: str) -> None:
         """Do nothing: the file is the user's."""
 
@@ -206,9 +240,12 @@ def _small_files(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _read(model: str, name: str, path: Path) -> bytes:
     """Read a small file, once and as a whole. Raises UnsupportedCheckpoint."""
-    bytes_max = (4 if name == CONFIG_NAME else 64) << 20
-    with path.open("rb") as file:
-        data = file.read(bytes_max + 1)
+    bytes_max = (4 if name == CONFIG_NAME else 128) << 20
+    try:
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
+    except OSError as error:
+        raise UnsupportedCheckpoint(model, f"its {name} cannot be read: {error.strerror}") from None
     if len(data) > bytes_max:
         raise UnsupportedCheckpoint(model, f"its {name} is larger than {bytes_max >> 20} MiB; get the model's own")
     return data

@@ -7,20 +7,26 @@ take plain addresses, so this module alone says which tensors fit together.
 
 import ctypes
 import importlib
+import mmap
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 
 from swarm.model.roundingcode import rounding_code
 from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
+
+_log = structlog.get_logger("swarm.compiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,11 @@ class Packed:
     scales: Tensor
     chunk: int
     tables: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        octets = {"int8": torch.int8, "int4": torch.uint8, "own4": torch.uint8}[self.weights]
+        for tensor, dtype in ((self.codes, octets), (self.scales, torch.float32)):
+            assert tensor.dtype is dtype and tensor.device.type == "cpu" and tensor.is_contiguous()  # noqa: PT018
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +74,15 @@ class CompiledKernels:
 
     def rounded(self, weight: Tensor, search: Search) -> tuple[Tensor, Tensor, Tensor]:
         """Round a matrix to int4: float32 [out, in], to codes, numbers and scales as `fourbits.packed` has them."""
-        round_, weight = self._rounding(search.steps, search.least).round, weight.contiguous()
+        round_, weight = self._rounding(search.steps, search.least).round, _plain(weight)
         n_outputs, n_inputs = weight.shape
         blocks = -(-n_inputs // 32)
-        codes = torch.empty(n_outputs, 16 * blocks, dtype=torch.uint8)
-        numbers, scales = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8), torch.empty(n_outputs)
+        codes, numbers = (_new(torch.uint8, n_outputs, size * blocks) for size in (16, 2))
+        scales = _new(torch.float32, n_outputs)
         looked_up = [each.data_ptr() for each in (search.errors, search.nearest, search.starts)]
 
         def work(start: int, stop: int) -> None:
-            quarters = torch.empty(32 * blocks, dtype=torch.int16)
+            quarters = _new(torch.int16, 32 * blocks)
             ours = [_address(each, start) for each in (codes, numbers, scales)]
             round_(_address(weight, start), *looked_up, quarters.data_ptr(), *ours, stop - start, n_inputs, blocks)
 
@@ -80,13 +91,12 @@ class CompiledKernels:
 
     def multiply(self, rows: Tensor, matrix: Packed) -> Tensor:
         """Multiply activations by weights: float32 [positions, in] -> [positions, out]."""
-        loops, rows = self._loops_of(matrix.weights), rows.contiguous()
+        loops, rows = self._loops_of(matrix.weights), _plain(rows)
         (positions, n_inputs), (n_outputs, octets) = rows.shape, matrix.codes.shape
         blocks = octets // (32 if matrix.weights == "int8" else 16)
         chunks = -(-blocks // matrix.chunk)
-        parts = torch.empty(positions, 2, 32 * blocks, dtype=torch.int8)
-        sums = torch.empty(positions, 2, chunks, dtype=torch.int32)
-        factors, output = torch.empty(positions), torch.empty(positions, n_outputs)
+        parts, sums = _new(torch.int8, positions, 2, 32 * blocks), _new(torch.int32, positions, 2, chunks)
+        factors, output = _new(torch.float32, positions), _new(torch.float32, positions, n_outputs)
         given = (each.data_ptr() for each in (rows, parts, sums, factors))
         loops.split(*given, positions, n_inputs, 32 * blocks, 32 * matrix.chunk)
         tables = 0 if matrix.tables is None else matrix.tables.data_ptr()
@@ -126,17 +136,32 @@ class Rounding:
 
 @cache
 def kernels() -> CompiledKernels | None:
-    """Return the kernels; each kind of weights is compiled once in a process. None where there are none."""
+    """Return the kernels; each kind of weights is compiled once in a process.
+
+    None where there are none, or where they do not run: of an old `llvmlite`, or where a process may not make code.
+    """
+    if not is_installed() or not _may_make_code():
+        return None
     try:
         llvm = importlib.import_module("llvmlite.binding")
-    except ImportError:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        processor = _processor(llvm)
+        if processor is None:
+            return None
+        found = CompiledKernels(cache(partial(_loops, llvm, processor)), cache(partial(_rounding, llvm, processor)))
+        _try(found)
+    except Exception as error:  # noqa: BLE001 - a library that does not load or compile; torch computes the same bits
+        _log.warning("no compiled products", why=str(error)[:200] or repr(error))
         return None
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    processor = _processor(llvm)
-    if processor is None:
-        return None
-    return CompiledKernels(cache(partial(_loops, llvm, processor)), cache(partial(_rounding, llvm, processor)))
+    return found
+
+
+def _try(found: CompiledKernels) -> None:
+    """Multiply once: what does not compile raises."""
+    ones = _new(torch.int8, 1, 32).fill_(1), _new(torch.uint8, 0), _new(torch.float32, 1).fill_(1)
+    product = found.multiply(_new(torch.float32, 1, 32).fill_(1), Packed("int8", *ones, chunk=1))
+    assert abs(product.item() - 32) < 0.01
 
 
 def is_installed() -> bool:
@@ -197,6 +222,29 @@ def _compiled(llvm: Any, target: Sequence[str], code: str) -> Any:  # noqa: ANN4
     return engine
 
 
+def _may_make_code() -> bool:
+    """Whether this process may run memory that it has written: systemd and SELinux can forbid it, and LLVM crashes."""
+    if sys.platform != "linux":
+        return True
+    space = mmap.mmap(-1, mmap.PAGESIZE)
+    place = ctypes.c_char.from_buffer(space)
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return int(protect(ctypes.addressof(place), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC)) == 0
+
+
+def _new(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return memory for compiled code, whatever torch's defaults are in this thread and in others."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor as compiled code reads it: float32 in one piece. Raises NotImplementedError off the CPU."""
+    if tensor.device.type != "cpu":
+        raise NotImplementedError(f"compiled products are of tensors on the CPU, not on {tensor.device}")
+    return tensor.to(torch.float32).resolve_neg().contiguous()
+
+
 def _address(tensor: Tensor, row: int) -> int:
     return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()
 
@@ -208,7 +256,13 @@ def _in_threads(work: Callable[[int, int], None], n_outputs: int) -> None:
         work(0, n_outputs)
         return
     bounds = [n_outputs * thread // threads for thread in range(threads + 1)]
-    list(_pool(threads).map(work, bounds, bounds[1:]))
+    try:
+        shares = [_pool(threads).submit(work, *share) for share in pairwise(bounds)]
+    except RuntimeError:  # the interpreter ends, and this thread outlives its main one
+        work(0, n_outputs)
+        return
+    for share in shares:
+        share.result()
 
 
 @cache

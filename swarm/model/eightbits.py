@@ -26,7 +26,8 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Halves go to the even step. The same bits on every processor: division and rounding are IEEE's.
     """
-    integers, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
+    integers = torch.empty(weight.shape, dtype=torch.int8, device="cpu")
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device="cpu")
     rows = max(1, (1 << 20) // weight.shape[1])  # as many as a cache has room for
     for start in range(0, len(weight), rows):
         part = weight[start : start + rows].detach().float()
@@ -85,9 +86,10 @@ class _CompiledMatrix:
 
     def __init__(self, integers: Tensor, scales: Tensor) -> None:
         self._n_inputs = integers.shape[1]
-        filled = nn.functional.pad(integers, (0, -self._n_inputs % 32)).contiguous()
-        none = torch.empty(0, dtype=torch.uint8)
-        self._packed = Packed("int8", filled, none, scales.contiguous(), filled.shape[1] // 32)
+        filler = -self._n_inputs % 32
+        filled = (nn.functional.pad(integers, (0, filler)) if filler else integers).contiguous()
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._packed = Packed("int8", filled, none, scales.float().contiguous(), filled.shape[1] // 32)
 
     def parts(self) -> tuple[Tensor, Tensor]:
         return self._packed.codes[:, : self._n_inputs], self._packed.scales

@@ -142,8 +142,9 @@ def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Ten
     """
     n_outputs, n_inputs = weight.shape
     blocks, compiled = n_blocks(n_inputs), kernels()
-    codes = torch.empty(n_outputs, blocks * FourBitFormat.half, dtype=torch.uint8)
-    numbers, scales = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8), torch.empty(n_outputs)
+    codes = torch.empty(n_outputs, blocks * FourBitFormat.half, dtype=torch.uint8, device="cpu")
+    numbers = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(n_outputs, dtype=torch.float32, device="cpu")
     rows = max(1, limits.rounded_max // n_inputs)
     for start in range(0, n_outputs, rows):
         some = slice(start, start + rows)
@@ -159,7 +160,7 @@ def _rounded(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
     quarters = (part / scale[:, None]).nan_to_num_(0.0).mul_(4).round_().add_(most)
     quarters = nn.functional.pad(quarters, (0, blocks * FourBitFormat.block - part.shape[1]), value=float(most))
-    quarters = quarters.to(torch.int32).view(-1, half)
+    quarters = quarters.to(torch.int32).reshape(-1, half)
     number = _numbers(quarters)
     code = _errors()[1][number.int()[:, None], quarters].view(len(part), blocks, 2, half)
     return (code[:, :, 0] | code[:, :, 1] << 4).flatten(1), number.view(len(part), -1), scale

@@ -67,8 +67,9 @@ class HubSource:
         self.commit, self._files = listing.commit, listing.files
 
     def names(self) -> tuple[str, ...]:
-        """Names of the files at the top level."""
-        return tuple(sorted(name for name in self._files if "/" not in name))
+        """Names of the files at the top level, and of those in `additional_chat_templates`."""
+        folder = "additional_chat_templates"
+        return tuple(sorted(name for name in self._files if name.rpartition("/")[0] in ("", folder)))
 
     def manifest(self, names: tuple[str, ...]) -> Manifest:
         """Return the files' hashes: the hub's own, and of small files without one, computed. Raises DownloadFailed."""
@@ -85,6 +86,10 @@ class HubSource:
     def told(self, name: str) -> str | None:
         """Return the SHA-256 of a file in LFS."""
         return self._file(name).sha256
+
+    def lacks(self, names: tuple[str, ...]) -> bool:
+        """Whether one of these files is not in the cache."""
+        return any(self._cached(name) is None for name in names)
 
     def size(self, names: tuple[str, ...]) -> int:
         """Return the files' bytes together, as the hub tells them."""

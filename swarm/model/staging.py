@@ -11,5 +11,7 @@ def staged(files: Mapping[str, bytes]) -> Iterator[Path]:
     """A directory of this process alone that has these files: `transformers` reads paths."""
     with tempfile.TemporaryDirectory(prefix="swarm-load-") as directory:
         for name, data in files.items():
-            (Path(directory) / name).write_bytes(data)
+            path = Path(directory, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
         yield Path(directory)

@@ -5,15 +5,19 @@ whatever their tokenizers are. It has a digest of its own. A pin is the root and
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from swarm.errors import UnsupportedCheckpoint
 from swarm.model.staging import staged
 
 CONFIG_NAME = "config.json"
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,14 @@ class Texts:
         return hashlib.sha256(b"swarm texts 1\n" + "".join(lines).encode()).hexdigest()
 
     def generation_config(self) -> GenerationConfig:
-        """Return the generation config, or without one, what the config says of generation."""
+        """Return the generation config, or without one, what the config says. Raises UnsupportedCheckpoint."""
+        return self._made("generation config", self._generation_config)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Make the tokenizer, never by code that comes with it. Raises UnsupportedCheckpoint."""
+        return self._made("tokenizer", self._tokenizer)
+
+    def _generation_config(self) -> GenerationConfig:
         name = "generation_config.json"
         if name in self.files:
             with staged({name: self.files[name]}) as directory:
@@ -39,37 +50,34 @@ class Texts:
         with staged({CONFIG_NAME: self.config}) as directory:
             return GenerationConfig.from_pretrained(directory, config_file_name=CONFIG_NAME, _from_model_config=True)
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Make the tokenizer, never by code that comes with it. Raises UnsupportedCheckpoint."""
-        try:
-            with staged({**self.files, CONFIG_NAME: self.config}) as directory:
-                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                    directory, trust_remote_code=False, local_files_only=True
-                )
-        except (OSError, ValueError, KeyError) as error:
-            why = f"its tokenizer does not load: {str(error).splitlines()[0][:200]}"
-            raise UnsupportedCheckpoint(self.model, why) from None
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        told = json.loads(self.files.get("tokenizer_config.json", b"{}"))
+        elsewhere = [name for name in ("vocab", "merges", "gguf_file") if isinstance(told.get(name), str)]
+        if elsewhere:
+            raise ValueError(f"its config names a file of its own as {elsewhere[0]!r}")
+        local = {"trust_remote_code": False, "local_files_only": True}
+        with staged({**self.files, CONFIG_NAME: self.config}) as directory:
+            config = AutoConfig.from_pretrained(directory, **local)
+            config._name_or_path = self.model  # some tokenizers' classes go by the name
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, config=config, **local)
         tokenizer.name_or_path = self.model
         return tokenizer
 
+    def _made(self, what: str, make: Callable[[], Made]) -> Made:
+        """Make something of the files, which may be anything. Raises UnsupportedCheckpoint."""
+        try:
+            return make()
+        except Exception as error:  # noqa: BLE001 - Rust's, and whatever Python code meets that expects other JSON
+            said = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise UnsupportedCheckpoint(self.model, f"its {what} does not load: {said[:200]}") from None
+
 
 def text_files(names: Sequence[str]) -> tuple[str, ...]:
-    """Return which of these names are of files that `Texts` has. With tokenizer.json, no other has the vocabulary."""
-    configs = (
-        "generation_config.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
+    """Return which of these names are of files that `Texts` has."""
+    known = re.compile(
+        r"generation_config\.json|tokenizer[\w.\-]*\.json|special_tokens_map\.json|added_tokens\.json"
+        r"|chat_template\.(jinja|json)|additional_chat_templates/\w[\w.\-]*\.jinja"
+        r"|vocab\.(json|txt)|merges\.txt|emoji\.json|word_\w+\.json|tekken\.json|dict\.txt|bpe\.codes"
+        r"|\w[\w.\-]*\.(model|tiktoken|spm|tokenizer)"
     )
-    whole = "tokenizer.json"
-    parts = (
-        "vocab.json",
-        "merges.txt",
-        "vocab.txt",
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "tekken.json",
-    )
-    return tuple(name for name in (*configs, *((whole,) if whole in names else parts)) if name in names)
+    return tuple(name for name in names if known.fullmatch(name))

@@ -136,10 +136,10 @@ def _dots(
         return tuple(_dot(code, kind, total, unpacked, each) for total, each in zip(totals, ours, strict=True))
 
     def several(at: str, *totals: str) -> Values:
-        later = code.let(
-            f"add i64 {code.times(at, 32 if weights == 'int8' else 16)}, 2048"
-        )  # else memory stands idle meanwhile
-        code.do(f"call void @llvm.prefetch.p0(ptr {code.at('i8', rows[0], later)}, i32 0, i32 3, i32 1)")
+        size = 32 if weights == "int8" else 16
+        for line in range(0, ahead * size, 64):
+            later = code.let(f"add i64 {code.times(at, size)}, {4096 + line}")  # else memory stands idle meanwhile
+            code.do(f"call void @llvm.prefetch.p0(ptr {code.at('i8', rows[0], later)}, i32 0, i32 3, i32 1)")
         results: Values = ()
         for number in range(ahead):
             mine = totals[number * len(parts) : (number + 1) * len(parts)]

@@ -1,5 +1,6 @@
 """Products with weights in 4 bits by compiled code: torch's bits, with any processor's instructions."""
 
+import subprocess
 import sys
 
 import llvmlite.binding as llvm
@@ -133,6 +134,66 @@ def test_the_rounding_of_arm_compiles():
     module.verify()
     target = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine("generic", "+neon", opt=3)
     assert "uqadd" in target.emit_assembly(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", [IntegerMatrix, FourBitMatrix])
+def test_torchs_default_dtype_does_not_matter(kind, dtype):
+    """It is one for all threads, and `from_pretrained` changes it while it loads."""
+    weight, input = random(40, 96, seed=1), random(9, 96, seed=2)
+    expected = kind.of(weight).multiply(input)
+    torch.set_default_dtype(dtype)
+    try:
+        found = kind.of(weight).multiply(input)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+def test_what_is_not_on_the_cpu_is_refused():
+    matrix, input = IntegerMatrix.of(random(40, 96)), random(2, 96)
+    with pytest.raises(NotImplementedError):
+        matrix.multiply(input.to("meta"))
+    with torch.device("meta"):
+        found = matrix.multiply(input)
+    assert torch.equal(found, matrix.multiply(input))
+
+
+def refuse(*_):
+    raise RuntimeError("LLVM IR parsing error")
+
+
+@pytest.mark.parametrize("where", ["llvmlite.binding.parse_assembly", "llvmlite.binding.initialize_native_target"])
+def test_where_llvmlite_does_not_work_torch_computes(where, monkeypatch):
+    expected = IntegerMatrix.of(random(40, 96)).multiply(random(2, 96))
+    monkeypatch.setattr(where, refuse)
+    found = kernels.__wrapped__()
+    assert found is None
+    monkeypatch.setattr("swarm.model.eightbits.kernels", lambda: found)
+    assert torch.equal(IntegerMatrix.of(random(40, 96)).multiply(random(2, 96)), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that forbids it")
+def test_a_process_that_may_not_make_code_has_no_compiled_kernels():
+    forbid = "import ctypes; print(ctypes.CDLL(None).prctl(65, 1, 0, 0, 0))"  # PR_SET_MDWE
+    code = f"{forbid}\nfrom swarm.model.compiled import kernels\nprint(kernels())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    forbidden, found = done.stdout.split()
+    assert forbidden == "-1" or found == "None"  # kernels before 6.3 do not know it
+
+
+def test_a_thread_that_outlives_the_main_one_goes_on():
+    code = """
+import threading, time, torch
+from swarm.model.eightbits import IntegerMatrix
+def late():
+    time.sleep(0.5)
+    torch.set_num_threads(2)
+    print(IntegerMatrix.of(torch.ones(64, 64)).multiply(torch.ones(2, 64)).sum().item())
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(2 * 64 * 64, rel=1e-3)
 
 
 def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):

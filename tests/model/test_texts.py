@@ -3,12 +3,13 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from swarm.errors import ChecksumMismatch, RootMismatch, UnsupportedCheckpoint
+from swarm.errors import BadConfiguration, ChecksumMismatch, RootMismatch, UnsupportedCheckpoint
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import load_ends
 from swarm.model.texts import text_files
@@ -114,6 +115,62 @@ def test_a_template_that_the_hub_swaps_does_not_match_the_pin(
     hub.add("org/demo", demo, lfs=("tokenizer.json",))
     with pytest.raises(RootMismatch, match="tokenizer, chat template"):
         open_from(root=pin).texts()
+
+
+def test_a_tokenizer_with_files_elsewhere_is_refused(demo: Path) -> None:
+    """What they say could change behind the pin."""
+    (demo / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "vocab": "/tmp/vocab.json"}')
+    with pytest.raises(UnsupportedCheckpoint, match="a file of its own as 'vocab'"):
+        open_checkpoint(demo).texts().tokenizer()
+
+
+def test_further_chat_templates_are_texts_too(hub: Hub, demo: Path, tmp_path: Path) -> None:
+    plain = open_checkpoint(demo).pin
+    (demo / "additional_chat_templates").mkdir()
+    (demo / "additional_chat_templates" / "rag.jinja").write_text("RAG {{ messages[0].content }}")
+    hub.add("org/two", demo)
+    local = open_checkpoint(demo)
+    far = open_checkpoint("org/two", cache_dir=tmp_path / "cache", endpoint=hub.url)
+    assert local.pin == far.pin != plain
+    for checkpoint in (local, far):
+        tokenizer = checkpoint.texts().tokenizer()
+        said = tokenizer.apply_chat_template(MESSAGES, chat_template="rag", tokenize=False)
+        assert said == "RAG def quicksort("
+
+
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": {"type": "Other"}}'),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}'),
+        ("tokenizer_config.json", '{"auto_map": ["x"]}'),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"max_new_tokens": "x"}'),
+        ("generation_config.json", "no JSON"),
+        ("generation_config.json", '{"max_new_tokens": -5}'),
+    ],
+)
+def test_malformed_texts_are_refused_by_name(demo: Path, name: str, contents: str) -> None:
+    (demo / name).write_text(contents)
+    texts = open_checkpoint(demo).texts()
+    with pytest.raises(UnsupportedCheckpoint, match="does not load"):
+        _ = texts.generation_config() if name.startswith("generation") else texts.tokenizer()
+
+
+def test_threads_that_ask_at_once_get_the_same_texts(demo: Path) -> None:
+    checkpoint = open_checkpoint(demo)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: checkpoint.texts(), range(32)))
+    assert len({id(texts) for texts in found}) == 1
+
+
+@pytest.mark.parametrize("pin", ["0" * 64 + "+", "+" + "0" * 64, "A" * 64, "0" * 63, ""])
+def test_a_pin_of_another_form_is_refused(demo: Path, pin: str) -> None:
+    with pytest.raises(BadConfiguration, match="64 hex digits"):
+        open_checkpoint(demo, root=pin)
 
 
 def test_a_checkpoint_without_a_tokenizer_says_so(demo: Path) -> None:

@@ -596,8 +596,8 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
             (
                 "texts are read again for each use",
                 checkpoint,
-                "reading = cache(",
-                "reading = (",
+                "self._found = self._read()",
+                "return self._read()",
                 "test_texts_swapped_after_they_were_read_are_not_used",
             ),
             (
