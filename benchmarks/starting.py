@@ -25,6 +25,7 @@ from common import SEED, Samples, table, write_json
 from load import save_checkpoint
 
 from swarm.blocks import Blocks
+from swarm.model.allocator import keep_free_memory
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.weightcache import WeightCache, WeightCacheLimits
@@ -85,6 +86,7 @@ def compared(starts: dict[str, list[dict[str, float]]], largest: int) -> tuple[l
 def start(folder: str, kind: str, cache: str) -> dict[str, float]:
     """Load a checkpoint's blocks. Returns the seconds, the peak of the process's own memory, and the weights' bytes."""
     torch.set_num_threads(1)
+    keep_free_memory()  # as a server does
     checkpoint = open_checkpoint(folder)  # hashes the files, once
     blocks = Blocks(0, checkpoint.n_blocks)
     quantize = None if kind == "bfloat16" else kind[:4]

@@ -23,7 +23,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from swarm.model.roundingcode import rounding_code
+from swarm.model.integer import IntegerFormat
+from swarm.model.roundingcode import Dtype, int4_code, int8_code
 from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
 
 _log = structlog.get_logger("swarm.compiled")
@@ -62,19 +63,37 @@ class Search:
     errors: Tensor
     nearest: Tensor
     starts: Tensor
-    steps: int
-    least: float
 
 
 class CompiledKernels:
     """The products on this processor, with as many threads as torch has in the caller's thread."""
 
-    def __init__(self, loops_of: Callable[[Weights], "Loops"], rounding: Callable[[int, float], "Rounding"]) -> None:
+    def __init__(
+        self, loops_of: Callable[[Weights], "Loops"], rounding: Callable[[Weights, torch.dtype], "Rounding"]
+    ) -> None:
         self._loops_of, self._rounding = loops_of, rounding
 
-    def rounded(self, weight: Tensor, search: Search) -> tuple[Tensor, Tensor, Tensor]:
-        """Round a matrix to int4: float32 [out, in], to codes, numbers and scales as `fourbits.packed` has them."""
-        round_, weight = self._rounding(search.steps, search.least).round, _plain(weight)
+    def prepare(self, weights: Weights) -> None:
+        """Compile the products. Raises whatever LLVM does."""
+        self._loops_of(weights)
+
+    def rounded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Round a matrix to int8: [out, in], to integers and scales as `eightbits.rounded` has them."""
+        weight = _readable(weight)
+        round_ = self._rounding("int8", weight.dtype).round
+        integers, scales = _new(torch.int8, *weight.shape), _new(torch.float32, len(weight))
+
+        def work(start: int, stop: int) -> None:
+            ours = [_address(each, start) for each in (weight, integers, scales)]
+            round_(*ours, stop - start, weight.shape[1])
+
+        _in_threads(work, len(weight))
+        return integers, scales
+
+    def sought(self, weight: Tensor, search: Search) -> tuple[Tensor, Tensor, Tensor]:
+        """Round a matrix to int4: [out, in], to codes, numbers and scales as `fourbits.packed` has them."""
+        weight = _readable(weight)
+        round_ = self._rounding("int4", weight.dtype).round
         n_outputs, n_inputs = weight.shape
         blocks = -(-n_inputs // 32)
         codes, numbers = (_new(torch.uint8, n_outputs, size * blocks) for size in (16, 2))
@@ -135,33 +154,33 @@ class Rounding:
 
 
 @cache
-def kernels() -> CompiledKernels | None:
-    """Return the kernels; each kind of weights is compiled once in a process.
+def kernels(weights: Weights) -> CompiledKernels | None:
+    """Return the kernels for a kind of weights, compiled once in a process.
 
     None where there are none, or where they do not run: of an old `llvmlite`, or where a process may not make code.
     """
     if not is_installed() or not _may_make_code():
         return None
     try:
-        llvm = importlib.import_module("llvmlite.binding")
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        processor = _processor(llvm)
-        if processor is None:
-            return None
-        found = CompiledKernels(cache(partial(_loops, llvm, processor)), cache(partial(_rounding, llvm, processor)))
-        _try(found)
+        found = _kernels()
+        if found is not None:
+            found.prepare(weights)
     except Exception as error:  # noqa: BLE001 - a library that does not load or compile; torch computes the same bits
-        _log.warning("no compiled products", why=str(error)[:200] or repr(error))
+        _log.warning("no compiled products", weights=weights, why=str(error)[:200] or repr(error))
         return None
     return found
 
 
-def _try(found: CompiledKernels) -> None:
-    """Multiply once: what does not compile raises."""
-    ones = _new(torch.int8, 1, 32).fill_(1), _new(torch.uint8, 0), _new(torch.float32, 1).fill_(1)
-    product = found.multiply(_new(torch.float32, 1, 32).fill_(1), Packed("int8", *ones, chunk=1))
-    assert abs(product.item() - 32) < 0.01
+@cache
+def _kernels() -> CompiledKernels | None:
+    """Return the kernels of this processor, none of which is compiled yet. None: there are no loops for it."""
+    llvm = importlib.import_module("llvmlite.binding")
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    processor = _processor(llvm)
+    if processor is None:
+        return None
+    return CompiledKernels(cache(partial(_loops, llvm, processor)), cache(partial(_rounding, llvm, processor)))
 
 
 def is_installed() -> bool:
@@ -199,10 +218,12 @@ def _loops(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loo
     return Loops(split(at("split")), {tile: multiply(at(f"multiply_{tile}")) for tile in tiles_of(kind)}, engine)
 
 
-def _rounding(llvm: Any, processor: tuple[Kind, str, str], steps: int, least: float) -> Rounding:  # noqa: ANN401
-    """Compile the rounding to int4."""
-    engine = _compiled(llvm, processor[1:], rounding_code(steps, least))
-    types = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 3
+def _rounding(llvm: Any, processor: tuple[Kind, str, str], weights: Weights, dtype: torch.dtype) -> Rounding:  # noqa: ANN401
+    """Compile the rounding to int8 or int4 of weights of a dtype."""
+    code_of, addresses, counts = {"int8": (int8_code, 3, 2), "int4": (int4_code, 8, 3)}[weights]
+    name: Dtype = "bfloat16" if dtype is torch.bfloat16 else "float32"
+    engine = _compiled(llvm, processor[1:], code_of(name, IntegerFormat.weight_steps, IntegerFormat.least))
+    types = [ctypes.c_void_p] * addresses + [ctypes.c_int64] * counts
     return Rounding(ctypes.CFUNCTYPE(None, *types)(engine.get_function_address("round")), engine)
 
 
@@ -213,7 +234,7 @@ def _compiled(llvm: Any, target: Sequence[str], code: str) -> Any:  # noqa: ANN4
     machine = llvm.Target.from_default_triple().create_target_machine(name, features, opt=3, jit=True)
     module.triple, module.data_layout = llvm.get_default_triple(), str(machine.target_data)
     module.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = True
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
@@ -239,10 +260,17 @@ def _new(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as compiled code reads it: float32 in one piece. Raises NotImplementedError off the CPU."""
+    """Return a tensor as compiled products read it: float32, in one piece. Raises NotImplementedError off the CPU."""
+    return _readable(tensor.to(torch.float32))
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Return a tensor of weights as compiled code reads it: float32 or bfloat16, in one piece. Raises as `_plain`."""
     if tensor.device.type != "cpu":
-        raise NotImplementedError(f"compiled products are of tensors on the CPU, not on {tensor.device}")
-    return tensor.to(torch.float32).resolve_neg().contiguous()
+        raise NotImplementedError(f"compiled code takes tensors on the CPU, not on {tensor.device}")
+    if tensor.dtype not in (torch.float32, torch.bfloat16):
+        tensor = tensor.to(torch.float32)
+    return tensor.detach().resolve_neg().contiguous()
 
 
 def _address(tensor: Tensor, row: int) -> int:

@@ -18,7 +18,7 @@ from swarm.model.writing import Layout
 
 def is_supported() -> bool:
     """Whether there are kernels for this processor: torch's, or compiled ones."""
-    return "fbgemm" in torch.backends.quantized.supported_engines or kernels() is not None
+    return "fbgemm" in torch.backends.quantized.supported_engines or kernels("int8") is not None
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,6 +26,12 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Halves go to the even step. The same bits on every processor: division and rounding are IEEE's.
     """
+    compiled = kernels("int8")
+    return _rounded(weight) if compiled is None else compiled.rounded(weight)
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round by torch's operations. What is no number becomes zero, and its scale none."""
     integers = torch.empty(weight.shape, dtype=torch.int8, device="cpu")
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device="cpu")
     rows = max(1, (1 << 20) // weight.shape[1])  # as many as a cache has room for
@@ -33,7 +39,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
         part = weight[start : start + rows].detach().float()
         scale = (part.abs().amax(1) / IntegerFormat.weight_steps).clamp(min=IntegerFormat.least)
         scales[start : start + rows] = scale
-        integers[start : start + rows] = (part / scale[:, None]).round_()
+        integers[start : start + rows] = (part / scale[:, None]).nan_to_num_(0.0).round_()
     return integers, scales
 
 
@@ -45,7 +51,7 @@ class IntegerMatrix(RoundedMatrix):
     def __init__(self, integers: Tensor, scales: Tensor) -> None:
         """integers: int8 [out, in]. scales: float32 [out]."""
         super().__init__(*integers.shape)
-        self._matrix = _TorchMatrix(integers, scales) if kernels() is None else _CompiledMatrix(integers, scales)
+        self._matrix = _TorchMatrix(integers, scales) if kernels("int8") is None else _CompiledMatrix(integers, scales)
 
     @classmethod
     def of(cls, weight: Tensor) -> "IntegerMatrix":
@@ -73,7 +79,7 @@ class IntegerMatrix(RoundedMatrix):
     @staticmethod
     def bytes_of(n_outputs: int, n_inputs: int) -> int:
         """Return the memory of a matrix of this size."""
-        return (_TorchMatrix if kernels() is None else _CompiledMatrix).bytes_of(n_outputs, n_inputs)
+        return (_TorchMatrix if kernels("int8") is None else _CompiledMatrix).bytes_of(n_outputs, n_inputs)
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
@@ -96,7 +102,7 @@ class _CompiledMatrix:
 
     def product(self, rows: Tensor) -> Tensor:
         """Multiply float32 [count, in] -> [count, out]."""
-        compiled = kernels()
+        compiled = kernels("int8")
         assert compiled is not None
         return compiled.multiply(rows, self._packed)
 

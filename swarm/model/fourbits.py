@@ -108,13 +108,8 @@ def _starts() -> Tensor:
 def _search() -> Search:
     """Return the tables for compiled rounding. Errors of more than 16 bits stay at their largest number."""
     errors, nearest = _errors()
-    return Search(
-        errors.clamp(max=(1 << 16) - 1).to(torch.uint16),
-        nearest,
-        _starts(),
-        IntegerFormat.weight_steps,
-        IntegerFormat.least,
-    )
+    saturated = errors.clamp(max=(1 << 16) - 1).to(torch.uint16)
+    return Search(saturated, nearest, _starts())
 
 
 def _numbers(quarters: Tensor) -> Tensor:
@@ -141,15 +136,15 @@ def packed(weight: Tensor, limits: FourBitLimits = FourBitLimits()) -> tuple[Ten
     block are zeros. The same bits on every processor.
     """
     n_outputs, n_inputs = weight.shape
-    blocks, compiled = n_blocks(n_inputs), kernels()
+    blocks, compiled = n_blocks(n_inputs), kernels("int4")
     codes = torch.empty(n_outputs, blocks * FourBitFormat.half, dtype=torch.uint8, device="cpu")
     numbers = torch.empty(n_outputs, 2 * blocks, dtype=torch.uint8, device="cpu")
     scales = torch.empty(n_outputs, dtype=torch.float32, device="cpu")
     rows = max(1, limits.rounded_max // n_inputs)
     for start in range(0, n_outputs, rows):
         some = slice(start, start + rows)
-        part = weight[some].detach().float()
-        parts = _rounded(part) if compiled is None else compiled.rounded(part, _search())
+        part = weight[some]
+        parts = _rounded(part.detach().float()) if compiled is None else compiled.sought(part, _search())
         codes[some], numbers[some], scales[some] = parts
     return codes, numbers, scales
 
@@ -224,7 +219,7 @@ class FourBitMatrix(RoundedMatrix):
 
     def multiply(self, input: Tensor) -> Tensor:
         """Multiply; [..., in] -> [..., out] of the same dtype. Servers do not train: no gradient passes."""
-        rows, compiled = input.reshape(-1, self.n_inputs).float(), kernels()
+        rows, compiled = input.reshape(-1, self.n_inputs).float(), kernels("int4")
         output = self._product(rows) if compiled is None else compiled.multiply(rows, self._matrix)
         return output.to(input.dtype).view(*input.shape[:-1], self.n_outputs)
 

@@ -1,16 +1,20 @@
-"""Writes the loop that rounds weights to int4 in LLVM's language, to the bits of `swarm.model.fourbits`.
+"""Writes the loops that round weights in LLVM's language, to the bits of `swarm.model.eightbits` and `.fourbits`.
 
-A half block's 16 weights are looked up in the errors of 64 tables at once, and 16 rows of 64 errors are added up.
+In int4 a half block's 16 weights are looked up in the errors of 64 tables at once, and the 16 rows are added up.
 Errors have 16 bits and stay at their largest number. So do sums: a table that is chosen has far less.
 """
 
+from typing import Literal
+
 from swarm.model.llvmtext import Code, Values, float32, module_of, order_of
+
+Dtype = Literal["float32", "bfloat16"]
 
 _DECLARED = """
 declare float @llvm.maximum.f32(float, float)
-declare float @llvm.fabs.f32(float)
 declare float @llvm.roundeven.f32(float)
-declare i32 @llvm.fptosi.sat.i32.f32(float)
+declare i16 @llvm.umax.i16(i16, i16)
+declare i32 @llvm.umax.i32(i32, i32)
 declare i32 @llvm.smax.i32(i32, i32)
 declare i32 @llvm.smin.i32(i32, i32)
 declare <16 x i16> @llvm.abs.v16i16(<16 x i16>, i1)
@@ -21,10 +25,36 @@ declare i32 @llvm.umin.i32(i32, i32)
 """
 
 
-def rounding_code(steps: int, least: float) -> str:
-    """Return a module with `round`. steps: of the largest weight of a row. least: the least scale.
+def int8_code(dtype: Dtype, steps: int, least: float) -> str:
+    """Return a module with `round`. dtype: of the weights. steps: of the largest weight of a row. least: a scale.
 
-    rows: float32 [outputs, inputs]. errors: uint16 [8 * steps + 1, 256], of weights in quarters of a step, from the
+    rows: [outputs, inputs]. integers: int8 [outputs, inputs]. scales: float32 [outputs].
+    """
+    code = Code("@round(ptr noalias %rows, ptr noalias %integers, ptr noalias %scales, i64 %outputs, i64 %inputs)")
+
+    def output(at: str) -> Values:
+        first = code.times(at, "%inputs")
+        row = _Row(code, dtype, first)
+        scale = _scale(code, row, steps, least)
+        code.do(f"store float {scale}, ptr {code.at('float', '%scales', at)}, align 4")
+        integers = code.at("i8", "%integers", first)
+
+        def one(index: str) -> Values:
+            integer = _nearest(code, code.let(f"fdiv float {row.number(index)}, {scale}"), steps)
+            code.do(f"store i8 {code.let(f'trunc i32 {integer} to i8')}, ptr {code.at('i8', integers, index)}, align 1")
+            return ()
+
+        code.loop("0", "%inputs", 1, (), one)
+        return ()
+
+    code.loop("0", "%outputs", 1, (), output)
+    return module_of([code.text()], _DECLARED)
+
+
+def int4_code(dtype: Dtype, steps: int, least: float) -> str:
+    """Return a module with `round`. dtype: of the weights. steps: of the largest weight of a row. least: a scale.
+
+    rows: [outputs, inputs]. errors: uint16 [8 * steps + 1, 256], of weights in quarters of a step, from the
     least on. nearest: uint8 [256, 8 * steps + 1], their codes. starts: uint8 [4 * steps + 1], the first size that is
     sought, by a half block's largest weight. quarters: int16 [32 * blocks], to work with. codes, numbers and scales: as
     `fourbits.packed` returns them.
@@ -38,7 +68,7 @@ def rounding_code(steps: int, least: float) -> str:
     padded, row_bytes, row_halves = (code.times("%blocks", size) for size in (32, 16, 2))
 
     def output(at: str) -> Values:
-        row = code.at("float", "%rows", code.times(at, "%inputs"))
+        row = _Row(code, dtype, code.times(at, "%inputs"))
         code_row = code.at("i8", "%codes", code.times(at, row_bytes))
         number_row = code.at("i8", "%numbers", code.times(at, row_halves))
         scale = _scale(code, row, steps, least)
@@ -67,27 +97,60 @@ def rounding_code(steps: int, least: float) -> str:
     return module_of([code.text()], _DECLARED)
 
 
-def _scale(code: Code, row: str, steps: int, least: float) -> str:
-    """Return a row's scale."""
+class _Row:
+    """Numbers of a row of weights."""
+
+    def __init__(self, code: Code, dtype: Dtype, first: str) -> None:
+        """first: the place of the row's first number."""
+        self._code = code
+        self.bits = 32 if dtype == "float32" else 16
+        self._place = code.at(f"i{self.bits}", "%rows", first)
+
+    def size(self, index: str) -> str:
+        """Load a number without its sign, as the integer of its bits: in the order of sizes, and NaN above all."""
+        code, type_ = self._code, f"i{self.bits}"
+        bits = code.let(f"load {type_}, ptr {code.at(type_, self._place, index)}, align {self.bits // 8}")
+        return code.let(f"and {type_} {bits}, {(1 << self.bits - 1) - 1}")
+
+    def number(self, index: str) -> str:
+        """Load a number, as a float32."""
+        code, type_ = self._code, f"i{self.bits}"
+        return self.whole(code.let(f"load {type_}, ptr {code.at(type_, self._place, index)}, align {self.bits // 8}"))
+
+    def whole(self, bits: str) -> str:
+        """Return the float32 of a number's bits."""
+        if self.bits == 16:
+            bits = self._code.let(f"shl i32 {self._code.let(f'zext i16 {bits} to i32')}, 16")
+        return self._code.let(f"bitcast i32 {bits} to float")
+
+
+def _scale(code: Code, row: _Row, steps: int, least: float) -> str:
+    """Return a row's scale. Sizes are compared as integers, of which more fit into a vector."""
+    type_ = f"i{row.bits}"
 
     def larger(index: str, most: str) -> Values:
-        size = code.let(f"call float @llvm.fabs.f32(float {_number(code, row, index)})")
-        return (code.let(f"call float @llvm.maximum.f32(float {most}, float {size})"),)
+        return (code.let(f"call {type_} @llvm.umax.{type_}({type_} {most}, {type_} {row.size(index)})"),)
 
-    (peak,) = code.loop("0", "%inputs", 1, [("float", float32(0))], larger)
-    scale = code.let(f"fdiv float {peak}, {float32(steps)}")
+    (most,) = code.loop("0", "%inputs", 1, [(type_, "0")], larger)
+    scale = code.let(f"fdiv float {row.whole(most)}, {float32(steps)}")
     return code.let(f"call float @llvm.maximum.f32(float {scale}, float {float32(least)})")
 
 
-def _quarters(code: Code, row: str, scale: str, zero: int, padded: str) -> None:
-    """Round a row's weights to quarters of a step, from 0 on, and fill it up. A weight that is no number is zero."""
+def _nearest(code: Code, number: str, most: int) -> str:
+    """Round to the nearest integer, i32, of at most this size. What is no number becomes zero."""
+    rounded = code.let(f"call float @llvm.roundeven.f32(float {number})")
+    is_none = code.let(f"fcmp uno float {rounded}, {rounded}")
+    integer = code.let(f"fptosi float {code.let(f'select i1 {is_none}, float {float32(0)}, float {rounded}')} to i32")
+    inside = code.let(f"call i32 @llvm.smax.i32(i32 {integer}, i32 {-most})")
+    return code.let(f"call i32 @llvm.smin.i32(i32 {inside}, i32 {most})")
+
+
+def _quarters(code: Code, row: _Row, scale: str, zero: int, padded: str) -> None:
+    """Round a row's weights to quarters of a step, from 0 on, and fill it up."""
 
     def one(index: str) -> Values:
-        four = code.let(f"fmul float {code.let(f'fdiv float {_number(code, row, index)}, {scale}')}, {float32(4)}")
-        quarters = code.let(f"call float @llvm.roundeven.f32(float {four})")
-        integer = code.let(f"call i32 @llvm.fptosi.sat.i32.f32(float {quarters})")
-        inside = code.let(f"call i32 @llvm.smax.i32(i32 {integer}, i32 {-zero})")
-        inside = code.let(f"call i32 @llvm.smin.i32(i32 {inside}, i32 {zero})")
+        four = code.let(f"fmul float {code.let(f'fdiv float {row.number(index)}, {scale}')}, {float32(4)}")
+        inside = _nearest(code, four, zero)
         store(index, code.let(f"trunc i32 {code.let(f'add i32 {inside}, {zero}')} to i16"))
         return ()
 
@@ -135,10 +198,6 @@ def _looked_up(code: Code, nearest: str, weights: list[str]) -> str:
         octet = code.let(f"load i8, ptr {code.at('i8', nearest, weight)}, align 1")
         codes = code.let(f"insertelement <16 x i8> {codes}, i8 {octet}, i64 {place}")
     return codes
-
-
-def _number(code: Code, row: str, index: str) -> str:
-    return code.let(f"load float, ptr {code.at('float', row, index)}, align 4")
 
 
 def _loaded(code: Code, type_: str, base: str, index: str) -> str:

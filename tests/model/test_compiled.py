@@ -7,12 +7,13 @@ import llvmlite.binding as llvm
 import pytest
 import torch
 
+from swarm.model import compiled as compiled_module
 from swarm.model import fourbits
 from swarm.model.compiled import Packed, kernels
-from swarm.model.eightbits import IntegerMatrix
+from swarm.model.eightbits import IntegerMatrix, rounded
 from swarm.model.fourbits import FourBitFormat, FourBitMatrix, packed, unsigned
 from swarm.model.integer import joined, products, split
-from swarm.model.roundingcode import rounding_code
+from swarm.model.roundingcode import int4_code, int8_code
 from swarm.model.vectorcode import code_of
 from tests.support.steps import random
 
@@ -33,10 +34,16 @@ def test_compiled_kernels_compute_the_same_bits(kind, n_outputs, n_inputs, rows,
         compiled = matrix.multiply(input)
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr(f"{kind.__module__}.kernels", lambda: None)
+    monkeypatch.setattr(f"{kind.__module__}.kernels", lambda _: None)
     others = kind.restored((n_outputs, n_inputs), matrix.parts)
     assert torch.equal(compiled, others.multiply(input))
     assert all(torch.equal(part, other) for part, other in zip(matrix.parts, others.parts, strict=True))
+
+
+def fresh(monkeypatch, weights):
+    """Return what `kernels` does in a process that has compiled nothing."""
+    monkeypatch.setattr("swarm.model.compiled._kernels", compiled_module._kernels.__wrapped__)
+    return kernels.__wrapped__(weights)
 
 
 def matrices():
@@ -52,27 +59,31 @@ def matrices():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_compiled_rounding_gives_the_same_bits(threads, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("round_", [rounded, packed])
+def test_compiled_rounding_gives_the_same_bits(round_, dtype, threads, monkeypatch):
     torch.set_num_threads(threads)
     try:
-        compiled = [packed(weight) for weight in matrices()]
+        compiled = [round_(weight.to(dtype)) for weight in matrices()]
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr("swarm.model.fourbits.kernels", lambda: None)
-    torchs = [packed(weight) for weight in matrices()]
+    monkeypatch.setattr(f"{round_.__module__}.kernels", lambda _: None)
+    torchs = [round_(weight.to(dtype)) for weight in matrices()]
     for ours, theirs in zip(compiled, torchs, strict=True):
         for part, other in zip(ours, theirs, strict=True):
             assert torch.equal(part.nan_to_num(-1.0), other.nan_to_num(-1.0))
-    assert compiled[-1][2].isfinite().sum() == len(compiled[-1][2]) - 3
+    assert compiled[-1][-1].isfinite().sum() == len(compiled[-1][-1]) - 3
 
 
 @pytest.mark.parametrize("target", [("ssse3", "x86-64", "+ssse3"), ("avx2", "x86-64-v3", "")])
-def test_the_rounding_of_older_processors_gives_the_same_bits(target, monkeypatch):
-    expected = [packed(weight) for weight in matrices()][:-1]
+@pytest.mark.parametrize("round_", [rounded, packed])
+def test_the_rounding_of_older_processors_gives_the_same_bits(round_, target, monkeypatch):
+    expected = [round_(weight) for weight in matrices()][:-1]
     monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
-    monkeypatch.setattr("swarm.model.fourbits.kernels", kernels.__wrapped__)
+    found = fresh(monkeypatch, "int4" if round_ is packed else "int8")
+    monkeypatch.setattr(f"{round_.__module__}.kernels", lambda _: found)
     for weight, parts in zip(matrices(), expected, strict=False):
-        assert all(torch.equal(part, other) for part, other in zip(packed(weight), parts, strict=True))
+        assert all(torch.equal(part, other) for part, other in zip(round_(weight), parts, strict=True))
 
 
 def test_the_least_sum_of_errors_fits_16_bits():
@@ -92,7 +103,7 @@ def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind,
         pytest.skip(f"this processor has no {kind}")
     target = (kind, llvm.get_host_cpu_name(), has.flatten())
     monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
-    compiled = kernels.__wrapped__()
+    compiled = fresh(monkeypatch, weights)
     codes, scales = torch.randint(0, 256, (37, 1200), dtype=torch.uint8), torch.rand(37)
     rows = 100 * random(11, 2400)
     parts, peak = split(rows)
@@ -127,13 +138,14 @@ def test_the_loops_of_arm_compile(weights):
     assert "tbl" in assembly or weights != "int4"
 
 
-def test_the_rounding_of_arm_compiles():
+@pytest.mark.parametrize(("code_of", "instruction"), [(int8_code, "frintn"), (int4_code, "uqadd")])
+def test_the_rounding_of_arm_compiles(code_of, instruction):
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    module = llvm.parse_assembly(rounding_code(127, 2.0**-100))
+    module = llvm.parse_assembly(code_of("bfloat16", 127, 2.0**-100))
     module.verify()
     target = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine("generic", "+neon", opt=3)
-    assert "uqadd" in target.emit_assembly(module)
+    assert instruction in target.emit_assembly(module)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -167,16 +179,16 @@ def refuse(*_):
 def test_where_llvmlite_does_not_work_torch_computes(where, monkeypatch):
     expected = IntegerMatrix.of(random(40, 96)).multiply(random(2, 96))
     monkeypatch.setattr(where, refuse)
-    found = kernels.__wrapped__()
+    found = fresh(monkeypatch, "int8")
     assert found is None
-    monkeypatch.setattr("swarm.model.eightbits.kernels", lambda: found)
+    monkeypatch.setattr("swarm.model.eightbits.kernels", lambda _: found)
     assert torch.equal(IntegerMatrix.of(random(40, 96)).multiply(random(2, 96)), expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that forbids it")
 def test_a_process_that_may_not_make_code_has_no_compiled_kernels():
     forbid = "import ctypes; print(ctypes.CDLL(None).prctl(65, 1, 0, 0, 0))"  # PR_SET_MDWE
-    code = f"{forbid}\nfrom swarm.model.compiled import kernels\nprint(kernels())"
+    code = f"{forbid}\nfrom swarm.model.compiled import kernels\nprint(kernels('int8'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     forbidden, found = done.stdout.split()
     assert forbidden == "-1" or found == "None"  # kernels before 6.3 do not know it
@@ -185,7 +197,7 @@ def test_a_process_that_may_not_make_code_has_no_compiled_kernels():
 def test_a_thread_that_outlives_the_main_one_goes_on():
     code = """
 import threading, time, torch
-from swarm.model.eightbits import IntegerMatrix
+from swarm.model.eightbits import IntegerMatrix, rounded
 def late():
     time.sleep(0.5)
     torch.set_num_threads(2)
@@ -197,6 +209,6 @@ threading.Thread(target=late).start()
 
 
 def test_without_llvmlite_there_are_no_compiled_kernels(monkeypatch):
-    assert kernels() is not None
+    assert kernels("int8") is not None
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    assert kernels.__wrapped__() is None
+    assert fresh(monkeypatch, "int8") is None

@@ -126,7 +126,7 @@ def test_compiled_kernels_compute_the_same_bits(n_outputs, n_inputs, n_groups, r
         compiled = matrix.multiply(input)
     finally:
         torch.set_num_threads(1)
-    monkeypatch.setattr("swarm.model.owncodes.kernels", lambda: None)
+    monkeypatch.setattr("swarm.model.owncodes.kernels", lambda _: None)
     assert torch.equal(compiled, matrix.multiply(input))
 
 
