@@ -1,6 +1,6 @@
 """Reads and writes a frame's plaintext: a JSON header, which is a message, and the tensors that it describes."""
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from swarm.activations import Activations
 from swarm.errors import InvalidMessage
@@ -12,7 +12,8 @@ from swarm.protocol.tensors import decode_tensors, encode_tensor
 HEADER_BYTES_MAX = 32 * 1024
 ALIGNMENT = 16  # the tensors start at a multiple of it, so that they can be used where they lie
 
-_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
+# Names of sessions come once: a cache of 16,384 of them would be memory for nothing.
+_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage, config=ConfigDict(cache_strings="keys"))
 
 
 def encode(message: Message, activations: Activations | None = None) -> list[bytes | memoryview]:
