@@ -9,11 +9,12 @@ tokens; three of ten are cut off at a random moment. For that the checkpoint's c
 more than it was trained for and changes no cost.
 
 All processes that are not killed are watched, their children too. Eight times the load rests: answers under way end,
-kept conversations are as many as before, and memory goes back to the system. What a process has of its own then grows
-by so much per 1,000 generations: the median slope between all pairs of rests (Theil and Sen), without the first two,
-when caches and pools are not yet as large as they get. A generation is an answer of the gateway's, whole or cut off,
-or a text of the client's. Descriptors are compared between the third and the last quarter of all samples. A minute
-after the end no server may have a session.
+and memory goes back to the system. What a process has of its own then grows by so much per 1,000 generations: the
+median slope between all pairs of rests (Theil and Sen), without the first two, when caches and pools are not yet as
+large as they get. Of a server, whose pool holds kept conversations at rest, it is the coefficient of generations beside
+that of the pool's tokens, in a least-squares fit, with twice its standard error. A generation is an answer of the
+gateway's, whole or cut off, or a text of the client's. Descriptors are compared between the third and the last quarter
+of all samples. A minute after the end no server may have a session.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import httpx
+import numpy
 import psutil
 import torch
 from common import SEED, table, write_json
@@ -339,14 +341,26 @@ def free_port() -> int:
 # What grew
 
 
-def growth_mib(samples: Sequence[Sample]) -> float:
-    """Return how many MiB of its own a process has more after 1,000 generations."""
+def growth_mib(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return how many MiB of its own a process has more after 1,000 generations, and how far that may be off."""
+    if all(each.pool is not None for each in samples):
+        return beside_the_pool(samples)
     slopes = [
         1000 * (b.own - a.own) / (b.generations - a.generations) / 2**20
         for a, b in combinations(samples, 2)
         if b.generations > a.generations
     ]
-    return statistics.median(slopes) if slopes else 0.0
+    return statistics.median(slopes) if slopes else 0.0, 0.0
+
+
+def beside_the_pool(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return what generations add where the pool's tokens explain the rest, and twice its standard error."""
+    own = numpy.array([each.own / 2**20 for each in samples])
+    columns = numpy.array([(1.0, each.generations / 1000, sum(each.pool or ()) / 1000) for each in samples])
+    fit, *_ = numpy.linalg.lstsq(columns, own, rcond=None)
+    left = own - columns @ fit
+    variance = left @ left / max(1, len(own) - columns.shape[1]) * numpy.linalg.pinv(columns.T @ columns)[1, 1]
+    return float(fit[1]), 2 * float(variance) ** 0.5
 
 
 def opened(samples: Sequence[Sample]) -> float:
@@ -375,10 +389,11 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
         if len(soak.rested[name]) < RESTS or len(later) < 4:
             continue  # a child that came and went
         rests = soak.rested[name][WARM_RESTS:]
-        grown, more = growth_mib(rests), opened(later)
+        (grown, error), more = growth_mib(rests), opened(later)
         mib = [f"{each.own / 2**20:.0f}" for each in (samples[0], rests[0], rests[-1])]
-        rows.append([name, *mib, f"{grown:+.2f}", str(later[0].descriptors), f"{more:+.0f}"])
-        if grown > GROWTH_MIB_MAX and rests[-1].generations - rests[0].generations >= GENERATIONS_MIN:
+        slope = f"{grown:+.2f}" + (f" ± {error:.2f}" if error else "")
+        rows.append([name, *mib, slope, str(later[0].descriptors), f"{more:+.0f}"])
+        if grown - error > GROWTH_MIB_MAX and rests[-1].generations - rests[0].generations >= GENERATIONS_MIN:
             broken.append(f"{name} grows by {grown:.2f} MiB per 1,000 generations")
         if more > DESCRIPTORS_MAX:
             broken.append(f"{name} has {more:.0f} descriptors more")
@@ -401,7 +416,6 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
     write_json(
         options.json, "soak", options.seed, [], seconds=options.seconds, kills=soak.kills, columns=columns, rows=rows,
         ends=dict(soak.ends), texts=texts, wrong=wrong, left=left, kept=soak.kept, errors=dict(errors), broken=broken,
-        processes={name: [asdict(each) for each in samples] for name, samples in soak.samples.items()},
         rests={name: [asdict(each) for each in samples] for name, samples in soak.rested.items()},
     )  # fmt: skip
     return broken
