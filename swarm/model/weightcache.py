@@ -122,9 +122,7 @@ class WeightCache:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                digest = write_tensors(file, _words(key, part), pieces)
-                file.flush()
-                os.fsync(file.fileno())
+                digest = write_tensors(file, _words(key, part), pieces)  # not synced: a torn file has another digest
             path = folder / f"{part}-{digest}.safetensors"
             partial.replace(path)
         finally:
