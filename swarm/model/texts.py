@@ -55,11 +55,12 @@ class Texts:
         elsewhere = [name for name in ("vocab", "merges", "gguf_file") if isinstance(told.get(name), str)]
         if elsewhere:
             raise ValueError(f"its config names a file of its own as {elsewhere[0]!r}")
-        local = {"trust_remote_code": False, "local_files_only": True}
         with staged({**self.files, CONFIG_NAME: self.config}) as directory:
-            config = AutoConfig.from_pretrained(directory, **local)
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
             config._name_or_path = self.model  # some tokenizers' classes go by the name
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, config=config, **local)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                directory, config=config, trust_remote_code=False, local_files_only=True
+            )
         tokenizer.name_or_path = self.model
         return tokenizer
 
