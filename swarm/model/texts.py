@@ -1,7 +1,7 @@
-"""What turns text into tokens and back, and ends it: a checkpoint's generation config, tokenizer and chat template.
+"""A checkpoint's texts: its tokenizer, which turns text into tokens and back, its chat template and generation config.
 
-Servers need none of it, so the root does not name it: two checkpoints with the same weights have the same servers,
-whatever their tokenizers are. It has a digest of its own. A pin is the root and that digest, with a plus between them.
+Servers need none of them, so the root does not name them: two checkpoints with the same weights have the same servers,
+with any tokenizers. They have a digest of their own. A pin is the root and that digest, with a plus between them.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class Texts:
         """Make something of the files, which may be anything. Raises UnsupportedCheckpoint."""
         try:
             return make()
-        except Exception as error:  # noqa: BLE001 - Rust's, and whatever Python code meets that expects other JSON
+        except Exception as error:  # noqa: BLE001 - Rust's own, and all that Python code raises which expects other JSON
             said = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise UnsupportedCheckpoint(self.model, f"its {what} does not load: {said[:200]}") from None
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from swarm.errors import BadConfiguration, ChecksumMismatch, RootMismatch, UnsupportedCheckpoint
-from swarm.model.checkpoint import Checkpoint, open_checkpoint
+from swarm.model.checkpoint import Checkpoint, ReadOnce, open_checkpoint
 from swarm.model.loading import load_ends
-from swarm.model.texts import text_files
+from swarm.model.texts import Texts, text_files
 from tests.support.hub import Hub
 from tests.support.swarms import DEMO_CHECKPOINT
 
@@ -160,11 +161,15 @@ def test_malformed_texts_are_refused_by_name(demo: Path, name: str, contents: st
         _ = texts.generation_config() if name.startswith("generation") else texts.tokenizer()
 
 
-def test_threads_that_ask_at_once_get_the_same_texts(demo: Path) -> None:
-    checkpoint = open_checkpoint(demo)
+def test_threads_that_ask_at_once_get_the_same_texts() -> None:
+    def read() -> Texts:
+        time.sleep(0.1)  # as long as a disk may take
+        return Texts("demo", b"{}", {})
+
+    texts = ReadOnce(read)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: checkpoint.texts(), range(32)))
-    assert len({id(texts) for texts in found}) == 1
+        found = list(pool.map(lambda _: texts(), range(32)))
+    assert len({id(each) for each in found}) == 1
 
 
 @pytest.mark.parametrize("pin", ["0" * 64 + "+", "+" + "0" * 64, "A" * 64, "0" * 63, ""])
