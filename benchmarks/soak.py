@@ -8,13 +8,13 @@ text is compared with the whole model's. Streams ask the gateway for short and l
 tokens; three of ten are cut off at a random moment. For that the checkpoint's config allows 32,768 positions, which is
 more than it was trained for and changes no cost.
 
-All processes that are not killed are watched, their children too. Eight times the load rests: answers under way end,
-and memory goes back to the system. What a process has of its own then grows by so much per 1,000 generations: the
-median slope between all pairs of rests (Theil and Sen), without the first two, when caches and pools are not yet as
-large as they get. Of a server, whose pool holds kept conversations at rest, it is the coefficient of generations beside
-that of the pool's tokens, in a least-squares fit, with twice its standard error. A generation is an answer of the
-gateway's, whole or cut off, or a text of the client's. Descriptors are compared between the third and the last quarter
-of all samples. A minute after the end no server may have a session.
+All processes that are not killed are watched, their children too. Eight times the load rests, and that time comes on
+top: answers under way and kept conversations end, and memory goes back to the system. What a process has of its own
+then grows by so much per 1,000 generations: the median slope between all pairs of rests (Theil and Sen), without the
+first two, when caches are not yet as large as they get. Of a server, which lends beginnings of prompts at rest, it is
+the coefficient of generations beside that of these tokens, in a least-squares fit, with twice its standard error. A
+generation is an answer of the gateway's, whole or cut off, or a text of the client's. Descriptors are compared between
+the third and the last quarter of all samples. A minute after the end no server may have a session.
 """
 
 import argparse
@@ -61,6 +61,7 @@ GROWTH_MIB_MAX, GENERATIONS_MIN = 1.0, 500  # per 1,000 generations, once there 
 DESCRIPTORS_MAX = 8  # more than before: connections come and go
 CACHE = "512MiB"  # of each server: soon as full of kept prompts as it gets
 KEPT_MB_MAX = 1.0  # of the gateway's memory for each conversation that it keeps
+KEPT_S = 60.0  # idle conversations end in a rest
 QUIET_S = 60.0
 TEXTS, TEXT_TOKENS = 8, 24  # the client's texts
 SAMPLES = 240
@@ -95,7 +96,7 @@ def main() -> None:
         options.seconds, options.streams, options.every = 12.0, 3, 5.0
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-soak-")))
-        running = stack.enter_context(swarm_of(roomy(folder), folder))
+        running = stack.enter_context(swarm_of(roomy(folder), folder, min(KEPT_S, options.seconds / RESTS)))
         soak = Soak(running, options)
         asyncio.run(soak.run())
         broken = report(soak, asyncio.run(soak.left()), options)
@@ -141,8 +142,8 @@ def roomy(folder: Path) -> Path:
 
 
 @contextmanager
-def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
-    """Start everything. The servers know the gateway."""
+def swarm_of(model: Path, folder: Path, kept_s: float) -> Iterator[Running]:
+    """Start everything. The servers know the gateway, which keeps conversations for so long."""
     me = Identity.generate()
     options = ("--dtype", "float32", "--gateway", f"{me.peer_id}=512,500,100000", "--cache-memory", CACHE)
     spawn = multiprocessing.get_context("spawn")
@@ -161,7 +162,7 @@ def swarm_of(model: Path, folder: Path) -> Iterator[Running]:
         arguments = ("--listen", "127.0.0.1:0", *peers, *kept)
         page = LocalProcess("page", "swarm.monitor.cli", arguments, place, dict(os.environ)).wait_ready()
         common = ("--dtype", "float32", "--threads", "1", "--concurrency", "128", "--log-level", "warning")
-        gateway = swarm.start_gateway(*common).wait_ready()
+        gateway = swarm.start_gateway(*common, "--keep-conversations", str(kept_s)).wait_ready()
         given = (str(model), swarm.initial_peers, swarm.network, stop, rests, texts, wrong)
         client = spawn.Process(target=generate, args=given, name="client", daemon=True)
         client.start()
@@ -209,7 +210,10 @@ def generate(
 
 
 class Soak:
-    """Load on a swarm, and samples of its processes. ends: how many answers ended in which way. rested: at rests."""
+    """Load on a swarm, and samples of its processes. ends: how many answers ended in which way. rested: at rests.
+
+    kept: the most conversations that the gateway kept.
+    """
 
     def __init__(self, running: Running, options: argparse.Namespace) -> None:
         self.running = running
@@ -233,16 +237,15 @@ class Soak:
         """Load the swarm until time is over."""
         gateway, rng = self.running.gateway, random.Random(self._options.seed)
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=gateway.ready["url"], timeout=600, limits=limits) as http:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._options.streams):
-                    group.create_task(self._come_and_go(http, random.Random(rng.random())))
-                group.create_task(self._kill())
-                group.create_task(self._rest())
-                while time.monotonic() < self._until:
-                    await asyncio.to_thread(self._sample, self.samples)
-                    await asyncio.sleep(self._options.seconds / SAMPLES)
-            self.kept = gauge((await http.get("/metrics")).text, "conversations_idle")
+        asking = httpx.AsyncClient(base_url=gateway.ready["url"], timeout=600, limits=limits)
+        async with asking as http, asyncio.TaskGroup() as group:
+            for _ in range(self._options.streams):
+                group.create_task(self._come_and_go(http, random.Random(rng.random())))
+            group.create_task(self._kill())
+            group.create_task(self._rest())
+            while time.monotonic() < self._until:
+                await asyncio.to_thread(self._sample, self.samples)
+                await asyncio.sleep(self._options.seconds / SAMPLES)
 
     async def left(self) -> int:
         """End the gateway and the client. Returns the sessions that servers have a minute later, by their logs."""
@@ -262,17 +265,25 @@ class Soak:
 
     async def _rest(self) -> None:
         """Let the load rest from time to time, and sample what processes have then."""
-        rest_s = min(REST_S, self._options.seconds / 2 / RESTS)
         for _ in range(RESTS):
-            await asyncio.sleep(self._options.seconds / RESTS - rest_s)
+            await asyncio.sleep(self._options.seconds / RESTS)
+            began = time.monotonic()
             self._going.clear()
             self.running.rests.set()
-            for _ in range(int(5 * REST_S)):
-                await asyncio.sleep(0.2 * bool(self._under_way))
-            await asyncio.sleep(rest_s)
+            kept = await asyncio.to_thread(self._kept_now)
+            self.kept = max(self.kept, kept)
+            while (self._under_way or kept) and time.monotonic() < began + QUIET_S + KEPT_S:
+                await asyncio.sleep(1.0)
+                kept = await asyncio.to_thread(self._kept_now)
+            await asyncio.sleep(min(REST_S, self._options.seconds / RESTS))
             await asyncio.to_thread(self._sample, self.rested)
+            self._until += time.monotonic() - began
             self.running.rests.clear()
             self._going.set()
+
+    def _kept_now(self) -> float:
+        url = self.running.gateway.ready["url"]
+        return gauge(httpx.get(f"{url}/metrics").text, "conversations_idle")
 
     def _sample(self, samples: defaultdict[str, list[Sample]]) -> None:
         for name, pid in self.running.watched.items():

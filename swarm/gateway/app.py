@@ -32,6 +32,7 @@ from swarm.version import __version__
 class GatewayLimits:
     """Bounds of requests, and of what they leave behind."""
 
+    close_old_s: float = limit(5.0, "s", "conversations that were idle for too long are closed this often")
     give_back_s: float = limit(60.0, "s", "memory that requests have freed goes back to the system this often")
     bodies: BodyLimits = field(default_factory=BodyLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)

@@ -63,6 +63,14 @@ from swarm.version import __version__
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="of the computation")
 @class_options
 @click.option(
+    "--keep-conversations",
+    type=click.FloatRange(0, 86400),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="how long servers keep what an answer took, for the next turn of its conversation",
+)
+@click.option(
     "--step-timeout",
     type=click.FloatRange(1, 86400),
     default=120.0,

@@ -87,9 +87,10 @@ class Conversations:
     async def close_old(self) -> None:
         """Close the sessions that are over a limit, and those of which a step has failed behind the answer's end."""
         limits = self._limits
-        for failed in [kept for kept in self._idle if kept.session.error is not None]:
-            self._idle.remove(failed)
-            await failed.session.close()
+        failed = [kept for kept in self._idle if kept.session.error is not None]
+        self._idle = [kept for kept in self._idle if kept not in failed]  # before another call sees them, too
+        for kept in failed:
+            await kept.session.close()
         while self._idle and (
             self.tokens > limits.tokens_max
             or len(self._idle) > limits.sessions_max

@@ -112,6 +112,11 @@ class Models:
         """Return why each model has no route now; "" for one that has."""
         return await self._routes.reasons(self._checkpoints, self._loaded)
 
+    async def close_old(self) -> None:
+        """Close the conversations of models in memory that no turn has continued for too long."""
+        for resident in self._here():
+            await resident.engine.conversations.close_old()
+
     def watch(self, recorder: Recorder) -> None:
         """Add the figures of the models in memory."""
         recorder.gauge("models", "Models that requests can name.", lambda: len(self._checkpoints))

@@ -27,6 +27,7 @@ from swarm.errors import BadConfiguration
 from swarm.gateway.admission import AdmissionLimits, GenerationLimits
 from swarm.gateway.ahead import DraftUse
 from swarm.gateway.app import Gateway, GatewayLimits, make_app
+from swarm.gateway.conversations import ConversationLimits
 from swarm.gateway.doors import DoorOptions
 from swarm.gateway.engine import EngineLimits, PrefixUse
 from swarm.gateway.following import Following, followed
@@ -85,6 +86,7 @@ def arguments_of(
     dtype: str,
     quality: Quality,
     exact: bool,
+    keep_conversations: float,
     step_timeout: float,
     audit: float,
     threads: int | None,
@@ -116,7 +118,11 @@ def arguments_of(
             admission=AdmissionLimits(running_max=concurrency), generations=GenerationLimits(concurrency)
         ),
         engine=EngineLimits(
-            step_timeout_s=step_timeout, sessions_max=max(60, concurrency + 12), prefixes=prefixes, draft=draft
+            step_timeout_s=step_timeout,
+            sessions_max=max(60, concurrency + 12),
+            conversations=ConversationLimits(idle_s=keep_conversations),
+            prefixes=prefixes,
+            draft=draft,
         ),
     )
 
@@ -158,7 +164,7 @@ async def serve_gateway(arguments: GatewayArguments, ready: Callable[[Ready], No
                 readiness=partial(readiness, models, doors.keys, all_needed=bool(arguments.models)),
                 upstreams=upstreams,
             )
-            await _live(gateway, compute, identity, listening, ready, stop)
+            await _live(gateway, models, compute, identity, listening, ready, stop)
 
 
 def doors_of(arguments: GatewayArguments) -> DoorOptions:
@@ -190,13 +196,14 @@ async def readiness(models: Models, keys: Keys | None, *, all_needed: bool) -> R
 
 async def _live(
     gateway: Gateway,
+    models: Models,
     compute: ComputeThread,
     identity: Identity,
     listening: socket.socket,
     ready: Callable[[Ready], None],
     stop: Stop,
 ) -> None:
-    url, names = url_of(listening), tuple(gateway.models.names)
+    url, names = url_of(listening), tuple(models.names)
 
     def on_started() -> None:
         ready(GatewayReady(peer_id=identity.peer_id, addresses=(), pid=os.getpid(), url=url, models=names))
@@ -205,7 +212,8 @@ async def _live(
     server = WebServer(make_app(gateway), on_started)
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(sockets=[listening]))
-        upkeep = (compute.watch(), _give_back(compute, gateway.limits.give_back_s))
+        limits = gateway.limits
+        upkeep = compute.watch(), _close_old(models, limits.close_old_s), _give_back(compute, limits.give_back_s)
         upkeeping = [group.create_task(each) for each in upkeep]
         await stop.wait()
         _log.info("stopping")
@@ -213,6 +221,13 @@ async def _live(
         await serving
         for task in upkeeping:
             task.cancel()
+
+
+async def _close_old(models: Models, every_s: float) -> NoReturn:
+    """Close conversations in time, for ever: without a request, nothing else would, and servers hold their memory."""
+    while True:
+        await asyncio.sleep(every_s)
+        await models.close_old()
 
 
 async def _give_back(compute: ComputeThread, every_s: float) -> NoReturn:

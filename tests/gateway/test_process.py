@@ -87,6 +87,16 @@ def test_gateway_ends_on_ctrl_c_under_a_stream(tmp_path, swarm):
     assert "Traceback" not in printed
 
 
+def test_conversation_that_no_turn_continues_ends_without_another_request(tmp_path, swarm):
+    def kept():
+        return "swarm_gateway_conversations_idle 1.0" in httpx.get(gateway.url + "/metrics").text
+
+    with running(tmp_path, swarm, "--model", str(DEMO_CHECKPOINT), "--keep-conversations", "2") as gateway:
+        assert gateway.complete().status_code == 200
+        eventually(kept, 10)
+        eventually(lambda: not kept(), 30)
+
+
 @pytest.mark.long
 def test_two_gateways_run_beside_each_other(tmp_path, swarm):
     with running(tmp_path / "one", swarm) as one, running(tmp_path / "other", swarm) as other:
