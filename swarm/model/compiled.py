@@ -25,7 +25,7 @@ from torch import Tensor
 
 from swarm.model.integer import IntegerFormat
 from swarm.model.roundingcode import Dtype, int4_code, int8_code
-from swarm.model.vectorcode import Kind, Weights, code_of, tiles_of
+from swarm.model.vectorcode import Kind, Weights, code_of, octets_of
 
 _log = structlog.get_logger("swarm.compiled")
 
@@ -113,35 +113,42 @@ class CompiledKernels:
         loops, rows = self._loops_of(matrix.weights), _plain(rows)
         (positions, n_inputs), (n_outputs, octets) = rows.shape, matrix.codes.shape
         blocks = octets // (32 if matrix.weights == "int8" else 16)
-        chunks = -(-blocks // matrix.chunk)
-        parts, sums = _new(torch.int8, positions, 2, 32 * blocks), _new(torch.int32, positions, 2, chunks)
+        chunks, padded = -(-blocks // matrix.chunk), -(-blocks // 2) * 64
+        parts, sums = _new(torch.int8, positions, 2 * padded), _new(torch.int32, chunks, positions, 2)
         factors, output = _new(torch.float32, positions), _new(torch.float32, positions, n_outputs)
-        given = (each.data_ptr() for each in (rows, parts, sums, factors))
-        loops.split(*given, positions, n_inputs, 32 * blocks, 32 * matrix.chunk)
+        sections, first = [], 0  # of positions that go together
+        for tile, multiply in loops.multiply.items():
+            if groups := (positions - first) // tile:
+                theirs = [_address(each, first) for each in (parts, sums[0], factors)]
+                sizes = (n_inputs, padded, 32 * matrix.chunk, tile, loops.octets[tile], 2 * positions)
+                loops.split(_address(rows, first), *theirs, groups * tile, *sizes)
+                sections.append((multiply, groups, [*theirs, _address(output, first)]))
+                first += groups * tile
         tables = 0 if matrix.tables is None else matrix.tables.data_ptr()
 
         def work(start: int, stop: int) -> None:
             ours = [_address(each, start) for each in (matrix.codes, matrix.numbers, matrix.scales)]
-            first = 0
-            for tile, multiply in loops.multiply.items():
-                groups = (positions - first) // tile
-                if groups:
-                    theirs = [_address(each, first) for each in (parts, sums, factors, output)]
-                    theirs[-1] += start * output.element_size()
-                    sizes = (groups, stop - start, blocks, matrix.chunk, n_outputs)
-                    multiply(*ours, tables, *theirs, *sizes)
-                    first += groups * tile
+            for multiply, groups, (*theirs, results) in sections:
+                sizes = (groups, stop - start, blocks, matrix.chunk, padded, 2 * positions, n_outputs)
+                multiply(*ours, tables, *theirs, results + start * output.element_size(), *sizes)
 
-        _in_threads(work, n_outputs)
+        def in_pieces(start: int, stop: int) -> None:
+            """Do it for so many outputs at once that their weights stay in a core's cache while all positions pass."""
+            most = max(16, (1 << 18) // octets) if positions > max(loops.multiply) else n_outputs
+            for first in range(start, stop, most):
+                work(first, min(first + most, stop))
+
+        _in_threads(in_pieces, n_outputs)
         return output
 
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """Loops of `swarm.model.vectorcode`. multiply: by the number of positions. engine: owns their code."""
+    """Loops of `swarm.model.vectorcode`. multiply, octets: by the number of positions. engine: owns their code."""
 
     split: Callable[..., None]
     multiply: Mapping[int, Callable[..., None]]
+    octets: Mapping[int, int]
     engine: object
 
 
@@ -213,9 +220,10 @@ def _loops(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loo
     kind, *target = processor
     engine = _compiled(llvm, target, code_of(weights, kind))
     address, count = ctypes.c_void_p, ctypes.c_int64
-    split, multiply = (ctypes.CFUNCTYPE(None, *[address] * a, *[count] * b) for a, b in ((4, 4), (8, 5)))
+    split, multiply = (ctypes.CFUNCTYPE(None, *[address] * a, *[count] * b) for a, b in ((4, 7), (8, 7)))
     at = engine.get_function_address
-    return Loops(split(at("split")), {tile: multiply(at(f"multiply_{tile}")) for tile in tiles_of(kind)}, engine)
+    loops = {tile: multiply(at(f"multiply_{tile}")) for tile in octets_of(kind)}
+    return Loops(split(at("split")), loops, octets_of(kind), engine)
 
 
 def _rounding(llvm: Any, processor: tuple[Kind, str, str], weights: Weights, dtype: torch.dtype) -> Rounding:  # noqa: ANN401

@@ -27,6 +27,12 @@ class Code:
         """Return the address of an element."""
         return self.let(f"getelementptr {type_}, ptr {base}, i64 {index}")
 
+    def splat(self, type_: str, value: str, count: int) -> str:
+        """Return a vector that has a value `count` times."""
+        first = self.let(f"insertelement <{count} x {type_}> poison, {type_} {value}, i64 0")
+        vector = f"<{count} x {type_}>"
+        return self.let(f"shufflevector {vector} {first}, {vector} poison, <{count} x i32> zeroinitializer")
+
     def times(self, a: str, b: str | int) -> str:
         """Multiply two numbers of 64 bits."""
         return self.let(f"mul i64 {a}, {b}")

@@ -4,7 +4,8 @@ A loop unpacks 32 weights of an output into a vector of octets, once, and multip
 positions, whose sums each have a register. Processors have instructions for dot products of octets without a sign, here
 the weights, and octets with one:
 
-    avx512vnni, avxvnni    vpdpbusd           adds up four products in 32 bits; the former has 32 registers, not 16
+    avx512vnni, avxvnni    vpdpbusd           adds up four products in 32 bits; the former has 32 registers, not 16,
+                                              and for many positions takes 64 octets at once
     avx2                   vpmaddubsw, ...    adds up two in 16 bits: 2 * 255 * 63 < 2^15, so activations have 7 bits
     ssse3, neon            plain vectors      LLVM takes what the processor has
 
@@ -14,161 +15,253 @@ one after the other.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from swarm.model.llvmtext import Code, Values, float32, module_of, order_of
+from swarm.model.splitcode import split_code
 
 Kind = Literal["avx512vnni", "avxvnni", "avx2", "ssse3", "neon"]
 Weights = Literal["int8", "int4", "own4"]
 
 _DECLARED = """
 declare <8 x i32> @llvm.x86.avx512.vpdpbusd.256(<8 x i32>, <32 x i8>, <32 x i8>)
+declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)
 declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)
 declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
 declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)
 declare <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8>, <16 x i8>)
 declare <16 x i8> @llvm.aarch64.neon.tbl1.v16i8(<16 x i8>, <16 x i8>)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)
-declare float @llvm.maximum.f32(float, float)
-declare float @llvm.fabs.f32(float)
-declare float @llvm.roundeven.f32(float)
-declare i8 @llvm.fptosi.sat.i8.f32(float)
 """
 
 
-def tiles_of(kind: Kind) -> tuple[int, ...]:
-    """Return for how many positions at once there are loops, most first: their sums and the weights fit registers."""
-    return (8, 4, 2, 1) if kind == "avx512vnni" else (4, 2, 1)
+def octets_of(kind: Kind) -> dict[int, int]:
+    """Return for how many positions at once there are loops, most first, and how many inputs a vector has in each.
+
+    Sums and weights of so many positions fit into registers, and their activations into a cache.
+    """
+    return {4: 64 if kind == "avx512vnni" else 32, 2: 32, 1: 32}
 
 
 def code_of(weights: Weights, kind: Kind) -> str:
-    """Return a module with `split`, and with `multiply_N` for N positions at once, N of `tiles_of`."""
-    functions = [_split()] + [_multiply(weights, kind, tile) for tile in tiles_of(kind)]
-    return module_of(functions, _DECLARED)
-
-
-def _multiply(weights: Weights, kind: Kind, tile: int) -> str:
-    """Write the loop for groups of `tile` positions: all outputs for the first group, then for the next.
-
-    blocks: of 32 inputs, of a row of weights. chunk: how many of them are added up as integers. parts: int8 [positions,
-    2, 32 * blocks], high and low. sums: int32 [positions, 2, chunks] of them. factors: float32 [positions]. output:
-    float32, a position's first number `stride` behind that of the one before.
-    """
-    code = Code(
-        f"@multiply_{tile}(ptr noalias %weights, ptr noalias %numbers, ptr noalias %scales, ptr noalias %table, "
-        "ptr noalias %parts, ptr noalias %sums, ptr noalias %factors, ptr noalias %output, "
-        "i64 %groups, i64 %outputs, i64 %blocks, i64 %chunk, i64 %stride)"
+    """Return a module with `split`, and with `multiply_N` for N positions at once, N of `octets_of`."""
+    return (
+        split_code() + "\n" + module_of([_Products(weights, kind, each).text() for each in octets_of(kind)], _DECLARED)
     )
-    rows = range(2 * tile)
-    row_bytes = code.times("%blocks", 32 if weights == "int8" else 16)
-    part_bytes = code.times("%blocks", 32)
-    rounded_up = code.let("add i64 %blocks, %chunk")
-    chunks = code.let(f"udiv i64 {code.let(f'sub i64 {rounded_up}, 1')}, %chunk")
-    per_output = code.times("%blocks", 2) if weights == "int4" else chunks
 
-    def group(at: str) -> Values:
-        first = code.times(at, tile)
-        first_row = code.times(first, 2)
-        parts = [
-            code.at("i8", "%parts", code.times(code.let(f"add i64 {first_row}, {row}"), part_bytes)) for row in rows
-        ]
-        sums = [code.at("i32", "%sums", code.times(code.let(f"add i64 {first_row}, {row}"), chunks)) for row in rows]
 
-        def one(output: str) -> Values:
-            weight_row = code.at("i8", "%weights", code.times(output, row_bytes))
-            number_row = code.at("i8", "%numbers", code.times(output, per_output))
-            scale_row = code.at("float", "%scales", code.times(output, chunks) if weights == "own4" else output)
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """An output's number, and the addresses of its row of weights, of numbers and of scales."""
 
-            def part(chunk: str, *totals: str) -> Values:
-                start = code.times(chunk, "%chunk")
-                end = code.let(f"add i64 {start}, %chunk")
-                stop = code.let(f"select i1 {code.let(f'icmp ult i64 {end}, %blocks')}, i64 {end}, i64 %blocks")
-                exact = _dots(code, weights, kind, parts, (weight_row, number_row), (start, stop))
-                if weights == "own4":
-                    zero = code.let(f"load i8, ptr {code.at('i8', number_row, chunk)}, align 1")
-                    above = code.let(f"zext i8 {zero} to i32")
-                    scale = code.let(f"load float, ptr {code.at('float', scale_row, chunk)}, align 4")
-                results = []
-                for total, sum_, of_row in zip(totals, exact, sums, strict=True):
-                    told = code.let(f"load i32, ptr {code.at('i32', of_row, chunk)}, align 4")
-                    less = code.let(f"mul i32 {told}, {above if weights == 'own4' else 128}")
-                    number = code.let(f"sitofp i32 {code.let(f'sub i32 {sum_}, {less}')} to float")
-                    if weights == "own4":
-                        number = code.let(f"fmul float {number}, {scale}")
-                    results.append(code.let(f"fadd float {total}, {number}"))
-                return tuple(results)
+    number: str
+    weights: str
+    numbers: str
+    scales: str
 
-            totals = code.loop("0", chunks, 1, [("float", "0.0")] * len(rows), part)
-            if weights != "own4":
-                scale = code.let(f"load float, ptr {scale_row}, align 4")
-                totals = tuple(code.let(f"fmul float {total}, {scale}") for total in totals)
-            for number, (high, low) in enumerate(zip(totals[::2], totals[1::2], strict=True)):
-                position = code.let(f"add i64 {first}, {number}")
-                factor = code.let(f"load float, ptr {code.at('float', '%factors', position)}, align 4")
-                less = code.let(f"fmul float {low}, {float32(1 / 126)}")
-                both = code.let(f"fmul float {code.let(f'fadd float {less}, {high}')}, {factor}")
-                place = code.let(f"add i64 {code.times(position, '%stride')}, {output}")
-                code.do(f"store float {both}, ptr {code.at('float', '%output', place)}, align 4")
+
+class _Products:
+    """Writes the loop for groups of `tile` positions: all outputs for the first group, then for the next.
+
+    blocks: of 32 inputs, of a row of weights. chunk: how many of them are added up as integers. parts: int8, of each
+    position 2 * `padded`, high and low, as `split` lays them. sums: int32 [chunks, positions, 2] of them, those of a
+    chunk `rows` behind those of the one before. factors: float32 [positions]. output: float32, a position's first
+    number `stride` behind that of the one before.
+    """
+
+    def __init__(self, weights: Weights, kind: Kind, tile: int) -> None:
+        self._weights, self._kind, self._tile, self._rows = weights, kind, tile, 2 * tile
+        self._octets = octets_of(kind)[tile]
+        self._integers, self._floats = f"<{self._rows} x i32>", f"<{self._rows} x float>"
+        self._code = code = Code(
+            f"@multiply_{tile}(ptr noalias %weights, ptr noalias %numbers, ptr noalias %scales, ptr noalias %table, "
+            "ptr noalias %parts, ptr noalias %sums, ptr noalias %factors, ptr noalias %output, "
+            "i64 %groups, i64 %outputs, i64 %blocks, i64 %chunk, i64 %padded, i64 %rows, i64 %stride)"
+        )
+        self._row_bytes = code.times("%blocks", self._block_bytes)
+        rounded_up = code.let("add i64 %blocks, %chunk")
+        self._chunks = code.let(f"udiv i64 {code.let(f'sub i64 {rounded_up}, 1')}, %chunk")
+        self._numbers = code.times("%blocks", 2) if weights == "int4" else self._chunks
+
+    @property
+    def _block_bytes(self) -> int:
+        return 32 if self._weights == "int8" else 16
+
+    def text(self) -> str:
+        """Return the function."""
+        code, at_once = self._code, self._octets // 32  # outputs: activations are loaded once for all
+        group_bytes = code.times("%padded", self._rows)
+        whole = code.times(code.let(f"udiv i64 %outputs, {at_once}"), at_once)
+
+        def group(at: str) -> Values:
+            first, parts = code.times(at, self._tile), code.at("i8", "%parts", code.times(at, group_bytes))
+
+            def some(output: str, count: int) -> Values:
+                outputs = [self._output(code.let(f"add i64 {output}, {more}")) for more in range(count)]
+                for each, total in zip(outputs, self._totals(first, parts, outputs), strict=True):
+                    self._store(first, each, total)
+                return ()
+
+            code.loop("0", whole, at_once, (), lambda output: some(output, at_once))
+            if at_once > 1:
+                code.loop(whole, "%outputs", 1, (), lambda output: some(output, 1))
             return ()
 
-        code.loop("0", "%outputs", 1, (), one)
-        return ()
+        code.loop("0", "%groups", 1, (), group)
+        return code.text()
 
-    code.loop("0", "%groups", 1, (), group)
-    return code.text()
+    def _output(self, number: str) -> _Output:
+        code = self._code
+        scales = code.times(number, self._chunks) if self._weights == "own4" else number
+        weights = code.at("i8", "%weights", code.times(number, self._row_bytes))
+        numbers = code.at("i8", "%numbers", code.times(number, self._numbers))
+        return _Output(number, weights, numbers, code.at("float", "%scales", scales))
+
+    def _totals(self, first: str, parts: str, outputs: Sequence[_Output]) -> Values:
+        """Multiply whole rows. Returns each output's totals, in float32, before its only scale."""
+        code, integers, floats = self._code, self._integers, self._floats
+        sums = code.at("i32", "%sums", code.times(first, 2))
+
+        def chunk(number: str, *totals: str) -> Values:
+            start = code.times(number, "%chunk")
+            end = code.let(f"add i64 {start}, %chunk")
+            stop = code.let(f"select i1 {code.let(f'icmp ult i64 {end}, %blocks')}, i64 {end}, i64 %blocks")
+            exact = self._dots(parts, outputs, start, stop)
+            told = code.let(f"load {integers}, ptr {code.at('i32', sums, code.times(number, '%rows'))}, align 4")
+            results = []
+            for output, total, sum_ in zip(outputs, totals, exact, strict=True):
+                less = code.let(f"mul {integers} {told}, {self._above(output, number)}")
+                numbers = code.let(f"sitofp {integers} {code.let(f'sub {integers} {sum_}, {less}')} to {floats}")
+                if self._weights == "own4":
+                    numbers = code.let(f"fmul {floats} {numbers}, {self._scale(output, number)}")
+                results.append(code.let(f"fadd {floats} {total}, {numbers}"))
+            return tuple(results)
+
+        return code.loop("0", self._chunks, 1, [(floats, "zeroinitializer")] * len(outputs), chunk)
+
+    def _above(self, output: _Output, chunk: str) -> str:
+        """Return how far weights without a sign are above those with one."""
+        if self._weights != "own4":
+            return "splat (i32 128)"
+        zero = self._code.let(f"load i8, ptr {self._code.at('i8', output.numbers, chunk)}, align 1")
+        return self._code.splat("i32", self._code.let(f"zext i8 {zero} to i32"), self._rows)
+
+    def _scale(self, output: _Output, chunk: str) -> str:
+        scale = self._code.let(f"load float, ptr {self._code.at('float', output.scales, chunk)}, align 4")
+        return self._code.splat("float", scale, self._rows)
+
+    def _store(self, first: str, output: _Output, totals: str) -> None:
+        """Join high and low parts of the group's positions, and write what they are."""
+        code, floats, half = self._code, self._floats, f"<{self._tile} x float>"
+        if self._weights != "own4":
+            totals = code.let(f"fmul {floats} {totals}, {self._scale(output, '0')}")
+        orders = [order_of(range(which, self._rows, 2), self._tile) for which in (0, 1)]
+        both = f"shufflevector {floats} {totals}, {floats} poison, <{self._tile} x i32>"
+        high, low = (code.let(f"{both} {order}") for order in orders)
+        less = code.let(f"fmul {half} {low}, splat (float {float32(1 / 126)})")
+        factors = code.let(f"load {half}, ptr {code.at('float', '%factors', first)}, align 4")
+        results = code.let(f"fmul {half} {code.let(f'fadd {half} {less}, {high}')}, {factors}")
+        for number in range(self._tile):
+            position = code.let(f"add i64 {first}, {number}")
+            place = code.let(f"add i64 {code.times(position, '%stride')}, {output.number}")
+            value = code.let(f"extractelement {half} {results}, i64 {number}")
+            code.do(f"store float {value}, ptr {code.at('float', '%output', place)}, align 4")
+
+    def _dots(self, parts: str, outputs: Sequence[_Output], start: str, stop: str) -> list[str]:
+        """Multiply blocks of some outputs' weights by a group's activations. Returns each output's sums.
+
+        Few rows take several blocks at once: a sum waits for the one before, and there are others to work on meanwhile.
+        """
+        code, octets, count = self._code, self._octets, self._rows * len(outputs)
+        ahead = max(1, 8 // self._rows)
+        step, sums = ahead * octets // 32, f"<{octets // 4} x i32>"
+
+        def several(at: str, *totals: str) -> Values:
+            for output, line in product(outputs, range(0, step * self._block_bytes, 64)):
+                later = code.let(
+                    f"add i64 {code.times(at, self._block_bytes)}, {4096 + line}"
+                )  # else memory stands idle
+                place = code.at("i8", output.weights, later)
+                code.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
+            results: Values = ()
+            for number in range(ahead):
+                mine = totals[number * count : (number + 1) * count]
+                results += self._block(parts, outputs, code.let(f"add i64 {at}, {number}"), mine, octets)
+            return results
+
+        def single(at: str, *totals: str) -> Values:
+            if octets == 32:
+                return self._block(parts, outputs, at, totals, 32)
+            eights = self._block(parts, outputs, at, ["zeroinitializer"] * count, 32)
+            order = f"<16 x i32> {order_of(range(16), 16)}"
+            more = [code.let(f"shufflevector <8 x i32> {each}, <8 x i32> zeroinitializer, {order}") for each in eights]
+            return tuple(code.let(f"add {sums} {one}, {other}") for one, other in zip(totals, more, strict=True))
+
+        totals: Values = ("zeroinitializer",) * count
+        if octets == 64:  # a vector's first block is an even one
+            odd = code.let(f"add i64 {start}, {code.let(f'and i64 {start}, 1')}")
+            totals = code.loop(start, odd, 1, [(sums, total) for total in totals], single)
+            start = odd
+        blocks = code.let(f"sub i64 {stop}, {start}")
+        even = code.let(f"add i64 {start}, {code.let(f'and i64 {blocks}, {-step}')}")
+        carried = [*totals, *["zeroinitializer"] * count * (ahead - 1)]
+        totals = code.loop(start, even, step, [(sums, total) for total in carried], several)
+        while len(totals) > count:
+            pairs = zip(totals[:count], totals[count : 2 * count], strict=True)
+            totals = (*(code.let(f"add {sums} {one}, {other}") for one, other in pairs), *totals[2 * count :])
+        if step > 1:
+            totals = code.loop(even, stop, 1, [(sums, total) for total in totals], single)
+        return [_summed(code, totals[at : at + self._rows], octets // 4) for at in range(0, count, self._rows)]
+
+    def _block(self, parts: str, outputs: Sequence[_Output], at: str, totals: Sequence[str], size: int) -> Values:
+        """Multiply 32 or 64 inputs. Returns totals with these added: an output's rows, then those of the next."""
+        code, results = self._code, list(totals)
+        unpacked = [_unpacked(code, self._weights, self._kind, output, at, size) for output in outputs]
+        half = code.let(f"and i64 {at}, {1 if size < self._octets else 0}")  # the second half of a vector's inputs
+        before = code.times(code.let(f"sub i64 {at}, {half}"), self._rows * 32)
+        first = code.at("i8", parts, code.let(f"add i64 {before}, {code.times(half, 32)}"))
+        for row in range(self._rows):
+            ours = code.let(f"load <{size} x i8>, ptr {code.at('i8', first, str(row * self._octets))}, align 1")
+            for output, theirs in enumerate(unpacked):
+                which = output * self._rows + row
+                results[which] = _dot(code, self._kind, totals[which], theirs, ours, size)
+        return tuple(results)
 
 
-def _dots(
-    code: Code, weights: Weights, kind: Kind, parts: Sequence[str], rows: tuple[str, str], range_: tuple[str, str]
-) -> Values:
-    """Multiply blocks of an output's weights by rows of activations. Returns the sums, i32.
+def _summed(code: Code, vectors: Sequence[str], lanes: int) -> str:
+    """Add up each vector's numbers. Returns one vector, with a sum for each: two, four, ... of them, `lanes` at most.
 
-    Few rows take several blocks at once: a sum waits for the one before, and there are others to work on meanwhile.
+    Even and odd numbers are added at a time: of two vectors, whose sums lie in one then, or of the one that is left.
     """
-    start, stop = range_
-    ahead = max(1, 8 // len(parts))
-
-    def block(at: str, totals: Sequence[str]) -> Values:
-        unpacked = _unpacked(code, weights, kind, rows, at)
-        place = code.times(at, 32)
-        ours = (code.let(f"load <32 x i8>, ptr {code.at('i8', part, place)}, align 1") for part in parts)
-        return tuple(_dot(code, kind, total, unpacked, each) for total, each in zip(totals, ours, strict=True))
-
-    def several(at: str, *totals: str) -> Values:
-        size = 32 if weights == "int8" else 16
-        for line in range(0, ahead * size, 64):
-            later = code.let(f"add i64 {code.times(at, size)}, {4096 + line}")  # else memory stands idle meanwhile
-            code.do(f"call void @llvm.prefetch.p0(ptr {code.at('i8', rows[0], later)}, i32 0, i32 3, i32 1)")
-        results: Values = ()
-        for number in range(ahead):
-            mine = totals[number * len(parts) : (number + 1) * len(parts)]
-            results += block(code.let(f"add i64 {at}, {number}"), mine)
-        return results
-
-    zero = ("<8 x i32>", "zeroinitializer")
-    count = code.let(f"sub i64 {stop}, {start}")
-    even = code.let(f"add i64 {start}, {code.let(f'and i64 {count}, {-ahead}')}")
-    many = code.loop(start, even, ahead, [zero] * len(parts) * ahead, several)
-    totals = []
-    for number in range(len(parts)):
-        total = many[number]
-        for other in many[number + len(parts) :: len(parts)]:
-            total = code.let(f"add <8 x i32> {total}, {other}")
-        totals.append(total)
-    if ahead > 1:
-        carried = [("<8 x i32>", total) for total in totals]
-        totals = list(code.loop(even, stop, 1, carried, lambda at, *sums: block(at, sums)))
-    return tuple(code.let(f"call i32 @llvm.vector.reduce.add.v8i32(<8 x i32> {total})") for total in totals)
+    left = lanes  # numbers that are to be added for each sum
+    while left > 1:
+        left //= 2
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], "poison")]
+        size = lanes if len(vectors) > 1 else lanes // 2
+        vectors = []
+        for one, other in pairs:
+            halves = []
+            for which in (0, 1):
+                order = f"<{size} x i32> {order_of(range(which, 2 * size, 2), size)}"
+                both = f"<{lanes} x i32> {one}, <{lanes} x i32> {other}, {order}"
+                halves.append(code.let(f"shufflevector {both}"))
+            vectors.append(code.let(f"add <{size} x i32> {halves[0]}, {halves[1]}"))
+        lanes = size
+    return vectors[0]
 
 
-def _unpacked(code: Code, weights: Weights, kind: Kind, rows: tuple[str, str], block: str) -> str:
-    """Unpack 32 weights, each as an octet without a sign: 128 more than a step, or a code of the checkpoint's own."""
-    weight_row, number_row = rows
+def _unpacked(code: Code, weights: Weights, kind: Kind, output: _Output, block: str, octets: int) -> str:
+    """Unpack 32 or 64 weights, each as an octet without a sign: 128 more than a step, or a code of the checkpoint's."""
     if weights == "int8":
-        steps = code.let(f"load <32 x i8>, ptr {code.at('i8', weight_row, code.times(block, 32))}, align 1")
-        return code.let(f"xor <32 x i8> {steps}, splat (i8 -128)")
-    both = code.let(f"load <16 x i8>, ptr {code.at('i8', weight_row, code.times(block, 16))}, align 1")
+        steps = code.let(f"load <{octets} x i8>, ptr {code.at('i8', output.weights, code.times(block, 32))}, align 1")
+        return code.let(f"xor <{octets} x i8> {steps}, splat (i8 -128)")
+    if octets == 64:
+        near = _unpacked(code, weights, kind, output, block, 32)
+        far = _unpacked(code, weights, kind, output, code.let(f"add i64 {block}, 1"), 32)
+        return code.let(f"shufflevector <32 x i8> {near}, <32 x i8> {far}, <64 x i32> {order_of(range(64), 64)}")
+    both = code.let(f"load <16 x i8>, ptr {code.at('i8', output.weights, code.times(block, 16))}, align 1")
     low = code.let(f"and <16 x i8> {both}, splat (i8 15)")
     high = code.let(f"lshr <16 x i8> {both}, splat (i8 4)")
     in_turn = [half + 16 * which for half in range(16) for which in (0, 1)]
@@ -178,7 +271,7 @@ def _unpacked(code: Code, weights: Weights, kind: Kind, rows: tuple[str, str], b
         return codes
     halves = []
     for number in range(2):
-        place = code.at("i8", number_row, code.let(f"add i64 {code.times(block, 2)}, {number}"))
+        place = code.at("i8", output.numbers, code.let(f"add i64 {code.times(block, 2)}, {number}"))
         row = code.let(f"zext i8 {code.let(f'load i8, ptr {place}, align 1')} to i64")
         halves.append(code.let(f"load <16 x i8>, ptr {code.at('[16 x i8]', '%table', row)}, align 16"))
     joined = f"<32 x i32> {order_of(range(32))}"
@@ -191,11 +284,12 @@ def _unpacked(code: Code, weights: Weights, kind: Kind, rows: tuple[str, str], b
     return code.let(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> {steps}, <32 x i8> {codes})")
 
 
-def _dot(code: Code, kind: Kind, total: str, weights: str, activations: str) -> str:
-    """Add the products of 32 weights and 32 activations to a vector of eight sums."""
+def _dot(code: Code, kind: Kind, total: str, weights: str, activations: str, octets: int) -> str:
+    """Add the products of weights and activations to a vector with a sum for every four of them."""
     if kind in ("avx512vnni", "avxvnni"):
-        arguments = f"<8 x i32> {total}, <32 x i8> {weights}, <32 x i8> {activations}"
-        return code.let(f"call <8 x i32> @llvm.x86.avx512.vpdpbusd.256({arguments})")
+        sums, bits = f"<{octets // 4} x i32>", 8 * octets
+        arguments = f"{sums} {total}, <{octets} x i8> {weights}, <{octets} x i8> {activations}"
+        return code.let(f"call {sums} @llvm.x86.avx512.vpdpbusd.{bits}({arguments})")
     if kind == "avx2":
         arguments = f"<32 x i8> {weights}, <32 x i8> {activations}"
         pairs = code.let(f"call <16 x i16> @llvm.x86.avx2.pmadd.ub.sw({arguments})")
@@ -209,69 +303,3 @@ def _dot(code: Code, kind: Kind, total: str, weights: str, activations: str) -> 
         eight = code.let(f"shufflevector <32 x i16> {products}, <32 x i16> poison, <8 x i32> {indices}")
         total = code.let(f"add <8 x i32> {total}, {code.let(f'sext <8 x i16> {eight} to <8 x i32>')}")
     return total
-
-
-def _split() -> str:
-    """Write the rounding of activations to two parts of 7 bits, as `swarm.model.integer.split` does it.
-
-    rows: float32 [positions, inputs]. parts, sums, factors: as `multiply_N` takes them, zeros behind a row's end;
-    factors are a sixty-third of a row's peak. chunk: as there, in inputs.
-    """
-    code = Code(
-        "@split(ptr noalias %rows, ptr noalias %parts, ptr noalias %sums, ptr noalias %factors, i64 %positions, "
-        "i64 %inputs, i64 %padded, i64 %chunk)"
-    )
-    rounded_up = code.let("add i64 %padded, %chunk")
-    chunks = code.let(f"udiv i64 {code.let(f'sub i64 {rounded_up}, 1')}, %chunk")
-
-    def position(at: str) -> Values:
-        row = code.at("float", "%rows", code.times(at, "%inputs"))
-        first = code.times(at, 2)
-        second = code.let(f"add i64 {first}, 1")
-        high_row, low_row = (code.at("i8", "%parts", code.times(each, "%padded")) for each in (first, second))
-        high_sums, low_sums = (code.at("i32", "%sums", code.times(each, chunks)) for each in (first, second))
-
-        def larger(index: str, most: str) -> Values:
-            number = code.let(f"load float, ptr {code.at('float', row, index)}, align 4")
-            size = code.let(f"call float @llvm.fabs.f32(float {number})")
-            return (code.let(f"call float @llvm.maximum.f32(float {most}, float {size})"),)
-
-        (peak,) = code.loop("0", "%inputs", 1, [("float", float32(2.0**-100))], larger)
-        unit = code.let(f"fmul float {code.let(f'fdiv float {float32(1)}, {peak}')}, {float32(63)}")  # as torch divides
-        factor = code.let(f"fdiv float {peak}, {float32(63)}")
-        code.do(f"store float {factor}, ptr {code.at('float', '%factors', at)}, align 4")
-
-        def sums(chunk: str) -> Values:
-            start = code.times(chunk, "%chunk")
-            end = code.let(f"add i64 {start}, %chunk")
-            stop = code.let(f"select i1 {code.let(f'icmp ult i64 {end}, %inputs')}, i64 {end}, i64 %inputs")
-
-            def parts(index: str, *totals: str) -> Values:
-                number = code.let(f"load float, ptr {code.at('float', row, index)}, align 4")
-                steps = code.let(f"fmul float {number}, {unit}")
-                high = code.let(f"call float @llvm.roundeven.f32(float {steps})")
-                rest = code.let(f"fmul float {code.let(f'fsub float {steps}, {high}')}, {float32(126)}")
-                low = code.let(f"call float @llvm.roundeven.f32(float {rest})")
-                results = []
-                for total, part, of_row in zip(totals, (high, low), (high_row, low_row), strict=True):
-                    octet = code.let(f"call i8 @llvm.fptosi.sat.i8.f32(float {part})")
-                    code.do(f"store i8 {octet}, ptr {code.at('i8', of_row, index)}, align 1")
-                    results.append(code.let(f"add i32 {total}, {code.let(f'sext i8 {octet} to i32')}"))
-                return tuple(results)
-
-            totals = code.loop(start, stop, 1, [("i32", "0")] * 2, parts)
-            for total, of_row in zip(totals, (high_sums, low_sums), strict=True):
-                code.do(f"store i32 {total}, ptr {code.at('i32', of_row, chunk)}, align 4")
-            return ()
-
-        def fill(index: str) -> Values:
-            for of_row in (high_row, low_row):
-                code.do(f"store i8 0, ptr {code.at('i8', of_row, index)}, align 1")
-            return ()
-
-        code.loop("0", chunks, 1, (), sums)
-        code.loop("%inputs", "%padded", 1, (), fill)
-        return ()
-
-    code.loop("0", "%positions", 1, (), position)
-    return code.text()

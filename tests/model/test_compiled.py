@@ -17,7 +17,7 @@ from swarm.model.roundingcode import int4_code, int8_code
 from swarm.model.vectorcode import code_of
 from tests.support.steps import random
 
-SIZES = [(33, 768), (64, 40), (16, 2048), (24, 2080), (7, 4100)]  # blocks that are not full, and sums of several parts
+SIZES = [(33, 768), (64, 40), (16, 2048), (300, 2080), (7, 4100)]  # blocks that are not full, and sums of several parts
 
 
 @pytest.mark.parametrize(("n_outputs", "n_inputs"), SIZES)
