@@ -34,11 +34,12 @@ _log = structlog.get_logger("swarm.server")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A span, its KV pool's capacity and prices."""
+    """A span, its KV pool's capacity and prices. rounded: a cache that is to write the span's rounded weights."""
 
     span: Span
     pool_tokens: int
     prices: Prices
+    rounded: WeightCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Loader:
 
     def load_now(self, blocks: Blocks) -> Loaded:
         """Load a span, and see how many tokens its KV pool can hold. Blocks the thread. Raises SwarmError."""
-        arguments = self._arguments
+        arguments, rounded = self._arguments, weight_cache_of(self._arguments)
         try:
             span = load_span(
                 self.checkpoint,
@@ -90,7 +91,7 @@ class Loader:
                 dtype=dtype_of(arguments),
                 device=self._device,
                 quantize=self.quantize,
-                rounded=weight_cache_of(arguments),
+                rounded=rounded,
             )
         except (torch.OutOfMemoryError, MemoryError):
             why = f"blocks {blocks} do not fit into the memory of {self._device}; host fewer"
@@ -101,7 +102,8 @@ class Loader:
         _log.info("kernels chosen", weights="as they are" if kind is None else kind.says, batches=span.packs)
         with torch.inference_mode():
             prices = cache_prices(span)
-        return Loaded(span, arguments.cache_tokens or tokens_that_fit(span, prices, arguments.cache_memory), prices)
+        pool_tokens = arguments.cache_tokens or tokens_that_fit(span, prices, arguments.cache_memory)
+        return Loaded(span, pool_tokens, prices, rounded)
 
 
 def open_model(arguments: ServeArguments) -> Opened:
@@ -141,6 +143,18 @@ def weight_cache_of(arguments: SpanArguments) -> WeightCache | None:
     if arguments.quantize_cache == "off":
         return None
     return WeightCache(Path(arguments.quantize_cache or config.CACHE_DIR / "weights"))
+
+
+async def written(rounded: WeightCache | None) -> None:
+    """Write rounded weights beside the loop. Cancelled, it ends at the next tensor, so that the span can go."""
+    if rounded is None:
+        return
+    writing = asyncio.ensure_future(in_thread(rounded.write))
+    try:
+        await asyncio.shield(writing)
+    finally:
+        rounded.stop()
+        await writing
 
 
 def device_of(name: str | None) -> torch.device:

@@ -27,7 +27,7 @@ from swarm.errors import ComputeFailed, NetworkError, SwarmError
 from swarm.groups import ungrouped
 from swarm.identity import Identity
 from swarm.model.allocator import keep_free_memory
-from swarm.model.checkpoint import Checkpoint
+from swarm.model.weightcache import WeightCache
 from swarm.net.addresses import changes
 from swarm.net.anchor import AnchorLimits
 from swarm.net.dialer import Dialer
@@ -46,7 +46,7 @@ from swarm.server.arguments import ServeArguments
 from swarm.server.automatic import Automatic
 from swarm.server.claims import Claims
 from swarm.server.limits import HandlerLimits, PrefixLimits
-from swarm.server.loader import Loaded, Opened, in_thread, open_model
+from swarm.server.loader import Loaded, Opened, in_thread, open_model, written
 from swarm.server.metrics import answering, metrics_of
 from swarm.server.namesakes import Namesakes
 from swarm.server.probes import Prober
@@ -221,9 +221,7 @@ class _Host:
             announcer = Announcer(self._claims.directory, lambda state: self._reach.applied(server.announcement(state)))
             self._reach.on_change = announcer.change
             async with answering(self._metrics, lambda: metrics_of(server)), asyncio.TaskGroup() as group:
-                life = group.create_task(
-                    _announce(announcer, server, self._reach, self._node, self._loader.checkpoint, self._ready)
-                )
+                life = group.create_task(self._live(announcer, server, loaded.rounded))
                 watching = group.create_task(server.watch())
                 warning = group.create_task(self._warn(server))
                 goal = await self._leave(server, announcer)
@@ -235,6 +233,47 @@ class _Host:
         finally:
             await server.stop(moving=goal is not None)
         return goal
+
+    async def _live(self, announcer: Announcer, server: Server, rounded: WeightCache | None) -> None:
+        """Go online as soon as somebody can reach this server, and stay there. rounded: is written meanwhile."""
+        reach = self._reach
+        while not await reach.find(announcer.announce):
+            await reach.news()
+        announcer.state = "online"
+        await announcer.announce()
+        self._tell(server)
+        await server.measure()
+        announcer.change()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.round_trips.run(announcer.directory, server.announcement("online")))
+            group.create_task(reach.run(lambda: announcer.directory.latest))
+            group.create_task(written(rounded))
+            await announcer.run()
+
+    def _tell(self, server: Server) -> None:
+        """Say that this server is online, to the ready file and to the log."""
+        checkpoint, node, span = self._loader.checkpoint, self._node, server.span
+        self._ready(
+            ServerReady(
+                peer_id=node.peer_id,
+                addresses=node.addresses,
+                pid=os.getpid(),
+                data_address=server.data_address,
+                model=checkpoint.model,
+                root=checkpoint.root,
+                blocks=str(span.blocks),
+            )
+        )
+        _log.info(
+            "online",
+            blocks=str(span.blocks),
+            model=checkpoint.model,
+            numeric_class=str(span.numeric_class),
+            weights_mb=span.weight_bytes >> 20,
+            cache_tokens=server.pool.capacity,
+            address=server.data_address,
+            reached=self._reach.text,
+        )
 
     async def _warn(self, server: Server) -> None:
         """Say once that the swarm serves other files under this name; with --root they were chosen."""
@@ -301,45 +340,3 @@ class _Host:
                 announcing.cancel()
         await self._claims.withdraw(blocks)
         return await self._load(otherwise)
-
-
-async def _announce(
-    announcer: Announcer,
-    server: Server,
-    reach: Reachability,
-    node: SwarmNode,
-    checkpoint: Checkpoint,
-    ready: Callable[[Ready], None],
-) -> None:
-    while not await reach.find(announcer.announce):
-        await reach.news()
-    announcer.state = "online"
-    await announcer.announce()
-    span = server.span
-    ready(
-        ServerReady(
-            peer_id=node.peer_id,
-            addresses=node.addresses,
-            pid=os.getpid(),
-            data_address=server.data_address,
-            model=checkpoint.model,
-            root=checkpoint.root,
-            blocks=str(span.blocks),
-        )
-    )
-    _log.info(
-        "online",
-        blocks=str(span.blocks),
-        model=checkpoint.model,
-        numeric_class=str(span.numeric_class),
-        weights_mb=span.weight_bytes >> 20,
-        cache_tokens=server.pool.capacity,
-        address=server.data_address,
-        reached=reach.text,
-    )
-    await server.measure()
-    announcer.change()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.round_trips.run(announcer.directory, server.announcement("online")))
-        group.create_task(reach.run(lambda: announcer.directory.latest))
-        await announcer.run()

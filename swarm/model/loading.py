@@ -58,7 +58,8 @@ def load_span(
 
     quantize: "int8" or "int4" gives linear layers such weights, where `quantisation_for` finds kernels for them.
     "own4" keeps the codes of a checkpoint that is quantised in 4 bits.
-    rounded: where such weights are kept for the next time. Blocks that it has are neither fetched nor read again.
+    rounded: where such weights are kept for the next time, as soon as its `write` is called. Blocks that it has are
+    neither fetched nor read again.
     Raises BadBlocks, ChecksumMismatch, DownloadFailed, UnsupportedCheckpoint, UnsupportedArchitecture; BadConfiguration
     for other weights.
     """

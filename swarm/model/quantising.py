@@ -213,7 +213,7 @@ class Rounding:
         return_free_memory()
 
     def remember(self, model: PreTrainedModel) -> None:
-        """Give the cache the parts that it lacked, once the model is known to be right."""
+        """Give the cache the parts that it lacked, once the model is known to be right. It writes them later."""
         if self._kept is not None:
             self._kept.remember(model)
 

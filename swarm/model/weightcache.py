@@ -16,10 +16,13 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -51,15 +54,23 @@ class CacheKey:
     numeric_class: str
 
 
+class _Stopped(Exception):
+    """Writing is to end."""
+
+
 class WeightCache:
-    """A folder of rounded weights. Whatever goes wrong in it is told, and costs rounding once more."""
+    """A folder of rounded weights. Whatever goes wrong in it is told, and costs rounding once more.
+
+    What is saved waits for `write`, so that a server can serve first, and write beside it.
+    """
 
     def __init__(self, folder: Path, limits: WeightCacheLimits = WeightCacheLimits()) -> None:
         """folder: is made when the first block is kept."""
         self.folder = folder
         self._limits = limits
-        self._ended = False  # a block was not kept
         self._told: set[str] = set()
+        self._saved: deque[tuple[CacheKey, str, Sequence[Piece]]] = deque()
+        self._stopped = threading.Event()
 
     def load(
         self, key: CacheKey, part: str, names: AbstractSet[str], keep: Callable[[str, Tensor], Tensor]
@@ -89,18 +100,23 @@ class WeightCache:
         return found
 
     def save(self, key: CacheKey, part: str, pieces: Sequence[Piece]) -> None:
-        """Keep a block's weights, in the place of any that are there. Without room, or the right, it is told once."""
-        if self._ended:
-            return
+        """Let the next `write` keep a block's weights, in the place of any that are there. They must not change."""
+        self._saved.append((key, part, pieces))
+
+    def write(self) -> None:
+        """Write what was saved. Blocks the thread. Without room, or the right, it is told, and nothing more is kept."""
         try:
-            folder = self._made(key)
-            size = sum(piece.n_bytes for piece in pieces)
-            if shutil.disk_usage(folder).free < size + self._limits.free_bytes_min:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._write(folder, key, part, pieces)
+            while self._saved:
+                self._keep(*self._saved.popleft())
+        except _Stopped:
+            pass
         except OSError as error:
-            self._ended = True
             self._tell("rounded weights are not kept in %s: %s; the next start rounds them again", error)
+        self._saved.clear()
+
+    def stop(self) -> None:
+        """Let `write`, in another thread, end before its next tensor. The block that it is at is not kept."""
+        self._stopped.set()
 
     def tidy(self) -> None:
         """Delete files that no server has read for long, and those that were left half written."""
@@ -116,6 +132,19 @@ class WeightCache:
         if text not in self._told:
             self._told.add(text)
             logger.warning(text, self.folder, error.strerror or error)
+
+    def _keep(self, key: CacheKey, part: str, pieces: Sequence[Piece]) -> None:
+        folder = self._made(key)
+        size = sum(piece.n_bytes for piece in pieces)
+        if shutil.disk_usage(folder).free < size + self._limits.free_bytes_min:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        ending = [replace(piece, make=partial(self._tensors, piece)) for piece in pieces]
+        self._write(folder, key, part, ending)
+
+    def _tensors(self, piece: Piece) -> Sequence[Tensor]:
+        if self._stopped.is_set():
+            raise _Stopped
+        return piece.make()
 
     def _write(self, folder: Path, key: CacheKey, part: str, pieces: Sequence[Piece]) -> None:
         partial = folder / f".{part}.{secrets.token_hex(4)}"

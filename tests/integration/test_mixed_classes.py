@@ -10,7 +10,7 @@ from swarm.demo.local import LocalProcess
 from swarm.errors import NoRoute
 from swarm.model.eightbits import is_supported
 from tests.integration.test_failures import SAME, After
-from tests.support.swarms import World, prompt, world
+from tests.support.swarms import World, eventually, prompt, world
 
 pytestmark = [
     pytest.mark.long,
@@ -23,7 +23,8 @@ def mixed(checkpoint: Callable[[str], Path], home: Path) -> Iterator[tuple[World
     """A swarm of three classes, and its server in int8."""
     with world(checkpoint("llama"), home, spans=()) as running:
         start = running.swarm.start_server
-        options = {"0:2": ("--dtype", "float32"), "2:4": ("--quantize", "int8"), "4:6": ("--dtype", "bfloat16")}
+        int8 = ("--quantize", "int8", "--quantize-cache", str(home / "rounded"))
+        options = {"0:2": ("--dtype", "float32"), "2:4": int8, "4:6": ("--dtype", "bfloat16")}
         servers = {blocks: start(blocks, *more) for blocks, more in options.items()}
         for server in servers.values():
             server.wait_ready()
@@ -53,3 +54,7 @@ def test_a_mixed_route_says_its_classes_and_promise_refuses_exact_and_tells_a_re
     assert [hop.numeric_class for hop in model.route] == ["float32", "float32", "bfloat16"]
     assert "repaired in another class: blocks 2:4 were in float32+int8 until position" in model.route.explain()
     assert model.exactness == "tier"
+
+
+def test_a_server_writes_its_rounded_weights_once_it_is_online(mixed: tuple[World, LocalProcess], home: Path):
+    eventually(lambda: len(list((home / "rounded").rglob("block-*.safetensors"))) == 2, 30)

@@ -273,6 +273,7 @@ def test_a_second_start_has_the_same_bits_and_notices_a_flipped_one(family_dir, 
     def load():
         cache = WeightCache(tmp_path, WeightCacheLimits(free_bytes_min=0))
         span = load_span(open_checkpoint(family_dir("phi3")), Blocks(1, 3), quantize="int4", rounded=cache)
+        cache.write()
         return through(span, random(1, 24, span.hidden_size).to(span.dtype))
 
     def refuse(_weight):
@@ -298,6 +299,7 @@ def test_a_cache_of_int8_is_never_read_as_int4(family_dir, tmp_path):
     def load(quantize):
         cache = WeightCache(tmp_path, WeightCacheLimits(free_bytes_min=0))
         span = load_span(open_checkpoint(family_dir("llama")), Blocks(1, 2), quantize=quantize, rounded=cache)
+        cache.write()
         assert integers_of(span.model) == quantize
         return through(span, random(1, 24, span.hidden_size).to(span.dtype))
 

@@ -156,6 +156,8 @@ def test_a_plain_checkpoint_has_no_codes_to_keep(family_dir):
 @pytest.mark.long
 def test_the_cache_keeps_none_of_them(tmp_path, spans_of):
     checkpoint = spans_of(OFTEN[0])[2]
-    span = load_span(checkpoint, BLOCKS, quantize="own4", rounded=WeightCache(tmp_path))
+    cache = WeightCache(tmp_path)
+    span = load_span(checkpoint, BLOCKS, quantize="own4", rounded=cache)
+    cache.write()
     assert integers_of(span.model) == "own4"
     assert list(tmp_path.iterdir()) == []

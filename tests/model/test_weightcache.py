@@ -33,7 +33,10 @@ ANY_DISK = WeightCacheLimits(free_bytes_min=0)
 
 def load(directory, folder, blocks=BLOCKS, dtype=torch.float32):
     cache = None if folder is None else WeightCache(folder, ANY_DISK)
-    return load_span(open_checkpoint(directory), blocks, dtype=dtype, quantize="int8", rounded=cache)
+    span = load_span(open_checkpoint(directory), blocks, dtype=dtype, quantize="int8", rounded=cache)
+    if cache is not None:
+        cache.write()
+    return span
 
 
 def output(span):
@@ -145,6 +148,20 @@ def test_a_write_that_breaks_off_leaves_no_file(family_dir, tmp_path, monkeypatc
     assert caplog.text.count("No space left on device") == 1  # not for each block
 
 
+def test_writing_that_is_stopped_keeps_whole_blocks_alone(tmp_path):
+    cache = WeightCache(tmp_path, ANY_DISK)
+    layout = Layout(torch.float32, (3,))
+
+    def last():
+        cache.stop()
+        return (torch.ones(3),)
+
+    for part, make in (("block-0001", lambda: (torch.ones(3),)), ("block-0002", last)):
+        cache.save(KEY, part, [Piece({"a": layout}, make), Piece({"b": layout}, lambda: (torch.ones(3),))])
+    cache.write()
+    assert [path.name[:10] for path in tmp_path.rglob("*") if path.is_file()] == ["block-0001"]
+
+
 def test_a_disk_without_room_gets_no_file(family_dir, tmp_path, monkeypatch, caplog):
     usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 10_000))
@@ -195,8 +212,10 @@ def test_only_verified_weights_are_kept(family_dir, tmp_path):
         data = bytearray(path.read_bytes())
         data[-100] ^= 4
         path.write_bytes(data)
+    cache = WeightCache(tmp_path / "cache", ANY_DISK)
     with pytest.raises(ChecksumMismatch):
-        load_span(checkpoint, BLOCKS, quantize="int8", rounded=WeightCache(tmp_path / "cache", ANY_DISK))
+        load_span(checkpoint, BLOCKS, quantize="int8", rounded=cache)
+    cache.write()
     assert files(tmp_path / "cache") == []
 
 
@@ -279,6 +298,7 @@ def test_a_block_whose_names_change_on_loading_is_rounded_each_time(tmp_path):
     cache = WeightCache(tmp_path, ANY_DISK)
     parts = {"block-0001": kept.Part({"a": (3,)}, {}, {})}
     cache.save(KEY, "block-0001", [Piece({"a": Layout(torch.float32, (3,))}, lambda: (torch.ones(3),))])
+    cache.write()
     span = kept.Kept(cache, KEY, parts, torch.float32, IntegerMatrix)
     assert span.recall(lambda _: True)[0]["a"].tolist() == [1, 1, 1]
     assert span.is_complete

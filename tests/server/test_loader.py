@@ -1,13 +1,22 @@
 """From the options of `swarm-serve` to a loaded span: which weights it gets, and where they are kept."""
 
+import asyncio
+import gc
+import threading
+import time
+import weakref
+
 import pytest
 import structlog
+import torch
 
 from swarm import config
 from swarm.model.eightbits import is_supported
+from swarm.model.weightcache import CacheKey, WeightCache, WeightCacheLimits
+from swarm.model.writing import Layout, Piece
 from swarm.server.arguments import ServeArguments
 from swarm.server.cli import command
-from swarm.server.loader import open_model
+from swarm.server.loader import open_model, written
 from tests.model.rings import save_family
 from tests.support.swarms import DEMO_CHECKPOINT
 
@@ -27,6 +36,8 @@ def loaded(*options, checkpoint=DEMO_CHECKPOINT):
     context = command.make_context("swarm-serve", line, auto_envvar_prefix="SWARM")
     opened = open_model(ServeArguments.of(context.params))
     assert opened.loader.numeric_class == opened.loaded.span.numeric_class
+    if opened.loaded.rounded is not None:
+        opened.loaded.rounded.write()
     return opened.loaded.span
 
 
@@ -54,6 +65,33 @@ def test_another_folder_can_be_named_or_none(tmp_path, monkeypatch):
     loaded("--quantize", "int8", "--quantize-cache", "off")
     assert len(kept(tmp_path / "mine")) == len(kept(tmp_path / "other")) == 2
     assert len(kept(tmp_path)) == 4
+
+
+async def test_a_server_that_leaves_while_it_writes_keeps_whole_blocks_and_lets_the_weights_go(tmp_path):
+    writes = threading.Event()
+
+    def tensors():
+        writes.set()
+        time.sleep(0.02)
+        return (torch.ones(3),)
+
+    rounded = WeightCache(tmp_path, WeightCacheLimits(free_bytes_min=0))
+    names = [f"block-{index:04d}" for index in range(400)]
+    for name in names:
+        rounded.save(CacheKey("a" * 64, "float32+int8"), name, [Piece({"a": Layout(torch.float32, (3,))}, tensors)])
+    writing = asyncio.create_task(written(rounded))
+    await asyncio.to_thread(writes.wait, 10)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    held = weakref.ref(tensors)
+    del tensors
+    gc.collect()
+    assert held() is None
+    there = kept(tmp_path)
+    await asyncio.sleep(0.1)
+    assert kept(tmp_path) == there == names[: len(there)]
+    assert len(there) == len([path for path in tmp_path.rglob("*") if path.is_file()]) < len(names)
 
 
 def test_plain_weights_are_not_kept(cache):
