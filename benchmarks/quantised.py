@@ -6,8 +6,8 @@ Quality: the demo model, or another checkpoint, reads held-out windows of 512 to
 its blocks are one span; embeddings and head are plain. KL is that of the next token to float32's, in nats.
 
 Speed: a random llama's blocks on one thread, behind 64 positions: a step of one session, packed steps of four and
-eight, and a prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2 and
-FBGEMM_ENABLE_INSTRUCTIONS=AVX2 for the kernels that an older processor would have.
+eight, and a prompt of 512. The classes take turns. Set ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2,
+MKL_ENABLE_INSTRUCTIONS=AVX2 and FBGEMM_ENABLE_INSTRUCTIONS=AVX2 for the kernels that an older processor would have.
 
 Other kernels: a process whose libraries may use no vectors beyond SSE4.1 reads four of the windows, too. A flip is a
 token of which both processes have another first choice.
@@ -52,6 +52,7 @@ CLASSES: dict[str, tuple[torch.dtype, str | None]] = {
 }
 MOST = {"float32+int8": (0.0005, 1.002), "float32+int4": (0.05, 1.04)}  # KL, and perplexity to float32's
 FLIP_WINDOWS = 4
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "FBGEMM_ENABLE_INSTRUCTIONS")
 OLD_KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
 
 
@@ -109,11 +110,7 @@ def main() -> None:
         samples,
         columns=columns,
         rows=rows,
-        kernels={
-            name: os.environ[name]
-            for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "FBGEMM_ENABLE_INSTRUCTIONS")
-            if name in os.environ
-        },
+        kernels={name: os.environ[name] for name in LIMITS if name in os.environ},
     )
     if options.check and far:
         sys.exit(f"further from float32 than they may be: {', '.join(far)}")
