@@ -4,7 +4,7 @@
 
 A random llama's blocks, in bfloat16, lie in one file that the system has in its page cache. Each start is a process of
 its own, and the kinds take turns. Memory is what a process holds beyond what it held before it loaded: its own pages,
-those of files. "first" rounds. It writes the blocks into a cache then, which a server does while it serves, and that
+not those of files. "first" rounds. It writes the blocks into a cache then, which a server does while it serves: that
 time is given apart. "second" reads them from there.
 
 --check: a rounded start's peak is at most its weights and 1.1 of the largest tensor in float32; a first start takes at

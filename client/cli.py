@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from swarm.commands import configure_logging, ending_at_once, run_click
-from swarm.options import DTYPES, LOG_LEVELS, Root, model_options, option_group
+from swarm.options import DTYPES, LOG_LEVELS, Number, Root, model_options, option_group
 from swarm.version import __version__
 
 class_options = option_group(
@@ -26,10 +26,8 @@ class_options = option_group(
 @click.argument("model", envvar="SWARM_MODEL", required=False)
 @click.option("--prompt", default=None, help="what to continue; without it, standard input is read")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
-@click.option(
-    "--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0: the likeliest token"
-)
-@click.option("--top-p", type=click.FloatRange(0.0, 1.0), default=1.0, show_default=True)
+@click.option("--temperature", type=Number(0.0), default=0.0, show_default=True, help="0: the likeliest token")
+@click.option("--top-p", type=Number(0.0, 1.0), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=None, help="makes sampling repeatable")
 @click.option("--chat", is_flag=True, help="put the prompt into the model's chat template")
 @click.option(

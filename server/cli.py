@@ -12,7 +12,7 @@ from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.choices import hold_identity, listen_option
 from swarm.commands import ending_at_once, ready_writer, run_click, run_until_stopped
 from swarm.dht.records import RECORD, check_address, check_printable
-from swarm.options import DTYPES, HOST_PORT, SIZE, Root, common_options
+from swarm.options import DTYPES, HOST_PORT, SIZE, Number, Root, common_options
 from swarm.server.arguments import AUTO, ServeArguments
 from swarm.server.gateways import GatewayAllowance
 from swarm.server.lean import leave_out_what_no_server_needs
@@ -84,7 +84,7 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 )
 @click.option(
     "--rebalance-every",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=300.0,  # plus or minus a half, so that servers do not all look at once
     show_default=True,
     metavar="SECONDS",
@@ -163,7 +163,7 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 )
 @click.option(
     "--prefix-share",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=0.25,
     show_default=True,
     help="of the KV pool, lent to beginnings of prompts that their owner may send again; 0: none",
@@ -171,7 +171,7 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 @click.option("--metrics", type=HOST_PORT, default=None, help="answer Prometheus here, such as 127.0.0.1:9400")
 @click.option(
     "--drain-timeout",
-    type=click.FloatRange(0, 3600),
+    type=Number(0, 3600),
     default=30.0,
     show_default=True,
     metavar="SECONDS",

@@ -146,7 +146,7 @@ def weight_cache_of(arguments: SpanArguments) -> WeightCache | None:
 
 
 async def written(rounded: WeightCache | None) -> None:
-    """Write rounded weights beside the loop. Cancelled, it ends at the next tensor, so that the span can go."""
+    """Write rounded weights beside the loop. Cancelled, it ends soon, so that the span can go."""
     if rounded is None:
         return
     writing = asyncio.ensure_future(in_thread(rounded.write))
@@ -154,7 +154,7 @@ async def written(rounded: WeightCache | None) -> None:
         await asyncio.shield(writing)
     finally:
         rounded.stop()
-        await writing
+        await asyncio.wait({writing}, timeout=rounded.limits.stop_s)
 
 
 def device_of(name: str | None) -> torch.device:

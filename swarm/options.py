@@ -1,5 +1,6 @@
 """The options that commands share, and the types of their values."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -38,6 +39,17 @@ class HostPort(click.ParamType[tuple[str, int]]):
 
 
 HOST_PORT = HostPort()
+
+
+class Number(click.FloatRange):
+    """A number within bounds. Infinity is refused, and what is no number, which no bound refuses."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
+        """Return it, or fail."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
 
 
 class Size(click.ParamType[int]):

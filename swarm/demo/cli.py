@@ -13,7 +13,7 @@ import click
 from swarm.commands import configure_logging, run_click
 from swarm.demo.local import LocalSwarm
 from swarm.errors import SwarmError
-from swarm.options import HOST_PORT, LOG_LEVELS
+from swarm.options import HOST_PORT, LOG_LEVELS, Number
 from swarm.version import __version__
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ PROMPT = '''def read_lines(path, encoding="utf-8"):
 @click.option("--max-new-tokens", type=click.IntRange(1, 400), default=96, show_default=True)
 @click.option(
     "--delay-ms",
-    type=click.FloatRange(0.0, 1000.0, min_open=True),
+    type=Number(0.0, 1000.0, min_open=True),
     default=None,
     help="put servers so far apart, one way, and compare generating with guesses that travel ahead and without",
 )

@@ -10,7 +10,7 @@ from swarm.client.cli import class_options
 from swarm.commands import importing, ready_writer, run_click, run_until_stopped
 from swarm.config import load_settings
 from swarm.gateway.keys_cli import keys as keys_group
-from swarm.options import DTYPES, SIZE, Reading, directory_option, reading_options, running_options
+from swarm.options import DTYPES, SIZE, Number, Reading, directory_option, reading_options, running_options
 from swarm.version import __version__
 
 
@@ -64,7 +64,7 @@ from swarm.version import __version__
 @class_options
 @click.option(
     "--keep-conversations",
-    type=click.FloatRange(0, 86400),
+    type=Number(0, 600),
     default=300.0,
     show_default=True,
     metavar="SECONDS",
@@ -72,14 +72,14 @@ from swarm.version import __version__
 )
 @click.option(
     "--step-timeout",
-    type=click.FloatRange(1, 86400),
+    type=Number(1, 86400),
     default=120.0,
     show_default=True,
     help="seconds, repairs included",
 )
 @click.option(
     "--audit",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=0.02,
     show_default=True,
     help="share of sessions that other servers compute once more, to find wrong ones",

@@ -19,7 +19,7 @@ class ConversationLimits:
 
     tokens_max: int = limit(65_536, "tokens", "of all idle sessions of one model together; the oldest are closed")
     sessions_max: int = limit(32, "sessions", "that are idle, of one model; the oldest are closed")
-    idle_s: float = limit(300.0, "s", "a session that no turn has continued for so long is closed")
+    idle_s: float = limit(300.0, "s", "a session that no turn has continued for so long is closed; 0 keeps none")
     shared_min: int = limit(16, "tokens", "a shorter common prefix saves less than it costs to roll a session back")
 
 
@@ -94,7 +94,7 @@ class Conversations:
         while self._idle and (
             self.tokens > limits.tokens_max
             or len(self._idle) > limits.sessions_max
-            or self._now() - self._idle[0].since > limits.idle_s
+            or self._now() - self._idle[0].since >= limits.idle_s
         ):
             await self.close_oldest()
 

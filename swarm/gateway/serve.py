@@ -227,7 +227,10 @@ async def _close_old(models: Models, every_s: float) -> NoReturn:
     """Close conversations in time, for ever: without a request, nothing else would, and servers hold their memory."""
     while True:
         await asyncio.sleep(every_s)
-        await models.close_old()
+        try:
+            await models.close_old()
+        except Exception:  # noqa: BLE001 - of one conversation; the others have requests
+            _log.exception("an idle conversation did not close")
 
 
 async def _give_back(compute: ComputeThread, every_s: float) -> NoReturn:

@@ -116,25 +116,27 @@ class CompiledKernels:
         chunks, padded = -(-blocks // matrix.chunk), -(-blocks // 2) * 64
         parts, sums = _new(torch.int8, positions, 2 * padded), _new(torch.int32, chunks, positions, 2)
         factors, output = _new(torch.float32, positions), _new(torch.float32, positions, n_outputs)
+        theirs = (parts, sums[0], factors, output)
         sections, first = [], 0  # of positions that go together
         for tile, multiply in loops.multiply.items():
             if groups := (positions - first) // tile:
-                theirs = [_address(each, first) for each in (parts, sums[0], factors)]
                 sizes = (n_inputs, padded, 32 * matrix.chunk, tile, loops.octets[tile], 2 * positions)
-                loops.split(_address(rows, first), *theirs, groups * tile, *sizes)
-                sections.append((multiply, groups, [*theirs, _address(output, first)]))
+                loops.split(*(_address(each, first) for each in (rows, *theirs[:-1])), groups * tile, *sizes)
+                sections.append((multiply, groups, first))
                 first += groups * tile
         tables = 0 if matrix.tables is None else matrix.tables.data_ptr()
 
         def work(start: int, stop: int) -> None:
+            """Compute some outputs. It holds the tensors, since a caller may be interrupted while threads go on."""
             ours = [_address(each, start) for each in (matrix.codes, matrix.numbers, matrix.scales)]
-            for multiply, groups, (*theirs, results) in sections:
+            for multiply, groups, first in sections:
+                *given, results = (_address(each, first) for each in theirs)
                 sizes = (groups, stop - start, blocks, matrix.chunk, padded, 2 * positions, n_outputs)
-                multiply(*ours, tables, *theirs, results + start * output.element_size(), *sizes)
+                multiply(*ours, tables, *given, results + start * output.element_size(), *sizes)
 
         def in_pieces(start: int, stop: int) -> None:
             """Do it for so many outputs at once that their weights stay in a core's cache while all positions pass."""
-            most = max(16, (1 << 18) // octets) if positions > max(loops.multiply) else n_outputs
+            most = max(16, (1 << 18) // octets) if positions > max(loops.multiply) else max(1, n_outputs)
             for first in range(start, stop, most):
                 work(first, min(first + most, stop))
 

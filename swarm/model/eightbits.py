@@ -136,6 +136,7 @@ class _TorchMatrix:
     def product(self, rows: Tensor) -> Tensor:
         """Multiply float32 [count, in] -> [count, out]."""
         parts, peak = split(rows)
+        parts.nan_to_num_(0.0)  # of a row with an infinite number
         both = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             parts, 1.0, IntegerFormat.high + 1, self._packed
         )

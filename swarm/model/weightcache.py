@@ -21,9 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import transformers
 from torch import Tensor
@@ -43,6 +43,7 @@ class WeightCacheLimits:
 
     free_bytes_min: int = limit(1 << 30, "bytes", "of the disk stay free: a block that takes them is not kept")
     unused_s_max: float = limit(30 * 86400.0, "s", "a file that no server has read for so long is deleted")
+    stop_s: float = limit(5.0, "s", "a server that ends or moves waits for a disk that has stalled at most so long")
     partial_s_max: float = limit(86400.0, "s", "a file that a server left half written is deleted")
 
 
@@ -58,6 +59,20 @@ class _Stopped(Exception):
     """Writing is to end."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stoppable:
+    """A file until it is stopped."""
+
+    file: BinaryIO
+    stopped: threading.Event
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        """Write some bytes. Raises OSError, or _Stopped."""
+        if self.stopped.is_set():
+            raise _Stopped
+        self.file.write(data)
+
+
 class WeightCache:
     """A folder of rounded weights. Whatever goes wrong in it is told, and costs rounding once more.
 
@@ -67,7 +82,7 @@ class WeightCache:
     def __init__(self, folder: Path, limits: WeightCacheLimits = WeightCacheLimits()) -> None:
         """folder: is made when the first block is kept."""
         self.folder = folder
-        self._limits = limits
+        self.limits = limits
         self._told: set[str] = set()
         self._saved: deque[tuple[CacheKey, str, Sequence[Piece]]] = deque()
         self._stopped = threading.Event()
@@ -110,12 +125,13 @@ class WeightCache:
                 self._keep(*self._saved.popleft())
         except _Stopped:
             pass
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - memory, devices: a server goes on without the files
             self._tell("rounded weights are not kept in %s: %s; the next start rounds them again", error)
-        self._saved.clear()
+        finally:
+            self._saved.clear()
 
     def stop(self) -> None:
-        """Let `write`, in another thread, end before its next tensor. The block that it is at is not kept."""
+        """Let `write`, in another thread, end soon. The block that it is at is not kept."""
         self._stopped.set()
 
     def tidy(self) -> None:
@@ -124,34 +140,28 @@ class WeightCache:
             half = path.name.startswith(".")
             with contextlib.suppress(OSError):  # another server was quicker
                 age_s = time.time() - path.stat().st_mtime
-                if age_s > (self._limits.partial_s_max if half else self._limits.unused_s_max):
+                if age_s > (self.limits.partial_s_max if half else self.limits.unused_s_max):
                     path.unlink()
 
-    def _tell(self, text: str, error: OSError) -> None:
+    def _tell(self, text: str, error: Exception) -> None:
         """Warn once, not for every block."""
         if text not in self._told:
             self._told.add(text)
-            logger.warning(text, self.folder, error.strerror or error)
+            logger.warning(text, self.folder, getattr(error, "strerror", None) or str(error)[:200] or repr(error))
 
     def _keep(self, key: CacheKey, part: str, pieces: Sequence[Piece]) -> None:
         folder = self._made(key)
         size = sum(piece.n_bytes for piece in pieces)
-        if shutil.disk_usage(folder).free < size + self._limits.free_bytes_min:
+        if shutil.disk_usage(folder).free < size + self.limits.free_bytes_min:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        ending = [replace(piece, make=partial(self._tensors, piece)) for piece in pieces]
-        self._write(folder, key, part, ending)
-
-    def _tensors(self, piece: Piece) -> Sequence[Tensor]:
-        if self._stopped.is_set():
-            raise _Stopped
-        return piece.make()
+        self._write(folder, key, part, pieces)
 
     def _write(self, folder: Path, key: CacheKey, part: str, pieces: Sequence[Piece]) -> None:
         partial = folder / f".{part}.{secrets.token_hex(4)}"
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                digest = write_tensors(file, _words(key, part), pieces)  # not synced: a torn file has another digest
+            with os.fdopen(descriptor, "wb") as file:  # not synced: a torn file has another digest
+                digest = write_tensors(_Stoppable(file, self._stopped), _words(key, part), pieces)
             path = folder / f"{part}-{digest}.safetensors"
             partial.replace(path)
         finally:

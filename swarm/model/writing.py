@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,14 @@ class Piece:
         return sum(layout.n_bytes for layout in self.layouts.values())
 
 
-def write_tensors(file: BinaryIO, metadata: Mapping[str, str], pieces: Sequence[Piece]) -> str:
+class Writable(Protocol):
+    """What takes a file's bytes, one part after the other."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write all of them. Raises OSError."""
+
+
+def write_tensors(file: Writable, metadata: Mapping[str, str], pieces: Sequence[Piece]) -> str:
     """Write a safetensors file. Returns its SHA-256 in hex: the same tensors and words always give the same file.
 
     metadata: words that the file says of itself. Raises OSError.
@@ -51,7 +58,8 @@ def write_tensors(file: BinaryIO, metadata: Mapping[str, str], pieces: Sequence[
     digest = hashlib.sha256()
 
     def put(data: bytes | memoryview) -> None:
-        file.write(data)
+        for start in range(0, len(data), 16 << 20):  # a writer can be stopped between two of them
+            file.write(data[start : start + (16 << 20)])
         digest.update(data)
 
     head, gaps = _head(metadata, pieces)

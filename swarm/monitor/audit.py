@@ -39,7 +39,7 @@ from swarm.model.loading import load_ends
 from swarm.model.tokens import TokenEnds
 from swarm.monitor.allowance import Allowance, AllowanceLimits
 from swarm.monitor.auditing import AuditingLimits, AuditLine, Orders
-from swarm.options import LOG_LEVELS, NETWORK, access_options, split_peers
+from swarm.options import LOG_LEVELS, NETWORK, Number, access_options, split_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +155,8 @@ def line_of(root: str, findings: Findings, doubted: frozenset[str]) -> AuditLine
 
 @click.command("audit")
 @click.argument("models", nargs=-1, required=True)
-@click.option("--every", type=click.FloatRange(1.0), required=True, help="seconds, on average")
-@click.option("--share", type=click.FloatRange(0.0, 1.0, min_open=True), required=True, help="of the time")
+@click.option("--every", type=Number(1.0), required=True, help="seconds, on average")
+@click.option("--share", type=Number(0.0, 1.0, min_open=True), required=True, help="of the time")
 @click.option("--evidence", type=click.Path(path_type=Path), default=None, help="folder for files of it")
 @click.option("--initial-peers", multiple=True, callback=split_peers)
 @click.option("--network", type=NETWORK, default="public")

@@ -8,7 +8,7 @@ import click
 from swarm.choices import listen_option
 from swarm.commands import importing, ready_writer, run_click, run_until_stopped
 from swarm.config import DATA_DIR
-from swarm.options import Reading, reading_options, running_options
+from swarm.options import Number, Reading, reading_options, running_options
 from swarm.version import __version__
 
 
@@ -51,7 +51,7 @@ class GatewayUrl(click.ParamType[str]):
     "--join-address", type=Multiaddr(), multiple=True, help="shown to people that want to join; may be repeated"
 )
 @click.option("--probe", multiple=True, metavar="MODEL", help="generate through this model again and again; repeatable")
-@click.option("--probe-every", type=click.FloatRange(1.0), default=300.0, show_default=True, help="seconds")
+@click.option("--probe-every", type=Number(1.0), default=300.0, show_default=True, help="seconds")
 @click.option(
     "--audit",
     "audits",
@@ -61,14 +61,14 @@ class GatewayUrl(click.ParamType[str]):
 )
 @click.option(
     "--audit-every",
-    type=click.FloatRange(1.0),
+    type=Number(1.0),
     default=300.0,
     show_default=True,
     help="seconds between audits on average, of all models together",
 )
 @click.option(
     "--audit-share",
-    type=click.FloatRange(0.0, 1.0, min_open=True),
+    type=Number(0.0, 1.0, min_open=True),
     default=0.02,
     show_default=True,
     help="of the time, in which audits run at most: no server spends more on them",

@@ -21,7 +21,7 @@ from swarm.commands import configure_logging, run_click
 from swarm.errors import SwarmError
 from swarm.model.checkpoint import open_checkpoint
 from swarm.monitor.probing import ProbeLine
-from swarm.options import LOG_LEVELS, NETWORK, access_options, split_peers
+from swarm.options import LOG_LEVELS, NETWORK, Number, access_options, split_peers
 
 
 class _Times(BaseStreamer):
@@ -74,7 +74,7 @@ def probe_once(
 
 @click.command("probe")
 @click.argument("model")
-@click.option("--every", type=click.FloatRange(1.0), required=True, help="seconds")
+@click.option("--every", type=Number(1.0), required=True, help="seconds")
 @click.option("--initial-peers", multiple=True, callback=split_peers)
 @click.option("--network", type=NETWORK, default="public")
 @access_options

@@ -135,13 +135,22 @@ async def test_session_that_no_turn_continues_is_closed():
     idle = conversations(clock, idle_s=10.0)
     old = kept([1])
     await idle.put(old)
-    clock.now += 10.0
+    clock.now += 9.0
     await idle.close_old()
     assert not old.session.closed
     clock.now += 1.0
     await idle.close_old()
     assert old.session.closed
     assert not len(idle)
+
+
+async def test_none_is_kept_where_none_is_to_be():
+    """A loop's clock may stand still between an answer's end and the next request."""
+    idle = conversations(idle_s=0.0)
+    old = kept([1, 2, 3])
+    await idle.put(old)
+    assert old.session.closed
+    assert idle.take([1, 2, 3, 4], "", None) is None
 
 
 async def test_close_ends_all():

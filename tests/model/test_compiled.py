@@ -40,6 +40,36 @@ def test_compiled_kernels_compute_the_same_bits(kind, n_outputs, n_inputs, rows,
     assert all(torch.equal(part, other) for part, other in zip(matrix.parts, others.parts, strict=True))
 
 
+def test_a_product_that_its_caller_has_left_reads_no_memory_of_others(monkeypatch):
+    """Ctrl-C ends the wait for other threads, which go on."""
+    left = []
+    matrix, input = IntegerMatrix(*rounded(torch.randn(64, 512))), torch.randn(9, 512)
+    monkeypatch.setattr(compiled_module, "_in_threads", lambda work, n_outputs: left.append((work, n_outputs)))
+    product = matrix.multiply(input)
+    others = [torch.full((9, 2 * 512), 77, dtype=torch.int8) for _ in range(50)]  # of the sizes that were freed
+    others += [torch.full((9, 2), 7, dtype=torch.int32) for _ in range(50)]
+    others += [torch.full((9,), 7.0) for _ in range(50)]
+    ((work, n_outputs),) = left
+    work(0, n_outputs)
+    monkeypatch.undo()
+    assert torch.equal(product, matrix.multiply(input))
+    assert len(others) == 150
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_rows_that_are_no_numbers_and_matrices_without_outputs_are_as_torchs(rows, monkeypatch):
+    input = torch.randn(rows, 96)
+    input[0, 3], input[-1, 5], input[rows // 2, 7] = float("inf"), float("nan"), -float("inf")
+    for outputs in (0, 5):
+        weight = rounded(torch.randn(outputs, 96))
+        compiled = IntegerMatrix(*weight).multiply(input)
+        if outputs:
+            with monkeypatch.context() as patch:
+                patch.setattr("swarm.model.eightbits.kernels", lambda _: None)
+                assert torch.equal(compiled.isnan(), IntegerMatrix(*weight).multiply(input).isnan())
+        assert compiled.shape == (rows, outputs)
+
+
 def fresh(monkeypatch, weights):
     """Return what `kernels` does in a process that has compiled nothing."""
     monkeypatch.setattr("swarm.model.compiled._kernels", compiled_module._kernels.__wrapped__)

@@ -162,6 +162,38 @@ def test_writing_that_is_stopped_keeps_whole_blocks_alone(tmp_path):
     assert [path.name[:10] for path in tmp_path.rglob("*") if path.is_file()] == ["block-0001"]
 
 
+def test_an_error_of_memory_or_of_a_device_is_told_and_nothing_is_held(tmp_path, caplog):
+    cache = WeightCache(tmp_path, ANY_DISK)
+
+    def fail():
+        raise RuntimeError("the device is lost")
+
+    for part in ("block-0001", "block-0002"):
+        cache.save(KEY, part, [Piece({"a": Layout(torch.float32, (3,))}, fail)])
+    with caplog.at_level(logging.WARNING):
+        cache.write()
+        cache.write()
+    assert [record.getMessage().count("the device is lost") for record in caplog.records] == [1]
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_writing_ends_within_a_large_tensor(tmp_path, monkeypatch):
+    cache, written = WeightCache(tmp_path, ANY_DISK), []
+
+    def stopping(file, data, write=weightcache._Stoppable.write):
+        write(file, data)
+        written.append(len(data))
+        if len(data) > 1 << 20:
+            cache.stop()
+
+    monkeypatch.setattr(weightcache._Stoppable, "write", stopping)
+    layout = Layout(torch.uint8, (40 << 20,))
+    cache.save(KEY, "block-0001", [Piece({"a": layout}, lambda: (torch.zeros(40 << 20, dtype=torch.uint8),))])
+    cache.write()
+    assert max(written) == sum(written[-1:]) == 16 << 20
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_a_disk_without_room_gets_no_file(family_dir, tmp_path, monkeypatch, caplog):
     usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 10_000))

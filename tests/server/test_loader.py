@@ -94,6 +94,24 @@ async def test_a_server_that_leaves_while_it_writes_keeps_whole_blocks_and_lets_
     assert len(there) == len([path for path in tmp_path.rglob("*") if path.is_file()]) < len(names)
 
 
+async def test_a_server_that_leaves_does_not_wait_for_a_disk_that_has_stalled(tmp_path):
+    stalls, goes_on = threading.Event(), threading.Event()
+
+    def tensors():
+        stalls.set()
+        goes_on.wait(30)
+        return (torch.ones(3),)
+
+    rounded = WeightCache(tmp_path, WeightCacheLimits(free_bytes_min=0, stop_s=0.05))
+    rounded.save(CacheKey("a" * 64, "float32+int8"), "block-0000", [Piece({"a": Layout(torch.float32, (3,))}, tensors)])
+    writing = asyncio.create_task(written(rounded))
+    await asyncio.to_thread(stalls.wait, 10)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(writing, 10)
+    goes_on.set()
+
+
 def test_plain_weights_are_not_kept(cache):
     assert not loaded().numeric_class.weights
     assert kept(cache) == []
