@@ -10,11 +10,10 @@ more than it was trained for and changes no cost.
 
 All processes that are not killed are watched, their children too. Eight times the load rests, and that time comes on
 top: answers under way and kept conversations end, and memory goes back to the system. What a process has of its own
-then grows by so much per 1,000 generations: the median slope between all pairs of rests (Theil and Sen), without the
-first two, when caches are not yet as large as they get. Of a server, which lends beginnings of prompts at rest, it is
-the coefficient of generations beside that of these tokens, in a least-squares fit, with twice its standard error. A
-generation is an answer of the gateway's, whole or cut off, or a text of the client's. Descriptors are compared between
-the third and the last quarter of all samples. A minute after the end no server may have a session.
+then grows by so much per 1,000 generations: a least-squares fit of the rests without the first two, when caches are not
+yet as large as they get, with twice its standard error. A server's fit has the tokens of its pool beside generations.
+A generation is an answer of the gateway's, whole or cut off, or a text of the client's. Descriptors are compared
+between the third and the last quarter of all samples. A minute after the end no server may have a session.
 """
 
 import argparse
@@ -34,7 +33,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event as EventOfProcesses
 from pathlib import Path
@@ -61,7 +59,7 @@ GROWTH_MIB_MAX, GENERATIONS_MIN = 1.0, 500  # per 1,000 generations, once there 
 DESCRIPTORS_MAX = 8  # more than before: connections come and go
 CACHE = "512MiB"  # of each server: soon as full of kept prompts as it gets
 KEPT_MB_MAX = 1.0  # of the gateway's memory for each conversation that it keeps
-KEPT_S = 60.0  # idle conversations end in a rest
+KEPT_S, PATIENCE_S = 60.0, 600.0  # idle conversations end in a rest, which waits for them and for answers
 QUIET_S = 60.0
 TEXTS, TEXT_TOKENS = 8, 24  # the client's texts
 SAMPLES = 240
@@ -272,7 +270,7 @@ class Soak:
             self.running.rests.set()
             kept = await asyncio.to_thread(self._kept_now)
             self.kept = max(self.kept, kept)
-            while (self._under_way or kept) and time.monotonic() < began + QUIET_S + KEPT_S:
+            while (self._under_way or kept) and time.monotonic() < began + PATIENCE_S:
                 await asyncio.sleep(1.0)
                 kept = await asyncio.to_thread(self._kept_now)
             await asyncio.sleep(min(REST_S, self._options.seconds / RESTS))
@@ -353,21 +351,10 @@ def free_port() -> int:
 
 
 def growth_mib(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return how many MiB of its own a process has more after 1,000 generations, and how far that may be off."""
-    if all(each.pool is not None for each in samples):
-        return beside_the_pool(samples)
-    slopes = [
-        1000 * (b.own - a.own) / (b.generations - a.generations) / 2**20
-        for a, b in combinations(samples, 2)
-        if b.generations > a.generations
-    ]
-    return statistics.median(slopes) if slopes else 0.0, 0.0
-
-
-def beside_the_pool(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return what generations add where the pool's tokens explain the rest, and twice its standard error."""
+    """Return how many MiB of its own a process has more after 1,000 generations, and twice the standard error."""
     own = numpy.array([each.own / 2**20 for each in samples])
     columns = numpy.array([(1.0, each.generations / 1000, sum(each.pool or ()) / 1000) for each in samples])
+    columns = columns[:, [True, True, bool(columns[:, 2].std())]]  # a pool that was the same at all rests tells nothing
     fit, *_ = numpy.linalg.lstsq(columns, own, rcond=None)
     left = own - columns @ fit
     variance = left @ left / max(1, len(own) - columns.shape[1]) * numpy.linalg.pinv(columns.T @ columns)[1, 1]
@@ -402,7 +389,7 @@ def report(soak: Soak, left: int, options: argparse.Namespace) -> list[str]:
         rests = soak.rested[name][WARM_RESTS:]
         (grown, error), more = growth_mib(rests), opened(later)
         mib = [f"{each.own / 2**20:.0f}" for each in (samples[0], rests[0], rests[-1])]
-        slope = f"{grown:+.2f}" + (f" ± {error:.2f}" if error else "")
+        slope = f"{grown:+.2f} ± {error:.2f}"
         rows.append([name, *mib, slope, str(later[0].descriptors), f"{more:+.0f}"])
         if grown - error > GROWTH_MIB_MAX and rests[-1].generations - rests[0].generations >= GENERATIONS_MIN:
             broken.append(f"{name} grows by {grown:.2f} MiB per 1,000 generations")
