@@ -16,10 +16,7 @@ from swarm.model.span import Span
 
 @dataclass(frozen=True, slots=True)
 class PastBlock:
-    """Keys and values [1, heads, positions, size] of each layer of a span, which nothing changes any more.
-
-    They lie in one piece of memory: many small ones, between others that come and go, would take pages for little.
-    """
+    """Keys and values [1, heads, positions, size] of each layer of a span, which nothing changes any more."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
 
@@ -63,9 +60,7 @@ def _is_plain(layer: object, length: int) -> bool:
 
 
 def _copied(cache: SpanCache, start: int, stop: int) -> PastBlock:
-    parts = [past[:, :, start:stop] for layer in cache.layers for past in (layer.keys, layer.values)]
-    memory = parts[0].new_empty(sum(part.numel() for part in parts))
-    copies = [room.view(part.shape) for room, part in zip(memory.split([p.numel() for p in parts]), parts, strict=True)]
-    for copy, part in zip(copies, parts, strict=True):
-        copy.copy_(part)
-    return PastBlock(tuple(zip(copies[::2], copies[1::2], strict=True)))
+    whole = [(layer.keys, layer.values) for layer in cache.layers]
+    return PastBlock(
+        tuple((keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in whole)
+    )
