@@ -1,8 +1,9 @@
-"""Products with integer weights, and the rounding to int4, compiled by LLVM (`llvmlite`), where that is installed.
+"""Products compiled by LLVM (`llvmlite`), where that is installed, and the rounding of weights to integers.
 
-They are the numbers of `swarm.model.eightbits`, `.fourbits` and `.owncodes`, which compute the same bits by torch's
-operations, many times as slowly. The loops are those of `swarm.model.vectorcode` and `swarm.model.roundingcode`. They
-take plain addresses, so this module alone says which tensors fit together.
+Products with integers are those of `swarm.model.eightbits`, `.fourbits` and `.owncodes`, which compute the same bits by
+torch's operations, many times as slowly. Products with halves are for processors that multiply float32 alone. The loops
+are those of `swarm.model.vectorcode`, `.halfcode` and `.roundingcode`. They take plain addresses, so this module alone
+says which tensors fit together.
 """
 
 import ctypes
@@ -23,6 +24,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from swarm.model.halfcode import Half, half_code, outputs_of
 from swarm.model.integer import IntegerFormat
 from swarm.model.roundingcode import Dtype, int4_code, int8_code
 from swarm.model.vectorcode import Kind, Weights, code_of, octets_of
@@ -69,13 +71,19 @@ class CompiledKernels:
     """The products on this processor, with as many threads as torch has in the caller's thread."""
 
     def __init__(
-        self, loops_of: Callable[[Weights], "Loops"], rounding: Callable[[Weights, torch.dtype], "Rounding"]
+        self,
+        loops_of: Callable[[Weights], "Loops"],
+        halves_of: Callable[[Half], "Halves"],
+        rounding: Callable[[Weights, torch.dtype], "Rounding"],
     ) -> None:
-        self._loops_of, self._rounding = loops_of, rounding
+        self._loops_of, self._halves_of, self._rounding = loops_of, halves_of, rounding
 
-    def prepare(self, weights: Weights) -> None:
+    def prepare(self, weights: Weights | Half) -> None:
         """Compile the products. Raises whatever LLVM does."""
-        self._loops_of(weights)
+        if weights == "bfloat16" or weights == "float16":  # noqa: PLR1714 - so that types are told apart
+            self._halves_of(weights)
+        else:
+            self._loops_of(weights)
 
     def rounded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Round a matrix to int8: [out, in], to integers and scales as `eightbits.rounded` has them."""
@@ -143,6 +151,30 @@ class CompiledKernels:
         _in_threads(in_pieces, n_outputs)
         return output
 
+    def widened(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Multiply activations by weights in half precision: [positions, in] and [out, in] -> float32 [positions, out].
+
+        Inputs are a multiple of 8. Raises RuntimeError for others.
+        """
+        (positions, n_inputs), n_outputs = rows.shape, len(weight)
+        if n_inputs % 8:
+            raise RuntimeError(f"compiled products take multiples of 8 inputs, not {n_inputs}")
+        halves = self._halves_of("bfloat16" if weight.dtype is torch.bfloat16 else "float16")
+        rows, weight = _plain(rows), _in_memory(weight)
+        output = _new(torch.float32, positions, n_outputs)
+
+        def work(start: int, stop: int) -> None:
+            """Compute some outputs. It holds the tensors, as above."""
+            first, results = 0, output.data_ptr() + start * output.element_size()
+            for tile, multiply in halves.multiply.items():
+                if groups := (positions - first) // tile:
+                    theirs = _address(rows, first), results + first * output.stride(0) * output.element_size()
+                    multiply(_address(weight, start), *theirs, groups, stop - start, n_inputs, n_outputs)
+                    first += groups * tile
+
+        _in_threads(work, n_outputs)
+        return output
+
 
 @dataclass(frozen=True, slots=True)
 class Loops:
@@ -155,6 +187,14 @@ class Loops:
 
 
 @dataclass(frozen=True, slots=True)
+class Halves:
+    """Loops of `swarm.model.halfcode`, by the number of positions. engine: owns their code."""
+
+    multiply: Mapping[int, Callable[..., None]]
+    engine: object
+
+
+@dataclass(frozen=True, slots=True)
 class Rounding:
     """The loop of `swarm.model.roundingcode`. engine: owns its code."""
 
@@ -163,7 +203,7 @@ class Rounding:
 
 
 @cache
-def kernels(weights: Weights) -> CompiledKernels | None:
+def kernels(weights: Weights | Half) -> CompiledKernels | None:
     """Return the kernels for a kind of weights, compiled once in a process.
 
     None where there are none, or where they do not run: of an old `llvmlite`, or where a process may not make code.
@@ -189,7 +229,8 @@ def _kernels() -> CompiledKernels | None:
     processor = _processor(llvm)
     if processor is None:
         return None
-    return CompiledKernels(cache(partial(_loops, llvm, processor)), cache(partial(_rounding, llvm, processor)))
+    loops, halves = cache(partial(_loops, llvm, processor)), cache(partial(_halves, llvm, processor))
+    return CompiledKernels(loops, halves, cache(partial(_rounding, llvm, processor)))
 
 
 def is_installed() -> bool:
@@ -226,6 +267,16 @@ def _loops(llvm: Any, processor: tuple[Kind, str, str], weights: Weights) -> Loo
     at = engine.get_function_address
     loops = {tile: multiply(at(f"multiply_{tile}")) for tile in octets_of(kind)}
     return Loops(split(at("split")), loops, octets_of(kind), engine)
+
+
+def _halves(llvm: Any, processor: tuple[Kind, str, str], dtype: Half) -> Halves:  # noqa: ANN401 - as above
+    """Compile the products with halves. Raises RuntimeError where a processor cannot widen and add in one step."""
+    kind, *target = processor
+    if kind == "ssse3":
+        raise RuntimeError("this processor has no fused products")
+    engine = _compiled(llvm, target, half_code(dtype))
+    multiply, at = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4), engine.get_function_address
+    return Halves({tile: multiply(at(f"multiply_{tile}")) for tile in outputs_of()}, engine)
 
 
 def _rounding(llvm: Any, processor: tuple[Kind, str, str], weights: Weights, dtype: torch.dtype) -> Rounding:  # noqa: ANN401
@@ -276,10 +327,15 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _readable(tensor: Tensor) -> Tensor:
     """Return a tensor of weights as compiled code reads it: float32 or bfloat16, in one piece. Raises as `_plain`."""
-    if tensor.device.type != "cpu":
-        raise NotImplementedError(f"compiled code takes tensors on the CPU, not on {tensor.device}")
     if tensor.dtype not in (torch.float32, torch.bfloat16):
         tensor = tensor.to(torch.float32)
+    return _in_memory(tensor)
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor in one piece. Raises NotImplementedError off the CPU."""
+    if tensor.device.type != "cpu":
+        raise NotImplementedError(f"compiled code takes tensors on the CPU, not on {tensor.device}")
     return tensor.detach().resolve_neg().contiguous()
 
 

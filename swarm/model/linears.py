@@ -9,6 +9,9 @@ memory beside them. The numbers stay: fp32 is multiplied and added up in fp32, i
 each row by itself: 64 took 30 times as long as one. There a layer makes float32 of some rows of its
 weight, which stay in the processor's cache, multiplies all inputs by them, and goes on to the next rows. Products of
 two such numbers are exact in float32, so only the order of additions is another one.
+
+*Compiled*: where there is `llvmlite`, LLVM compiles a loop that widens weights in registers (`swarm.model.halfcode`).
+Batches are the faster for it, and a position gets the same bits alone and in a batch. Prompts go on as above.
 """
 
 from dataclasses import dataclass
@@ -18,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from swarm.limits import limit
+from swarm.model.compiled import kernels
+from swarm.model.halfcode import Half
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class LinearLimits:
     layout_tokens: int = limit(16, "tokens", "the batch that the packed order is made for; it does well from 1 to 512")
     tile_bytes: int = limit(1 << 20, "bytes", "of widened weights at a time; they stay in a core's cache")
     few: int = limit(8, "tokens", "up to which a widened batch lies by rows; larger ones lie by columns")
+    compiled_below: int = limit(64, "tokens", "of a batch that compiled code multiplies; longer ones are widened")
     many: int = limit(128, "tokens", "from which it lies by rows again: columns take a fifth longer for 512")
     tile_bytes_many: int = limit(
         8 << 20, "bytes", "as `tile_bytes`, of so many tokens: it is read often, cached or not"
@@ -133,10 +139,39 @@ class WidenedLinear(OtherLinear):
         return self.multiply(input, self.weight, self.bias)
 
 
+class CompiledLinear(WidenedLinear):
+    """A linear layer in half precision that widens its weights in registers, for all but long prompts."""
+
+    says: ClassVar[str] = "widened to float32 by compiled code"
+
+    @classmethod
+    def prepared(cls, weight: Tensor) -> Tensor:
+        """Return the weight as it is. Raises RuntimeError where there is no compiled code for it."""
+        if weight.shape[1] % 8 or kernels(_name(weight.dtype)) is None:
+            raise RuntimeError("no compiled products")
+        return weight
+
+    @classmethod
+    def multiply(cls, input: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply; [..., in] -> [..., out]."""
+        n_outputs, n_inputs = prepared.shape
+        compiled = kernels(_name(prepared.dtype))
+        if compiled is None or input.numel() >= cls.limits.compiled_below * n_inputs:
+            return super().multiply(input, prepared, bias)
+        sums = compiled.widened(input.reshape(-1, n_inputs), prepared)
+        if bias is not None:
+            sums += bias
+        return sums.to(input.dtype).view(*input.shape[:-1], n_outputs)
+
+
+def _name(dtype: torch.dtype) -> Half:
+    return "bfloat16" if dtype is torch.bfloat16 else "float16"
+
+
 def kinds_of(dtype: torch.dtype) -> tuple[type[OtherLinear], ...]:
-    """Return the other ways for weights of this dtype."""
-    if dtype is torch.float32:
-        return (PackedLinear,)
-    if dtype is torch.bfloat16:
-        return (PackedLinear, WidenedLinear)
-    return (WidenedLinear,) if dtype is torch.float16 else ()
+    """Return the other ways for weights of this dtype, the better ones first."""
+    return {
+        torch.float32: (PackedLinear,),
+        torch.bfloat16: (PackedLinear, CompiledLinear, WidenedLinear),
+        torch.float16: (CompiledLinear, WidenedLinear),
+    }.get(dtype, ())

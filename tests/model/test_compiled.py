@@ -12,6 +12,7 @@ from swarm.model import fourbits
 from swarm.model.compiled import Packed, kernels
 from swarm.model.eightbits import IntegerMatrix, rounded
 from swarm.model.fourbits import FourBitFormat, FourBitMatrix, packed, unsigned
+from swarm.model.halfcode import half_code
 from swarm.model.integer import joined, products, split
 from swarm.model.roundingcode import int4_code, int8_code
 from swarm.model.vectorcode import code_of
@@ -157,15 +158,29 @@ def test_the_instructions_of_all_processors_compute_the_same_bits(weights, kind,
     assert torch.equal(compiled.multiply(rows, given), joined(sums, peak))
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "own4"])
+@pytest.mark.parametrize("kind", ["avx2", "ssse3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_older_processors_multiply_halves_where_they_have_fused_products(dtype, kind, monkeypatch):
+    target = (kind, {"avx2": "x86-64-v3", "ssse3": "x86-64"}[kind], "")
+    monkeypatch.setattr("swarm.model.compiled._processor", lambda _: target)
+    found = fresh(monkeypatch, dtype)
+    assert (found is None) == (kind == "ssse3")
+    if found is not None:
+        rows, weight = random(7, 1200), random(37, 1200).to(getattr(torch, dtype))
+        assert torch.allclose(found.widened(rows, weight), rows @ weight.float().t(), atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "own4", "bfloat16", "float16"])
 def test_the_loops_of_arm_compile(weights):
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    module = llvm.parse_assembly(code_of(weights, "neon"))
+    halves = weights in ("bfloat16", "float16")
+    module = llvm.parse_assembly(half_code(weights) if halves else code_of(weights, "neon"))
     module.verify()
     target = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine("generic", "+neon", opt=3)
     assembly = target.emit_assembly(module)
     assert "tbl" in assembly or weights != "int4"
+    assert "fmla" in assembly or not halves
 
 
 @pytest.mark.parametrize(("code_of", "instruction"), [(int8_code, "frintn"), (int4_code, "uqadd")])

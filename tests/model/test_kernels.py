@@ -7,8 +7,9 @@ from torch.testing import assert_close
 
 from swarm.blocks import Blocks
 from swarm.model.checkpoint import open_checkpoint
+from swarm.model.compiled import kernels
 from swarm.model.kernels import KernelLimits, choose_kernels, leave_out_planned_attention
-from swarm.model.linears import LinearLimits, PackedLinear, WidenedLinear
+from swarm.model.linears import CompiledLinear, LinearLimits, PackedLinear, WidenedLinear
 from swarm.model.loading import load_span
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
@@ -85,16 +86,20 @@ def test_weights_stay_as_they_were_where_packed_ones_compute_something_else(span
 
 
 @pytest.mark.parametrize(
-    ("packed", "widened", "expected"),
+    ("packed", "compiled", "widened", "expected"),
     [
-        ((2.0, 2.0), (1.0, 1.9), PackedLinear),
-        ((0.9, 1.3), (1.0, 1.9), WidenedLinear),
-        ((1.0, 1.0), (1.0, 1.05), None),
-        (None, (1.0, 1.9), WidenedLinear),
-        (None, (1.0, 1.05), None),
+        ((0.9, 1.3), None, (1.0, 1.9), PackedLinear),
+        ((0.7, 1.3), (1.0, 1.9), (1.0, 1.9), CompiledLinear),
+        (None, (1.0, 1.9), (1.0, 2.9), CompiledLinear),
+        (None, (1.0, 1.05), (1.0, 1.9), WidenedLinear),
+        (None, None, (1.0, 1.9), WidenedLinear),
+        ((1.0, 1.0), (1.0, 1.0), (1.0, 1.05), None),
+        (None, None, (1.0, 1.05), None),
     ],
 )
-def test_the_best_way_is_taken_of_those_that_the_processor_has(family_dir, monkeypatch, packed, widened, expected):
+def test_the_first_better_way_is_taken_of_those_that_the_processor_has(
+    family_dir, monkeypatch, packed, compiled, widened, expected
+):
     if packed is None:
         without_packing(monkeypatch)
     elif not torch.backends.mkldnn.is_available():
@@ -104,7 +109,9 @@ def test_the_best_way_is_taken_of_those_that_the_processor_has(family_dir, monke
     monkeypatch.setattr(PackedLinear, "forward", nn.Linear.forward)  # whether the kernel is there is another matter
     if packed is not None:
         monkeypatch.setattr(PackedLinear, "prepared", lambda weight: weight)
-    gains = [1.0, *(packed or ()), *widened]
+    if compiled is None:
+        monkeypatch.setattr("swarm.model.linears.kernels", lambda _: None)
+    gains = [1.0, *(packed or ()), *(compiled or ()), *widened]
     assert chosen(span, *gains) is expected
     assert {type(linear) for linear in linears_of(span)} == {expected or nn.Linear}
 
@@ -112,13 +119,16 @@ def test_the_best_way_is_taken_of_those_that_the_processor_has(family_dir, monke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
 @pytest.mark.parametrize("outputs", [7, 64])
-def test_a_widened_product_is_the_exact_one_rounded_once(monkeypatch, dtype, rows, outputs):
-    monkeypatch.setattr(WidenedLinear, "limits", LinearLimits(tile_bytes=4 * 96 * 5))  # five rows of the weight
+@pytest.mark.parametrize("kind", [WidenedLinear, CompiledLinear])
+def test_a_widened_product_is_the_exact_one_rounded_once(monkeypatch, dtype, rows, outputs, kind):
+    few = LinearLimits(tile_bytes=4 * 96 * 5, compiled_below=40)  # five rows of the weight
+    monkeypatch.setattr(kind, "limits", few)
     generator = torch.Generator().manual_seed(rows)
     linear = nn.Linear(96, outputs, dtype=dtype)
     input = torch.randn(2, rows, 96, generator=generator).to(dtype)[:1]
     exact = nn.functional.linear(input.double(), linear.weight.double(), linear.bias.double())
-    WidenedLinear.take(linear)
+    kind.prepared(linear.weight)
+    kind.take(linear)
     with torch.inference_mode():
         output = linear(input)
     assert output.dtype is dtype
@@ -127,29 +137,57 @@ def test_a_widened_product_is_the_exact_one_rounded_once(monkeypatch, dtype, row
     assert_close(output.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-6)
 
 
-def test_a_widened_layer_has_gradients():
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (7, 72), (64, 96), (65, 2048)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compiled_product_of_halves_has_the_same_bits_alone_and_in_a_batch(dtype, outputs, inputs, threads):
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    input = torch.randn(15, inputs, generator=generator).to(dtype)
+    torch.set_num_threads(threads)
+    try:
+        batches = [CompiledLinear.multiply(input[:count], weight, None) for count in range(1, 16)]
+    finally:
+        torch.set_num_threads(1)
+    for batch in batches:
+        assert torch.equal(batch, batches[-1][: len(batch)])
+    assert_close(batches[-1].double(), input.double() @ weight.double().T, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [WidenedLinear, CompiledLinear])
+def test_a_widened_layer_has_gradients(kind):
     with torch.inference_mode(mode=False), torch.enable_grad():
         linear = nn.Linear(16, 8, dtype=torch.bfloat16)
-        WidenedLinear.take(linear)
+        kind.take(linear)
         input = torch.ones(3, 16, dtype=torch.bfloat16, requires_grad=True)
         linear(input).sum().backward()
     assert_close(input.grad, linear.weight.detach().sum(0).expand(3, 16))
 
 
+def test_inputs_in_other_numbers_than_eights_are_left_to_others():
+    with pytest.raises(RuntimeError, match="no compiled products"):
+        CompiledLinear.prepared(torch.ones(8, 12, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="not 12"):
+        kernels("bfloat16").widened(torch.ones(1, 12), torch.ones(8, 12, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the latter with biases
-def test_a_widened_span_computes_the_same(family_dir, monkeypatch, family):
+@pytest.mark.parametrize("kind", [WidenedLinear, CompiledLinear])
+def test_a_widened_span_computes_the_same(family_dir, monkeypatch, family, kind):
     without_packing(monkeypatch)
+    if kind is WidenedLinear:
+        monkeypatch.setattr("swarm.model.linears.kernels", lambda _: None)
     span = load_span(open_checkpoint(family_dir(family)), Blocks(1, 3), dtype=torch.bfloat16)
     steps = [torch.randn(1, tokens, span.hidden_size, generator=torch.Generator().manual_seed(1)) for tokens in (20, 4)]
     outputs = []
-    for expected in (None, WidenedLinear):
+    for expected in (None, kind):
         assert expected is None or chosen(span, 1.0, 1.0, 2.0) is expected
         cache = span.new_cache()
         with torch.inference_mode():
             outputs.append([span.forward(step.bfloat16(), cache=cache) for step in steps])
     for stock, widened in zip(*outputs, strict=True):
         assert float((widened - stock).float().norm() / stock.float().norm()) < 0.02
-    assert any(isinstance(linear, WidenedLinear) for linear in linears_of(span))
+    assert any(type(linear) is kind for linear in linears_of(span))
 
 
 def test_a_gpu_attends_without_plans_that_every_new_length_needs():
