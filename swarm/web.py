@@ -1,5 +1,6 @@
 """The web server of the commands that have one: uvicorn in the command's own loop, under the command's own signals."""
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarm.limits import limit
 
@@ -16,7 +18,28 @@ class WebLimits:
     """Bounds of a web server."""
 
     connections_max: int = limit(1024, "connections", "at one time; more are answered with 503")
+    head_s: float = limit(10.0, "s", "a connection on which no request comes for so long, or twice, is closed")
     grace_s: int = limit(2, "s", "for requests under way when the server ends; then they are broken off")
+
+
+class Http(H11Protocol):
+    """uvicorn's HTTP/1.1, without connections that say nothing: each would take the place of a client."""
+
+    head_s = WebLimits().head_s
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to look at it."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._look(None)
+
+    def _look(self, before: object) -> None:
+        """Close it where no request has come since the look before."""
+        waits = self.cycle is None or self.cycle.response_complete
+        now = (self.cycle,) if waits else None
+        if waits and now == before:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.loop.call_later(self.head_s, self._look, now)
 
 
 def _nothing() -> None:
@@ -34,6 +57,7 @@ class WebServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Http,
                 lifespan="off",
                 access_log=False,
                 log_config=None,

@@ -1,9 +1,10 @@
 """One request's account: its owner, its model, and the tokens that were computed for it."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from starlette.requests import Request
@@ -30,6 +31,7 @@ class Account:
     cached: int = 0  # tokens that sessions had already
     output: int = 0
     first_s: float | None = None  # from the arrival to the first token
+    ending: AsyncExitStack = field(default_factory=AsyncExitStack)  # closed when the request is over
     began: float = field(default_factory=time.monotonic)
 
     def check(self, model: str) -> None:
@@ -65,7 +67,7 @@ class Meter:
         """Return a model whose generations are counted for a request."""
         account.model = model.name
         figures = self._figures.setdefault(model.name, self._recorder.of(model.name))
-        return replace(model, backend=_Metered(model.backend, account, figures, self))
+        return model.served_by(_Metered(model.backend, account, figures, self))
 
 
 class _Metered:
@@ -81,7 +83,7 @@ class _Metered:
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Emitted, bool | None]:
         """Generate as the backend does."""
-        account, last, count = self._account, time.monotonic(), 0
+        account, last, count, prompt = self._account, time.monotonic(), 0, len(generation.prompt)
         turn = self._meter.turns.held(account.tenant.name, TenantLimits())
         async with AsyncExitStack() as entered:
             async with account.grant.valid():
@@ -94,7 +96,8 @@ class _Metered:
                         each = await emitted.asend(enough)
                     match each:
                         case Started(cached):
-                            self._prompt(len(generation.prompt) - cached, cached)
+                            self._prompt(prompt - cached, cached)
+                            prompt = 0
                         case Token():
                             now = time.monotonic()
                             self._figures.token(now - last, is_first=count == 0)
@@ -106,6 +109,10 @@ class _Metered:
                     enough = yield each
             except StopAsyncIteration:
                 return
+            except (asyncio.CancelledError, GeneratorExit):
+                if prompt:  # who leaves before the first token has had servers compute it all the same
+                    self._prompt(prompt, 0)
+                raise
             finally:
                 account.output += count
                 self._meter.requests.charge(account.tenant.name, count)

@@ -64,6 +64,12 @@ class Model:
         grammars = Grammars(self.tokenizer, self.backend.vocabulary, self.stop_ids)
         object.__setattr__(self, "grammars", grammars)
 
+    def served_by(self, backend: Backend) -> "Model":
+        """Return this model with another backend. It has the same grammars, whose tables take a while to make."""
+        other = replace(self, backend=backend)
+        object.__setattr__(other, "grammars", self.grammars)
+        return other
+
     async def chat(self, chat: Chat) -> AsyncGenerator[Event, None]:
         """Answer a conversation. Raises UsageError for a request that cannot be answered, or another SwarmError."""
         prompt = await self._rendered(chat)
@@ -177,7 +183,7 @@ class Model:
             echo=isinstance(request, Completion) and request.echo and request.sampling.logprobs is not None,
         )
         choices = [
-            _Choice(self, index, _of_choice(generation, index, constraints), request.stop, parsers()).events()
+            _Choice(self, index, _of_choice(generation, index, constraints), request, parsers()).events()
             for index in range(request.n)
         ]
         async with aclosing(merged(choices)) as events:
@@ -197,12 +203,18 @@ class _Choice:
     """One answer."""
 
     def __init__(
-        self, model: Model, index: int, generation: Generation, stop: Sequence[str], parser: OutputParser | None
+        self,
+        model: Model,
+        index: int,
+        generation: Generation,
+        request: Chat | Completion,
+        parser: OutputParser | None,
     ) -> None:
         self._model = model
         self._index = index
         self._generation = generation
-        self._output = Output(model.tokenizer, stop, parser, model.control_ids)
+        self._output = Output(model.tokenizer, request.stop, parser, model.control_ids)
+        self._calls_one = isinstance(request, Chat) and not request.tool_choice.parallel
         self._calls = 0
         self._count = 0  # tokens of the output
         self._reasoning = 0  # of them, tokens that the model only thinks
@@ -216,14 +228,19 @@ class _Choice:
             async for each in emitted:
                 for event in self._of(each):
                     yield event
-                if self._output.stop is not None:
+                if self._is_enough:
                     break
-            if self._output.stop is not None:
+            if self._is_enough:
                 with suppress(StopAsyncIteration):
                     await emitted.asend(True)
         for event in self._rest():
             yield event
         yield Finished(self._index, self._reason(), self._count, self._output.stop, self._reasoning)
+
+    @property
+    def _is_enough(self) -> bool:
+        """Whether the answer ends here, whatever the model would say: a stop string, or the only call."""
+        return self._output.stop is not None or (self._calls_one and self._calls > 0)
 
     def _of(self, emitted: Emitted) -> list[Event]:
         match emitted:
@@ -243,21 +260,25 @@ class _Choice:
     def _reason(self) -> FinishReason:
         grammar = self._generation.grammar
         is_whole = grammar is not None and grammar.is_complete and grammar.is_over
-        if self._ended or self._output.stop is not None or is_whole:
+        if self._ended or self._is_enough or is_whole:
             return "tool_calls" if self._calls else "stop"
         return "length"
 
     def _of_token(self, token: Token) -> list[Event]:
         if token.logprob is not None:
             self._pending.append(self._model.texts.report(token))
-        return [self._event(part) for part in self._output.feed(token.id)]
+        return self._events(self._output.feed(token.id))
 
     def _rest(self) -> list[Event]:
         """Return the events that are held back, at the end."""
-        events = [self._event(part) for part in self._output.close()]
+        events = self._events(self._output.close())
         if self._pending:
             events.append(self._text(""))
         return events
+
+    def _events(self, parts: Sequence[Parsed]) -> list[Event]:
+        """Return the events of parts of the output, up to the only call."""
+        return [self._event(part) for part in parts if not (self._calls_one and self._calls)]
 
     def _event(self, part: Parsed) -> Event:
         match part:

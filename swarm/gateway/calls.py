@@ -159,7 +159,7 @@ class _NestedReader:
                 calls = [_called(name, arguments, None) for name, arguments in value]
             else:
                 calls = _calls_in(value, self._groups)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return ()
         if self._form.bare and not all(call.name in self._tools for call in calls):
             return ()

@@ -58,7 +58,8 @@ class Entrance:
             await send(message)
 
         try:
-            await self._app(scope, receive, with_id)
+            async with account.ending:
+                await self._app(scope, receive, with_id)
         finally:
             path = route_of(scope)
             self._recorder.request(path, status, account.model)
@@ -205,5 +206,8 @@ def is_allowed(origin: str, host: str, origins: frozenset[str]) -> bool:
     """Whether a page of this origin may call: it is the gateway's own, or one that is allowed."""
     if "*" in origins or origin in origins:
         return True
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:  # brackets that are no address
+        return False
     return parts.scheme in {"http", "https"} and bool(host) and parts.netloc.lower() == host.lower()

@@ -61,20 +61,25 @@ class GrammarLimits:
 class Constraint:
     """A constraint on one output, and its state behind the tokens so far. A `Grammar` of the engine."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: int, field: str) -> None:
+        """field: of the request, which has the schema."""
+        self._field = field
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._has_failed = False
 
     def mask(self) -> Tensor | None:
-        """Return which tokens may come next, bool [vocabulary]; None where it is over."""
+        """Return which tokens may come next, bool [vocabulary]; None where it is over.
+
+        Raises BadRequest where that cannot be told within the limits: no token is sampled as if it were free.
+        """
         if self.is_over:
             return None
         # numpy, because torch would wake its threads for 128k bytes, and wait for them on a busy machine
         allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8, self._vocabulary) != 0
         if self._failed() or not allowed.any():
             self._fail("no token can follow")
-            return None
+            raise BadRequest(self._field, "its schema takes too long to follow, or leads nowhere; make it simpler")
         return torch.from_numpy(allowed)
 
     def take(self, token: int) -> None:
@@ -107,7 +112,7 @@ class Constraint:
     def _fail(self, why: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            _log.warning("a grammar failed", why=why, error=self._matcher.get_error()[:200])
+            _log.warning("a grammar failed", why=why)  # its own words have tokens of the answer
 
 
 class Grammars:
@@ -126,6 +131,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._stop_ids = stop_ids
         self._compilers = ThreadPoolExecutor(self.limits.compilers, "grammar")
+        self._free = asyncio.Semaphore(self.limits.compilers)  # schemas that wait for others are not slow themselves
         self._own: asyncio.Task[LLTokenizer] | None = None
 
     async def make(self, chat: Chat, prompt: str) -> Callable[[], Constraint] | None:
@@ -138,22 +144,28 @@ class Grammars:
             return None
         _check_size(chat, wanted, self.limits)
         own = await self._llguidance()
+        await self._free.acquire()
         loop = asyncio.get_running_loop()
         compiling = loop.run_in_executor(self._compilers, self._compiled, own, chat, prompt, wanted)
-        compiling.add_done_callback(lambda done: done.cancelled() or done.exception())  # one that is late, too
+        compiling.add_done_callback(self._compiled_one)
         try:
             matcher = await asyncio.wait_for(asyncio.shield(compiling), self.limits.compile_s)
         except TimeoutError:
             raise BadRequest(wanted, "its schema takes too long to compile; make it smaller") from None
         if matcher is None:
             return None
-        return lambda: Constraint(matcher.deep_copy(), self._vocabulary)
+        return lambda: Constraint(matcher.deep_copy(), self._vocabulary, wanted)
 
     async def _llguidance(self) -> LLTokenizer:
         """Return llguidance's view of the tokenizer; the first request waits for it, seconds for 128k tokens."""
         if self._own is None or (self._own.done() and (self._own.cancelled() or self._own.exception())):
             self._own = asyncio.create_task(asyncio.to_thread(self._viewed))
         return await asyncio.shield(self._own)
+
+    def _compiled_one(self, done: asyncio.Future[LLMatcher | None]) -> None:
+        self._free.release()
+        if not done.cancelled():
+            done.exception()  # of one that is late, which asyncio need not log
 
     def _viewed(self) -> LLTokenizer:
         known = self._tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=True)
@@ -195,7 +207,7 @@ class Grammars:
         else:
             free = forms.text_or_calls(tools)
             if free is None:
-                return None
+                raise ValueError("this model's calls begin with no mark of their own; require one, or leave strict out")
             text = free
         return str(LLMatcher.grammar_from_lark(text))
 

@@ -26,7 +26,18 @@ class Next(NamedTuple):
 class Head:
     """One generation's next token: norm, head, sampling and embedding. All that are ready run as one batch."""
 
-    __slots__ = ("_ends", "_hidden", "_position", "_result", "_sampler", "cost", "done", "is_given_up", "owner")
+    __slots__ = (
+        "_ends",
+        "_hidden",
+        "_position",
+        "_result",
+        "_sampler",
+        "_tokens",
+        "cost",
+        "done",
+        "is_given_up",
+        "owner",
+    )
 
     tenure: Tenure | None = None
     rows = tokens = 1
@@ -42,6 +53,7 @@ class Head:
         self._sampler = sampler
         self._hidden = hidden
         self._position = position
+        self._tokens: tuple[Token, ...] = ()  # sampled and forced: when a batch fails behind it, it runs again
         self._result: Next | None = None
 
     def ready(self, *, decodes: bool) -> Ready:
@@ -55,24 +67,21 @@ class Head:
 
     def forward_packed(self, segments: Sequence["Head"]) -> list[Next]:
         """Sample for each, with one multiplication by the head."""
-        hidden = torch.cat([each._hidden[:, -1] for each in segments])
-        chosen = choose(self._ends.logits(hidden), [each._sampler for each in segments])
-        ids = torch.tensor([[token.id] for token in chosen])
+        if new := [each for each in segments if not each._tokens]:
+            logits = self._ends.logits(torch.cat([each._hidden[:, -1] for each in new]))
+            for each, token in zip(new, choose(logits, [each._sampler for each in new]), strict=True):
+                # Forced tokens are those that the grammar leaves no choice of: they travel in the same step.
+                each._tokens = (token, *(Token(forced) for forced in each._sampler.force()))
+        ids = torch.tensor([[each._tokens[0].id] for each in segments])
         embeddings = self._ends.embed(ids, torch.tensor([each._position for each in segments]))
-        return [
-            each._with_forced(Next((token,), embeddings[at : at + 1]))
-            for at, (each, token) in enumerate(zip(segments, chosen, strict=True))
-        ]
+        return [each._with_forced(embeddings[at : at + 1]) for at, each in enumerate(segments)]
 
-    def _with_forced(self, sampled: Next) -> Next:
-        """Add the tokens that the grammar leaves no choice of: they travel in the same step."""
-        forced = self._sampler.force()
-        if not forced:
-            return sampled
-        embedding = self._ends.embed(torch.tensor([forced]), self._position + 1)
-        return Next(
-            (*sampled.tokens, *(Token(token) for token in forced)), torch.cat([sampled.embedding, embedding], dim=1)
-        )
+    def _with_forced(self, embedding: Tensor) -> Next:
+        """Return the tokens, with the embedding of the first one and of those that are forced behind it."""
+        if forced := [token.id for token in self._tokens[1:]]:
+            behind = self._ends.embed(torch.tensor([forced]), self._position + 1)
+            embedding = torch.cat([embedding, behind], dim=1)
+        return Next(self._tokens, embedding)
 
     def take(self, output: Next) -> None:
         """Keep its own token."""

@@ -7,9 +7,11 @@ again.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from weakref import WeakSet
 
 import psutil
 import structlog
@@ -46,6 +48,8 @@ class Models:
         self._checkpoints: dict[str, Checkpoint] = {}
         self._loaded: dict[str, Loaded] = {}
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
+        self._wanted: Counter[str] = Counter()  # requests that wait for a model, by its name
+        self._retired: WeakSet[Resident] = WeakSet()  # those that left, some of which still answer requests
         self._room = asyncio.Lock()  # one model is loaded at a time: each makes room for itself
 
     @property
@@ -72,6 +76,7 @@ class Models:
         self._routes.forget(self._checkpoints.pop(name).root)
         loaded = self._loaded.pop(name, None)
         if loaded is not None:
+            self._retired.add(loaded.resident)
             await loaded.resident.retire()
 
     def arrange(self, names: Sequence[str]) -> None:
@@ -95,9 +100,23 @@ class Models:
         """Return the models whose weights are here."""
         return [loaded.model for loaded in self._loaded.values()]
 
-    async def get(self, name: str) -> Model:
-        """Return a model, and load it if need be. Raises ModelNotFound, CheckpointError or Rejected."""
+    async def get(self, name: str, until: AsyncExitStack) -> Model:
+        """Return a model, and load it if need be. Raises ModelNotFound, CheckpointError or Rejected.
+
+        until: the model stays in memory until that is closed.
+        """
         self.check(name)
+        self._wanted[name] += 1
+        try:
+            resident, model = await self._resident(name)
+            resident.running += 1
+        finally:
+            self._wanted[name] -= 1
+        until.push_async_callback(resident.release)
+        resident.used = self._now()
+        return model
+
+    async def _resident(self, name: str) -> tuple[Resident, Model]:
         loaded = self._loaded.get(name)
         if loaded is None:
             task = self._loading.get(name)
@@ -105,8 +124,7 @@ class Models:
                 task = self._loading[name] = asyncio.create_task(self._load(name, self._checkpoints[name]))
                 task.add_done_callback(partial(self._tried, name))
             loaded = await asyncio.shield(task)
-        loaded.resident.used = self._now()
-        return loaded.model
+        return loaded.resident, loaded.model
 
     async def routes(self) -> dict[str, str]:
         """Return why each model has no route now; "" for one that has."""
@@ -179,7 +197,9 @@ class Models:
         if needed > most:
             why = f"embeddings and head of {name!r} take {needed >> 20} MiB, and --ends-memory allows {most >> 20} MiB"
             raise Rejected(Problem(503, "overloaded", why, "model_too_large"))
-        gone = leaving(self._here(), needed, most)
+        retired = [resident for resident in self._retired if resident.running]
+        wanted = [loaded.resident for key, loaded in self._loaded.items() if self._wanted[key]]
+        gone = leaving([*self._here(), *retired], needed, most, wanted)
         if gone is None:
             why = "the models in memory are all in use, and one more does not fit"
             raise Rejected(Problem(503, "overloaded", why, "no_memory", retry_after_s=5.0))

@@ -1,6 +1,6 @@
 """Models in memory: how many may be there, which one leaves, and that none leaves under a generation."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -15,20 +15,22 @@ class Held(Protocol):
 
     n_bytes: int
     used: float  # when a request last asked for it
-    running: int  # generations
+    running: int  # requests and generations
 
 
 Each = TypeVar("Each", bound=Held)
 
 
-def leaving(held: Sequence[Each], needed: int, bytes_max: int) -> list[Each] | None:
+def leaving(held: Sequence[Each], needed: int, bytes_max: int, staying: Collection[Each] = ()) -> list[Each] | None:
     """Return the models that leave so that `needed` more bytes fit: those that were used longest ago.
 
-    None if it does not fit, because generations run with the others.
+    staying: models that do not leave, since requests wait for them. None if it does not fit, because the others answer
+    requests.
     """
     total = sum(each.n_bytes for each in held) + needed
     gone: list[Each] = []
-    for each in sorted((each for each in held if not each.running), key=lambda each: each.used):
+    idle = (each for each in held if not each.running and each not in staying)
+    for each in sorted(idle, key=lambda each: each.used):
         if total <= bytes_max:
             break
         gone.append(each)
@@ -36,7 +38,7 @@ def leaving(held: Sequence[Each], needed: int, bytes_max: int) -> list[Each] | N
     return gone if total <= bytes_max else None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Resident:
     """A model whose embeddings and head are in memory. entered: its membership."""
 
@@ -69,11 +71,15 @@ class Resident:
                 except StopAsyncIteration:
                     return
         finally:
-            self.running -= 1
-            await self._end_if_unused()
+            await self.release()
+
+    async def release(self) -> None:
+        """Tell that a request or a generation is over. One of them is the last one of a model that has to leave."""
+        self.running -= 1
+        await self._end_if_unused()
 
     async def retire(self) -> None:
-        """End sessions and membership as soon as no generation runs."""
+        """End sessions and membership as soon as no request is answered."""
         self.is_retired = True
         await self._end_if_unused()
 

@@ -22,7 +22,9 @@ class Sampler:
         self.sampling = sampling
         self.grammar = grammar
         self.counts: Counter[int] = Counter()  # of the output
-        self.seen: set[int] = set(prompt) if sampling.repetition_penalty != 1 else set()
+        self._bias: tuple[Tensor, Tensor] | None = None  # tokens, and what is added to their logits
+        self._seen = list(prompt) if sampling.repetition_penalty != 1 else []  # those that `seen` lacks
+        self._was_seen: Tensor | None = None
         self._generator: torch.Generator | None = None
         if sampling.temperature > 0:
             self._generator = torch.Generator()
@@ -41,6 +43,24 @@ class Sampler:
             and sampling.repetition_penalty == 1
             and sampling.presence_penalty == sampling.frequency_penalty == 0
         )
+
+    def bias(self, vocabulary: int) -> tuple[Tensor, Tensor] | None:
+        """Return tokens, int64 [tokens], and what is added to their logits; None where nothing is."""
+        if self._bias is None and self.sampling.logit_bias:
+            known = {token: bias for token, bias in self.sampling.logit_bias.items() if 0 <= token < vocabulary}
+            self._bias = torch.tensor(list(known), dtype=torch.int64), torch.tensor(list(known.values()))
+        return self._bias
+
+    def seen(self, vocabulary: int) -> Tensor | None:
+        """Return which tokens were seen, bool [vocabulary]; None where none counts."""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        if self._was_seen is None:
+            self._was_seen = torch.zeros(vocabulary, dtype=torch.bool)
+        if self._seen:
+            self._was_seen[self._seen] = True
+            self._seen.clear()
+        return self._was_seen
 
     def draw(self) -> float:
         """Return the next random number of this generation, in [0, 1)."""
@@ -62,7 +82,7 @@ class Sampler:
         if sampling.presence_penalty or sampling.frequency_penalty:
             self.counts[token] += 1
         if sampling.repetition_penalty != 1:
-            self.seen.add(token)
+            self._seen.append(token)
         if self.grammar is not None:
             self.grammar.take(token)
 
@@ -108,13 +128,12 @@ def reported(logits: Tensor, ids: Sequence[int], wanted: Sequence[int | None]) -
 def _adjust(row: Tensor, sampler: Sampler) -> None:
     """Apply in place all that depends on one generation's past: row is float [vocabulary]."""
     sampling = sampler.sampling
-    biases = {token: bias for token, bias in sampling.logit_bias.items() if 0 <= token < len(row)}
-    if biases:
-        row[list(biases)] += torch.tensor(list(biases.values()), dtype=row.dtype)
-    if sampler.seen:
-        ids = list(sampler.seen)
-        of_seen, penalty = row[ids], sampling.repetition_penalty
-        row[ids] = torch.where(of_seen < 0, of_seen * penalty, of_seen / penalty)
+    if (bias := sampler.bias(len(row))) is not None:
+        tokens, added = bias
+        row[tokens] += added.to(row.dtype)
+    if (seen := sampler.seen(len(row))) is not None:
+        penalty = sampling.repetition_penalty
+        row.copy_(torch.where(seen, torch.where(row < 0, row * penalty, row / penalty), row))
     if sampler.counts:
         counts = torch.tensor(list(sampler.counts.values()), dtype=row.dtype)
         row[list(sampler.counts)] -= counts * sampling.frequency_penalty + sampling.presence_penalty

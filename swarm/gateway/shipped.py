@@ -44,7 +44,7 @@ class ShippedParser:
             if not self._is_broken:
                 return [part for event in read() for part in self._of(event)]
         except Exception as error:  # noqa: BLE001 - it raises what its readers of contents raise
-            _log.warning("an output does not fit its response template", error=str(error)[:200])
+            _log.warning("an output does not fit its response template", error=type(error).__name__)
             self._is_broken = True
         raw, self._raw = self._raw, ""
         return [raw] if raw else []

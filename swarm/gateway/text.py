@@ -27,23 +27,28 @@ class Detokenizer:
         self._special = special
         self._ids: list[int] = []  # of the last piece, whose end decides on spaces, and those behind it
         self._sent = 0  # how many of them are the last piece's
-        self._before = ""  # its text
+        self._before = ""  # the text of these ids that has been sent
+        self._waiting = 0  # tokens since text was sent
 
     def feed(self, token: int) -> str:
         """Return the text that this token completes; "" while a character is not complete."""
         self._ids.append(token)
         text = self._text(self._ids)
-        is_incomplete = text.endswith("\ufffd")  # a decoder's mark for bytes that are no character
-        if is_incomplete and len(self._ids) - self._sent < 4:  # a character has 4 bytes, so more tokens begin none
-            return ""
-        return self._send(text)
+        whole = text.rstrip("\ufffd")  # a decoder's mark for bytes that are no character
+        if whole == text:
+            return self._send(text)
+        if len(whole) > len(self._before):  # a token ends a character, and begins the next one
+            piece, self._before, self._waiting = whole[len(self._before) :], whole, 0
+            return piece
+        self._waiting += 1
+        return "" if self._waiting < 4 else self._send(text)  # a character has 4 bytes, so more tokens begin none
 
     def close(self) -> str:
         """Return the text that is left at the end of the output."""
         return self._send(self._text(self._ids))
 
     def _send(self, text: str) -> str:
-        piece, self._ids = text[len(self._before) :], self._ids[self._sent :]
+        piece, self._ids, self._waiting = text[len(self._before) :], self._ids[self._sent :], 0
         self._sent = len(self._ids)
         self._before = self._text(self._ids)
         return piece

@@ -206,6 +206,8 @@ class Forwarding:
             await self._app(scope, receive, _saying("swarm", send))
             return
         account_in(scope).check(body["model"])
+        if not isinstance(body.get("stream"), bool | None):
+            raise Rejected(Problem(400, "invalid_request", "stream: it is true or false", field="stream"))
         for place in order_of(is_here=self._is_here(body["model"]), when=upstream.settings.when):
             if place == "swarm":
                 answered = await self._by_swarm(scope, receive, send)

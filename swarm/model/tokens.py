@@ -60,7 +60,8 @@ class TokenEnds:
     def embed(self, ids: Tensor, start: int | Tensor) -> Tensor:
         """Return what block 0 gets for token ids, int [rows, tokens]: hidden states [rows, tokens, hidden_size].
 
-        start: position of the first of them, the same for all rows or int [rows].
+        start: position of the first of them, the same for all rows or int [rows]. A token behind the model's last
+        position, which ends an output and goes to no server, is embedded as if it were there.
         """
         with torch.inference_mode():
             if self._embedding is not None:
@@ -93,7 +94,8 @@ class TokenEnds:
         first = start if isinstance(start, Tensor) else torch.full((rows,), start)
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
         if self.traits.takes_positions:
-            arguments["position_ids"] = first[:, None] + torch.arange(tokens)
+            last = None if self.traits.positions_max is None else self.traits.positions_max - 1
+            arguments["position_ids"] = (first[:, None] + torch.arange(tokens)).clamp(max=last)
         self._decoder(**arguments)
         assert self._embedded is not None
         hidden, self._embedded = self._embedded, None

@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import uvloop
@@ -118,7 +118,7 @@ class ScriptedModels:
     def loaded(self) -> list[Model]:
         return [self.model]
 
-    async def get(self, name: str) -> Model:
+    async def get(self, name: str, until: AsyncExitStack) -> Model:
         self.check(name)
         return self.model
 

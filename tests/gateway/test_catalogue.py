@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from collections import namedtuple
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 
 import pytest
@@ -17,6 +17,7 @@ from swarm.compute.thread import ComputeThread
 from swarm.dht.directory import ModelEntry
 from swarm.errors import DownloadFailed, ModelNotFound, Unreachable, UnsupportedCheckpoint
 from swarm.gateway import following as following_module
+from swarm.gateway.answering import Model
 from swarm.gateway.api.problems import Rejected
 from swarm.gateway.following import Following, FollowingLimits, candidates, followed
 from swarm.gateway.generation import Generation, Sampling, Token
@@ -108,14 +109,20 @@ def test_what_is_left_fits_and_no_running_model_leaves(held, needed, bytes_max):
 # In memory
 
 
+async def got(models, name):
+    """Return a model as a request gets it that is over then."""
+    async with AsyncExitStack() as until:
+        return await models.get(name, until)
+
+
 async def test_model_is_loaded_once_for_all_that_wait(swarm, folders):
     async with models_of(swarm, folders / "llama") as models:
         assert models.loaded() == []
-        one, other = await asyncio.gather(models.get("llama"), models.get("llama"))
+        one, other = await asyncio.gather(got(models, "llama"), got(models, "llama"))
         assert one is other
         assert [model.name for model in models.loaded()] == ["llama"]
         with pytest.raises(ModelNotFound):
-            await models.get("other")
+            await got(models, "other")
 
 
 async def test_memory_holds_as_many_models_as_are_allowed(swarm, folders):
@@ -124,13 +131,13 @@ async def test_memory_holds_as_many_models_as_are_allowed(swarm, folders):
     async with models_of(swarm, *paths, ends_bytes_max=bytes_max) as models:
         recorder = Recorder()
         models.watch(recorder)
-        await models.get("llama")
-        await models.get("second")
-        await models.get("llama")
-        await models.get("third")
+        await got(models, "llama")
+        await got(models, "second")
+        await got(models, "llama")
+        await got(models, "third")
         assert [model.name for model in models.loaded()] == ["llama", "third"]
         assert b"swarm_gateway_models_loaded 2.0" in recorder.text()
-        assert (await models.get("second")).name == "second"  # it comes back
+        assert (await got(models, "second")).name == "second"  # it comes back
 
 
 async def test_guesses_of_models_in_memory_are_counted(swarm, folders):
@@ -138,7 +145,7 @@ async def test_guesses_of_models_in_memory_are_counted(swarm, folders):
         recorder = Recorder()
         models.watch(recorder)
         for name, sent, kept in (("llama", 7, 5), ("second", 4, 2)):
-            guessing = (await models.get(name)).backend.engine.guessing
+            guessing = (await got(models, name)).backend.engine.guessing
             guessing.sent, guessing.kept = sent, kept
         figures = recorder.text().decode()
         assert "swarm_gateway_guesses_sent 11.0" in figures
@@ -148,24 +155,38 @@ async def test_guesses_of_models_in_memory_are_counted(swarm, folders):
 async def test_model_that_can_never_fit_is_told_to_the_request(swarm, folders):
     async with models_of(swarm, folders / "llama", ends_bytes_max=1000) as models:
         with pytest.raises(Rejected, match="--ends-memory") as refused:
-            await models.get("llama")
+            await got(models, "llama")
         assert refused.value.problem.status == 503
 
 
 async def test_running_generation_keeps_its_model_and_then_lets_it_go(swarm, folders):
     bytes_max = ends_bytes(open_checkpoint(folders / "llama"), torch.float32)
     async with models_of(swarm, folders / "llama", folders / "second", ends_bytes_max=bytes_max) as models:
-        backend = (await models.get("llama")).backend
+        backend = (await got(models, "llama")).backend
         generation = Generation(prompt=tuple(range(3, 40)), tokens_max=6, sampling=Sampling(temperature=0))
         async with aclosing(backend.generate(generation)) as emitted:
             await anext(emitted)
             with pytest.raises(Rejected, match="in use"):
-                await models.get("second")
+                await got(models, "second")
             await models.drop("llama")
             tokens = [each async for each in emitted if isinstance(each, Token)]
         assert len(tokens) == 6
         assert len(backend.engine.conversations) == 0  # its session is closed, not kept
-        await models.get("second")
+        await got(models, "second")
+
+
+async def test_a_model_stays_from_the_request_for_it_to_the_end(swarm, folders):
+    bytes_max = ends_bytes(open_checkpoint(folders / "llama"), torch.float32)
+    paths = [folders / name for name in ("llama", "second", "third")]
+    async with models_of(swarm, *paths, ends_bytes_max=bytes_max) as models, AsyncExitStack() as until:
+        found = await asyncio.gather(*(models.get(path.name, until) for path in paths), return_exceptions=True)
+        assert [type(each) for each in found] == [Model, Rejected, Rejected]
+        assert not found[0].backend.is_retired
+        await models.drop("llama")  # it takes memory as long as the request
+        with pytest.raises(Rejected, match="in use"):
+            await got(models, "second")
+        await until.aclose()
+        assert (await got(models, "second")).name == "second"
 
 
 async def test_failure_to_load_is_told_and_does_not_stick(swarm, checkpoint, tmp_path):
@@ -173,10 +194,10 @@ async def test_failure_to_load_is_told_and_does_not_stick(swarm, checkpoint, tmp
     async with models_of(swarm, tmp_path / "llama") as models:
         for _ in range(2):
             with pytest.raises(UnsupportedCheckpoint, match="tokenizer"):
-                await models.get("llama")
+                await got(models, "llama")
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(DEMO_CHECKPOINT / file, tmp_path / "llama" / file)
-        assert (await models.get("llama")).name == "llama"
+        assert (await got(models, "llama")).name == "llama"
 
 
 async def test_readiness_says_which_model_has_no_route_and_why(checkpoint, folders):

@@ -6,12 +6,14 @@ from contextlib import aclosing
 import pytest
 import torch
 
+from swarm.compute.scheduler import Part
+from swarm.compute.thread import run as run_batch
 from swarm.errors import NoRoute, PromptTooLong
 from swarm.gateway.conversations import ConversationLimits
 from swarm.gateway.engine import EngineLimits
 from swarm.gateway.generation import Generation, Rerouted, Sampling, Started, Token
 from swarm.gateway.head import Head
-from swarm.gateway.sampler import Sampler
+from swarm.gateway.sampler import Sampler, choose
 from tests.gateway.conftest import engine_of
 from tests.support.inprocess import inprocess
 from tests.support.swarms import prompt
@@ -266,6 +268,29 @@ def test_forced_tokens_are_embedded_at_their_positions():
     (sampled,) = head.forward_packed([head])
     assert [token.id for token in sampled.tokens] == [5, 6, 7, 8]
     assert sampled.embedding.flatten().tolist() == [20, 21, 22, 23]
+
+
+class Breaking(Positions):
+    """Ends that fail for batches."""
+
+    def embed(self, ids, start):
+        if len(ids) > 1:
+            raise RuntimeError("too many")
+        return super().embed(ids, start)
+
+
+def test_a_batch_that_fails_behind_its_samples_samples_nothing_again():
+    samplings = [Sampling(seed=seed, presence_penalty=1.0) for seed in range(3)]
+    samplers = [*(Sampler(each, ()) for each in samplings), Sampler(GREEDY, (), Spelling((5, 6, 7, 8)))]
+    heads = [Head(Breaking(), sampler, torch.zeros(1, 1, 1), 20, "ada") for sampler in samplers]
+    assert run_batch([Part(head, 1, None, False) for head in heads]) == {}
+    for head, sampling in zip(heads, samplings, strict=False):
+        alone = Sampler(sampling, ())
+        (token,) = choose(torch.zeros(1, 128), [alone])
+        assert head.result().tokens == (token,)
+        assert head._sampler.counts == alone.counts
+        assert head._sampler.draw() == alone.draw()
+    assert [token.id for token in heads[-1].result().tokens] == [5, 6, 7, 8]
 
 
 async def test_echo_has_the_prompts_probabilities(engine, full):

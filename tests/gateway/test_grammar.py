@@ -1,6 +1,9 @@
 """Outputs are what schemas say, whatever the model would rather say, and hostile schemas cost little."""
 
+import asyncio
 import json
+import time
+from contextlib import suppress
 
 import jsonschema
 import pytest
@@ -10,11 +13,13 @@ from hypothesis import strategies as st
 
 from swarm.errors import BadRequest
 from swarm.gateway.chat import Tool, ToolChoice
-from swarm.gateway.grammar import GrammarLimits
+from swarm.gateway.grammar import GrammarLimits, Grammars
 from swarm.gateway.schemas import SchemaLimits, closed
-from tests.gateway.random_model import EOS, LEANING, PADDING, PLAIN, chat_of, made, said, walk
+from tests.gateway.random_model import EOS, LEANING, PADDING, PLAIN, chat_of, made, said, tokenizer_of, walk
 
 pytestmark = pytest.mark.real_time  # compiling has the product's limit of time
+
+LLAMA3 = ("<|python_tag|>", ("<|python_tag|>",))
 
 # --- schemas ---------------------------------------------------------------------------------------------------------
 
@@ -191,10 +196,11 @@ def test_token_that_does_not_fit_ends_the_grammar(capfd):
     assert "a grammar failed" in "".join(capfd.readouterr())
 
 
-def test_mask_beyond_its_limit_ends_the_grammar():
+def test_no_token_is_free_where_a_mask_is_beyond_its_limit():
     limits = GrammarLimits(step_fuel=1, step_items=1)
     constraint = made(chat_of({"type": "string", "pattern": "^(a|b)*c(a|b){9}$"}), limits=limits)()
-    list(walk(constraint, LEANING, 0, 30))
+    with pytest.raises(BadRequest, match="too long to follow"):
+        list(walk(constraint, LEANING, 0, 30))
     assert constraint.is_over
     assert not constraint.is_complete
 
@@ -202,6 +208,26 @@ def test_mask_beyond_its_limit_ends_the_grammar():
 def test_words_that_explain_do_not_count():
     schema = {"type": "integer", "minimum": 7, "maximum": 7, "description": "x" * 100_000, "default": 7}
     assert said(made(chat_of(schema))()) == "7"
+
+
+def test_strict_tools_whose_calls_have_no_mark_are_refused_where_text_may_come_too():
+    tools, llama3 = (Tool("f", "", {"type": "object", "properties": {}}, True),), tokenizer_of(*LLAMA3)
+    assert made(chat_of(tools=tools, choice=ToolChoice("required")), llama3) is not None
+    with pytest.raises(BadRequest, match="leave strict out"):
+        made(chat_of(tools=tools), llama3)
+
+
+async def test_schemas_that_wait_for_others_are_not_too_slow(monkeypatch):
+    grammars = Grammars(PLAIN, len(PLAIN) + PADDING, EOS, GrammarLimits(compile_s=1.0, compilers=1))
+    compiled = grammars._compiled
+
+    def slowly(*given):
+        time.sleep(0.4)
+        return compiled(*given)
+
+    monkeypatch.setattr(grammars, "_compiled", slowly)
+    makers = await asyncio.gather(*(grammars.make(chat_of({"type": "integer", "maximum": n}), "") for n in range(5)))
+    assert all(makers)
 
 
 def test_each_choice_has_a_state_of_its_own():
@@ -260,11 +286,12 @@ def test_hostile_schema_is_refused(name):
 ENDLESS = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 
 
-def test_schema_without_any_output_is_refused_or_ends_its_call():
+def test_schema_without_any_output_is_refused_at_once_or_in_its_call():
     with pytest.raises(BadRequest):
         made(chat_of(ENDLESS))
     constraint = made(chat_of(tools=(Tool("f", "", ENDLESS),), choice=ToolChoice("required")))()
-    said(constraint)
+    with pytest.raises(BadRequest):
+        said(constraint)
     assert constraint.is_over
     assert not constraint.is_complete
 
@@ -283,12 +310,8 @@ def test_schema_without_any_output_is_refused_or_ends_its_call():
     ids=["deep", "chained", "pattern", "repeated", "long", "list", "enumeration"],
 )
 def test_costly_schema_stays_within_the_limits_of_a_mask(schema):
-    try:
-        constraint = made(chat_of(schema))()
-    except BadRequest:
-        return
-    for _ in walk(constraint, LEANING, 0, 20, EOS):
-        pass  # a mask that reaches a limit ends the grammar; it raises nothing
+    with suppress(BadRequest):  # of compiling, or of a mask
+        list(walk(made(chat_of(schema))(), LEANING, 0, 20, EOS))
 
 
 def test_compiling_is_bounded_in_time_and_work():

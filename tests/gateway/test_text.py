@@ -1,5 +1,7 @@
 """Text of an output: whole characters, nothing of a stop string, tokens with their bytes."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -24,6 +26,26 @@ def test_pieces_are_whole_characters_and_together_the_text(tokenizer):
     assert "".join(pieces) == text
     assert not any("�" in piece for piece in pieces)
     assert "" in pieces  # a character of several tokens waits for its last
+
+
+class Bytes:
+    """A tokenizer whose tokens are pieces of bytes."""
+
+    def __init__(self, pieces):
+        self.backend_tokenizer, self._pieces = self, pieces
+
+    def decode(self, ids, *, skip_special_tokens):
+        return b"".join(self._pieces[token] for token in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", ["ああああああx", "aあ🦀b", "\ufffd\ufffdあ"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_tokens_that_end_one_character_and_begin_the_next_lose_none(text, first):
+    raw = text.encode()
+    cuts = [0, *range(first, len(raw), 3), len(raw)]
+    pieces = [raw[start:stop] for start, stop in pairwise(cuts)]
+    detokenizer = Detokenizer(Bytes(pieces))
+    assert "".join(detokenizer.feed(token) for token in range(len(pieces))) + detokenizer.close() == text
 
 
 @given(st.lists(st.integers(3, 2047), max_size=12))

@@ -95,6 +95,15 @@ def gateway(url, when="fallback", script=lambda _: "from the swarm", ours=NAME, 
         yield served, model.backend
 
 
+@pytest.mark.parametrize("stream", [1, "true", [True]])
+def test_a_stream_is_asked_for_by_true_alone(stream):
+    """Some upstreams take more for true, and their streams would be charged as whole answers are."""
+    with whole() as (upstream, url), gateway(url, when="prefer") as (served, _):
+        answer = httpx.post(served + CHAT, json={**HELLO, "stream": stream}, timeout=30)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+        assert not upstream.asked
+
+
 def put(folder, keys):
     """Write a file of keys."""
     (path := folder / "keys.json").write_text(json.dumps(keys))

@@ -64,3 +64,13 @@ def test_llama_is_called_directly_and_gpt2_by_its_own_forward(pair_of: PairOf) -
     """Learned positions are a part of what block 0 gets."""
     assert ends_of(pair_of("llama")).is_direct == (True, True)
     assert not ends_of(pair_of("gpt2")).is_direct[0]
+
+
+def test_a_token_behind_the_last_position_is_embedded_as_if_it_were_there(pair_of: PairOf) -> None:
+    ends = ends_of(pair_of("gpt2"))
+    last = ends.traits.positions_max
+    assert last is not None
+    ids = tokens(1, 3)
+    embedded = ends.embed(ids, last - 1)
+    assert torch.equal(embedded[:, :1], ends.embed(ids[:, :1], last - 1))
+    assert torch.equal(embedded[:, 2:], ends.embed(ids[:, 2:], last - 1))

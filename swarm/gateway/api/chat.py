@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.api.requests import REQUEST, Given, SampledRequest
+from swarm.gateway.api.requests import REQUEST, Given, Items, SampledRequest, Words
 from swarm.gateway.chat import Chat, Message, Tool, ToolChoice
 
 
@@ -58,12 +58,12 @@ class ResponseFormat(Given):
 class ChatRequest(SampledRequest):
     """The body of a request."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Items, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=REQUEST.logprobs_max)] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=REQUEST.tools_max)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=REQUEST.tools_max, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -73,7 +73,7 @@ class ChatRequest(SampledRequest):
     # These are not supported, and would change the answer
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Words | None = None
     audio: Any = None
     web_search_options: Any = None
 
@@ -140,7 +140,7 @@ def message_of(given: Mapping[str, Any]) -> Message:
     """Return a message as chat templates take it. Raises BadRequest."""
     role, renamed = given.get("role"), {"developer": "system", "function": "tool"}
     roles = {"system", "user", "assistant", "tool", *renamed}
-    if role not in roles:
+    if not isinstance(role, str) or role not in roles:
         raise BadRequest("messages", f"a role is one of {', '.join(sorted(roles))}, not {str(role)[:40]!r}")
     message: dict[str, Any] = {"role": renamed.get(role, role)}
     message["content"] = text_of(given.get("content"))
@@ -149,6 +149,8 @@ def message_of(given: Mapping[str, Any]) -> Message:
             message[name] = given[name]
     calls = given.get("tool_calls")
     if calls:
+        if not isinstance(calls, list):
+            raise BadRequest("messages", "tool_calls is a list")
         message["tool_calls"] = [_call(call) for call in calls]
     return message
 
@@ -163,7 +165,7 @@ def text_of(content: object, field: str = "messages") -> str:
         raise BadRequest(field, "content is text or a list of parts")
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = str(part.get("type")) if isinstance(part, dict) else None
         if kind not in {"text", "input_text", "output_text", "refusal"}:
             raise BadRequest(field, f"parts of content are text, not {str(kind)[:40]!r}")
         texts.append(str(part.get("text") or part.get("refusal") or ""))

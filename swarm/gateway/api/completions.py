@@ -15,9 +15,9 @@ from swarm.gateway.api.requests import REQUEST, SampledRequest
 from swarm.gateway.api.sse import DONE, event
 from swarm.gateway.chat import Completion, Event, Finished, PromptDone, Text, TokenText
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Prompts = Annotated[list[str], Field(min_length=1, max_length=REQUEST.prompts_max)]
-PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=REQUEST.prompts_max)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Prompts = Annotated[list[str], Field(min_length=1, max_length=REQUEST.prompts_max, fail_fast=True)]
+PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=REQUEST.prompts_max, fail_fast=True)]
 
 
 class CompletionRequest(SampledRequest):
@@ -48,7 +48,10 @@ class CompletionRequest(SampledRequest):
             owner=owner,
             conversation=self.prompt_cache_key or conversation,
         )
-        return [replace(base, prompt=prompt) for prompt in self._prompts()]
+        prompts = self._prompts()
+        if len(prompts) * base.n > REQUEST.sequences_max:
+            raise BadRequest("n", f"prompts times n are at most {REQUEST.sequences_max}, not {len(prompts) * base.n}")
+        return [replace(base, prompt=prompt) for prompt in prompts]
 
     def _prompts(self) -> list[str | tuple[int, ...]]:
         if isinstance(self.prompt, str):

@@ -1,6 +1,7 @@
 """The rest of the gateway's view of a dialect: its paths, and the form of its errors."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,8 +69,11 @@ class Catalogue(Protocol):
         """Return why each model has no route now; "" for one that has. A model that is missing is not known yet."""
         ...
 
-    async def get(self, name: str) -> Model:
-        """Return a model, and load it if need be. Raises ModelNotFound or CheckpointError."""
+    async def get(self, name: str, until: AsyncExitStack) -> Model:
+        """Return a model, and load it if need be. Raises ModelNotFound or CheckpointError.
+
+        until: the model stays in memory until that is closed.
+        """
         ...
 
 
@@ -96,7 +100,7 @@ class Served:
         account = account_of(request)
         self.models.check(name)
         account.check(name)
-        return self.meter.metered(await self.models.get(name), account)
+        return self.meter.metered(await self.models.get(name, account.ending), account)
 
 
 def allowed(names: Sequence[str], request: Request) -> list[str]:

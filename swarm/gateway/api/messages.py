@@ -14,7 +14,7 @@ from swarm.errors import BadRequest
 from swarm.gateway.api.dialect import Dialect, Served, conversation_of, owner_of
 from swarm.gateway.api.messages_events import Writer, error_body
 from swarm.gateway.api.problems import Problem
-from swarm.gateway.api.requests import REQUEST, Given
+from swarm.gateway.api.requests import REQUEST, Given, Items
 from swarm.gateway.api.sse import collected, event, streamed
 from swarm.gateway.api.turns import Turns
 from swarm.gateway.chat import Chat, Sampling, Tool, ToolChoice
@@ -75,9 +75,9 @@ class CountRequest(Given):
     """The body of a request for a count; an answer's has more."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[GivenTool], Field(max_length=REQUEST.tools_max)] | None = None
+    messages: Annotated[Items, Field(min_length=1)]
+    system: str | Items | None = None
+    tools: Annotated[list[GivenTool], Field(max_length=REQUEST.tools_max, fail_fast=True)] | None = None
     tool_choice: GivenChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -130,7 +130,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=REQUEST.stop_sequences_max)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=REQUEST.stop_sequences_max, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -150,7 +150,7 @@ class MessagesRequest(CountRequest):
 def _add(turns: Turns, message: Mapping[str, Any]) -> None:
     """Add a message's blocks. Raises BadRequest."""
     role, content = message.get("role"), message.get("content")
-    if role not in {"user", "assistant", "system"}:
+    if not isinstance(role, str) or role not in {"user", "assistant", "system"}:
         raise BadRequest("messages", f"a role is user or assistant, not {str(role)[:40]!r}")
     if role == "system":
         turns.system(_text("messages", content))

@@ -1,13 +1,13 @@
 """Ollama's requests: bodies of `/api/chat` and `/api/generate`, as chats and completions of all dialects."""
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from swarm.errors import BadRequest
-from swarm.gateway.api.requests import REQUEST, Given, Stops
+from swarm.gateway.api.requests import REQUEST, Given, Items, Stops
 from swarm.gateway.chat import Chat, Completion, Message, Sampling, Tool
 from swarm.gateway.generation import TEMPERATURE_MIN
 
@@ -145,8 +145,8 @@ class _Request(Given):
 class ChatRequest(_Request):
     """The body of `POST /api/chat`. Without messages it loads the model."""
 
-    messages: list[dict[str, Any]] = Field(default_factory=list)
-    tools: Annotated[list[FunctionTool], Field(max_length=REQUEST.tools_max)] | None = None
+    messages: Items = Field(default_factory=list)
+    tools: Annotated[list[FunctionTool], Field(max_length=REQUEST.tools_max, fail_fast=True)] | None = None
 
     @property
     def only_loads(self) -> bool:
@@ -170,7 +170,7 @@ class GenerateRequest(_Request):
     raw: bool | None = None
     suffix: str | None = None
     template: str | None = None
-    context: list[int] | None = None
+    context: Annotated[list[int], Field(fail_fast=True)] | None = None
     images: list[Any] | None = None
 
     @property
@@ -214,10 +214,10 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     result without one answers the first open call of its tool, or the first open call.
     """
     messages: list[Message] = []
-    open_calls: deque[tuple[str, str]] = deque()  # id and name
+    open_calls = _OpenCalls()
     for at, each in enumerate(given):
         role = each.get("role")
-        if role not in {"system", "user", "assistant", "tool"}:
+        if not isinstance(role, str) or role not in {"system", "user", "assistant", "tool"}:
             raise BadRequest("messages", f"a role is system, user, assistant or tool, not {str(role)[:40]!r}")
         if each.get("images"):
             raise BadRequest("messages", "images: the model reads text alone")
@@ -229,7 +229,8 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> list[Message]:
             message["reasoning_content"] = each["thinking"]
         if each.get("tool_calls"):
             message["tool_calls"] = _calls(each["tool_calls"], at)
-            open_calls.extend((call["id"], call["function"]["name"]) for call in message["tool_calls"])
+            for call in message["tool_calls"]:
+                open_calls.add(call["id"], call["function"]["name"])
         if role == "tool":
             message |= _answered(each, open_calls)
         messages.append(message)
@@ -253,14 +254,35 @@ def _calls(given: object, at: int) -> list[dict[str, Any]]:
     return calls
 
 
-def _answered(message: Mapping[str, Any], open_calls: deque[tuple[str, str]]) -> dict[str, str]:
+class _OpenCalls:
+    """Calls that no result has answered yet, the oldest first."""
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[int, tuple[str, str]] = OrderedDict()  # id and name, by their number
+        self._by_word: defaultdict[tuple[str, object], deque[int]] = defaultdict(deque)  # answered ones, too
+        self._count = 0
+
+    def add(self, call_id: str, name: str) -> None:
+        """Add a call."""
+        self._count += 1
+        self._calls[self._count] = call_id, name
+        self._by_word["id", call_id].append(self._count)
+        self._by_word["name", name].append(self._count)
+
+    def take(self, call_id: object, name: object) -> tuple[str, str]:
+        """Take the first call with this id, or else with this name, or else of all; two empty texts without any."""
+        for word in (("id", call_id), ("name", name)):
+            numbers = self._by_word.get(word) if isinstance(word[1], str) else None
+            while numbers:
+                if (number := numbers.popleft()) in self._calls:
+                    return self._calls.pop(number)
+        return self._calls.popitem(last=False)[1] if self._calls else ("", "")
+
+
+def _answered(message: Mapping[str, Any], open_calls: _OpenCalls) -> dict[str, str]:
     """Return id and name of the call that a result answers."""
     name = message.get("tool_name") or message.get("name")
     call_id = message.get("tool_call_id")
-    fits = [call for call in open_calls if call[0] == call_id] or [call for call in open_calls if call[1] == name]
-    fits = fits or list(open_calls)
-    if fits:
-        open_calls.remove(fits[0])
-    found_id, found_name = fits[0] if fits else ("", "")
+    found_id, found_name = open_calls.take(call_id, name)
     names = {"tool_call_id": call_id or found_id, "name": name or found_name}
     return {key: str(value) for key, value in names.items() if value}

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.chat import Sampling
@@ -15,6 +15,9 @@ from swarm.limits import limit
 class RequestLimits:
     """Bounds of the parts of one request."""
 
+    items_max: int = limit(16384, "items", "of a conversation; a request with more is refused")
+    biases_max: int = limit(1024, "tokens", "with a logit bias; a request with more is refused")
+    sequences_max: int = limit(128, "sequences", "of one completion: its prompts, times n")
     choices_max: int = limit(8, "choices", "a request for more is refused")
     logprobs_max: int = limit(20, "tokens", "reported beside each token; a request for more is refused")
     prompts_max: int = limit(128, "prompts", "of one completion; a request with more is refused")
@@ -26,7 +29,21 @@ class RequestLimits:
 
 REQUEST = RequestLimits()
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as OpenAI takes them
-Stops = str | Annotated[list[str], Field(max_length=REQUEST.stops_max)]
+# A list ends at its first error: each of a million would be written down, and a million times in vain.
+Stops = str | Annotated[list[str], Field(max_length=REQUEST.stops_max, fail_fast=True)]
+Items = Annotated[list[dict[str, Any]], Field(max_length=REQUEST.items_max, fail_fast=True)]
+Words = Annotated[list[str], Field(fail_fast=True)]
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Return what refuses an object with more entries, before any of them is looked at."""
+
+    def checked(given: object) -> object:
+        if isinstance(given, Mapping) and len(given) > count:
+            raise ValueError(f"it has at most {count} entries, not {len(given)}")
+        return given
+
+    return BeforeValidator(checked)
 
 
 class Given(BaseModel):
@@ -70,7 +87,9 @@ class SampledRequest(AnswerRequest):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     seed: Seed | None = None
     stop: Stops | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, at_most(REQUEST.biases_max)] = (
+        None
+    )
     ignore_eos: bool | None = None
 
     @property
@@ -85,6 +104,6 @@ class SampledRequest(AnswerRequest):
 
 def biases(given: Mapping[str, float]) -> dict[int, float]:
     """Return logit biases by token id. Raises BadRequest."""
-    if not all(token.isdecimal() for token in given):
+    if not all(token.isdecimal() and len(token) < 16 for token in given):
         raise BadRequest("logit_bias", "its keys are token ids")
     return {int(token): bias for token, bias in given.items()}

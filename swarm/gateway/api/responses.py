@@ -11,7 +11,7 @@ from pydantic import Field
 
 from swarm.errors import BadRequest
 from swarm.gateway.api.chat import text_of
-from swarm.gateway.api.requests import REQUEST, AnswerRequest, Given
+from swarm.gateway.api.requests import REQUEST, AnswerRequest, Given, Items, Words, at_most
 from swarm.gateway.api.responses_tools import INPUT, Tools, choice_of, spaced, tools_of
 from swarm.gateway.api.turns import Turns
 from swarm.gateway.chat import Chat, Message, ToolChoice
@@ -46,17 +46,17 @@ class ReasoningConfig(Given):
 class ResponseRequest(AnswerRequest):
     """The body of a request."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Items
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=REQUEST.logprobs_max)] | None = None
     text: TextConfig | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    include: Words | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]] | None, at_most(16)] = None
     truncation: Literal["auto", "disabled"] | None = None
     # These need a memory, or another program
     previous_response_id: str | None = None
@@ -164,7 +164,7 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
                 raise BadRequest("input", "this gateway keeps no items: send the item itself")
             case _:
                 raise BadRequest("input", f"items of the type {str(kind)[:40]!r} are not supported")
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise BadRequest("input", f"an item of the type {kind!r} lacks a field, or has one of another type") from None
 
 

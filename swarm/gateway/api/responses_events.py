@@ -283,7 +283,7 @@ class _Call:
         self.id = f"{'ctc' if self._is_text else 'fc'}_{secrets.token_hex(24)}"
         self._call_id = call.id
         self._space, self._name = tools.spaces.get(call.name, (None, call.name))
-        self._given = str(json.loads(call.arguments)[INPUT]) if self._is_text else call.arguments
+        self._given = _text_in(call.arguments) if self._is_text else call.arguments
 
     def body(self, status: Status) -> Fields:
         kind, field = ("custom_tool_call", "input") if self._is_text else ("function_call", "arguments")
@@ -302,3 +302,9 @@ class _Call:
             yield "custom_tool_call_input.done", {"input": self._given}
         else:
             yield "function_call_arguments.done", {"name": self._name, "arguments": self._given}
+
+
+def _text_in(arguments: str) -> str:
+    """Return the free text of a call; all of its arguments where the model has given them other names."""
+    given = json.loads(arguments)
+    return str(given[INPUT]) if INPUT in given else arguments

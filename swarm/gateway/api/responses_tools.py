@@ -56,7 +56,7 @@ def tools_of(given: Sequence[Mapping[str, Any]]) -> Tools:
                 texts.add(tools[-1].name)
             case "namespace":
                 space = str(each.get("name"))
-                for inner in each.get("tools") or ():
+                for inner in _listed(each, "tools"):
                     if inner.get("type") != "function":
                         raise BadRequest("tools", "a namespace has functions")
                     name = spaced(space, str(inner.get("name")))
@@ -79,7 +79,7 @@ def spaced(space: str, name: str) -> str:
 def choice_of(given: str | Mapping[str, Any] | None, tools: Tools, *, parallel: bool) -> tuple[Tools, ToolChoice]:
     """Return the tools that the model may call, and which of them it must. Raises BadRequest."""
     if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
-        tools = tools.only({_named(each, tools) for each in given.get("tools") or ()})
+        tools = tools.only({_named(each, tools) for each in _listed(given, "tool_choice")})
         given = str(given.get("mode") or "auto")
     match given:
         case None | "auto":
@@ -93,6 +93,14 @@ def choice_of(given: str | Mapping[str, Any] | None, tools: Tools, *, parallel: 
         case Mapping():
             return tools, ToolChoice("required", _named(given, tools), parallel)
     raise BadRequest("tool_choice", "it is auto, none, required or a function")
+
+
+def _listed(given: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+    """Return the tools that a namespace or a choice has. Raises BadRequest."""
+    tools = given.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRequest(field, "tools is a list of objects")
+    return tools
 
 
 def _named(given: Mapping[str, Any], tools: Tools) -> str:

@@ -26,6 +26,7 @@ Body = Mapping[str, Any]
 class StreamLimits:
     """Bounds of streamed answers."""
 
+    unread_s: float = limit(60.0, "s", "a client that takes nothing of its answer for so long is left")
     keep_alive_s: float = limit(10.0, "s", "a stream says that it lives: proxies close silent ones after 30 to 60 s")
 
 
@@ -63,7 +64,7 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send, and end the generation with the sending, also where that fails."""
-        pulse = _Pulse(send, self._keep_alive, self._limits.keep_alive_s)
+        pulse = _Pulse(send, self._keep_alive, self._limits)
         try:
             async with pulse.beating():
                 await super().stream_response(pulse.send)
@@ -89,17 +90,18 @@ class EventStream(StreamingResponse):
 class _Pulse:
     """Sends an answer's messages, and one of its own where none has been sent for a while."""
 
-    def __init__(self, send: Send, beat: bytes, every_s: float) -> None:
+    def __init__(self, send: Send, beat: bytes, limits: StreamLimits) -> None:
         self._send = send
         self._beat: Message = {"type": "http.response.body", "body": beat, "more_body": True}
-        self._every_s = every_s
+        self._every_s, self._unread_s = limits.keep_alive_s, limits.unread_s
         self._now = asyncio.get_running_loop().time
         self._quiet_since: float | None = None  # no message before the first; None while one is on its way
 
     async def send(self, message: Message) -> None:
-        """Send a message of the answer."""
+        """Send a message of the answer. Raises TimeoutError where nobody reads."""
         self._quiet_since = None
-        await self._send(message)
+        async with asyncio.timeout(self._unread_s):
+            await self._send(message)
         self._quiet_since = self._now() if message.get("more_body", True) else None
 
     @asynccontextmanager

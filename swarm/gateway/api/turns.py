@@ -14,13 +14,17 @@ class Turns:
     """A conversation, item by item."""
 
     def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []  # texts in them are lists of parts
         self._names: dict[str, str] = {}  # of the tools that were called, by the call's id
 
     @property
     def messages(self) -> list[Message]:
         """The messages."""
-        return list(self._messages)
+        texts = {"content", "reasoning_content"}
+        return [
+            {name: "\n\n".join(value) if name in texts else value for name, value in message.items()}
+            for message in self._messages
+        ]
 
     @property
     def ends_in_text(self) -> bool:
@@ -56,16 +60,17 @@ class Turns:
 
     def result(self, call_id: str, text: str) -> None:
         """Add the result of a call."""
-        message = {"role": "tool", "content": text, "tool_call_id": call_id}
+        message: dict[str, Any] = {"role": "tool", "content": [text], "tool_call_id": call_id}
         if call_id in self._names:
             message["name"] = self._names[call_id]
         self._messages.append(message)
 
     def _add(self, role: str, field: str, text: str) -> None:
-        turn = self._turn(role)
-        turn[field] = f"{turn[field]}\n\n{text}" if turn.get(field) else text
+        parts = self._turn(role).setdefault(field, [])
+        if text:
+            parts.append(text)
 
     def _turn(self, role: str) -> dict[str, Any]:
         if not self._messages or self._messages[-1]["role"] != role:
-            self._messages.append({"role": role, "content": ""})
+            self._messages.append({"role": role, "content": []})
         return self._messages[-1]
