@@ -90,7 +90,7 @@ Printable = Annotated[str, AfterValidator(check_printable)]
 Address = Annotated[str, StringConstraints(max_length=128), AfterValidator(check_address)]
 CodingName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,16}$")]  # how activations may travel
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]  # every JSON reader represents these exactly
-Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1e-6, le=1e9, allow_inf_nan=False)]  # a plan adds up their inverses
 Moment = Annotated[float, Field(gt=0, le=1e11, allow_inf_nan=False)]  # wall seconds since 1970
 
 

@@ -64,7 +64,9 @@ class RemoteCache(Cache):
             if self.length:
                 raise SessionClosed("it was interrupted")
             self._session = self._open_session(self._rollback_max)
-        length = self._layer.length
+        length, batch = self._layer.length, activations.hidden.shape[0]
+        if length and batch != len(self._rows_now):
+            raise UsageError(f"this conversation has {len(self._rows_now)} rows, and the input has {batch}")
         rows = self._rows if length else None
         try:
             output = self._session.step(

@@ -82,12 +82,11 @@ class Draws:
 
 def _is_stateless(processor: LogitsProcessor) -> bool:
     """Whether a draft may call it. Others may count their calls, and are the caller's alone."""
-    return isinstance(
-        processor,
-        MinPLogitsWarper
-        | NoRepeatNGramLogitsProcessor
-        | RepetitionPenaltyLogitsProcessor
-        | TemperatureLogitsWarper
-        | TopKLogitsWarper
-        | TopPLogitsWarper,
-    )
+    return type(processor) in {  # a subclass may do anything, and remember how often
+        MinPLogitsWarper,
+        NoRepeatNGramLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    }

@@ -24,7 +24,6 @@ from swarm.client.speculation.drafts import Draft, Guess
 from swarm.client.speculation.limits import AheadLimits
 from swarm.client.speculation.pace import Pace
 from swarm.client.speculation.pipe import Counts, Frame, Pipe
-from swarm.errors import SwarmError
 
 _log = structlog.get_logger("swarm.ahead")
 
@@ -201,7 +200,7 @@ class Lead:
         began = time.perf_counter()
         try:
             found = slow.draft.propose(text, known, 1)
-        except (RuntimeError, ValueError, IndexError) as error:  # such as a device without memory
+        except Exception as error:  # noqa: BLE001 - such as a device without memory; a draft may be anybody's
             _log.warning("the draft fails; going on without it", error=str(error)[:200])
             self.close()
             return False
@@ -311,11 +310,11 @@ class _Sender:
         """Send a frame. hidden: of its first token, where the caller has embedded that."""
         known = 0 if hidden is None else 1
         parts = [] if hidden is None else [hidden]
-        if len(frame.tokens) > known:
-            parts.append(self._embed(torch.tensor([frame.tokens[known:]]), frame.start + known))
         try:
+            if len(frame.tokens) > known:
+                parts.append(self._embed(torch.tensor([frame.tokens[known:]]), frame.start + known))
             frame.answer = self.session.put(Activations(torch.cat(parts, dim=1)), keep=frame.start)
-        except SwarmError as error:
+        except Exception as error:  # noqa: BLE001 - raised where the answer is waited for
             frame.answer = _Failed(error)  # it is the caller's that waits for this frame
         self._last = frame.answer
 
@@ -324,7 +323,7 @@ class _Sender:
 class _Failed:
     """The answer of a step that could not be sent."""
 
-    error: SwarmError
+    error: Exception
     is_done: bool = True
 
     def wait(self) -> Tensor:

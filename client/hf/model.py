@@ -8,7 +8,7 @@ and hand-written loops use it as it is. Three things differ: block 0 is a call a
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +185,7 @@ class DistributedModel(HeadedModel):
         """As in `transformers`. It frees the leases of caches that it made and does not return."""
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
+            self._check_chat(kwargs)
             kwargs[name] = self._chat
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         drafting = self._drafts.of_call(kwargs, ids.shape[0] if isinstance(ids, Tensor) else None)
@@ -246,6 +247,14 @@ class DistributedModel(HeadedModel):
             model_kwargs[name] = cache
             self._calls.made.append(cache)
 
+    def _check_chat(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise UsageError where `generate` would feed the whole text again and again to a conversation."""
+        uses = kwargs.get("use_cache")
+        if uses is None:
+            uses = (kwargs.get("generation_config") or self.generation_config).use_cache
+        if uses is False:
+            raise UsageError("use_cache=False is not for a conversation, which is a cache: generate outside of it")
+
     def _before_model(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of the outermost forward."""
         if len(args) > 1:
@@ -284,6 +293,10 @@ class DistributedModel(HeadedModel):
         call.ids = kwargs.get("input_ids", args[0] if args else None)
         return args, kwargs
 
+    def _after(self, *_: object) -> None:
+        """Forget the arguments of a forward that has failed before its blocks: the next call has others."""
+        self._calls.current = None
+
     @torch.no_grad()
     def _embed(self, ids: Tensor, start: int) -> Tensor:
         """Return what block 0 gets for tokens [1, n] from a position on: by the family's own forward."""
@@ -297,6 +310,8 @@ class DistributedModel(HeadedModel):
             decoder(use_cache=True, **arguments)
         except _Embedded as embedded:
             return embedded.hidden
+        finally:
+            self._calls.current = None  # also where it fails before the blocks
         raise AssertionError("the blocks were not called")
 
     def _run_blocks(self, hidden: Tensor) -> Tensor:
@@ -362,6 +377,8 @@ def distribute(
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)
     decoder, _ = decoder_of(model)
     decoder.register_forward_pre_hook(model._before_decoder, with_kwargs=True)
+    for module in (model, decoder):
+        module.register_forward_hook(model._after, always_call=True)
     return model
 
 

@@ -300,7 +300,9 @@ async def _answered(
         async with asyncio.timeout(timeout_s):
             return await asyncio.gather(*replies)
     except TimeoutError:
-        late = next(leg for leg, reply in zip(legs, replies, strict=True) if reply.cancelled())
+        late = next((leg for leg, reply in zip(legs, replies, strict=True) if reply.cancelled()), None)
+        if late is None:  # the last reply came in the very moment
+            return [reply.result() for reply in replies]
         raise late.broken(f"{what} within {timeout_s:.0f} s") from None
 
 

@@ -15,7 +15,7 @@ from swarm.client.session.limits import SessionLimits
 from swarm.client.session.recovery import Fault
 from swarm.client.session.standing import Edge, Layout, Standing
 from swarm.client.session.timeout import Timeout
-from swarm.errors import ChannelClosed, HopFailed
+from swarm.errors import ChannelClosed, EdgeDown, HopFailed, Refused
 from swarm.net.channel import Channel
 from swarm.net.dialer import Dialer
 from swarm.protocol import messages as wire
@@ -73,6 +73,8 @@ class Circuit:
         """Stop the route: steps in flight, and an attempt that awaits replies, learn of the fault."""
         if isinstance(fault, HopFailed) and not self._fail(fault.peer):
             return  # known
+        if any(_same(fault, known) for known in self._faults):
+            return  # an idle session looks at none of them, and a hop may go on for ever
         self._faults.append(fault)
         self.standing = None
         for leg in self.layout.legs:
@@ -188,3 +190,13 @@ class Circuit:
             if leg.channel is not None and leg.channel.unreachable:
                 self.lose(leg, asyncio.get_running_loop().time())
         return bool(news)
+
+
+def _same(fault: Fault, other: Fault) -> bool:
+    """Whether two faults say the same of the same hop or edge."""
+    match fault, other:
+        case EdgeDown(), EdgeDown():
+            return fault.edge == other.edge
+        case Refused(), Refused():
+            return (fault.peer, fault.code) == (other.peer, other.code)
+    return False

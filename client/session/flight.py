@@ -89,14 +89,14 @@ class Flight:
                     self._lock.release()
                 self._mover.rest()
                 await asyncio.sleep(0)  # a session that is to move does so now
-        except (TimeoutError, SwarmError, asyncio.CancelledError) as raised:
+        except (Exception, asyncio.CancelledError) as raised:
             error = self._failed(raised)
             for step in self._ahead:
                 if not step.answer.done():
                     step.answer.set_exception(error)
             self._ahead.clear()
-            if isinstance(raised, asyncio.CancelledError):
-                raise
+            if not isinstance(raised, TimeoutError | SwarmError):
+                raise  # it is nobody's answer alone
         finally:
             self._task = None
 

@@ -16,6 +16,7 @@ from swarm.client.session.verdicts import (
     RefuseReplies,
     RefuseStep,
     View,
+    before,
     judge,
     wrong_coding,
     wrong_output,
@@ -118,7 +119,7 @@ class Inlet:
         if ticket is None:
             return  # an answer out of order is sent again
         if wrong := wrong_output(ticket, activations, message.hidden):
-            self._circuit.report(self._circuit.layout.legs[index].broken(wrong))
+            self._report_wrong(index, wrong, skipped=activations is None)
             return
         self._circuit.answered()
         self._steps.answer(ticket, activations)
@@ -130,8 +131,12 @@ class Inlet:
             ticket = self._steps.in_flight(message.step)
             if ticket is None:
                 return  # it was answered
+            told = {name: getattr(ticket.message, name) for name in ("keep", "rows", "want")}
+            message = message.model_copy(update=told)  # whatever the hop has made of them
+        elif not self._is_due(index + 1):
+            return
         if wrong := wrong_coding(message.hidden, self._steps.coding) or wrong_relay(activations, ticket):
-            self._circuit.report(legs[index].broken(wrong))
+            self._report_wrong(index, wrong, skipped=activations is None)
             return
         target = legs[index + 1]
         try:
@@ -143,6 +148,17 @@ class Inlet:
                 target.relayed = message.step
         except HopFailed as failed:
             self._circuit.report(failed)
+
+    def _is_due(self, index: int) -> bool:
+        """Whether a hop waits for a piece of the past."""
+        rebuilding = self._circuit.rebuilding
+        return rebuilding is not None and index in rebuilding.lacking and not self._circuit.layout.legs[index].is_whole
+
+    def _report_wrong(self, index: int, wrong: str, *, skipped: bool) -> None:
+        """A hop has sent wrong activations. skipped: none; so it may be that the hop before has sent it none."""
+        layout = self._circuit.layout
+        edge = before(layout, index, wrong) if skipped else None
+        self._circuit.report(edge or layout.legs[index].broken(wrong))
 
     def _on_reply(self, index: int, reply: Reply) -> None:
         try:

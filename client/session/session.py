@@ -144,7 +144,7 @@ class Session:
                     raise PromptTooLong(keep + tokens, self._plan.positions_max, "the session")
                 begun = self._travel.begun() or (self._cut(activations, keep, rows, want, ids), [])
                 outputs = await self._run(*begun, tokens, deadline)
-        except (TimeoutError, SwarmError, asyncio.CancelledError) as raised:
+        except (Exception, asyncio.CancelledError) as raised:
             error = self._failed(raised, has_begun=has_begun)
             if error is raised:
                 raise
@@ -258,6 +258,7 @@ class Session:
             if has_begun:
                 self._blame_holder()
         self._end(error if isinstance(error, SwarmError) else SessionClosed("it was interrupted"))
+        self._circuit.close()  # it takes no further step, and its leases are of use to others
         return error
 
     def _awaited(self) -> tuple[str, str]:

@@ -6,6 +6,8 @@
     a hop has failed, or its connection has ended              -> HopFailed
     a hop calls activations bad that the client has relayed    -> HopFailed: the client has looked at them
     ... that another hop has sent                              -> EdgeDown: one of the two is at fault
+    a hop calls a step or a piece of the past malformed        -> the same
+    a hop skips a step that is wanted                          -> the same: it may have come so from the one before
     a hop refuses an Open, a Reroute or a Replay               -> RefuseReplies, if the attempt awaits its replies
     a hop refuses the session as a whole while it stands       -> HopFailed: it has lost the session
     ... while an attempt runs                                  -> Refused, that came behind another hop's fault
@@ -92,14 +94,19 @@ def judge(fact: Fact, view: View) -> Verdict | None:
         case wire.Failed():
             return LetGo() if view.is_idle else leg.broken(fact.why)
         case wire.Refused(code="bad_activations") if view.index > 0:
-            if view.index - 1 in view.layout.relayed:
-                return leg.broken(f"it refuses sound activations: {fact.why}")
-            return EdgeDown(view.layout.edge(view.index - 1), fact.why, blocked=False)
+            return before(view.layout, view.index, fact.why) or leg.broken(f"it refuses sound activations: {fact.why}")
+        case wire.Refused(code="bad_request") if _is_of_activations(view) and before(view.layout, view.index, ""):
+            return before(view.layout, view.index, fact.why)
         case wire.Refused(step=None):
             return _judge_refused_session(fact, view)
         case wire.Refused(step=int() as step) if view.step_waits and fact.code not in {"out_of_order", "not_yours"}:
             return RefuseStep(step, _refusal(fact, leg))
     return None
+
+
+def _is_of_activations(view: View) -> bool:
+    """Whether a malformed message is one that another hop may have sent: the client asks a hop for nothing now."""
+    return not view.leg.awaits_reply and (view.stands or view.step_waits)
 
 
 def _judge_refused_session(fact: wire.Refused, view: View) -> Verdict | None:
@@ -109,6 +116,16 @@ def _judge_refused_session(fact: wire.Refused, view: View) -> Verdict | None:
         return view.leg.broken(f"it has lost the session: {fact.why}")
     # `bad_request` follows where a part of the past was refused before.
     return _refusal(fact, view.leg) if fact.code != "bad_request" else None
+
+
+def before(layout: Layout, index: int, why: str) -> EdgeDown | None:
+    """Return the fault of the edge by which a hop gets its activations; None where they come from the client.
+
+    The client relays that edge then, and looks at what comes: so the one of the two that is at fault shows.
+    """
+    if index == 0 or index - 1 in layout.relayed:
+        return None
+    return EdgeDown(layout.edge(index - 1), why, blocked=False)
 
 
 def wrong_coding(hidden: TensorMeta | None, coding: Coding | None) -> str | None:

@@ -135,10 +135,35 @@ ROWS = {
         RefuseReplies(refusal(MIDDLE, retry_after_s=0.0)),
     ),
     "it refuses the session while it stands": (
-        refused("bad_request"),
+        refused("no_room"),
         MIDDLE,
         {},
         hop_failed(MIDDLE, "it has lost the session: full"),
+    ),
+    "it calls a piece of the past malformed that nobody has asked for": (
+        refused("bad_request"),
+        MIDDLE,
+        {},
+        EdgeDown(EDGES[0], "full", blocked=False),
+    ),
+    "the first hop does": (refused("bad_request"), FIRST, {}, hop_failed(FIRST, "it has lost the session: full")),
+    "it calls another hop's step malformed": (
+        refused("bad_request", step=3),
+        LAST,
+        {"step_waits": True},
+        EdgeDown(EDGES[1], "full", blocked=False),
+    ),
+    "it calls a step malformed that the client has relayed": (
+        refused("bad_request", step=3),
+        LAST,
+        {"step_waits": True, "relayed": {MIDDLE}},
+        RefuseStep(3, refusal(LAST, "bad_request")),
+    ),
+    "the first hop calls the client's step malformed": (
+        refused("bad_request", step=3),
+        FIRST,
+        {"step_waits": True},
+        RefuseStep(3, refusal(FIRST, "bad_request")),
     ),
     "it does not know the session, and an attempt runs": (
         refused("not_yours"),

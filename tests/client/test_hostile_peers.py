@@ -1,0 +1,130 @@
+"""What one peer may do to a client, and a mistake of the caller's own: neither costs more than itself."""
+
+import asyncio
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
+
+from swarm.activations import Activations
+from swarm.blocks import Blocks
+from swarm.client.hf.draws import _is_stateless
+from swarm.client.session.attempt import _answered
+from swarm.client.session.circuit import Circuit
+from swarm.client.session.flight import Flight
+from swarm.errors import EdgeDown, HopFailed, Refused, UsageError
+from tests.client.test_route import planned, server
+from tests.client.test_session import IDS, eventually, leases
+
+SESSION = "0" * 32
+
+
+# Plans
+
+
+@pytest.mark.parametrize("optimize", ["latency", "throughput"])
+@pytest.mark.parametrize(("tps", "load"), [(1e-6, 1e6), (1e9, 1e6), (1e-6, 0.0)])
+def test_a_claim_of_no_speed_is_compared_with_the_others(tps, load, optimize):
+    slow = [server(0, 4, tps=tps, load=load), server(4, 6, tps=tps, load=load)]
+    fast = [server(0, 3, tps=50.0), server(3, 6, tps=50.0)]
+    route = planned(Blocks(0, 6), [*slow, *fast], optimize=optimize)
+    wanted = {signed.announcement.peer_id for signed in fast}
+    assert {hop.peer_id for hop in route.hops} == wanted or tps == 1e9
+
+
+@pytest.mark.parametrize("tps", [0.0, 1e-320, 1e-300, 9.9e-7])
+def test_a_claim_whose_inverse_is_no_number_is_no_record(tps):
+    with pytest.raises(ValidationError, match="decode_tps"):
+        server(0, 4, tps=tps)
+
+
+# Sessions
+
+
+async def test_a_reply_in_the_last_moment_counts():
+    loop, reply = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    waiting = asyncio.ensure_future(_answered([reply], [SimpleNamespace()], 0.01, "no answer"))
+    await asyncio.sleep(0)
+    loop.call_at(loop.time() + 0.005, reply.set_result, "there")
+    loop.call_soon(time.sleep, 0.05)  # both are due then, in the same turn
+    assert await waiting == ["there"]
+
+
+async def test_whatever_a_flight_meets_every_step_has_an_outcome():
+    async def collect(ticket, deadline):
+        raise RuntimeError("unexpected")
+
+    quiet = {name: lambda *_, **__: None for name in ("resend", "put", "clear", "forget_guesses")}
+    steps = SimpleNamespace(**{**quiet, "put": lambda *_, **__: SimpleNamespace()})
+    travel = SimpleNamespace(steps=steps, collect=collect, restorer=SimpleNamespace(repairs=0))
+    mover = SimpleNamespace(is_asked=False, rest=lambda: None)
+    ended = []
+    flight = Flight(
+        asyncio.Lock(), travel, nullcontext(), mover, failed=lambda error: ended.append(error) or error, timeout_s=5
+    )
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the task's error is nobody's
+    answers = [flight.put(SimpleNamespace(), restart=False) for _ in range(3)]
+    async with asyncio.timeout(5):
+        for answer in answers:
+            with pytest.raises(RuntimeError, match="unexpected"):
+                await answer
+    assert len(ended) == 1
+
+
+async def test_a_hop_that_repeats_itself_is_noted_once():
+    circuit = Circuit(SESSION, SimpleNamespace())
+    edge, busy = ("a", "b"), {"span": "0:4", "why": "full", "retry_after_s": 1.0}
+    for _ in range(1000):
+        circuit.report(EdgeDown(edge, "it said so", blocked=False))
+        circuit.report(EdgeDown(("b", "c"), "it said so", blocked=False))
+        circuit.report(Refused("peer", code="busy", **busy))
+        circuit.report(Refused("peer", code="no_room", **busy))
+    assert len(circuit.take_faults()) == 4
+    circuit.report(EdgeDown(edge, "again", blocked=False))
+    assert len(circuit.take_faults()) == 1
+
+
+def test_a_session_that_has_failed_holds_nothing(swarm, model, monkeypatch):
+    session = model.backend.open_session(Blocks(0, 6), positions_max=8, rollback_max=0)
+    session.step(Activations(torch.randn(1, 3, 64)), keep=0, rows=None, want=1)
+    with pytest.raises((Refused, HopFailed)):
+        session.step(Activations(torch.full((1, 1, 64), torch.nan)), keep=3, rows=None, want=1)
+    eventually(lambda: leases(swarm) == [(0, 0)] * 3)
+
+
+# Callers
+
+
+def test_a_conversation_takes_no_other_rows(model, full):
+    with model.inference_session(max_length=64):
+        first = model.generate(IDS[:1, :8], max_new_tokens=4, pad_token_id=0)
+        with pytest.raises(UsageError, match="has 1 rows, and the input has 2"):
+            model.generate(first.repeat(2, 1), max_new_tokens=4, pad_token_id=0)
+        again = model.generate(first, max_new_tokens=4, pad_token_id=0)
+    assert torch.equal(again, full.generate(IDS[:1, :8], max_new_tokens=8, pad_token_id=0))
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"generation_config": GenerationConfig(use_cache=False)}])
+def test_a_conversation_is_a_cache(model, options):
+    with model.inference_session(max_length=64), pytest.raises(UsageError, match="use_cache=False"):
+        model.generate(IDS[:1, :8], max_new_tokens=4, pad_token_id=0, **options)
+
+
+def test_a_forward_that_failed_leaves_nothing_for_the_next(model, full):
+    with torch.no_grad():
+        with pytest.raises(IndexError):
+            model(torch.full((1, 5), 10**6), logits_to_keep=1)
+        hidden = model.model(IDS[:1, :8], use_cache=False).last_hidden_state
+        assert torch.allclose(hidden, full.model(IDS[:1, :8]).last_hidden_state, atol=1e-4)
+
+
+def test_a_draft_calls_no_processors_that_may_have_a_state():
+    class Counting(RepetitionPenaltyLogitsProcessor):
+        calls = 0
+
+    assert _is_stateless(RepetitionPenaltyLogitsProcessor(1.2))
+    assert not _is_stateless(Counting(1.2))
