@@ -337,6 +337,8 @@ class DistributedModel(HeadedModel):
                 activations, want=want, ids=call.ids, drafting=self._calls_drafting, processors=processors
             )
         else:
+            if call.mask is None and call.positions is not None and bool((call.positions.diff() != 1).any()):
+                raise UsageError("sequences that lie behind each other in a row are not kept apart: pass them as rows")
             session = self.backend.open_session(
                 Blocks(0, self.backend.traits.n_blocks), positions_max=tokens, rollback_max=0
             )

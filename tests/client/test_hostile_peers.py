@@ -122,6 +122,17 @@ def test_a_forward_that_failed_leaves_nothing_for_the_next(model, full):
         assert torch.allclose(hidden, full.model(IDS[:1, :8]).last_hidden_state, atol=1e-4)
 
 
+def test_sequences_in_one_row_are_refused_where_stock_keeps_them_apart(model, full):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with torch.no_grad():
+        with pytest.raises(UsageError, match="pass them as rows"):
+            model(IDS[:1, :6], position_ids=positions, use_cache=False)
+        ours, theirs = (
+            each(IDS[:1, :6], position_ids=torch.arange(4, 10)[None], use_cache=False).logits for each in (model, full)
+        )
+    assert torch.allclose(ours, theirs, atol=1e-4)
+
+
 def test_a_draft_calls_no_processors_that_may_have_a_state():
     class Counting(RepetitionPenaltyLogitsProcessor):
         calls = 0
