@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm.errors import SwarmError
@@ -109,7 +110,7 @@ class Failsafe:
         try:
             await self._app(scope, receive, noted)
         except Exception as error:
-            if not isinstance(error, SwarmError):
+            if not isinstance(error, SwarmError | ClientDisconnect):  # which a client that does not read is taken for
                 _log.error("a request failed", path=route_of(scope), exc_info=error)
             if begun:
                 raise
