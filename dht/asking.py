@@ -25,7 +25,8 @@ def looks_of(request: Any) -> list[Look | None]:  # noqa: ANN401 - a protobuf me
     if not request.looks:
         return [None] * len(request.keys)
     too_long = any(len(look.salt) > 32 or len(look.blocks) > BLOCKS_MAX // 8 for look in request.looks)
-    if len(request.looks) != len(request.keys) or too_long:
+    no_slice = any(look.parts > SAMPLING.parts_max or look.part >= max(1, look.parts) for look in request.looks)
+    if len(request.looks) != len(request.keys) or too_long or no_slice:
         raise InvalidMessage("find request", "samples that do not fit its keys")
     return [
         Look(

@@ -24,7 +24,7 @@ from swarm.errors import InvalidMessage, SwarmError, TooBusy, Unreachable
 from swarm.identity import peer_id_of
 from swarm.limits import limit
 from swarm.net.address import ViaAnchor, dialable
-from swarm.net.reach import network_of
+from swarm.net.reach import makes_sense, network_of
 
 PROTOCOL = "/swarm/dial-back/2"
 FORMER = "/swarm/dial-back/1"  # the request is the bare record
@@ -45,7 +45,8 @@ class DialBackLimits:
     request_bytes_max: int = limit(4096, "bytes", "a longer request is rejected")
     answer_bytes_max: int = limit(4096, "bytes", "a longer answer is rejected")
     helping_max: int = limit(8, "askers", "at one time; more are refused")
-    streams_max: int = limit(64, "streams", "opened by others at one time; more are closed")
+    streams_max: int = limit(64, "streams", "opened by others at one time; more are told that this node is busy")
+    streams_per_asker: int = limit(4, "streams", "of them; one that says nothing keeps nobody else out")
     per_s: float = limit(1 / 10, "1/s", "requests of one asker; more are refused")
     burst: float = limit(6.0, "requests", "of one asker at once")
     helpers_max: int = limit(3, "helpers", "asked, side by side")
@@ -105,10 +106,18 @@ class Answer(BaseModel):
     through: tuple[Hex32, ...] = Field(default=(), max_length=RECORD.anchors_max)
     outside: bool = False
     p2p: bool = False
-    seen: str = Field(default="", max_length=64)
+    seen: str = Field(default="", max_length=45)
     anchor: Offer | None = None
     refused: str = Field(default="", max_length=200)
     busy: bool = False
+
+    @field_validator("seen")
+    @classmethod
+    def _literal(cls, host: str) -> str:
+        """A server announces this host: one that is none would spoil its record."""
+        if host and ("%" in host or not makes_sense(str(ip_address(host)), public=False)):
+            raise ValueError("it is no address to be reached at")
+        return str(ip_address(host)) if host else host
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 import binascii
 import ipaddress
 from base64 import b64decode, b64encode
+from collections import Counter
 from collections.abc import Callable
 
 import structlog
@@ -69,7 +70,8 @@ class Helper:
     ) -> None:
         self._node, self._me, self._dial, self._offer, self._limits = node, me, dial, offer, limits
         self._rates = RateLimit(limits.per_s, limits.burst)
-        self._helping = self._streams = 0
+        self._helping = 0
+        self._streams: Counter[str] = Counter()  # by asker
 
     async def handle(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one stream. No behaviour of the peer raises."""
@@ -87,22 +89,32 @@ class Helper:
         read: Callable[[bytes], Request],
     ) -> None:
         asker = str(info.peer_id.to_base58())
-        if self._streams >= self._limits.streams_max:
-            writer.close()
-            return
-        self._streams += 1
+        limits = self._limits
+        self._streams[asker] += 1
         try:
+            if self._streams.total() > limits.streams_max or self._streams[asker] > limits.streams_per_asker:
+                await self._send(writer, Answer(refused="this node helps enough others; ask another", busy=True))
+                return
             async with asyncio.timeout(self._limits.request_timeout_s):
                 # Read even a request that will be refused: a reset would lose the answer.
                 request = await read_message(reader, self._limits.request_bytes_max + SEAL_BYTES)
             answer = await self._answer(asker, str(info.addr), request, read)
-            async with asyncio.timeout(self._limits.request_timeout_s):
-                sealed = self._node.gate.seal.close(answer.model_dump_json().encode(), Purpose.ANSWER)
-                await write_message(writer, sealed)
+            await self._send(writer, answer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, SwarmError) as error:
             _log.debug("dial-back request failed", asker=asker, why=str(error))
         finally:
-            self._streams -= 1
+            self._streams[asker] -= 1
+            if not self._streams[asker]:
+                del self._streams[asker]
+            writer.close()
+
+    async def _send(self, writer: asyncio.StreamWriter, answer: Answer) -> None:
+        """Send an answer, and end the stream."""
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                sealed = self._node.gate.seal.close(answer.model_dump_json().encode(), Purpose.ANSWER)
+                await write_message(writer, sealed)
+        finally:
             writer.close()
 
     async def _answer(self, asker: str, multiaddr: str, sealed: bytes, read: Callable[[bytes], Request]) -> Answer:

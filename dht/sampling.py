@@ -20,6 +20,7 @@ from itertools import accumulate, count
 from typing import NamedTuple
 
 from swarm.dht.records import RECORD
+from swarm.dht.sealing import SEAL_BYTES
 from swarm.dht.validator import Entry
 from swarm.identity import SIGNATURE_BYTES
 from swarm.limits import limit
@@ -64,6 +65,7 @@ class SamplingLimits:
     large_s: float = limit(3600.0, "s", "a reader remembers so long that a model is large, and spares its first key")
     sharpness: float = limit(8.0, "power", "of the claimed time by which records are weighed")
     hop_ms: float = limit(4.0, "ms", "added to a span's claimed time before that: long spans make short routes")
+    parts_max: int = limit(256, "slices", "of a key's records; a node is paid for what it sends, not for what it sorts")
     unpacked_max: int = limit(4 << 20, "bytes", "of records in one answer; a longer one is rejected")
 
 
@@ -139,6 +141,8 @@ class Found:
 
 def chosen(entries: Sequence[Entry], look: Look) -> bytes:
     """Return a node's records for a look, packed; b"" for none."""
+    if not look.size:
+        return b""
     if look.whole:
         return packed(entries) if sum(len(entry.data) for entry in entries) <= look.size else b""
     parts = max(1, look.parts)  # nodes hold different records at times: a slice is cut by hashes, not by ranks
@@ -254,7 +258,7 @@ def packed(entries: Sequence[Entry]) -> bytes:
 
 
 def unpacked(data: bytes, limits: SamplingLimits = SAMPLING) -> list[bytes]:
-    """Invert `packed`; nothing for data that is malformed or too long."""
+    """Invert `packed`; nothing for data that is malformed or too long, or has lengths that no record has."""
     unpacker = zlib.decompressobj(zdict=_WORDS)
     try:
         text = unpacker.decompress(data, limits.unpacked_max)
@@ -265,6 +269,8 @@ def unpacked(data: bytes, limits: SamplingLimits = SAMPLING) -> list[bytes]:
     records, at = [], 0
     while at + 2 <= len(text):
         length = int.from_bytes(text[at : at + 2])
+        if not SIGNATURE_BYTES < length <= 1 + RECORD.bytes_max + SEAL_BYTES:
+            return []  # a few bytes may stand for a million of them
         records.append(_with_digits(text[at + 2 : at + 2 + length]))
         at += 2 + length
     return records if at == len(text) else []
@@ -284,15 +290,15 @@ def _with_bytes(record: bytes) -> bytes:
 
 def _with_digits(data: bytes) -> bytes:
     """Invert `_with_bytes`; anything else becomes no record that holds."""
-    signature, left = data[1 : 1 + SIGNATURE_BYTES], data[1 + SIGNATURE_BYTES :]
     if data[:1] != b"\0":
         return data[1:]
-    parts = [signature]
-    while (at := left.find(b"\1")) >= 0:
-        count = left[at + 1 : at + 2][0] if at + 1 < len(left) else 0
-        parts += [left[:at], left[at + 2 : at + 2 + count].hex().encode()]
-        left = left[at + 2 + count :]
-    return b"".join([*parts, left])
+    done = 1 + SIGNATURE_BYTES
+    parts = [data[1:done]]
+    while (at := data.find(b"\1", done)) >= 0:
+        count = data[at + 1] if at + 1 < len(data) else 0
+        parts += [data[done:at], data[at + 2 : at + 2 + count].hex().encode()]
+        done = at + 2 + count
+    return b"".join([*parts, data[done:]])
 
 
 def tail(place: int) -> bytes:

@@ -77,19 +77,28 @@ class Request:
 
     @cached_property
     def ordinary_ms(self) -> float:
-        """The time of a token in one block of an ordinary server: the median of what all claim."""
-        return median(self.claimed_ms(signed.announcement) for signed in self.servers) if self.servers else 0.0
+        """The time of a token in one block of an ordinary server: the median over peers of the most that each claims.
+
+        A peer has one vote, however many spans it announces: else one that boasts says what is ordinary.
+        """
+        claimed: dict[str, float] = {}
+        for server in (signed.announcement for signed in self.servers):
+            claimed[server.public_key] = max(claimed.get(server.public_key, 0.0), self.claimed_ms(server))
+        return median(claimed.values()) if claimed else 0.0
 
     @cached_property
     def ordinary_rtt_ms(self) -> float:
-        """An ordinary announced round trip: the median over the servers of the median that each announces.
+        """An ordinary announced round trip: the median over the peers of the median that each announces.
 
         Of a server that announces none it is `unknown_rtt_ms`, so a few long lists do not shift it; and it is no more.
+        Of a peer with several records the longest counts.
         """
-        unknown_ms = self.limits.unknown_rtt_ms
-        lists = (sorted(ms for _, ms in signed.announcement.rtts) for signed in self.servers)
-        typical = [rtts[len(rtts) // 2] if rtts else unknown_ms for rtts in lists]
-        return min(unknown_ms, median(typical)) if typical else unknown_ms
+        unknown_ms, typical = self.limits.unknown_rtt_ms, dict[str, float]()
+        for server in (signed.announcement for signed in self.servers):
+            rtts = sorted(ms for _, ms in server.rtts)
+            ms = rtts[len(rtts) // 2] if rtts else unknown_ms
+            typical[server.public_key] = max(typical.get(server.public_key, 0.0), ms)
+        return min(unknown_ms, median(typical.values())) if typical else unknown_ms
 
 
 def keys_of(peer_ids: Iterable[str]) -> set[str]:

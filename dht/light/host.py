@@ -32,16 +32,17 @@ from multiaddr import Multiaddr
 from swarm.dht.light.limits import HostLimits
 from swarm.dht.messages import CallRequest, Frame, varint
 from swarm.errors import BadConfiguration, Unreachable
+from swarm.net.reach import makes_sense
 
 Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.light")
 
 
 @asynccontextmanager
-async def open_host() -> "AsyncIterator[LightHost]":
-    """Run py-libp2p while the block runs. Raises Unreachable if it does not start."""
+async def open_host(*, public: bool = False) -> "AsyncIterator[LightHost]":
+    """Run py-libp2p while the block runs. Raises Unreachable if it does not start. public: see `swarm.net.reach`."""
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it warns of every node that is gone
-    host = LightHost()
+    host = LightHost(public=public)
     try:
         await host.start()
         yield host
@@ -52,8 +53,8 @@ async def open_host() -> "AsyncIterator[LightHost]":
 class LightHost:
     """A libp2p host that dials and never listens. Its methods belong to the loop that started it."""
 
-    def __init__(self, limits: HostLimits = HostLimits()) -> None:  # noqa: B008 - frozen
-        self._limits = limits
+    def __init__(self, limits: HostLimits = HostLimits(), *, public: bool = False) -> None:  # noqa: B008 - frozen
+        self._limits, self._public = limits, public
         self._loop = asyncio.get_running_loop()
         self._pending: set[asyncio.Future[Any]] = set()
         self._turns = asyncio.Semaphore(limits.calls_max)
@@ -196,7 +197,8 @@ class LightHost:
         answer = KadMessage.FromString(await self._exchange(via, kad, request.SerializeToString()))
         for closer in answer.closerPeers:
             if closer.id == peer.to_bytes():
-                addresses = [Multiaddr(address) for address in list(closer.addrs)[: self._limits.addresses_max]]
+                told = [Multiaddr(address) for address in list(closer.addrs)[: self._limits.addresses_max]]
+                addresses = [address for address in told if leads_somewhere(str(address), self._public)]
                 self._host.get_peerstore().add_addrs(peer, addresses, self._limits.addresses_live_s)
 
     async def _exchange(self, peer: ID, protocol: TProtocol, message: bytes) -> bytes:
@@ -212,6 +214,12 @@ class LightHost:
             with trio.move_on_after(1) as closing:
                 closing.shield = True
                 await stream.reset()
+
+
+def leads_somewhere(multiaddr: str, public: bool) -> bool:
+    """Whether to dial an address of a peer that another peer has told. Nodes tell literal ones."""
+    parts = multiaddr.split("/")
+    return len(parts) > 2 and (makes_sense(parts[2], public) if parts[1] in {"ip4", "ip6"} else not public)
 
 
 async def _read_exactly(stream: Any, size: int) -> bytes:  # noqa: ANN401 - py-libp2p's stream

@@ -28,6 +28,7 @@ from swarm.dht.sampling import Ask, Found, Sample
 from swarm.dht.search import Result, Searcher
 from swarm.dht.validator import Clock, Entry, GateLimits, OnEntries, RecordGate
 from swarm.errors import SwarmError, Unreachable
+from swarm.net.reach import is_public
 
 if TYPE_CHECKING:
     from swarm.dht.light.host import LightHost  # py-libp2p: only where it runs
@@ -43,7 +44,8 @@ async def open_light(
     """Join as a reader while the block runs. Raises Unreachable, ClockSkew, BadConfiguration."""
     from swarm.dht.light.host import open_host  # noqa: PLC0415 - see above
 
-    async with open_host() as host:
+    public = access.network_key is None and await is_public(tuple(initial_peers))
+    async with open_host(public=public) as host:
         store = LightStore(host, network, initial_peers, clock, access)
         try:
             await store.join()

@@ -339,7 +339,8 @@ def _prefill_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None
 
 
 def _free_tokens(n_blocks: int, serving: Sequence[Announcement]) -> int:
-    return min(sum(record.free_tokens for record in holders) for holders in _per_block(n_blocks, serving))
+    free = min(sum(record.free_tokens for record in holders) for holders in _per_block(n_blocks, serving))
+    return min(free, 2**53 - 1)  # of claims; databases and readers of JSON have no larger numbers
 
 
 def _server_state(server: _Server, now: float) -> ServerState:
@@ -396,4 +397,5 @@ def _join_command(name: str, root: str, needed: tuple[int, int], sighting: Sight
     words += ["--network", sighting.network]
     for address in sighting.join_addresses:
         words += ["--initial-peers", address]
-    return shlex.join(words)
+    command = shlex.join(words)
+    return command if len(command) <= API.command_chars else command.replace(model, "MODEL", 1)

@@ -94,9 +94,13 @@ class Knowledge:
         )
 
     def served(self, summaries: tuple[ModelSummary, ...]) -> None:
-        """Keep the models in mind that are served now, and forget the oldest beyond `API.models_max`."""
-        for model in summaries:
+        """Keep the models in mind that are served now, and forget others beyond `API.models_max`.
+
+        First those that are not served now, then those of the fewest servers.
+        """
+        for model in sorted(summaries, key=lambda model: model.servers_online):
             if model.servers_online:
+                self.known.pop(model.root, None)
                 self.known[model.root] = KnownModel(model.name, model.n_blocks)
         for root in list(self.known)[: max(0, len(self.known) - API.models_max)]:
             del self.known[root]
@@ -183,6 +187,8 @@ class Monitor:
                 raise
             except SwarmError as error:
                 await self._failed(error)
+            except Exception:  # noqa: BLE001 - whatever strangers' records bring about: the page goes on
+                _log.exception("a reading failed")
             await asyncio.sleep(options.limits.retry_s)
 
     async def _failed(self, error: SwarmError) -> None:
@@ -247,13 +253,19 @@ class Monitor:
         while True:
             await self._new_records.wait()
             self._new_records.clear()
-            records, now = self._knowledge.found.records, self._clock()
-            online = [key for key, contact in self._contacts.known.items() if contact.online(now)]
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._loads.visit(records, online))  # first: calls leave few questions to an anchor
-                group.create_task(self._contacts.visit(records))
-            self._order_audits(records)
-            await self._republish()
+            try:
+                await self._visit()
+            except Exception:  # noqa: BLE001 - as above
+                _log.exception("a round of visits failed")
+
+    async def _visit(self) -> None:
+        records, now = self._knowledge.found.records, self._clock()
+        online = [key for key, contact in self._contacts.known.items() if contact.online(now)]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._loads.visit(records, online))  # first: calls leave few questions to an anchor
+            group.create_task(self._contacts.visit(records))
+        self._order_audits(records)
+        await self._republish()
 
     def _order_audits(self, records: Sequence[Announcement]) -> None:
         """Tell the auditor which servers answer, and which of them it leaves out."""

@@ -31,6 +31,7 @@ class ApiLimits:
     anchors_max: int = limit(32, "anchors", "asked and shown; those that fewest servers name are left out")
     classes_max: int = limit(8, "classes", "of one model's servers; those of fewest servers are left out")
     points_max: int = limit(720, "points", "of one history: hours of 30 days, or 24 h in steps of two minutes")
+    command_chars: int = limit(1024, "characters", "of the command to join; a longer one does not name its model")
     text_chars: int = limit(300, "characters", "of one text; the rest is cut off")
 
 
@@ -272,7 +273,7 @@ class ModelDetail(ApiModel):
     blocks: Annotated[tuple[BlockState, ...], Field(max_length=BLOCKS_MAX)]
     servers: Annotated[tuple[ServerState, ...], Field(max_length=API.servers_max)]
     needed_blocks: Range = Field(description="where one more server helps most")
-    join_command: Annotated[str, Field(max_length=1024)] = Field(
+    join_command: Annotated[str, Field(max_length=API.command_chars)] = Field(
         description="hosts the needed blocks, in a POSIX shell; MODEL takes the place of a name that can be no hub id"
     )
 

@@ -19,11 +19,24 @@ def makes_sense(host: str, public: bool) -> bool:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return not (public and host.lower().rstrip(".") == "localhost")
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
     if address.is_multicast or address.is_unspecified:
         return False
-    return address.is_global or not public
+    return not public or all(map(_is_global, (address, *_embedded(address))))
+
+
+def _is_global(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    inside = address.version == 6 and address in ipaddress.ip_network("64:ff9b:1::/48")  # of a translator's own network
+    return address.is_global and not inside and not getattr(address, "is_site_local", False)
+
+
+def _embedded(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """Return the addresses of IPv4 that translators, tunnels and hosts make of one of IPv6."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found = [each for each in (address.ipv4_mapped, address.sixtofour) if each is not None]
+    if any(address in ipaddress.ip_network(network) for network in ("64:ff9b::/96", "::/96")):
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return found
 
 
 def sensible(addresses: Sequence[str], public: bool) -> tuple[str, ...]:
