@@ -29,8 +29,8 @@ class Facts:
 
     activations: None for a step that is not to be computed; else `given` are the same. n_bytes, hidden_bytes: of all
     its tensors that are to be computed, and of its hidden states alone. n_tokens: of all its rows that are to be
-    computed; the shape need not be right yet. verdict: of the session's inbox or receiver,
-    noted by the first gate that asks.
+    computed; the shape need not be right yet. width: of the model's hidden states. verdict: of the session's inbox or
+    receiver, noted by the first gate that asks.
     """
 
     channel: Channel
@@ -39,6 +39,7 @@ class Facts:
     now: float
     accounts: Accounts
     limits: HostedLimits
+    width: int = 1
     verdict: "Verdict[Answer] | Compute | Twice | Refuse | None" = None
     given: Activations = field(init=False)
     n_bytes: int = field(init=False, default=0)
@@ -50,7 +51,7 @@ class Facts:
             self.given = self.activations
             hidden = self.activations.hidden
             self.n_bytes, self.hidden_bytes = self.activations.n_bytes, hidden.nbytes
-            self.n_tokens = hidden.numel() // hidden.shape[-1]
+            self.n_tokens = hidden.numel() // max(hidden.shape[-1], self.width)
 
 
 @dataclass(frozen=True, slots=True)

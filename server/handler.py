@@ -215,7 +215,8 @@ class Handler:
         if isinstance(message, Step):
             is_void = session.is_void(message)
             gates = self.gates.void if is_void else self.gates.step
-        facts = Facts(channel, message, None if is_void else activations, now, self.accounts, self.limits.session)
+        width, computed = session.span.hidden_size, None if is_void else activations
+        facts = Facts(channel, message, computed, now, self.accounts, self.limits.session, width)
         for gate in gates:
             if (stop := gate.check(session, facts)) is not None:
                 return self._stopped(session, facts, stop)
@@ -267,6 +268,8 @@ class Handler:
         if facts.activations is not None:
             session.holdings.came_back(facts.n_bytes, settled=session.receiver.next is None or session.tenure.over)
         if task.tenure.over:
+            if not session.holdings.is_computing:
+                task.tenure.release()
             return
         if result is None:
             self._outcomes.skipped(session, facts)

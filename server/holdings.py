@@ -68,6 +68,11 @@ class Holdings:
         self._tasks = 0  # that the compute thread has, those included that count no more
 
     @property
+    def is_computing(self) -> bool:
+        """Whether the compute thread has tasks of it."""
+        return self._tasks > 0
+
+    @property
     def cache_tokens(self) -> int:
         """Cache that it holds."""
         return self._cache.amount

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarm.activations import Activations
 from swarm.protocol.inbox import Again
-from swarm.protocol.messages import Rebuild, Step
+from swarm.protocol.messages import Output, Rebuild, Step
 from swarm.protocol.replay import follow_up
 from swarm.protocol.seat import Client
 from swarm.server.gates import Facts
@@ -113,6 +113,8 @@ def pass_on(session: HostedSession, answer: Answer, *, soon: bool = False) -> No
     message, seat = answer.message, session.seat
     if message.epoch != seat.epoch:
         message = message.model_copy(update={"epoch": seat.epoch})
+    if isinstance(message, Output) and not isinstance(seat.next, Client):
+        return  # it was computed for the owner, and hops take none: they would end the channel of all sessions
     to = session.peers.owner if isinstance(seat.next, Client) else session.peers.next
     if to is not None:
         send(to, message, answer.activations, soon=soon)

@@ -21,7 +21,7 @@ class ParkedLimits:
 
     wait_s: float = limit(2.0, "s", "for the Open; then the step is refused")
     bytes_max: int = limit(8 * CHUNK_BYTES, "bytes", "of all steps that wait; others are refused at once")
-    peer_share: int = limit(4, "of them", "a peer's steps have one part of so many")
+    peer_share: int = limit(4, "of them", "a peer's steps have one part of so many, in bytes and in number")
     steps_max: int = limit(256, "steps", "of all peers")
 
 
@@ -74,13 +74,14 @@ class Parked:
 
     def _fits(self, waiting: Waiting) -> bool:
         limits, others = self._limits, [other for other, _ in self._waiting.values()]
-        theirs = sum(other.n_bytes for other in others if other.channel.peer == waiting.channel.peer)
+        mine = [other.n_bytes for other in others if other.channel.peer == waiting.channel.peer]
         return (
             waiting.message.step == 1
             and waiting.message.session not in self._waiting
             and len(others) < limits.steps_max
             and sum(other.n_bytes for other in others) + waiting.n_bytes <= limits.bytes_max
-            and theirs + waiting.n_bytes <= limits.bytes_max // limits.peer_share
+            and sum(mine) + waiting.n_bytes <= limits.bytes_max // limits.peer_share
+            and len(mine) < limits.steps_max // limits.peer_share
         )
 
     def _expire(self, session: str) -> None:

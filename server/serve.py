@@ -292,7 +292,11 @@ class _Host:
             goal = await self._or_stopped(self._goal(server.span.blocks))
             _log.info("leaving", sessions=len(server.handler.sessions), within_s=within_s, moving_to=goal and str(goal))
             if goal is not None:
-                await self._claims.make(goal)
+                try:
+                    await self._claims.make(goal)
+                except NetworkError as error:
+                    _log.warning("stays: the directory cannot be reached", why=str(error))
+                    continue
             announcer.change("draining")
             await server.handler.drain(within_s)
             if goal is None or self._stop.asked:

@@ -6,6 +6,7 @@ of steps and their answers), `PastReceiver` (a past that comes), `History` (a pa
 the messages that the gates let pass.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import structlog
@@ -15,7 +16,7 @@ from swarm.compute.task import Forward, Place, Tenure, Void
 from swarm.model.prefix import PastBlock
 from swarm.model.span import Span
 from swarm.net.channel import Channel
-from swarm.protocol.inbox import Again, Excuses, Inbox
+from swarm.protocol.inbox import Again, Excuses, Inbox, InboxLimits
 from swarm.protocol.journal import Entry, Past
 from swarm.protocol.messages import POSITIONS_MAX, Open, Output, Progress, Rebuild, Reroute, Step
 from swarm.protocol.replay import PastReceiver
@@ -49,7 +50,7 @@ class Neighbours:
     used_at: float
     next: Channel | None = None
     source: Channel | None = None
-    early: list[int] | None = field(default_factory=list)
+    early: deque[int] | None = field(default_factory=lambda: deque(maxlen=InboxLimits().window_steps))
 
 
 class HostedSession:
@@ -235,6 +236,8 @@ class HostedSession:
         self.history.begin_epoch()
         self.history.drop()
         self.holdings.end()
+        if not self.holdings.is_computing:
+            self.tenure.release()
 
     # Reports
 

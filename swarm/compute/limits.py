@@ -9,6 +9,7 @@ from swarm.limits import limit
 class BatchLimits:
     """How large the parts of a batch may be."""
 
+    odd_turns: int = limit(1, "iterations", "in a row of sessions that do not pack with most others; then these run")
     decode_tokens_max: int = limit(
         512, "tokens", "decode steps beyond it wait for the next batch: no token gets faster"
     )

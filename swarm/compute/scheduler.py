@@ -75,6 +75,7 @@ class Scheduler:
         self._costs: defaultdict[Hashable | None, Costs] = defaultdict(lambda: new_costs(limits.costs))
         self._debt = 0  # prefill tokens that ran beyond their budgets
         self._since: float | None = None  # when this iteration could have begun
+        self._odd = 0  # batches in a row that were of others than the largest group that packs
 
     def add(self, task: Task, now: float) -> None:
         """Queue a task behind those of its session. now: when it came."""
@@ -123,11 +124,28 @@ class Scheduler:
         if not heads:
             return Batch((), dropped)
         ready = [queue.head.ready(decodes=queue.single) for queue in heads]
+        self._alternate(heads, ready)
         budget = self._budget(heads, ready, now)
         slices = form_batch(ready, budget.left, self._limits.batch)
         chosen = [(heads[each.index], each.tokens) for each in slices]
         parts = [Part(queue.head, tokens, queue, queue.single) for queue, tokens in chosen]
         return Batch(parts, dropped, budget)
+
+    def _alternate(self, heads: list[Queue], ready: list[Ready]) -> None:
+        """Give the largest group that packs its turn: else each odd session that waits delays all of it by an iteration.
+
+        heads, ready: in the order of their turns, which changes.
+        """
+        groups = Counter(each.group for each in ready if each.packs)
+        group, count = groups.most_common(1)[0] if groups else (None, 0)
+        if count < 2 or count == len(ready):
+            self._odd = 0
+            return
+        if self._odd >= self._limits.batch.odd_turns:
+            at = next(index for index, each in enumerate(ready) if each.packs and each.group == group)
+            heads.insert(0, heads.pop(at))
+            ready.insert(0, ready.pop(at))
+        self._odd = self._odd + 1 if not ready[0].packs or ready[0].group != group else 0
 
     def _budget(self, heads: Sequence[Queue], ready: Sequence[Ready], now: float) -> Budget:
         """Grant the iteration prefill, and pay debts from it."""

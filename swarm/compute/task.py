@@ -20,7 +20,7 @@ class Tenure:
     """A session's past on a span, from its opening or a reset until the next reset or its end.
 
     All tasks of that time hold it. The loop sets `over`: from then on none of them counts, and none is computed.
-    `past` belongs to the compute thread; its memory is free when the last task has let go. held: blocks that the past
+    `past` belongs to the compute thread; its memory is free when the last task has come back. held: blocks that the past
     begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of it.
     waiting: the loop's steps that have not come back from the compute thread, in order.
     """
@@ -60,6 +60,11 @@ class Tenure:
         for task in reversed(self.waiting):
             if not task.skip(keep):
                 return
+
+    def release(self) -> None:
+        """Let go of the past, when it is over and no task of it is left: others may hold this longer than they know."""
+        assert self.over
+        self._past, self.held = None, ()
 
     def anew(self, owner: str) -> "Tenure":
         """Return the tenure that follows a reset."""
@@ -232,7 +237,10 @@ class Forward:
     def forward_packed(self, segments: Sequence[Segment]) -> list[Checked]:
         """Run segments of its group as one step."""
         outputs = self.tenure.span.forward_packed(segments)
-        finite = is_finite(torch.cat([output.flatten() for output in outputs]))  # one look for all
+        try:
+            finite = is_finite(torch.cat([output.flatten() for output in outputs]))  # one look for all
+        except RuntimeError:  # no memory for it: the steps are computed, and must not be computed again
+            finite = False
         return [Checked(output, finite) for output in outputs]
 
     def run(self, tokens: int) -> None:

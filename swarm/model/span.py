@@ -221,10 +221,13 @@ class Span:
         self._run.hidden = hidden
         dummy = hidden.new_zeros(1, hidden.shape[1], self.traits.embedding_size)
         try:
-            with packing.on():
-                self._decoder(inputs_embeds=dummy, use_cache=True, **arguments)
-        except SpanDone as done:
-            output = done.hidden
+            try:
+                with packing.on():
+                    self._decoder(inputs_embeds=dummy, use_cache=True, **arguments)
+            except SpanDone as done:
+                parts = done.hidden.split([segment.size for segment in segments], dim=1)
+            # Copies: a session's output that is kept must not keep the others' with it.
+            outputs = [part.clone().view(segment.hidden.shape) for part, segment in zip(parts, segments, strict=True)]
         except Exception:
             for segment, before in zip(segments, befores, strict=True):
                 segment.cache.restore(before)
@@ -233,9 +236,7 @@ class Span:
             self._run.hidden = None
         for segment in segments:
             segment.cache.advance(segment.tokens)
-        parts = output.split([segment.size for segment in segments], dim=1)
-        # Copies: a session's output that is kept must not keep the others' with it.
-        return [part.clone().view(segment.hidden.shape) for part, segment in zip(parts, segments, strict=True)]
+        return outputs
 
     def forward_directly(self, hidden: Tensor, cache: SpanCache, positions: Tensor | None = None) -> Tensor | None:
         """Run one decode step without the parent. Returns None, unchanged, where that is not known to be right.

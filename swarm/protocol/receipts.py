@@ -185,7 +185,7 @@ class Tally:
                 self._hash()
                 self._append(given, sent)
             else:
-                self._noted.append((given, sent))
+                self._noted.append((given.with_hidden(given.hidden.clone()), sent))  # not the frame that it came in
                 noted = len(self._noted)
                 if noted >= self._limits.together or noted * given.hidden.nbytes >= self._limits.noted_bytes:
                     self._hash()

@@ -127,3 +127,7 @@ def _check_coded(meta: TensorMeta) -> None:
         raise InvalidMessage("tensor", f"{meta.dtype} does not travel as {meta.coding}")
     if meta.n_bytes > TENSOR_BYTES_MAX:
         raise InvalidMessage("tensor", f"{meta.n_bytes} bytes once it is decoded")
+    layout, numbers = Layout(meta.shape), math.prod(meta.shape)
+    padded = layout.n_scales * layout.block
+    if padded > max(2 * numbers, 1 << 18):  # of hidden states that are narrower than any model's
+        raise InvalidMessage("tensor", f"{padded} numbers to decode where {numbers} are sent")

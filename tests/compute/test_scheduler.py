@@ -22,7 +22,9 @@ BEFORE = {
     9: "baa9a72edfd0d176",
 }
 LIMITS = SchedulerLimits()
-WITHOUT_BURSTS = replace(LIMITS, costs=replace(LIMITS.costs, own_s=0.0))  # that version knew no bursts
+BEFORE_LIMITS = replace(  # that version knew no bursts, and gave odd sessions all turns
+    LIMITS, costs=replace(LIMITS.costs, own_s=0.0), batch=replace(LIMITS.batch, odd_turns=1 << 30)
+)
 
 
 class Fixed:
@@ -49,7 +51,7 @@ def granting(tokens: int, limits: SchedulerLimits = LIMITS) -> Scheduler:
 @pytest.mark.long
 def test_batches_are_those_of_the_version_before():
     for seed, digest in BEFORE.items():
-        log = simulate(seed, Scheduler(WITHOUT_BURSTS))
+        log = simulate(seed, Scheduler(BEFORE_LIMITS))
         assert hashlib.sha256(json.dumps(log).encode()).hexdigest()[:16] == digest, seed
 
 
@@ -231,6 +233,23 @@ def test_peers_take_turns_and_finish_what_they_began():
         scheduler.add(task, 0.0)
     ran = [iteration(scheduler)[0][0] for _ in range(8)]
     assert ran == [greedy[0], modest, greedy[0], modest, *[greedy[1]] * 2, *[greedy[2]] * 2]
+
+
+@pytest.mark.parametrize("odd", [1, 10, 40])
+def test_odd_sessions_leave_the_others_every_second_iteration(odd):
+    scheduler = Scheduler()
+    lone = [Fake(f"odd {n}", packs=False) for n in range(odd)]
+    packed = [Fake(f"ordinary {n}") for n in range(10)]
+    for task in (*lone, *packed):
+        scheduler.add(task, 0.0)
+    of_packed = 0
+    for turn in range(40):
+        ran = [task for task, _ in iteration(scheduler, float(turn))]
+        of_packed += ran[0].packs
+        assert len(ran) == (10 if ran[0].packs else 1)
+        for task in ran:  # each comes again at once
+            scheduler.add(Fake(task.owner, packs=task.packs), float(turn))
+    assert 19 <= of_packed <= 21
 
 
 def test_tenants_of_a_peer_take_turns():

@@ -1,5 +1,8 @@
 """Memory that sessions take, and give back."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -149,3 +152,30 @@ async def test_positions_are_kept_without_the_frame_they_came_in(first: Site, se
     (past,) = session.history.journal.past_after(1)
     assert torch.equal(past.activations.positions, positions)
     assert past.activations.positions.untyped_storage().nbytes() == positions.nbytes
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+async def test_the_past_of_an_ended_session_is_free_whoever_holds_the_session(
+    first: Site, owner: Peer, under_way: bool
+):
+    request = await opened(owner, first)
+    channel = await owner.to(first)
+    channel.send(*step(request, 1, activations(1, 20)))
+    await owner.output()
+    session = first.server.handler.sessions[request.session]  # as a frame or a traceback may
+    past = ref(session.tenure.past.cache)
+    gc.disable()
+    try:
+        if under_way:
+            release = held_up(first)
+            channel.send(*step(request, 2, activations(1, 1), keep=20))
+            await until(lambda: session.holdings.is_computing)
+            channel.send(Close(session=request.session))
+            await until(lambda: session.tenure.over)
+            release.set()
+        else:
+            channel.send(Close(session=request.session))
+        await until(lambda: past() is None)
+    finally:
+        gc.enable()
+    assert first.server.pool.used == 0
