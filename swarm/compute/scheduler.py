@@ -132,7 +132,7 @@ class Scheduler:
         return Batch(parts, dropped, budget)
 
     def _alternate(self, heads: list[Queue], ready: list[Ready]) -> None:
-        """Give the largest group that packs its turn: else each odd session that waits delays all of it by an iteration.
+        """Give the largest group that packs its turn: else each odd session delays all of it by an iteration.
 
         heads, ready: in the order of their turns, which changes.
         """

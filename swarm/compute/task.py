@@ -20,8 +20,8 @@ class Tenure:
     """A session's past on a span, from its opening or a reset until the next reset or its end.
 
     All tasks of that time hold it. The loop sets `over`: from then on none of them counts, and none is computed.
-    `past` belongs to the compute thread; its memory is free when the last task has come back. held: blocks that the past
-    begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of it.
+    `past` belongs to the compute thread; its memory is free when the last task has come back. held: blocks that the
+    past begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of it.
     waiting: the loop's steps that have not come back from the compute thread, in order.
     """
 

@@ -17,7 +17,8 @@ from swarm.client.session.attempt import _answered
 from swarm.client.session.circuit import Circuit
 from swarm.client.session.flight import Flight
 from swarm.errors import EdgeDown, HopFailed, Refused, UsageError
-from tests.client.test_route import planned, server
+from swarm.identity import Identity
+from tests.client.test_route import planned, request, server
 from tests.client.test_session import IDS, eventually, leases
 
 SESSION = "0" * 32
@@ -40,6 +41,18 @@ def test_a_claim_of_no_speed_is_compared_with_the_others(tps, load, optimize):
 def test_a_claim_whose_inverse_is_no_number_is_no_record(tps):
     with pytest.raises(ValidationError, match="decode_tps"):
         server(0, 4, tps=tps)
+
+
+def test_a_peer_has_one_vote_on_what_is_ordinary():
+    honest = [server(0, 6, tps=50.0) for _ in range(5)]
+    boaster = Identity.generate()
+    many = [server(start, 6, tps=1e9, identity=boaster, state="draining") for start in range(6)]
+    many += [server(0, stop, tps=1e9, identity=boaster, rtts=()) for stop in range(1, 6)]
+    wanted = request(Blocks(0, 6), [*honest, *many])
+    assert wanted.ordinary_ms == request(Blocks(0, 6), honest).ordinary_ms
+    near = [server(0, 6, rtts=((honest[0], 20.0),)) for _ in range(3)]
+    close = [server(start, 6, identity=boaster, rtts=((honest[0], 0.1),)) for start in range(6)]
+    assert request(Blocks(0, 6), [*near, *close]).ordinary_rtt_ms == 20.0
 
 
 # Sessions

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from hivemind.p2p import PeerID
 
+from swarm.dht.asking import looks_of, request_of
 from swarm.dht.directory import Directory
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import RECORD, SignedAnnouncement, branch_of, key_id, span_key
@@ -30,6 +32,7 @@ from swarm.dht.sampling import (
 from swarm.dht.search import position
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry, RecordGate
+from swarm.errors import InvalidMessage
 from swarm.identity import Identity
 from tests.dht.memory import MemoryNetwork
 from tests.dht.support import NETWORK, ROOT, announcement, signed
@@ -169,6 +172,40 @@ def test_damaged_or_inflated_answers_hold_no_records() -> None:
     assert unpacked(bomb) == []
 
 
+def test_a_few_bytes_stand_for_no_million_records() -> None:
+    packer = zlib.compressobj()
+    bomb = packer.compress(bytes(4 << 20)) + packer.flush()
+    assert len(bomb) < 5000
+    assert unpacked(bomb) == []
+    held = packed(entries(1))
+    long = Entry(entries(1)[0].data + b"\1\0" * 30_000, entries(1)[0].facts, entries(1)[0].place)
+    assert unpacked(packed([long])) == []
+    assert len(unpacked(held)) == 1
+
+
+def test_digits_of_any_record_come_back() -> None:
+    source = random.Random(1)
+    for _ in range(200):
+        digits = source.randbytes(source.randrange(8, 200)).hex().encode()
+        record = source.randbytes(64) + b'{"a":"' + digits + b'","b":"' + digits[:20] + b'"}'
+        entry = Entry(record, entries(1)[0].facts, entries(1)[0].place)
+        assert unpacked(packed([entry])) == [record]
+
+
+def test_who_wants_no_bytes_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = entries(3)
+    monkeypatch.setattr("swarm.dht.sampling.drawn", None)
+    assert chosen(held, Look(SALT, size=0, below=True, seen=b"abc")) == b""
+
+
+@pytest.mark.parametrize(("part", "parts"), [(0, 257), (5, 5), (1, 0), (0, 2**32 - 1)])
+def test_slices_that_are_too_thin_or_not_there_are_refused(part: int, parts: int) -> None:
+    request = request_of([(b"k" * 20, Look(SALT, part, parts, 4096))], b"")
+    with pytest.raises(InvalidMessage):
+        looks_of(request)
+    assert looks_of(request_of([(b"k" * 20, Look(SALT, 255, 256, 4096))], b""))
+
+
 def test_names_only_nodes_that_the_reader_does_not_know() -> None:
     near = [(place, place) for place in (1, 2, 3, 1000, 2000)]
     assert news(near, Look(SALT, named=2)) == [0, 1]
@@ -219,7 +256,7 @@ def test_blocks_without_a_living_server_are_missing() -> None:
 
 def test_records_travel_with_bytes_for_digits_and_arrive_as_they_were() -> None:
     held = entries(3, rtts=16)
-    odd = [b"s" * 64 + b'{"ab":"\1\2"}', b"s" * 64 + b"ab" * 90, b"s" * 10, b"s" * 64]
+    odd = [b"s" * 64 + b'{"ab":"\1\2"}', b"s" * 64 + b"ab" * 90, b"s" * 64]
     strange = [Entry(data, held[0].facts, held[0].place) for data in odd]
     assert unpacked(packed([*held, *strange])) == [*(entry.data for entry in held), *odd]
     assert len(packed(held)) < 0.45 * sum(len(entry.data) for entry in held)

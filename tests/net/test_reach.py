@@ -18,7 +18,14 @@ from tests.dht.support import NETWORK, ROOT, announcement
 SENSELESS = ["0.0.0.0", "[::]", "224.0.0.1", "[ff02::1]"]
 NEAR = ["127.0.0.1", "[::1]", "10.1.2.3", "192.168.0.9", "172.16.0.1", "169.254.1.1", "[fe80::1]", "[fd00::1]"]
 NEAR += ["100.64.0.1", "[::ffff:127.0.0.1]", "localhost", "LOCALHOST."]
-FAR = ["8.8.8.8", "[2a00:1450:4001:82b::200e]", "example.org"]
+NEAR += [
+    "[64:ff9b::7f00:1]",
+    "[64:ff9b:1::1]",
+    "[fec0::1]",
+    "[2002:c0a8:101::1]",
+    "[::127.0.0.1]",
+]
+FAR = ["8.8.8.8", "[64:ff9b::808:808]", "[2002:808:808::1]", "[2a00:1450:4001:82b::200e]", "example.org"]
 
 
 @pytest.mark.parametrize("host", SENSELESS)
