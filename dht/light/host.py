@@ -32,7 +32,7 @@ from multiaddr import Multiaddr
 from swarm.dht.light.limits import HostLimits
 from swarm.dht.messages import CallRequest, Frame, varint
 from swarm.errors import BadConfiguration, Unreachable
-from swarm.net.reach import makes_sense
+from swarm.net.reach import is_told_well
 
 Result = TypeVar("Result")
 _log = structlog.get_logger("swarm.light")
@@ -198,7 +198,7 @@ class LightHost:
         for closer in answer.closerPeers:
             if closer.id == peer.to_bytes():
                 told = [Multiaddr(address) for address in list(closer.addrs)[: self._limits.addresses_max]]
-                addresses = [address for address in told if leads_somewhere(str(address), self._public)]
+                addresses = [address for address in told if is_told_well(str(address), self._public)]
                 self._host.get_peerstore().add_addrs(peer, addresses, self._limits.addresses_live_s)
 
     async def _exchange(self, peer: ID, protocol: TProtocol, message: bytes) -> bytes:
@@ -214,12 +214,6 @@ class LightHost:
             with trio.move_on_after(1) as closing:
                 closing.shield = True
                 await stream.reset()
-
-
-def leads_somewhere(multiaddr: str, public: bool) -> bool:
-    """Whether to dial an address of a peer that another peer has told. Nodes tell literal ones."""
-    parts = multiaddr.split("/")
-    return len(parts) > 2 and (makes_sense(parts[2], public) if parts[1] in {"ip4", "ip6"} else not public)
 
 
 async def _read_exactly(stream: Any, size: int) -> bytes:  # noqa: ANN401 - py-libp2p's stream

@@ -21,8 +21,8 @@ class Tenure:
 
     All tasks of that time hold it. The loop sets `over`: from then on none of them counts, and none is computed.
     `past` belongs to the compute thread; its memory is free when the last task has come back. held: blocks that the
-    past begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of it.
-    waiting: the loop's steps that have not come back from the compute thread, in order.
+    past begins with; set before the first task, which takes them. marked: the prompt, while the loop keeps blocks of
+    it. waiting: the loop's steps that have not come back from the compute thread, in order.
     """
 
     __slots__ = (

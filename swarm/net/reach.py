@@ -44,6 +44,12 @@ def sensible(addresses: Sequence[str], public: bool) -> tuple[str, ...]:
     return tuple(str(address) for address in dialable(addresses) if makes_sense(address.host, public))
 
 
+def is_told_well(multiaddr: str, public: bool) -> bool:
+    """Tell whether to dial a peer at an address that another peer has told. Nodes tell literal ones."""
+    parts = multiaddr.split("/")
+    return len(parts) > 2 and (makes_sense(parts[2], public) if parts[1] in {"ip4", "ip6"} else not public)
+
+
 async def is_public(ways: Sequence[str]) -> bool:
     """Tell whether all these multiaddrs, of which there must be one, lead to public addresses."""
     literals = await asyncio.gather(*map(_literals, ways))

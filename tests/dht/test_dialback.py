@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from swarm.dht.dialback import (
     FORMER,
@@ -25,6 +26,7 @@ from swarm.dht.directory import Directory
 from swarm.dht.helper import Helper, serve_dial_back
 from swarm.dht.node import SwarmNode
 from swarm.dht.records import Mooring, SignedAnnouncement
+from swarm.dht.sealing import Purpose
 from swarm.errors import HandshakeFailed, TooBusy, Unreachable
 from swarm.identity import Identity
 from swarm.net.address import Address, ViaAnchor
@@ -246,3 +248,25 @@ def test_an_answer_is_strict() -> None:
 def test_a_request_holds_no_more_than_a_record() -> None:
     with pytest.raises(ValueError, match="record"):
         Request(record=b64encode(bytes(7000)).decode())
+
+
+@pytest.mark.parametrize("seen", ["not an address at all", "0.0.0.0", "224.0.0.1", "fe80::1%eth0", "1.2.3.4:5"])
+def test_a_helper_names_an_address_to_be_reached_at(seen: str) -> None:
+    with pytest.raises(ValidationError, match="seen"):
+        Answer(seen=seen, outside=True)
+    assert Answer(seen="2001:DB8::1").seen == "2001:db8::1"
+
+
+async def test_one_silent_asker_keeps_no_other_out(tmp_path: Path) -> None:
+    limits = DialBackLimits()
+    async with node(tmp_path, "helper") as helping, node(tmp_path, "silent", helping.addresses) as silent:
+        helper = Helper(helping, None, None)  # type: ignore[arg-type] - nothing is dialled
+        await helping.handle_stream(PROTOCOL, helper.handle)
+        streams = [await silent.open_stream(helping.peer_id, PROTOCOL) for _ in range(limits.streams_per_asker + 1)]
+        reader, _ = streams[-1]
+        answer = Answer.model_validate_json(
+            silent.gate.seal.open(await read_message(reader, limits.answer_bytes_max), Purpose.ANSWER)
+        )
+        assert answer.busy
+        for _, writer in streams:
+            writer.close()

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from swarm.monitor.contacts import Answer, ContactLimits
 from swarm.monitor.gateways import GatewayLimits
 from swarm.monitor.history import Database, ProbeResult
 from swarm.monitor.reading import choose
-from swarm.monitor.service import Monitor, MonitorLimits, MonitorOptions
+from swarm.monitor.service import Knowledge, Monitor, MonitorLimits, MonitorOptions
 from swarm.monitor.state import API, Health, History, ModelDetail, State, Way
 from swarm.net.address import ViaAnchor
 from swarm.protocol.meeting import AnchorLoad
@@ -164,6 +165,36 @@ async def test_markup_in_names_and_versions_is_text_everywhere(world):
         assert MARKUP in (await client.get("/api/v1/state")).json()["contributors"][0]["name"]
         assert "<script" not in (await client.get(f"/badge/{ROOT}.svg")).text
         assert "MODEL --root" in (await client.get(f"/api/v1/models/{ROOT}")).json()["join_command"]
+
+
+async def test_the_page_outlives_whatever_a_reading_raises(world, monkeypatch):
+    await world.announce(0, 12)
+    asked, raised = Database.probe_stats, []
+
+    def once(self, now):
+        if not raised:
+            raised.append(True)
+            raise OverflowError("Python int too large to convert to SQLite INTEGER")
+        return asked(self, now)
+
+    monkeypatch.setattr(Database, "probe_stats", once)
+    async with running(world):
+        state = await world.until(lambda state: state.models and state.models[0].servers_online)
+    assert raised
+    assert state.models[0].servers_online == 1
+
+
+def test_models_that_are_served_stay_in_mind_before_those_that_are_not():
+    def summary(number, servers):
+        return SimpleNamespace(root=f"{number:064x}", name="m", n_blocks=4, servers_online=servers)
+
+    knowledge, honest = Knowledge(), summary(0, 3)
+    knowledge.served([honest])
+    knowledge.served([honest, *(summary(n, 1) for n in range(1, API.models_max))])
+    knowledge.served([honest, *(summary(n, 1) for n in range(2, API.models_max + 1))])
+    assert len(knowledge.known) == API.models_max
+    assert honest.root in knowledge.known
+    assert f"{1:064x}" not in knowledge.known
 
 
 async def test_no_address_is_served_not_even_when_the_swarm_cannot_be_reached(world):

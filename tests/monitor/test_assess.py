@@ -9,7 +9,7 @@ import pytest
 
 from swarm.dht.records import Announcement
 from swarm.monitor.assess import AssessLimits, Contact, KnownModel, Sighting, assess, ranges
-from swarm.monitor.state import ModelDetail, ProbeStats, State, Ways
+from swarm.monitor.state import API, ModelDetail, ProbeStats, State, Ways
 from tests.dht.support import ROOT
 from tests.monitor.make_example import EXAMPLE, NOW, example_json, record
 
@@ -27,6 +27,18 @@ def test_a_model_whose_blocks_all_answer_is_healthy():
     assert (summary.status, summary.reasons, summary.missing_blocks, summary.coverage) == ("healthy", (), (), 1.0)
     assert summary.decode_tps == pytest.approx(20.0)  # two spans of 40 tokens a second, one behind the other
     assert summary.free_tokens == 4096
+
+
+def test_claims_of_endless_memory_are_a_number_that_databases_take():
+    found = detail([record(n, 0, 12, free_tokens=2**53 - 1) for n in range(1, 6)])
+    assert found.summary.free_tokens == 2**53 - 1
+
+
+def test_a_command_that_grows_too_long_does_not_name_the_model():
+    addresses = tuple(f"/dns4/{'a' * 60}.example.org/tcp/{port}" for port in range(9000, 9009))
+    found = detail([record(1, 0, 12, model="m" * 128)], join_addresses=addresses)
+    assert len(found.join_command) <= API.command_chars
+    assert shlex.split(found.join_command)[1] == "MODEL"
 
 
 def test_blocks_that_nobody_announces_break_a_model_and_are_named():

@@ -12,7 +12,7 @@ from swarm.net.carriers.tcp import dial
 from swarm.net.channel import ignore
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.noise import ChannelKey
-from swarm.net.reach import is_public, makes_sense
+from swarm.net.reach import is_public, is_told_well, makes_sense
 from tests.dht.support import NETWORK, ROOT, announcement
 
 SENSELESS = ["0.0.0.0", "[::]", "224.0.0.1", "[ff02::1]"]
@@ -37,6 +37,22 @@ def test_some_addresses_make_no_sense_to_anybody(host: str) -> None:
 def test_near_addresses_make_sense_in_a_local_swarm_only(host: str) -> None:
     assert makes_sense(host, public=False)
     assert not makes_sense(host, public=True)
+
+
+@pytest.mark.parametrize(
+    ("multiaddr", "public", "private"),
+    [
+        ("/ip4/8.8.8.8/tcp/1", True, True),
+        ("/ip4/169.254.169.254/tcp/80", False, True),
+        ("/ip6/::1/tcp/1", False, True),
+        ("/dns4/localhost/tcp/1", False, True),
+        ("/ip4/0.0.0.0/tcp/1", False, False),
+        ("/ip4", False, False),
+    ],
+)
+def test_peers_are_dialled_at_told_addresses_that_make_sense(multiaddr: str, public: bool, private: bool) -> None:
+    assert is_told_well(multiaddr, public=True) == public
+    assert is_told_well(multiaddr, public=False) == private
 
 
 @pytest.mark.parametrize("host", FAR)
