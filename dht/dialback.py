@@ -9,6 +9,7 @@ a server's addresses nor make it believe that it cannot be reached.
 """
 
 import asyncio
+import re
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -115,9 +116,11 @@ class Answer(BaseModel):
     @classmethod
     def _literal(cls, host: str) -> str:
         """A server announces this host: one that is none would spoil its record."""
-        if host and ("%" in host or not makes_sense(str(ip_address(host)), public=False)):
-            raise ValueError("it is no address to be reached at")
-        return str(ip_address(host)) if host else host
+        if host and not (re.fullmatch(r"[A-Za-z0-9.:-]+", host) and makes_sense(host, public=False)):
+            raise ValueError("it is no host to be reached at")
+        if ":" in host:
+            return str(ip_address(host))
+        return host
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Parked:
             and len(others) < limits.steps_max
             and sum(other.n_bytes for other in others) + waiting.n_bytes <= limits.bytes_max
             and sum(mine) + waiting.n_bytes <= limits.bytes_max // limits.peer_share
-            and len(mine) < limits.steps_max // limits.peer_share
+            and len(mine) < max(1, limits.steps_max // limits.peer_share)
         )
 
     def _expire(self, session: str) -> None:

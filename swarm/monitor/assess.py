@@ -339,8 +339,8 @@ def _prefill_tps(n_blocks: int, serving: Sequence[Announcement]) -> float | None
 
 
 def _free_tokens(n_blocks: int, serving: Sequence[Announcement]) -> int:
-    free = min(sum(record.free_tokens for record in holders) for holders in _per_block(n_blocks, serving))
-    return min(free, 2**53 - 1)  # of claims; databases and readers of JSON have no larger numbers
+    free = [sum(record.free_tokens for record in holders) for holders in _per_block(n_blocks, serving)]
+    return min(*free, 2**53 - 1)  # of claims; databases and readers of JSON have no larger numbers
 
 
 def _server_state(server: _Server, now: float) -> ServerState:
@@ -395,7 +395,6 @@ def _join_command(name: str, root: str, needed: tuple[int, int], sighting: Sight
     model = name if re.fullmatch(hub_id, name, re.ASCII) else "MODEL"
     words = ["swarm-serve", model, "--root", root, "--blocks", f"{needed[0]}:{needed[1]}"]
     words += ["--network", sighting.network]
-    for address in sighting.join_addresses:
-        words += ["--initial-peers", address]
-    command = shlex.join(words)
-    return command if len(command) <= API.command_chars else command.replace(model, "MODEL", 1)
+    words += [word for address in sighting.join_addresses for word in ("--initial-peers", address)]
+    words[1] = model if len(shlex.join(words)) <= API.command_chars else "MODEL"
+    return shlex.join(words)
