@@ -5,7 +5,7 @@ whose sums each have a register of their own: of 16, as many as AVX2 has, four p
 weights are read in half precision, once, and nothing is written in between.
 
 Every sum adds up the same numbers in the same order, in however many positions: eight sums of every eighth product,
-then these. So a position gets the same bits alone and in a batch.
+then these. So a position gets the same bits in any batch.
 """
 
 from typing import Literal
@@ -22,7 +22,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 def outputs_of() -> dict[int, int]:
     """Return for how many positions at once there are loops, most first, and how many outputs each takes."""
-    return {4: 3, 2: 4, 1: 4}
+    return {4: 3, 2: 4, 1: 8}
 
 
 def half_code(dtype: Half) -> str:

@@ -11,7 +11,7 @@ weight, which stay in the processor's cache, multiplies all inputs by them, and 
 two such numbers are exact in float32, so only the order of additions is another one.
 
 *Compiled*: where there is `llvmlite`, LLVM compiles a loop that widens weights in registers (`swarm.model.halfcode`).
-Batches are the faster for it, and a position gets the same bits alone and in a batch. Prompts go on as above.
+Batches are the faster for it. Single rows and prompts go on as above.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class LinearLimits:
     layout_tokens: int = limit(16, "tokens", "the batch that the packed order is made for; it does well from 1 to 512")
     tile_bytes: int = limit(1 << 20, "bytes", "of widened weights at a time; they stay in a core's cache")
     few: int = limit(8, "tokens", "up to which a widened batch lies by rows; larger ones lie by columns")
-    compiled_below: int = limit(64, "tokens", "of a batch that compiled code multiplies; longer ones are widened")
+    compiled_below: int = limit(48, "tokens", "of a batch that compiled code multiplies; longer ones are widened")
     many: int = limit(128, "tokens", "from which it lies by rows again: columns take a fifth longer for 512")
     tile_bytes_many: int = limit(
         8 << 20, "bytes", "as `tile_bytes`, of so many tokens: it is read often, cached or not"
@@ -156,7 +156,8 @@ class CompiledLinear(WidenedLinear):
         """Multiply; [..., in] -> [..., out]."""
         n_outputs, n_inputs = prepared.shape
         compiled = kernels(_name(prepared.dtype))
-        if compiled is None or input.numel() >= cls.limits.compiled_below * n_inputs:
+        rows = input.numel() // n_inputs
+        if compiled is None or rows == 1 or rows >= cls.limits.compiled_below:
             return super().multiply(input, prepared, bias)
         sums = compiled.widened(input.reshape(-1, n_inputs), prepared)
         if bias is not None:
