@@ -46,7 +46,7 @@ _log = structlog.get_logger("swarm.directory")
 class DirectoryLimits:
     """How much a directory announces and returns."""
 
-    spans_max: int = limit(64, "spans", "announced by one peer at one time; more raise RecordError")
+    spans_max: int = limit(64, "spans", "of one peer at one time; it can announce no more, and readers take no more")
     servers_max: int = limit(16384, "records", "returned by one look-up; the last spans are left out")
     open_slice: int = limit(24, "records", "opened without a pause for the event loop: about 2 ms")
 
@@ -245,11 +245,22 @@ class Directory:
             return set()
         return {envelope.protocol} - {PROTOCOL_VERSION}
 
+    def _few_of_each(self, servers: list[SignedAnnouncement]) -> list[SignedAnnouncement]:
+        """Leave out what is more than a peer may announce: the newest records count, whatever nodes answer."""
+        of_each: dict[str, list[SignedAnnouncement]] = {}
+        for signed in servers:
+            of_each.setdefault(signed.announcement.public_key, []).append(signed)
+        for records in of_each.values():
+            if len(records) > self._limits.spans_max:
+                records.sort(key=lambda signed: signed.announcement.sequence, reverse=True)
+                del records[self._limits.spans_max :]
+        return [signed for records in of_each.values() for signed in records]
+
     def _usable(self, servers: list[SignedAnnouncement], root: str, n_blocks: int) -> tuple[SignedAnnouncement, ...]:
         """Return the records of a model that are not withdrawn, ordered by span and owner."""
         usable = [
             signed
-            for signed in _of_latest_process(_newest(servers))
+            for signed in _of_latest_process(self._few_of_each(_newest(servers)))
             if (signed.announcement.root, signed.announcement.n_blocks) == (root, n_blocks)
             and signed.announcement.state != "withdrawn"
         ]

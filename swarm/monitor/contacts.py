@@ -6,6 +6,7 @@ the first message of a handshake it sends nothing to a peer that does not answer
 """
 
 import asyncio
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
@@ -38,6 +39,7 @@ class ContactLimits:
 
     peers_max: int = limit(4096, "peers", "greeted; those of later records are not")
     dials_max: int = limit(32, "dials", "at one time; more wait")
+    strangers_s: float = limit(20.0, "s", "for peers that never answered, beside the others; later rounds go on")
     pace_s: float = limit(
         0.005, "s", "between two dials: a handshake computes for 2 ms, and a web server shares the loop"
     )
@@ -79,6 +81,7 @@ class Contacts:
         self._contacts: dict[str, Contact] = {}
         self._mentioned: dict[str, float] = {}
         self._next: dict[str, float] = {}  # when a peer that keeps failing is tried again
+        self._source = random.Random()  # noqa: S311 - keeps no secret
 
     def recall(self, first_seen: Mapping[str, float]) -> None:
         """Take over the first appearances of an earlier run: wall seconds by public key."""
@@ -98,19 +101,31 @@ class Contacts:
         for key in list(latest)[: self._limits.peers_max]:
             self._mentioned[key] = now
             self._contacts.setdefault(key, Contact(first_seen=self._first_seen.get(key, now)))
-        turns = asyncio.Semaphore(self._limits.dials_max)
-        async with asyncio.TaskGroup() as group:
-            # The longest unanswered come first: an anchor leads to a few of its servers at a time.
-            for key in sorted(
-                self._contacts.keys() & latest.keys(), key=lambda key: self._contacts[key].answered_at or 0
-            ):
-                if now < self._next.get(key, 0.0):
-                    continue
-                group.create_task(self._visit(latest[key], turns))
-                await asyncio.sleep(self._limits.pace_s)
+        due = {key: self._contacts[key].answered_at for key in self._contacts.keys() & latest.keys()}
+        due = {key: answered_at for key, answered_at in due.items() if now >= self._next.get(key, 0.0)}
+        # The longest unanswered come first: an anchor leads to a few of its servers at a time.
+        known = sorted((key for key, answered_at in due.items() if answered_at), key=lambda key: due[key] or 0.0)
+        strange = [key for key, answered_at in due.items() if not answered_at]
+        self._source.shuffle(strange)  # a later round begins with others
+        meeting = asyncio.ensure_future(self._visit_all([latest[key] for key in strange]))
+        try:
+            await self._visit_all([latest[key] for key in known])
+            await asyncio.wait({meeting}, timeout=self._limits.strangers_s)
+        finally:
+            meeting.cancel()
+            await asyncio.wait({meeting})
+        if not meeting.cancelled():
+            meeting.result()
         for key in [key for key, at in self._mentioned.items() if now - at > self._limits.forget_s]:
             del self._mentioned[key], self._contacts[key]
             self._next.pop(key, None)
+
+    async def _visit_all(self, records: Sequence[Announcement]) -> None:
+        turns = asyncio.Semaphore(self._limits.dials_max)
+        async with asyncio.TaskGroup() as group:
+            for record in records:
+                group.create_task(self._visit(record, turns))
+                await asyncio.sleep(self._limits.pace_s)
 
     async def _visit(self, record: Announcement, turns: asyncio.Semaphore) -> None:
         key = record.public_key

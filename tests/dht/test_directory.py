@@ -1,7 +1,10 @@
+import time
+
 import pytest
 
 from swarm.blocks import Blocks
-from swarm.dht.directory import Directory, ModelEntry, Survey
+from swarm.dht.directory import Directory, DirectoryLimits, ModelEntry, Survey
+from swarm.dht.records import SignedAnnouncement
 from swarm.dht.store import MemoryStore
 from swarm.dht.validator import Entry
 from swarm.errors import RecordError
@@ -146,3 +149,15 @@ async def test_one_peer_announces_a_bounded_number_of_spans(store: MemoryStore) 
         await alice.announce(announcement(ALICE, start, 100, n_blocks=100))
     with pytest.raises(RecordError, match="64"):
         await alice.announce(announcement(ALICE, 64, 100, n_blocks=100))
+
+
+def test_readers_take_no_more_of_a_peer_than_it_may_announce() -> None:
+    owner, other, most = Identity.generate(), Identity.generate(), DirectoryLimits().spans_max
+    directory = Directory(MemoryStore(NETWORK, time.time), identity=None, network=NETWORK, clock=time.time)
+    made = [announcement(owner, 0, stop, n_blocks=200) for stop in range(1, most + 50)]
+    records = [SignedAnnouncement(one.model_copy(update={"sequence": n + 1}), b"") for n, one in enumerate(made)]
+    records.append(SignedAnnouncement(announcement(other, 0, 4, n_blocks=200), b""))
+    kept = directory._usable(records, ROOT, 200)
+    assert len([1 for one in kept if one.announcement.public_key == owner.public_key.hex()]) == most
+    assert len(made) in {one.announcement.sequence for one in kept}
+    assert len(kept) == most + 1

@@ -1,5 +1,6 @@
 """Anchors and ways on the page: which anchors are asked, what of their claims is shown, and all of it over sockets."""
 
+import asyncio
 import re
 import time
 from contextlib import asynccontextmanager
@@ -16,9 +17,11 @@ from swarm.identity import Identity
 from swarm.monitor.anchors import ToldLoad, named, place_of, states
 from swarm.monitor.contacts import Answer, ContactLimits, Contacts, Loads, SwarmDialler
 from swarm.monitor.state import API, State
+from swarm.net.address import ViaAnchor
 from swarm.net.load import LoadLimits
 from swarm.net.relay import RelayLimits
 from swarm.net.traversal import Traversal, TraversalLimits
+from swarm.protocol.meeting import AnchorLoad
 from tests.dht.support import announcement
 from tests.monitor.page_support import NOW, anchor, key, load
 from tests.monitor.test_app import World, running
@@ -198,4 +201,30 @@ async def test_a_busy_anchor_says_nothing_of_a_server() -> None:
         await contacts.visit(some)
     failures = {key: contact.failures for key, contact in contacts.known.items()}
     assert failures == {"a": 0, "b": 0, "c": 1}
-    assert dialler.asked[3] == "c", "the one that has not answered comes first"
+    assert "c" in dialler.asked[3:5], "the one that has not answered waits for no other"
+
+
+async def test_strangers_that_do_not_answer_delay_no_known_server() -> None:
+    records = [announcement(Identity.generate(), 0, 4) for _ in range(200)]
+    silent = {record.public_key for record in records[1:]}
+
+    class Dialler:
+        async def greet(self, record: Announcement) -> Answer:
+            if record.public_key in silent:
+                await asyncio.sleep(3600)
+            return Answer(0.001, "direct")
+
+        async def load_of(self, anchor: ViaAnchor) -> AnchorLoad:
+            raise AssertionError
+
+    contacts = Contacts(Dialler(), time.time, ContactLimits(strangers_s=0.1, pace_s=0.0))
+    for _ in range(40):  # until the one that answers has been drawn
+        await contacts.visit(records)
+        if contacts.known[records[0].public_key].answered_at:
+            break
+    before = contacts.known[records[0].public_key].answered_at
+    assert before
+    async with asyncio.timeout(5):
+        await contacts.visit(records)
+    assert contacts.known[records[0].public_key].answered_at > before
+    assert not any(contacts.known[key].failures for key in silent)  # they had no time to fail
