@@ -126,6 +126,7 @@ class Tally:
         self._limits = limits or ReceiptLimits()
         self._inputs, self._outputs = bytearray(), bytearray()
         self._noted: list[tuple[Activations, Tensor | None]] = []  # positions behind those, which are not hashed yet
+        self._summary: tuple[int, str, str] | None = None  # told, inputs, outputs; until there is more
 
     @property
     def length(self) -> int:
@@ -135,21 +136,26 @@ class Tally:
     @property
     def told(self) -> int:
         """Positions of which the outputs were sent on."""
-        self._hash()
-        size = Form().digest_bytes
-        return sum(any(self._outputs[at : at + size]) for at in range(0, len(self._outputs), size))
+        return self._summed[0]
 
     @property
     def inputs(self) -> str:
         """The digest of all inputs."""
-        self._hash()
-        return _whole(self._inputs)
+        return self._summed[1]
 
     @property
     def outputs(self) -> str:
         """The digest of all outputs."""
-        self._hash()
-        return _whole(self._outputs)
+        return self._summed[2]
+
+    @property
+    def _summed(self) -> tuple[int, str, str]:
+        if self._summary is None:
+            self._hash()
+            size = Form().digest_bytes
+            told = sum(any(self._outputs[at : at + size]) for at in range(0, len(self._outputs), size))
+            self._summary = told, _whole(self._inputs), _whole(self._outputs)
+        return self._summary
 
     def reset(self) -> None:
         """Begin anew."""
@@ -196,6 +202,7 @@ class Tally:
 
     def _keep(self, length: int) -> None:
         """Take back the positions from this one on."""
+        self._summary = None
         size = Form().digest_bytes
         del self._noted[max(0, length - self._hashed) :]
         del self._inputs[length * size :], self._outputs[length * size :]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from swarm.activations import Activations
 from swarm.identity import Identity
+from swarm.protocol import receipts
 from swarm.protocol.codec import decode, encode
 from swarm.protocol.inbox import Again, Inbox, New
 from swarm.protocol.journal import Entry, Journal, JournalLimits, Past, rebuild_messages
@@ -134,6 +135,21 @@ def test_only_small_activations_are_held_until_they_are_hashed(rows, held):
         tally.add(at, Activations(hidden.clone()), None)
     assert len(tally._noted) == held
     assert tally.length == 15
+
+
+def test_a_tally_is_summed_once_until_it_has_more(monkeypatch):
+    tally, hidden, summed = Tally(), torch.randn(1, 4, 8), []
+    whole = receipts._whole
+    monkeypatch.setattr(receipts, "_whole", lambda parts: summed.append(len(parts)) or whole(parts))
+    tally.add(0, Activations(hidden), hidden)
+    for _ in range(3):
+        first = tally.told, tally.inputs, tally.outputs
+    assert len(summed) == 2
+    tally.add(4, Activations(hidden[:, :1]), hidden[:, :1])
+    assert (tally.told, tally.inputs) != first[:2]
+    tally.add(4, Activations(hidden[:, 1:2]), None)  # taken back
+    assert tally.told == 4
+    assert len(summed) == 6
 
 
 def test_outputs_that_were_not_wanted_are_told_as_such():
