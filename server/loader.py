@@ -83,19 +83,22 @@ class Loader:
 
     def load_now(self, blocks: Blocks) -> Loaded:
         """Load a span, and see how many tokens its KV pool can hold. Blocks the thread. Raises SwarmError."""
-        arguments, rounded = self._arguments, weight_cache_of(self._arguments)
         try:
-            span = load_span(
-                self.checkpoint,
-                blocks,
-                dtype=dtype_of(arguments),
-                device=self._device,
-                quantize=self.quantize,
-                rounded=rounded,
-            )
+            return self._loaded(blocks)
         except (torch.OutOfMemoryError, MemoryError):
             why = f"blocks {blocks} do not fit into the memory of {self._device}; host fewer"
             raise BadConfiguration("--blocks", why) from None
+
+    def _loaded(self, blocks: Blocks) -> Loaded:
+        arguments, rounded = self._arguments, weight_cache_of(self._arguments)
+        span = load_span(
+            self.checkpoint,
+            blocks,
+            dtype=dtype_of(arguments),
+            device=self._device,
+            quantize=self.quantize,
+            rounded=rounded,
+        )
         if arguments.threads is not None:
             torch.set_num_threads(arguments.threads)  # of this thread, so that kernels are timed as they will run
         kind = choose_kernels(span)

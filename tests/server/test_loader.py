@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from swarm import config
+from swarm.errors import BadConfiguration
 from swarm.model.eightbits import is_supported
 from swarm.model.weightcache import CacheKey, WeightCache, WeightCacheLimits
 from swarm.model.writing import Layout, Piece
@@ -48,6 +49,16 @@ def kept(folder):
 def test_rounded_weights_are_kept_in_the_users_cache(cache):
     assert loaded("--quantize", "int8").numeric_class.weights == "int8"
     assert kept(cache / "weights") == ["block-0000", "block-0001"]
+
+
+@pytest.mark.parametrize("where", ["load_span", "choose_kernels", "cache_prices"])
+def test_memory_that_is_not_there_is_told_wherever_it_lacks(where, monkeypatch):
+    def none(*_, **__):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(f"swarm.server.loader.{where}", none)
+    with pytest.raises(BadConfiguration, match="blocks 0:2 do not fit"):
+        loaded("--quantize", "none")
 
 
 @pytest.mark.long
