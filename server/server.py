@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
+import torch
 
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
@@ -86,7 +87,7 @@ class Server:
         self._checkpoint = checkpoint
         self.traversal = traversal
         self.options = options
-        self.executor = ComputeThread(asyncio.get_running_loop(), options.threads)
+        self.executor = ComputeThread(asyncio.get_running_loop(), options.threads, check=self._check)
         self.handler = Handler(
             Hosting(checkpoint.root, traversal.me.network, span, options.coding, traversal.me.identity),
             self.executor,
@@ -97,6 +98,12 @@ class Server:
         )
         self.round_trips = RoundTrips(self.handler.links.dialer)
         self._sweeper: asyncio.Task[None] | None = None
+
+    def _check(self) -> None:
+        """Compute a step that no peer has a part in. Raises where the device is broken; in the compute thread."""
+        if self.throughput is not None:  # it has borne this once
+            hidden = torch.zeros(1, 1, self.span.hidden_size, dtype=self.span.dtype, device=self.span.device)
+            self.span.forward(hidden, cache=self.span.new_cache()).sum().item()  # item(): wait for the device
 
     @property
     def pool(self) -> Pool:

@@ -68,6 +68,7 @@ class SchedulerLimits:
     linger: LingerLimits = LingerLimits()
     prefills_seen: int = limit(64, "queues", "of all peers together, when an iteration is planned; the others wait")
     peers_remembered: int = limit(4096, "peers", "beyond it only peers with waiting tasks keep their turn")
+    failures_max: int = limit(3, "batches", "in a row that fail as a whole; then the device itself is tried")
     watch_s: float = limit(1.0, "s", "between looks at the compute thread: a dead one is noticed so soon")
     stuck_s: float = limit(8.0, "s", "of looks at one batch, and the thread counts as stuck; a slow one has longer")
     stuck_times: float = limit(100.0, "times", "as long as the longest of late: a batch may take that")

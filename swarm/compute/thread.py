@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn, cast
@@ -32,9 +32,18 @@ class ComputeThread:
     """The executor of a real server. Its queue is bounded by the sessions' windows."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, threads: int | None = None, limits: SchedulerLimits | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        threads: int | None = None,
+        limits: SchedulerLimits | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """threads: how many cores one operation may use; None leaves torch's own choice."""
+        """threads: how many cores one operation may use; None leaves torch's own choice.
+
+        check: computes something of its own, and raises where the device is broken, though no peer has a part in it.
+        """
+        self._check = check
+        self._failures = 0  # batches in a row of which nothing was computed
         self._bell = Doorbell(loop)
         self._threads = threads
         self._limits = limits or SchedulerLimits()
@@ -99,6 +108,10 @@ class ComputeThread:
         self._longest_s = max(now - began, 0.9 * self._longest_s)
         self._deliver(self._scheduler.ran(batch, failed), failed)
         self._scheduler.learn(batch, now, now - began, failed)  # while the results travel
+        self._failures = self._failures + 1 if failed and len(failed) == len(batch.parts) else 0
+        if self._failures >= self._limits.failures_max:
+            self._failures = 0
+            self._check()
         return True
 
     def _next(self) -> Batch | None:

@@ -253,3 +253,42 @@ async def test_a_process_that_stood_still_has_no_stuck_thread():
         watching.cancel()
         go.set()
         thread.stop()
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_device_that_computes_nothing_any_more_ends_the_thread(is_broken: bool):
+    limits, checks = SchedulerLimits(watch_s=0.01), []
+
+    def check() -> None:
+        checks.append(True)
+        if is_broken:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    thread = ComputeThread(asyncio.get_running_loop(), threads=1, limits=limits, check=check)
+    watching = asyncio.ensure_future(thread.watch())
+    for _ in range(limits.failures_max):
+        thread.submit(Probe(lambda: 1 / 0), lambda _: None)
+    async with asyncio.timeout(10):
+        while not checks:
+            await asyncio.sleep(0.01)
+        if is_broken:
+            with pytest.raises(ComputeFailed, match="illegal memory access"):
+                await watching
+        else:
+            works: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+            thread.submit(Probe(lambda: 7), works.set_result)
+            assert await works == 7
+            watching.cancel()
+    thread.stop()
+
+
+async def test_failures_among_successes_try_no_device():
+    checks: list[bool] = []
+    thread = ComputeThread(asyncio.get_running_loop(), threads=1, check=lambda: checks.append(True))
+    for number in range(12):
+        done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        thread.submit(Probe((lambda: 1 / 0) if number % 3 else (lambda: 7)), done.set_result)
+        await done
+    thread.stop()
+    assert not checks

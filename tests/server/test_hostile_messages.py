@@ -1,25 +1,28 @@
 """What one peer's messages may do to a server, and to the sessions of others."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from swarm.activations import Activations
+from swarm.compute.limits import SchedulerLimits
 from swarm.compute.scheduler import Part
-from swarm.compute.task import Forward, Place, Tenure
+from swarm.compute.task import Forward, Place, Probe, Tenure
 from swarm.compute.thread import run
-from swarm.errors import InvalidMessage
+from swarm.errors import ComputeFailed, InvalidMessage
 from swarm.protocol.inbox import InboxLimits
 from swarm.protocol.messages import Output
 from swarm.protocol.receipts import Tally
 from swarm.protocol.seat import Client
 from swarm.protocol.tensors import TensorMeta, decode_tensors
+from swarm.server.measure import Throughput
 from swarm.server.outcomes import pass_on
 from swarm.server.parked import Parked, ParkedLimits
 from swarm.server.session import Neighbours
 from tests.compute.support import Doubling
-from tests.server.sites import step
+from tests.server.sites import Site, step, until
 
 NAME = "0" * 32
 
@@ -83,3 +86,31 @@ def test_a_tally_keeps_a_step_and_not_its_frame():
     tally.add(0, Activations(frame[3:4]), torch.zeros(1, 1, 1024))
     ((given, _),) = tally._noted
     assert given.hidden.untyped_storage().nbytes() == 4096
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_a_server_whose_device_is_broken_ends(first: Site, monkeypatch, is_broken: bool):
+    """Not so one to which peers send steps that fail."""
+    first.server.throughput = Throughput(1.0, 1.0)
+    tried = []
+
+    def forward(hidden, *, cache):
+        tried.append(cache)
+        if is_broken:
+            raise RuntimeError("an illegal memory access was encountered")
+        return hidden
+
+    monkeypatch.setattr(first.server.span, "forward", forward)
+    watching = asyncio.ensure_future(first.server.watch())
+    for _ in range(SchedulerLimits().failures_max):
+        first.server.executor.submit(Probe(lambda: 1 / 0), lambda _: None)
+    await until(lambda: len(tried) == 1)
+    if is_broken:
+        with pytest.raises(ComputeFailed, match="illegal memory access"):
+            async with asyncio.timeout(10):
+                await watching
+    else:
+        await asyncio.sleep(1.2)  # more than a look
+        assert not watching.done()
+        watching.cancel()
