@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from swarm.limits import limit
 from swarm.net.address import Tcp
+from swarm.net.admission import source_of
 from swarm.net.congestion import set_congestion_control
+from swarm.net.crowd import Crowd
 from swarm.net.reach import literals, makes_sense
 
 WORD = b"half/"  # a channel begins with another letter
@@ -25,7 +27,7 @@ class HalfLimits:
     """Of connections that bring a token."""
 
     preface_s: float = limit(5.0, "s", "a half that has not said its token by then is closed")
-    reading_max: int = limit(128, "halves", "that have not said their token yet; more are closed")
+    reading_max: int = limit(128, "halves", "that have not said their token yet; then the oldest of a source ends")
     open_s: float = limit(4.0, "s", "to connect a half and to say its token")
 
 
@@ -44,7 +46,7 @@ class Halves:
     def __init__(self, limits: HalfLimits = HalfLimits()) -> None:
         self._limits = limits
         self._expected: dict[bytes, Callable[[Half], None]] = {}
-        self._reading: set[asyncio.Task[None]] = set()
+        self._reading = Crowd()
 
     def expect(self, token: bytes, take: Callable[[Half], None]) -> None:
         """Hand the half that brings this token to `take`, once."""
@@ -56,12 +58,12 @@ class Halves:
 
     def accept(self, sock: socket.socket) -> None:
         """Take an accepted connection whose first byte says that it is a half."""
-        if len(self._reading) >= self._limits.reading_max:
+        try:
+            source = source_of(plain(sock.getpeername()[0]))
+        except OSError:  # it has gone meanwhile
             sock.close()
             return
-        task = asyncio.create_task(self._read(sock))
-        self._reading.add(task)
-        task.add_done_callback(self._reading.discard)
+        self._reading.add(self._read(sock), source, self._limits.reading_max)
 
     def close(self) -> None:
         """Take no more."""

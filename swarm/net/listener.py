@@ -12,6 +12,7 @@ from swarm.net.carriers.connection import TcpCarrier
 from swarm.net.carriers.movable import carrier_of
 from swarm.net.channel import Channel, OnMessage
 from swarm.net.congestion import set_congestion_control
+from swarm.net.crowd import Crowd
 from swarm.net.endpoint import Endpoint
 from swarm.net.flow import FlowControl
 from swarm.net.gate import PROGRESS, Toll
@@ -53,7 +54,7 @@ class Listener:
         self.admission: Admission[Channel] = Admission(self._limits, channels_max)  # has the accepted channels
         self._turns = TurnQueue(self._limits.handshakes)
         self._accepts = TokenBucket(self._limits.accepts_per_s, self._limits.accepts_burst)
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._arriving = Crowd()
         self._sweeper: asyncio.Task[None] | None = None
         self._owner: tuple[OnMessage, InUse | None] | None = None  # while it accepts
         self.on_half: Callable[[socket.socket], None] | None = None  # takes connections that are no channel
@@ -119,12 +120,14 @@ class Listener:
             loop.call_later(wait_s, self._accept_more)
 
     def _let_in(self, sock: socket.socket, way: str) -> None:
-        if self._owner is None or len(self._arriving) >= self._limits.handshakes.unproven_max:
+        try:
+            source = source_of(plain(sock.getpeername()[0]))
+        except OSError:  # it has gone meanwhile
+            source = ""
+        if self._owner is None or not source:
             sock.close()
             return
-        task = asyncio.create_task(self._receive(sock, way))
-        self._arriving.add(task)
-        task.add_done_callback(self._arriving.discard)
+        self._arriving.add(self._receive(sock, way), source, self._limits.handshakes.unproven_max)
 
     def _make_room(self) -> bool:
         in_use = self._used() or ()
