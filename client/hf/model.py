@@ -379,7 +379,7 @@ def distribute(
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)
     decoder, _ = decoder_of(model)
     decoder.register_forward_pre_hook(model._before_decoder, with_kwargs=True)
-    decoder.register_forward_hook(model._after, always_call=True)  # not the model's: the head looks for the user's there
+    decoder.register_forward_hook(model._after, always_call=True)  # one of the model's own would be the user's
     return model
 
 
