@@ -185,7 +185,7 @@ class DistributedModel(HeadedModel):
         """As in `transformers`. It frees the leases of caches that it made and does not return."""
         name = self.backend.traits.cache_argument
         if self._chat is not None and kwargs.get(name) is None:
-            self._check_chat(kwargs)
+            _check_uses_cache(self.generation_config, kwargs)
             kwargs[name] = self._chat
         ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         drafting = self._drafts.of_call(kwargs, ids.shape[0] if isinstance(ids, Tensor) else None)
@@ -247,14 +247,6 @@ class DistributedModel(HeadedModel):
             model_kwargs[name] = cache
             self._calls.made.append(cache)
 
-    def _check_chat(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise UsageError where `generate` would feed the whole text again and again to a conversation."""
-        uses = kwargs.get("use_cache")
-        if uses is None:
-            uses = (kwargs.get("generation_config") or self.generation_config).use_cache
-        if uses is False:
-            raise UsageError("use_cache=False is not for a conversation, which is a cache: generate outside of it")
-
     def _before_model(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of the outermost forward."""
         if len(args) > 1:
@@ -292,10 +284,6 @@ class DistributedModel(HeadedModel):
         call.positions = kwargs.get("position_ids")
         call.ids = kwargs.get("input_ids", args[0] if args else None)
         return args, kwargs
-
-    def _after(self, *_: object) -> None:
-        """Forget the arguments of a forward that has failed before its blocks: the next call has others."""
-        self._calls.current = None
 
     @torch.no_grad()
     def _embed(self, ids: Tensor, start: int) -> Tensor:
@@ -379,8 +367,18 @@ def distribute(
     model.register_forward_pre_hook(model._before_model, with_kwargs=True)
     decoder, _ = decoder_of(model)
     decoder.register_forward_pre_hook(model._before_decoder, with_kwargs=True)
-    decoder.register_forward_hook(model._after, always_call=True)  # one of the model's own would be the user's
+    calls = model._calls  # a forward that has failed before its blocks leaves nothing there for the next call
+    decoder.register_forward_hook(lambda *_: setattr(calls, "current", None), always_call=True)
     return model
+
+
+def _check_uses_cache(config: Any, kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401 - a generation config
+    """Raise UsageError where `generate` would feed the whole text again and again to a conversation."""
+    uses = kwargs.get("use_cache")
+    if uses is None:
+        uses = (kwargs.get("generation_config") or config).use_cache
+    if uses is False:
+        raise UsageError("use_cache=False is not for a conversation, which is a cache: generate outside of it")
 
 
 def _unusual(positions: Tensor | None, past: int, batch: int, tokens: int) -> Tensor | None:

@@ -28,6 +28,21 @@ _News = tuple[Task, Done, float]  # and when it came
 _log = structlog.get_logger("swarm.compute")
 
 
+class _Doubt:
+    """Whether the device still computes: peers' steps may fail by themselves, a step of this process's own does not."""
+
+    def __init__(self, check: Callable[[], None], failures_max: int) -> None:
+        self._check, self._failures_max = check, failures_max
+        self._failures = 0  # batches in a row of which nothing was computed
+
+    def ran(self, *, nothing: bool) -> None:
+        """Note a batch. nothing: all of it has failed. Raises what the check raises."""
+        self._failures = self._failures + 1 if nothing else 0
+        if self._failures >= self._failures_max:
+            self._failures = 0
+            self._check()
+
+
 class ComputeThread:
     """The executor of a real server. Its queue is bounded by the sessions' windows."""
 
@@ -42,11 +57,10 @@ class ComputeThread:
 
         check: computes something of its own, and raises where the device is broken, though no peer has a part in it.
         """
-        self._check = check
-        self._failures = 0  # batches in a row of which nothing was computed
         self._bell = Doorbell(loop)
         self._threads = threads
         self._limits = limits or SchedulerLimits()
+        self._doubt = _Doubt(check, self._limits.failures_max)
         self._news: SimpleQueue[_News | None] = SimpleQueue()  # None: stop once all is done
         self._scheduler = Scheduler(self._limits)
         self._done: dict[Task, Done] = {}
@@ -108,10 +122,7 @@ class ComputeThread:
         self._longest_s = max(now - began, 0.9 * self._longest_s)
         self._deliver(self._scheduler.ran(batch, failed), failed)
         self._scheduler.learn(batch, now, now - began, failed)  # while the results travel
-        self._failures = self._failures + 1 if failed and len(failed) == len(batch.parts) else 0
-        if self._failures >= self._limits.failures_max:
-            self._failures = 0
-            self._check()
+        self._doubt.ran(nothing=bool(failed) and len(failed) == len(batch.parts))
         return True
 
     def _next(self) -> Batch | None:

@@ -181,12 +181,11 @@ async def test_a_model_stays_from_the_request_for_it_to_the_end(swarm, folders):
     async with models_of(swarm, *paths, ends_bytes_max=bytes_max) as models, AsyncExitStack() as until:
         found = await asyncio.gather(*(models.get(path.name, until) for path in paths), return_exceptions=True)
         assert [type(each) for each in found] == [Model, Rejected, Rejected]
-        assert not found[0].backend.is_retired
         await models.drop("llama")  # it takes memory as long as the request
         with pytest.raises(Rejected, match="in use"):
             await got(models, "second")
         await until.aclose()
-        assert (await got(models, "second")).name == "second"
+        await got(models, "second")
 
 
 async def test_failure_to_load_is_told_and_does_not_stick(swarm, checkpoint, tmp_path):
