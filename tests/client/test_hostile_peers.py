@@ -13,15 +13,27 @@ from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.hf.draws import _is_stateless
+from swarm.client.hf.lead import Drafting, Lead, _Sender
 from swarm.client.session.attempt import _answered
-from swarm.client.session.circuit import Circuit
+from swarm.client.session.circuit import Circuit, Rebuilding
 from swarm.client.session.flight import Flight
+from swarm.client.session.inlet import Inlet
+from swarm.client.session.leg import Leg
+from swarm.client.session.limits import RecoveryLimits
+from swarm.client.session.standing import Layout
+from swarm.client.speculation.limits import AheadLimits
+from swarm.client.speculation.pipe import Frame
 from swarm.errors import EdgeDown, HopFailed, Refused, UsageError
 from swarm.identity import Identity
+from swarm.protocol import messages as wire
+from swarm.protocol.outbox import Ticket
+from swarm.protocol.tensors import meta_of
+from tests.client.test_ahead import Route
 from tests.client.test_route import planned, request, server
 from tests.client.test_session import IDS, eventually, leases
 
 SESSION = "0" * 32
+NAMES = {"session": SESSION, "epoch": 1}
 
 
 # Plans
@@ -101,6 +113,56 @@ async def test_a_hop_that_repeats_itself_is_noted_once():
     assert len(circuit.take_faults()) == 1
 
 
+def inlet(relayed=(), lacking=None):
+    """An inlet of three hops with one step in flight. Returns it, its circuit, and what the hops were sent."""
+    legs = tuple(Leg(hop) for hop in planned(Blocks(0, 6), [server(0, 2), server(2, 4), server(4, 6)]).hops)
+    sent = []
+    for leg in legs:
+        leg.channel = SimpleNamespace(send=lambda *given, **_: sent.append(given), unreachable=False)
+    circuit = Circuit(SESSION, SimpleNamespace())
+    circuit.layout = Layout(1, legs, frozenset(relayed))
+    circuit.rebuilding = lacking and Rebuilding(frozenset(lacking), 9, None)
+    hidden = torch.zeros(1, 1, 8)
+    message = wire.Step(**NAMES, step=1, keep=4, want=1, budget_ms=1, hidden=meta_of(hidden))
+    ticket = Ticket(message, Activations(hidden))
+    steps = SimpleNamespace(in_flight=lambda _: ticket, awaited=lambda _: ticket, coding=None)
+    return Inlet(circuit, steps, lambda _: None, lambda: 0.0, RecoveryLimits()), circuit, sent
+
+
+def test_a_hop_that_answers_nothing_may_have_got_nothing():
+    taken, circuit, _ = inlet()
+    taken.on_message(circuit.layout.legs[2].channel, wire.Output(**NAMES, step=1), None)
+    (fault,) = circuit.take_faults()
+    assert isinstance(fault, EdgeDown)
+    assert fault.edge == circuit.layout.edge(1)
+    taken, circuit, _ = inlet(relayed=[1])
+    taken.on_message(circuit.layout.legs[1].channel, wire.Step(**NAMES, step=1, keep=4, want=1, budget_ms=1), None)
+    assert circuit.take_faults()[0].edge == circuit.layout.edge(0)
+    taken, circuit, _ = inlet(relayed=[0, 1])
+    taken.on_message(circuit.layout.legs[1].channel, wire.Step(**NAMES, step=1, keep=4, want=1, budget_ms=1), None)
+    assert isinstance(circuit.take_faults()[0], HopFailed)
+
+
+def test_a_relayed_step_is_the_clients_own():
+    taken, circuit, sent = inlet(relayed=[0])
+    hidden = torch.ones(1, 1, 8)
+    told = wire.Step(**NAMES, step=1, keep=9, want=7, rows=(0, 0), budget_ms=1, hidden=meta_of(hidden))
+    taken.on_message(circuit.layout.legs[0].channel, told, Activations(hidden))
+    ((message, activations),) = sent
+    assert (message.keep, message.want, message.rows) == (4, 1, None)
+    assert torch.equal(activations.hidden, hidden)
+
+
+@pytest.mark.parametrize(("lacking", "count"), [(None, 0), ({2}, 0), ({1}, 1)])
+def test_pieces_of_a_past_go_on_to_hops_that_lack_it(lacking, count):
+    taken, circuit, sent = inlet(relayed=[0], lacking=lacking)
+    hidden = torch.ones(1, 1, 8)
+    piece = wire.Rebuild(**NAMES, start=0, total=9, hops=1, hidden=meta_of(hidden))
+    taken.on_message(circuit.layout.legs[0].channel, piece, Activations(hidden))
+    assert len(sent) == count
+    assert bool(circuit.layout.legs[1].past) == bool(count)
+
+
 def test_a_session_that_has_failed_holds_nothing(swarm, model, monkeypatch):
     session = model.backend.open_session(Blocks(0, 6), positions_max=8, rollback_max=0)
     session.step(Activations(torch.randn(1, 3, 64)), keep=0, rows=None, want=1)
@@ -144,6 +206,30 @@ def test_sequences_in_one_row_are_refused_where_stock_keeps_them_apart(model, fu
             each(IDS[:1, :6], position_ids=torch.arange(4, 10)[None], use_cache=False).logits for each in (model, full)
         )
     assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, torch.OutOfMemoryError])
+def test_a_draft_that_fails_is_given_up(error):
+    class Failing:
+        def propose(self, text, guesses, count):
+            raise error("unexpected")
+
+    silent = SimpleNamespace(propose=lambda *_: [])
+    lead = Lead(Route(), lambda ids, _: ids[..., None].float(), 64, 100, AheadLimits())
+    lead.draws_from(Drafting(lambda: silent, always=True, slow=lambda _: Failing()))
+    lead.restart(0, [1, 2, 3])
+    lead._draft_on() if lead._drafts_slowly else lead.step(4, Activations(torch.ones(1, 1, 1)))
+    eventually(lambda: lead._slow is None)
+
+
+def test_a_frame_that_cannot_be_sent_has_an_answer():
+    def embed(ids, start):
+        raise KeyError("unexpected")
+
+    frame = Frame(3, (1, 2))
+    _Sender(Route(), embed).send(frame, torch.ones(1, 1, 1))
+    with pytest.raises(KeyError, match="unexpected"):
+        frame.answer.wait()
 
 
 def test_a_draft_calls_no_processors_that_may_have_a_state():

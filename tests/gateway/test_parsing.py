@@ -156,7 +156,15 @@ BROKEN = {
     "<function=<parameter=": ["<tool_call>\n<function=f>\n<parameter=a>\n1", "<function=f>junk</function> and more"],
     "<|tool_call>": ["<|tool_call>call:f no braces<tool_call|> and more", '<|tool_call>call:f{s:<|"|>cut'],
     "<|python_tag|>": ['{"name": "unknown", "parameters": {}} and more', '{"answer": 42}', '{"name": "f", "par'],
-    "<|header_start|>": ["[f(1)]", "[f(a=b)]", "[f(a=1", "[unknown(a=1)]", "[" + "f(a=" * 3000 + ")" * 3000 + "]"],
+    "<|header_start|>": [
+        "[f(1)]",
+        "[f(a=b)]",
+        "[f(a={1,2})]",
+        "[f(a={[1]:2})]",
+        "[f(a=1",
+        "[unknown(a=1)]",
+        "[" + "f(a=" * 3000 + ")" * 3000 + "]",
+    ],
     "[TOOL_CALLS]": ["[TOOL_CALLS] no call", '[TOOL_CALLS]f[ARGS]{"a": '],
     "<arg_key>": ["<tool_call>f<arg_key>a</arg_key><arg_value>1", "<tool_call>a < b and more"],
 }
@@ -233,7 +241,7 @@ SHIPPED = {
 
 
 @pytest.mark.parametrize("size", [1, 3, WHOLE])
-def test_unknown_family_is_read_by_the_template_that_it_ships(size):
+def test_unknown_family_is_read_by_the_template_that_it_ships(size, capfd):
     tokenizer = tokenizer_of("no marks")
     tokenizer.response_template = SHIPPED
     chat = Chat(model="m", messages=[], tools=(Tool("f", "", TOOLS["f"]),))
@@ -242,4 +250,7 @@ def test_unknown_family_is_read_by_the_template_that_it_ships(size):
     thought, said, calls = merged(parts_of(parser_for(tokenizer, chat, ""), "a<c>{broken}</c> b", size))
     assert (thought, calls) == ("", [])
     assert "{broken}" in said
+    log = "".join(capfd.readouterr())
+    assert "does not fit" in log
+    assert "broken" not in log  # it is the answer's text
     assert said.endswith(" b")

@@ -13,9 +13,11 @@ import torch
 
 from swarm.activations import NumericClass
 from swarm.blocks import Blocks
+from swarm.commands import Stop
 from swarm.dht.directory import Directory
 from swarm.dht.records import Announcement
 from swarm.dht.store import MemoryStore
+from swarm.errors import Unreachable
 from swarm.identity import Identity
 from swarm.model.checkpoint import Checkpoint, open_checkpoint
 from swarm.model.loading import block_bytes, load_span
@@ -23,6 +25,7 @@ from swarm.server import measure
 from swarm.server.automatic import Automatic, AutomaticLimits
 from swarm.server.measure import blocks_that_fit
 from swarm.server.proofs import Proofs
+from swarm.server.serve import _Host
 from tests.dht.support import NETWORK, ROOT, announcement
 from tests.support.swarms import DEMO_CHECKPOINT
 
@@ -102,3 +105,32 @@ def test_weights_leave_room_for_the_kv_pool(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(measure, "free_bytes", lambda device: 1000)
     assert blocks_that_fit(100, torch.device("cpu")) == 6
     assert blocks_that_fit(700, torch.device("cpu")) == 0
+
+
+async def test_a_server_stays_where_it_is_while_the_directory_is_away():
+    """It looks again, and moves when it can say so."""
+    goals, made, states = [Blocks(0, 2), Blocks(2, 4)], [], []
+
+    async def goal(_: Blocks) -> Blocks:
+        return goals.pop(0)
+
+    async def make(wanted: Blocks) -> None:
+        made.append(wanted)
+        if len(made) == 1:
+            raise Unreachable("the swarm", (), 1.0)
+
+    async def or_stopped(work):
+        return await work
+
+    async def drain(_: float) -> None:
+        pass
+
+    host = SimpleNamespace(
+        _drain_timeout_s=1.0, _goal=goal, _or_stopped=or_stopped, _claims=SimpleNamespace(make=make), _stop=Stop()
+    )
+    server = SimpleNamespace(
+        span=SimpleNamespace(blocks=Blocks(0, 4)), handler=SimpleNamespace(sessions={}, drain=drain)
+    )
+    assert await _Host._leave(host, server, SimpleNamespace(change=states.append)) == Blocks(2, 4)
+    assert made == [Blocks(0, 2), Blocks(2, 4)]
+    assert states == ["draining"]  # once: the first time it kept serving

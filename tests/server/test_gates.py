@@ -230,3 +230,10 @@ def test_another_check_takes_a_gates_place_in_both_lists():
     assert case.stopped_by(gates.step, Step) == ("seat", closed)
     case.message = {"start": 0, "total": 1, "hops": 1}
     assert case.stopped_by(gates.rebuild, Rebuild) == ("seat", closed)
+
+
+def test_a_step_counts_as_many_tokens_as_its_bytes_are_worth():
+    message = Step.model_validate({"session": NAME, "epoch": 1, "step": 1, "keep": 0, "budget_ms": 1, "want": 1})
+    for shape, tokens in (((2, 3, 64), 6), ((1, 6400, 1), 100), ((1, 1, 4096), 1)):
+        activations = Activations(torch.zeros(shape, dtype=torch.uint8))
+        assert Facts(None, message, activations, NOW, None, LIMITS, 64).n_tokens == tokens
