@@ -215,7 +215,7 @@ class Handler:
         if isinstance(message, Step):
             is_void = session.is_void(message)
             gates = self.gates.void if is_void else self.gates.step
-        width, computed = session.span.hidden_size, None if is_void else activations
+        width, computed = session.tenure.span.hidden_size, None if is_void else activations
         facts = Facts(channel, message, computed, now, self.accounts, self.limits.session, width)
         for gate in gates:
             if (stop := gate.check(session, facts)) is not None:

@@ -65,8 +65,9 @@ class RemoteCache(Cache):
                 raise SessionClosed("it was interrupted")
             self._session = self._open_session(self._rollback_max)
         length, batch = self._layer.length, activations.hidden.shape[0]
-        if length and batch != len(self._rows_now):
-            raise UsageError(f"this conversation has {len(self._rows_now)} rows, and the input has {batch}")
+        held = self._n_rows if self._rows is None else len(self._rows)
+        if length and batch != held:
+            raise UsageError(f"this conversation has {held} rows, and the input has {batch}")
         rows = self._rows if length else None
         try:
             output = self._session.step(
