@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from swarm.commands import configure_logging, ending_at_once, run_click
-from swarm.options import DTYPES, LOG_LEVELS, Number, Root, model_options, option_group
+from swarm.options import DTYPES, LOG_LEVELS, Number, Root, model_options, option_group, was_given
 from swarm.version import __version__
 
 class_options = option_group(
@@ -17,7 +17,7 @@ class_options = option_group(
         show_default=True,
         help="any: servers with weights in 4 bits, too, if they make the better route",
     ),
-    click.option("--exact", is_flag=True, help="all servers compute in one class of numbers, and those that take over"),
+    click.option("--exact", is_flag=True, help="all hops compute in one numeric class, and so do those that take over"),
 )
 
 
@@ -28,7 +28,7 @@ class_options = option_group(
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--temperature", type=Number(0.0), default=0.0, show_default=True, help="0: the likeliest token")
 @click.option("--top-p", type=Number(0.0, 1.0), default=1.0, show_default=True)
-@click.option("--seed", type=int, default=None, help="makes sampling repeatable")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=None, help="makes sampling repeatable")
 @click.option("--chat", is_flag=True, help="put the prompt into the model's chat template")
 @click.option(
     "--draft",
@@ -60,7 +60,12 @@ class_options = option_group(
     default=None,
     help="send activations in 8.5 bits a number, for slow connections; the text may differ from a plain run's",
 )
-@click.option("--root", type=Root(), default=None, help="root or pin that the checkpoint must have")
+@click.option(
+    "--root",
+    type=Root(),
+    default=None,
+    help="root or pin, as the health page or the model shows it: other files are refused",
+)
 @model_options
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(
@@ -83,6 +88,8 @@ def command(
     """
     if not model:
         raise click.UsageError("say which MODEL: a hub id or a directory, or set SWARM_MODEL")
+    if not temperature and (was_given("top_p") or was_given("seed")):
+        raise click.UsageError("--top-p and --seed are for sampling: set --temperature above 0")
     text = prompt if prompt is not None else _read_prompt()
     if not text:
         raise click.UsageError("the prompt is empty")

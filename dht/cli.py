@@ -62,6 +62,8 @@ def command(
             from swarm.net.p2p import P2PConfig, multiaddr_of  # noqa: PLC0415
             from swarm.net.relay import RelayLimits  # noqa: PLC0415
 
+        if no_anchor and anchor_listen is not None:
+            raise click.UsageError("--no-anchor opens no port for --anchor-listen: pass one of them")
         announced = tuple(multiaddr_of(*address) for address in announce_address)
         config = NodeConfig(network, P2PConfig(path, listen, announced), initial_peers, access, proven=False)
         at = anchor_listen or (listen[0], _before(listen[1]))

@@ -207,7 +207,9 @@ class Member:
         if not skews:
             if must and self.initial_peers:
                 reasons = {str(failure.why) for failure in tries if isinstance(failure, Unreachable)}
-                raise Unreachable("the swarm", known, self.limits.join_timeout_s, "; ".join(sorted(reasons))[:300])
+                why = "; ".join(sorted(reasons))[:300]
+                hint = "check the address, or name another node (--initial-peers)"
+                raise Unreachable("the swarm", known, self.limits.join_timeout_s, f"{why}; {hint}" if why else hint)
             _log.warning("no initial peer answers", initial_peers=known)
             return
         try:

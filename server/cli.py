@@ -12,7 +12,7 @@ from swarm.blocks import BLOCKS_MAX, Blocks
 from swarm.choices import hold_identity, listen_option
 from swarm.commands import ending_at_once, ready_writer, run_click, run_until_stopped
 from swarm.dht.records import RECORD, check_address, check_printable
-from swarm.options import DTYPES, HOST_PORT, SIZE, Number, Root, common_options
+from swarm.options import DTYPES, HOST_PORT, SIZE, Number, Root, common_options, was_given
 from swarm.server.arguments import AUTO, ServeArguments
 from swarm.server.gateways import GatewayAllowance
 from swarm.server.lean import leave_out_what_no_server_needs
@@ -179,7 +179,10 @@ class Gateway(click.ParamType[tuple[str, GatewayAllowance]]):
 )
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option(
-    "--root", type=Root(), default=None, help="root that the checkpoint must have; a pin's first half, if it is one"
+    "--root",
+    type=Root(),
+    default=None,
+    help="the checkpoint's root, as the health page shows it, or a pin: other files are refused",
 )
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
@@ -210,7 +213,7 @@ def command(
     On one network:  swarm-serve org/name on each machine: they find each other.
     Start your own:  run swarm-bootstrap, and pass the address that it prints.
 
-    MODEL and every option can also come from SWARM_MODEL, SWARM_BLOCKS, ... or from swarm.toml.
+    MODEL and every option can also come from SWARM_MODEL, SWARM_BLOCKS, ...; swarm.toml has the shared ones.
 
     Ctrl-C or SIGTERM: takes no new sessions, lets those that it has move to others, and exits. A second one exits at
     once.
@@ -222,6 +225,10 @@ def command(
         Blocks.parse(arguments.span.blocks)
         if arguments.span.num_blocks is not None:
             raise click.UsageError("--blocks says which blocks, --num-blocks how many: pass one of them")
+        if was_given("rebalance_every"):
+            raise click.UsageError("--rebalance-every is for servers that choose their blocks: leave --blocks out")
+    if was_given("cache_tokens") and was_given("cache_memory"):
+        raise click.UsageError("--cache-tokens and --cache-memory bound the same pool: pass one of them")
     with hold_identity(identity, "server") as (path, held), ready_writer(ready_file) as ready:
         access = Access.load(network_key, allow_peers, held.peer_id)
         arguments = replace(arguments, network=replace(arguments.network, access=access))

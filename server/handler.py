@@ -125,7 +125,8 @@ class Handler:
             self.accounts.sweep(now)
             self.admission.prefixes.sweep(now)
             if self.registry.take_freed() or self.sessions:
-                self._executor.submit(Probe(return_free_memory), lambda _: None)  # the allocator keeps much for itself
+                chore = Probe(return_free_memory, is_chore=True)  # the allocator keeps much for itself
+                self._executor.submit(chore, lambda _: None)
 
     def peers_in_use(self) -> set[str]:
         """Return the peers that take part in sessions: they may be silent for long."""

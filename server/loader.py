@@ -130,9 +130,12 @@ def open_model(arguments: ServeArguments) -> Opened:
         checkpoint.check(Blocks(0, wanted.num_blocks))
         return Opened(loader, wanted.num_blocks)
     one = block_bytes(checkpoint, dtype_of(wanted), loader.quantize)
-    fit = blocks_that_fit(one, device)
+    # Weights pass through the host's memory on their way to a GPU.
+    fit = min(blocks_that_fit(one, place) for place in {device, torch.device("cpu")})
     if fit == 0:
-        raise BadConfiguration("--blocks auto", f"one block takes {one >> 20} MB, and {device} has no room for it")
+        raise BadConfiguration(
+            "--blocks auto", f"one block takes {one >> 20} MB, and {device} or its host has no room for it"
+        )
     return Opened(loader, min(fit, checkpoint.n_blocks))
 
 

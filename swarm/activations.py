@@ -137,7 +137,7 @@ class Tier(StrEnum):
 
     FULL = "full"  # KL below 0.001 nats: as close as bfloat16
     FLOAT8 = "fp8"  # computed with weights in FP8: 0.004
-    FOUR_BITS = "4 bits"  # 0.03 and more
+    FOUR_BITS = "4 bits"  # 0.02 and more
 
 
 def tier_of(numeric_class: str) -> str:

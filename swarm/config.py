@@ -8,6 +8,7 @@ import platformdirs
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -43,6 +44,13 @@ class GatewaySettings(BaseModel):
     upstream: tuple[UpstreamSettings, ...] = ()
 
 
+class _Environment(EnvSettingsSource):
+    """The environment without SWARM_GATEWAY, which is an option of `swarm-serve`."""
+
+    def __call__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__call__().items() if name != "gateway"}
+
+
 class Settings(BaseSettings):
     """The settings in `swarm.toml` or, as SWARM_<NAME>, in the environment. Command-line options win over both."""
 
@@ -65,7 +73,7 @@ class Settings(BaseSettings):
     directory: Way = Field("auto", description="how a client reads the directory")
     p2pd_sha256: str | None = Field(None, description="a p2pd that replaces hivemind's", pattern="^[0-9a-f]{64}$")
     log_level: str | None = Field(None, pattern="^(debug|info|warning|error)$")
-    gateway: GatewaySettings = Field(GatewaySettings(), description="in a file only")
+    gateway: Annotated[GatewaySettings, NoDecode] = Field(GatewaySettings(), description="in a file only")
 
     @field_validator("initial_peers", mode="before")
     @classmethod
@@ -77,7 +85,7 @@ class Settings(BaseSettings):
         cls, settings_cls: type[BaseSettings], *_: PydanticBaseSettingsSource, **sources: PydanticBaseSettingsSource
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Explicit arguments, then the environment, then the files."""
-        return sources["init_settings"], sources["env_settings"], TomlConfigSettingsSource(settings_cls)
+        return sources["init_settings"], _Environment(settings_cls), TomlConfigSettingsSource(settings_cls)
 
 
 def is_root(text: str) -> bool:
@@ -92,6 +100,8 @@ def load_settings() -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"
-        raise BadConfiguration(name, first["msg"]) from None
+        is_unknown = first["type"] == "extra_forbidden" and len(first["loc"]) == 1
+        why = "swarm.toml has no such setting: pass it as an option, or as SWARM_..." if is_unknown else first["msg"]
+        raise BadConfiguration(name, why) from None
     except ValueError as error:  # a TOML file that does not parse
         raise BadConfiguration("swarm.toml", str(error)) from None

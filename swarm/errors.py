@@ -323,7 +323,7 @@ class NoRoute(RouteError):
 
     model: str
     missing: tuple[int, ...]
-    why: str = "no server has them"
+    why: str = "no server has them; host them with swarm-serve, or try again later"
     passing: bool = False
 
     def __str__(self) -> str:

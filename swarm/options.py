@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
+from click.core import ParameterSource
 
 from swarm.config import NETWORK_PATTERN, Way, is_root
 
@@ -50,6 +51,12 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is no finite number", param, ctx)
         return number
+
+
+def was_given(name: str) -> bool:
+    """Whether an option of the running command was given, on the command line or in the environment."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class Size(click.ParamType[int]):
@@ -167,7 +174,12 @@ model_options = option_group(  # of a client's commands
 )
 
 running_options = option_group(
-    click.option("--ready-file", type=click.Path(path_type=Path), default=None, help="JSON, written when ready"),
+    click.option(
+        "--ready-file",
+        type=click.Path(path_type=Path),
+        default=None,
+        help="JSON with addresses and pid, written when others can connect",
+    ),
     click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True),
 )
 

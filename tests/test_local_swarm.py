@@ -29,6 +29,14 @@ def test_swarms_have_networks_of_their_own_and_no_nodes_of_them_are_remembered(
     assert not memory.exists()
 
 
+def test_the_users_settings_are_of_another_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWKz4bXG9MkoPZ6do7b3r4Zy8W2LF94gLzxtYCSxMQSmDw"  # no node is there
+    for name, value in {"INITIAL_PEERS": peer, "NETWORK": "theirs", "NUM_BLOCKS": "3"}.items():
+        monkeypatch.setenv(f"SWARM_{name}", value)
+    with LocalSwarm(DEMO_CHECKPOINT, ("0:6",), launch=warm.launch) as swarm:
+        assert swarm.servers[0].ready["blocks"] == "0:6"
+
+
 @pytest.mark.long
 def test_the_demo_over_distances_gives_one_text_twice() -> None:
     line = [sys.executable, "-m", "swarm.demo.cli", "--delay-ms", "25", "--max-new-tokens", "32"]

@@ -23,13 +23,19 @@ class NothingShown(SwarmError):
 @click.command("swarm-verify")
 @click.version_option(__version__)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.argument("model", required=False)
+@click.argument("checkpoint", metavar="[MODEL]", required=False)  # not the setting `model`: it is of other files
 @click.option("--revision", default=None, help="branch, tag or commit of a hub repository")
 @click.option("--token", default=None, envvar=("SWARM_TOKEN", "HF_TOKEN"), help="for private or gated repositories")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloads are kept")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 def command(
-    *, file: Path, model: str | None, revision: str | None, token: str | None, cache_dir: Path | None, log_level: str
+    *,
+    file: Path,
+    checkpoint: str | None,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path | None,
+    log_level: str,
 ) -> None:
     """Check FILE, which is said to show that a server computed wrongly, and trust nobody for it.
 
@@ -50,12 +56,12 @@ def command(
     evidence = Evidence.load(file)
     for line in described(evidence):
         click.echo(line)
-    if model is None:
+    if checkpoint is None:
         click.echo("signed by this server. Give its MODEL, too, to see whether the outputs are right")
         return
     said = evidence.receipt.statement
-    checkpoint = open_checkpoint(model, revision=revision, token=token, cache_dir=cache_dir, root=said.root)
-    conclude(verify(evidence, checkpoint))
+    opened = open_checkpoint(checkpoint, revision=revision, token=token, cache_dir=cache_dir, root=said.root)
+    conclude(verify(evidence, opened))
 
 
 def described(evidence: "Evidence") -> list[str]:

@@ -86,8 +86,9 @@ async def collected(
         except (BadEvidence, ValueError) as error:
             _log.warning("no evidence: the server signs something else", peer=hop.peer_id, why=str(error))
             return None
-        said = evidence.receipt.statement
-        if (said.peer_id, said.root, said.start, said.stop) != (hop.peer_id, plan.root, *_ends(hop.blocks)):
+        said, computes = evidence.receipt.statement, str(NumericClass.parse(hop.numeric_class).sent(plan.coding))
+        signed = said.peer_id, said.root, said.numeric_class, said.start, said.stop
+        if signed != (hop.peer_id, plan.root, computes, *_ends(hop.blocks)):
             _log.warning("no evidence: the receipt is of another computation", peer=hop.peer_id)
             return None
         return evidence

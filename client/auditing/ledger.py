@@ -11,7 +11,9 @@ class LedgerLimits:
     """How much a client remembers of its audits."""
 
     doubts_max: int = limit(256, "doubts", "that are remembered, with all whom each meant; the oldest go first")
-    doubts_min: int = limit(2, "doubts", "of different companies show a process that is in all of them as wrong")
+    doubts_min: int = limit(
+        2, "doubts", "of different companies; one more shows a process that is in all of them as wrong"
+    )
 
 
 @dataclass(frozen=True, slots=True)

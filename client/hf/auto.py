@@ -81,6 +81,7 @@ class AutoDistributedModel:
         cache_dir, network, network_key, allow_peers, lan, identity or directory are left out they come from SWARM_* or
         swarm.toml. lan: without initial peers, look for servers of the swarm on this network, for two seconds at most.
         dtype: of embeddings and head, and of all servers. "auto": the checkpoint's, and servers may compute in others.
+        device: of embeddings, head and local blocks. token: of the hub, for private or gated repositories.
         root: the checkpoint's, if it must be this one; or its pin (`model.checkpoint.pin`), which names tokenizer and
         chat template as well. network_key: key file of a private swarm. allow_peers: file with the ids of all peers
         that this client deals with. identity: key file; by default a fresh identity for this model, which is on no

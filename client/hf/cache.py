@@ -13,6 +13,7 @@ from swarm.client.hf.ahead import AheadSession
 from swarm.client.hf.lead import Drafting
 from swarm.errors import SessionClosed, SwarmError, UsageError
 from swarm.model.traits import Traits
+from swarm.protocol.messages import ROWS_MAX
 
 ASSISTED_ROLLBACK = 64  # positions that speculative decoding may take back at a time
 
@@ -65,6 +66,8 @@ class RemoteCache(Cache):
                 raise SessionClosed("it was interrupted")
             self._session = self._open_session(self._rollback_max)
         length, batch = self._layer.length, activations.hidden.shape[0]
+        if batch > ROWS_MAX:  # before blocks that run here compute
+            raise UsageError(f"a batch of {batch} is more than a session can have ({ROWS_MAX}); split it")
         held = self._n_rows if self._rows is None else len(self._rows)
         if length and batch != held:
             raise UsageError(f"this conversation has {held} rows, and the input has {batch}")

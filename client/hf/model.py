@@ -152,13 +152,14 @@ class DistributedModel(HeadedModel):
         blocks = Blocks(0, self.backend.traits.n_blocks)
         backend, opened = self.backend, list[AheadSession]()
         forgets = any(kind != "full" for kind in backend.traits.kinds)
-        # Guesses that were wrong are taken back together with what the caller takes back.
-        ahead = AHEAD.tokens_max if forgets and backend.traits.can_roll_back and self._calls_drafting else 0
+        guesses = backend.traits.can_roll_back and (not forgets or self._calls_drafting is not None)
 
         def open_session(rollback: int) -> AheadSession:
-            more = min(rollback + ahead, ROLLBACK_MAX)
+            most = min(AHEAD.tokens_max, ROLLBACK_MAX - rollback) if guesses else 0
+            # Guesses that were wrong are taken back together with what the caller takes back. 0 is no bound, where no
+            # layer forgets.
+            more = rollback + most if rollback or forgets else 0
             session = backend.open_session(blocks, positions_max=positions_max, rollback_max=more)
-            most = AHEAD.tokens_max if backend.traits.can_roll_back and (ahead or not forgets) else 0
             opened.append(AheadSession(session, self._embed, most, positions_max, AHEAD))
             self._latest = opened[-1].counts
             if not backend.traits.can_roll_back:

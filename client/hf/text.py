@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm.client.hf.auto import AutoDistributedModel
 from swarm.client.hf.head import HeadMode
+from swarm.errors import BadConfiguration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +55,7 @@ def continue_prompt(
     """Generate, and hand every token to the streamer as it comes. Returns all token ids, [1, positions]."""
     if options.seed is not None:
         set_seed(options.seed)
-    inputs: Any
-    if options.chat:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs: Any = _in_template(tokenizer, prompt) if options.chat else tokenizer(prompt, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
     generating: Any = model  # PreTrainedModel does not declare generate(); every causal language model has it
     tokens: torch.Tensor = generating.generate(
@@ -73,3 +67,16 @@ def continue_prompt(
         **(sampling if options.temperature else {"do_sample": False}),
     )
     return tokens
+
+
+def _in_template(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:  # noqa: ANN401 - a dictionary of tensors
+    """Put a prompt into the chat template. Raises BadConfiguration where there is none, or it refuses the prompt."""
+    if not tokenizer.chat_template:
+        raise BadConfiguration("--chat", "the model has no chat template; leave it out")
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # noqa: BLE001 - a template is a program, and says what it does not take
+        raise BadConfiguration("--chat", f"the model's template refuses the prompt: {str(error)[:200]}") from None

@@ -196,7 +196,12 @@ class Router:
 
     def renewed(self, hop: Hop) -> Hop:
         """Return the hop with the newest record of its process in the latest survey: sessions outlive records."""
-        known = (each for each in self.surveys.latest.servers if process_of(each.announcement) == hop.process)
+        blocks = hop.announcement.blocks  # a process that moves announces others, too
+        known = (
+            each
+            for each in self.surveys.latest.servers
+            if process_of(each.announcement) == hop.process and each.announcement.blocks == blocks
+        )
         newest = max(known, key=lambda each: each.announcement.issued, default=hop.signed)
         return replace(hop, signed=newest) if newest.announcement.issued > hop.announcement.issued else hop
 

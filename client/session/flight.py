@@ -24,7 +24,7 @@ Future = asyncio.Future[Tensor]
 
 @dataclass(slots=True)
 class _Ahead:
-    """A step. restart: those before it that are not answered were guessed wrong. ticket: once it is in the outbox."""
+    """A step. restart: those before it of which it keeps no position were guessed wrong. ticket: once it is put."""
 
     chunk: Chunk
     restart: bool
@@ -62,7 +62,7 @@ class Flight:
         self._loop = asyncio.get_running_loop()
 
     def put(self, chunk: Chunk, *, restart: bool) -> Future:
-        """Send a step behind all others. restart: those in flight were guessed wrong."""
+        """Send a step behind all others. restart: those in flight of which it keeps no position were guessed wrong."""
         step = _Ahead(chunk, restart, self._loop.create_future(), self._loop.time() + self._timeout_s)
         step.answer.add_done_callback(_seen)
         if self._flies and not self._mover.is_asked and (not self._ahead or self._ahead[-1].ticket is not None):
@@ -74,7 +74,7 @@ class Flight:
 
     def _send(self, step: _Ahead) -> None:
         if step.restart:
-            self._travel.steps.forget_guesses()
+            self._travel.steps.forget_guesses(step.chunk.keep)
         step.ticket = self._travel.steps.put(step.chunk, step.deadline, skips=step.restart)
 
     async def _fly(self) -> None:

@@ -26,6 +26,7 @@ from swarm.errors import EdgeDown, HopFailed, Refused
 from swarm.net.channel import Channel
 from swarm.protocol import messages as wire
 from swarm.protocol.attest import Attest, Attested
+from swarm.protocol.outbox import Ticket
 
 FromHop = (
     wire.Opened
@@ -131,13 +132,13 @@ class Inlet:
             ticket = self._steps.in_flight(message.step)
             if ticket is None:
                 return  # it was answered
-            told = {name: getattr(ticket.message, name) for name in ("keep", "rows", "want")}
-            message = message.model_copy(update=told)  # whatever the hop has made of them
         elif not self._is_due(index + 1):
             return
         if wrong := wrong_coding(message.hidden, self._steps.coding) or wrong_relay(activations, ticket):
             self._report_wrong(index, wrong, skipped=activations is None)
             return
+        if isinstance(message, wire.Step) and ticket is not None:
+            message, activations = _handed_on(message, activations, ticket)
         target = legs[index + 1]
         try:
             if isinstance(message, wire.Rebuild):
@@ -188,3 +189,13 @@ class Inlet:
             case RefuseStep(step, error):
                 view.leg.refusals += 1
                 self._steps.refuse(step, error)
+
+
+def _handed_on(
+    message: wire.Step, activations: Activations | None, ticket: Ticket
+) -> tuple[wire.Step, Activations | None]:
+    """Return a step as the next hop gets it: the hidden states are the hop's, and all else is as the client has it."""
+    own = ticket.message.model_copy(update={"hidden": message.hidden, "skips": message.skips and ticket.message.skips})
+    if activations is None:
+        return own.model_copy(update={"positions": None, "mask": None}), None
+    return own, Activations(activations.hidden, ticket.activations.positions, ticket.activations.mask)

@@ -33,6 +33,7 @@ class RecoveryLimits:
     late_s: float = limit(1.0, "s", "`too_late` is believed so long before the step's deadline")
     blame_share: float = limit(0.5, "", "a hop that held a timed-out step for this share of the timeout has failed")
     ask_s: float = limit(0.5, "s", "a full hop is asked again no sooner")
+    busy_max: int = limit(10, "waits", "of one repair for hops with the past that are busy; then these are replaced")
     wait_first_s: float = limit(0.05, "s", "the first pause before the directory is read again; each next one doubles")
     wait_most_s: float = limit(1.0, "s", "no pause before another attempt is longer")
     regained_max: int = limit(3, "times", "hops that fall silent again after so many lost connections are to blame")

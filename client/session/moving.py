@@ -16,16 +16,27 @@ class Mover:
     """One session's moves. lock: the session's, held during a step."""
 
     def __init__(
-        self, circuit: Circuit, restorer: Restorer, watcher: Watcher, lock: asyncio.Lock, timeout_s: float
+        self,
+        circuit: Circuit,
+        restorer: Restorer,
+        watcher: Watcher,
+        lock: asyncio.Lock,
+        *,
+        timeout_s: float,
+        pause_s: float,
     ) -> None:
-        """timeout_s: of one move."""
+        """timeout_s: of one move. pause_s: between two searches for servers that could take over from one."""
         self._circuit = circuit
         self._restorer = restorer
         self._watcher = watcher
         self._lock = lock
         self._timeout_s = timeout_s
+        self._pause_s = pause_s
         self._leaving: set[str] = set()  # processes
         self._expelled: set[str] = set()  # those of them whose outputs are wrong
+        self._stays: dict[
+            str, float
+        ] = {}  # processes that no other could take over from, and until when none is sought
         self._task: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._rested_at = self._loop.time()  # when the last step was over
@@ -36,6 +47,8 @@ class Mover:
 
     def ask(self, process: str) -> None:
         """A hop is about to leave."""
+        if process not in self._expelled and self._loop.time() < self._stays.get(process, 0.0):
+            return
         self._leaving.add(process)
         self._move_soon()
 
@@ -83,5 +96,7 @@ class Mover:
                 _log.info("could not move", session=self._circuit.session[:8], why=str(error))  # the next step will
                 return
         if not moved:
+            until = self._loop.time() + self._pause_s
+            self._stays = dict.fromkeys(leaving, until)
             session, hops = self._circuit.session[:8], sorted(leaving)
             _log.info("no hop can take over from hops that leave", session=session, hops=hops)

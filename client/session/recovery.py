@@ -94,9 +94,9 @@ class Case:
 
     is_new: no step was answered yet. crowded: the client's other new sessions ask full hops. has_turn: to ask them.
     without: processes that failed or declined since the last wait. last: the last fault. busy: a hop that has all of
-    the past, and takes no new neighbours for a moment. no_route: the error of an attempt that found no holder.
-    stuck_at: when one first found none. asked: holders have failed, and are asked again. cut_off: no peer can be
-    reached, so nothing is held against any; cut_off_at: the last time that it was so.
+    the past, and takes no new neighbours for a moment; busy_times: how often one was. no_route: the error of an attempt
+    that found no holder. stuck_at: when one first found none. asked: holders have failed, and are asked again. cut_off:
+    no peer can be reached, so nothing is held against any; cut_off_at: the last time that it was so.
     """
 
     patience: Patience
@@ -106,6 +106,7 @@ class Case:
     without: frozenset[str] = frozenset()
     last: Fault | None = None
     busy: Refused | None = None
+    busy_times: int = 0
     no_route: NoRoute | None = None
     stuck_at: float | None = None
     waits: int = 0
@@ -117,9 +118,13 @@ class Case:
         """Return the case with one more fault. process: at fault; unused for an edge. has_past: of that process."""
         if _is_busy_with_past(fault, has_past, limits):
             assert isinstance(fault, Refused)
-            return replace(self, last=fault, busy=fault)
+            return replace(self, last=fault, busy=fault, busy_times=self.busy_times + 1)
         more = frozenset() if isinstance(fault, EdgeDown) else {process}
         return replace(self, last=fault, without=self.without | more)
+
+    def bears_busy(self, limits: RecoveryLimits) -> bool:
+        """Whether a busy hop with the past is waited for. One that never has time would hold the session for ever."""
+        return self.busy_times < limits.busy_max
 
     def seen(self, *, cut_off: bool, now: float) -> "Case":
         """Return the case with the state of the client's own connection."""
@@ -291,7 +296,7 @@ def after_refusal(
 
     its grant is over, the first time                       -> Renew
     `too_late`, shortly before the step's deadline          -> Fail; earlier it is not believed
-    impossible, says a second hop, and not for lack of room -> Fail: it is the step's own fault
+    impossible, says a second hop, not for room or time     -> Fail: it is the step's own fault
     impossible                                              -> MoveAway, else Fail
     no room, the first time                                 -> Wait
     no room, again                                          -> MoveAway, else Wait
@@ -301,7 +306,7 @@ def after_refusal(
     if refused.retry_after_s is None:
         unable = step.unable | {process}
         is_late = refused.code == "too_late" and now > step.patience.deadline - limits.late_s
-        is_believed = is_late or (refused.code != "no_room" and len(unable) > 1)
+        is_believed = is_late or (refused.code not in {"no_room", "too_late"} and len(unable) > 1)
         return Fail(refused) if is_believed or step.alone else MoveAway(unable)
     if step.waited and not step.alone:
         return MoveAway(frozenset({process}))

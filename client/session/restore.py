@@ -167,7 +167,7 @@ class Restorer:
                 reconnected = self._circuit.reconnects(fault.edge)
             else:
                 process = self._circuit.layout.process_of(fault.peer)
-                has_past = self._circuit.layout.is_whole(fault.peer)
+                has_past = case.bears_busy(limits) and self._circuit.layout.is_whole(fault.peer)
             verdict = recovery.blame(fault, process, has_past=has_past, was_reconnected=reconnected, limits=limits)
             self._note(fault, verdict)
             case = case.learned(fault, process, has_past=has_past, limits=limits)

@@ -67,7 +67,10 @@ class Session:
         restorer = Restorer(self._circuit, shared, finder, plan, steps)
         self._travel = Travel(self._circuit, shared, steps, restorer)
         self._watcher = Watcher(self._circuit, steps, shared.limits.watch)
-        self._mover = Mover(self._circuit, restorer, self._watcher, self._lock, plan.step_timeout_s)
+        pause_s = shared.limits.recovery.declined_s
+        self._mover = Mover(
+            self._circuit, restorer, self._watcher, self._lock, timeout_s=plan.step_timeout_s, pause_s=pause_s
+        )
         self._flight = Flight(
             self._lock, self._travel, self._watcher, self._mover, failed=self._failed, timeout_s=plan.step_timeout_s
         )

@@ -148,9 +148,12 @@ class Steps:
         self._outbox.resend(self._ahead, 1)
         self._send()
 
-    def forget_guesses(self) -> None:
-        """All steps in flight were guessed wrong: forget those that never left, and the outputs of the others."""
-        self._outbox.truncate(self._outbox.last_answered)
+    def forget_guesses(self, keep: int) -> None:
+        """Steps from this position on were guessed wrong: forget those that never left, and the outputs of the others.
+
+        A step that begins before it has positions that stay, though its last ones may have been wrong.
+        """
+        self._outbox.truncate(self._outbox.last_of(keep))
         self._journal.truncate(self._outbox.last_put)
 
     def slow_down(self) -> None:

@@ -48,7 +48,7 @@ class Transcript:
         wanted = 0 if output is None else output.shape[1]
         for index in range(wanted):
             assert output is not None
-            told = output[:, index]
+            told = output[:, index].clone()  # not the frame that it came in, which others' outputs share
             self._outputs[keep + tokens - wanted + index] = told
             self._n_bytes += told.nbytes
         while self._n_bytes > self._limits.output_bytes:

@@ -91,7 +91,8 @@ class Task(Protocol):
     tenure: whose tasks run in order; None where it belongs to no session. owner: the peer whose turn it takes. cost:
     tasks with the same take as long as each other; None where its cost tells nothing about others. rows: of its batch.
     tokens: positions of each row. done: how many of them are computed. has_past: whether the session has positions
-    before these. is_skipped: a later task of its session makes it pointless; it keeps its place all the same.
+    before these. is_skipped: a later task of its session makes it pointless; it keeps its place all the same. is_chore:
+    it uses no device, so its success says nothing of one.
     """
 
     owner: str
@@ -100,6 +101,7 @@ class Task(Protocol):
     done: int
     has_past: bool
     is_skipped: bool
+    is_chore: bool
 
     @property
     def cost(self) -> Hashable | None:
@@ -181,6 +183,8 @@ class Forward:
         "tenure",
         "tokens",
     )
+
+    is_chore = False
 
     def __init__(self, tenure: Tenure, activations: Activations, place: Place) -> None:
         """tenure: the past that they continue."""
@@ -290,7 +294,7 @@ class Void:
     cost: Hashable | None = None
     rows = tokens = 1
     done = 0
-    has_past = False
+    has_past = is_chore = False
     is_skipped = True
 
     def __init__(self, tenure: Tenure) -> None:
@@ -320,7 +324,7 @@ class Void:
 class Probe:
     """Something that runs alone in the compute thread: a measurement, a clean-up."""
 
-    __slots__ = ("_result", "_work", "done")
+    __slots__ = ("_result", "_work", "done", "is_chore")
 
     tenure: Tenure | None = None
     owner = ""
@@ -328,9 +332,10 @@ class Probe:
     rows = tokens = 1
     has_past = is_skipped = False
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        """work: is called once."""
+    def __init__(self, work: Callable[[], Any], *, is_chore: bool = False) -> None:
+        """work: is called once. is_chore: it uses no device."""
         self._work = work
+        self.is_chore = is_chore
         self._result: Any = None
         self.done = 0
 

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NoReturn, cast
@@ -35,9 +35,12 @@ class _Doubt:
         self._check, self._failures_max = check, failures_max
         self._failures = 0  # batches in a row of which nothing was computed
 
-    def ran(self, *, nothing: bool) -> None:
-        """Note a batch. nothing: all of it has failed. Raises what the check raises."""
-        self._failures = self._failures + 1 if nothing else 0
+    def ran(self, parts: Sequence[Part], failed: Container[Task]) -> None:
+        """Note a batch, if it has used the device. Raises what the check raises."""
+        used = [part.task for part in parts if not (part.task.is_skipped or part.task.is_chore)]
+        if not used:
+            return
+        self._failures = self._failures + 1 if all(task in failed for task in used) else 0
         if self._failures >= self._failures_max:
             self._failures = 0
             self._check()
@@ -122,7 +125,7 @@ class ComputeThread:
         self._longest_s = max(now - began, 0.9 * self._longest_s)
         self._deliver(self._scheduler.ran(batch, failed), failed)
         self._scheduler.learn(batch, now, now - began, failed)  # while the results travel
-        self._doubt.ran(nothing=bool(failed) and len(failed) == len(batch.parts))
+        self._doubt.ran(batch.parts, failed)
         return True
 
     def _next(self) -> Batch | None:

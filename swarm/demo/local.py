@@ -196,7 +196,9 @@ class LocalSwarm:
         self._spans = tuple(spans)
         self._options = ("--threads", "1", *options)
         common = ("--network", self.network, "--log-level", log_level)
-        self._processes = _Processes(common, {**os.environ, **(env or {})}, dict(identities or {}), on_start, launch)
+        # The user's settings are of another swarm.
+        around = {name: value for name, value in os.environ.items() if not name.startswith("SWARM_")}
+        self._processes = _Processes(common, {**around, **(env or {})}, dict(identities or {}), on_start, launch)
         self._host = host
         self._closing = ExitStack()
 
@@ -206,7 +208,7 @@ class LocalSwarm:
             self._place = Place(self.folder, self._host)
             closing.callback(self._forget)
             closing.callback(self._processes.stop)
-            self.bootstrap = self._processes.start("bootstrap", "swarm.dht.cli", (), self._place)
+            self.bootstrap = self._processes.start("bootstrap", "swarm.dht.cli", ("--initial-peers", ""), self._place)
             self.bootstrap.wait_ready()
             for blocks in self._spans:
                 self.start_server(blocks)

@@ -1,5 +1,6 @@
 """`swarm-gateway`: an HTTP endpoint that programs of OpenAI's API speak to, with the swarm behind it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,19 @@ from swarm.config import load_settings
 from swarm.gateway.keys_cli import keys as keys_group
 from swarm.options import DTYPES, SIZE, Number, Reading, directory_option, reading_options, running_options
 from swarm.version import __version__
+
+
+class Origin(click.ParamType[str]):
+    """Where pages come from, as browsers write it: in small letters, without a path."""
+
+    name = "origin"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check the form."""
+        origin = str(value).lower().removesuffix("/")
+        if re.fullmatch(r"\*|https?://[^/\s?#@]{1,300}", origin, re.ASCII) is None:
+            self.fail(f"{value!r} should look like https://chat.example, or be *", param, ctx)
+        return origin
 
 
 @click.group("swarm-gateway", invoke_without_command=True)
@@ -54,13 +68,24 @@ from swarm.version import __version__
     help="what guesses next tokens: earlier text of the same request, or nothing; the answer is the same",
 )
 @click.option("--no-keys", is_flag=True, help="serve any caller, on any address")
-@click.option("--allow-origin", multiple=True, help="of pages that may call the gateway; may be repeated; * for all")
+@click.option(
+    "--allow-origin",
+    type=Origin(),
+    multiple=True,
+    help="of pages that may call the gateway, as https://chat.example; may be repeated; * for all",
+)
 @click.option("--ends-memory", type=SIZE, default=None, help="of all embeddings and heads; default: half the memory")
 @reading_options("join")
 @click.option("--revision", default=None, help="branch, tag or commit of the models")
 @click.option("--token", default=None, help="of the hub, for gated models")
 @click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="where downloaded models are kept")
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="of the computation")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default="auto",
+    show_default=True,
+    help="of embeddings, head and servers; auto: the checkpoint's, and any of servers",
+)
 @class_options
 @click.option(
     "--keep-conversations",
@@ -75,7 +100,7 @@ from swarm.version import __version__
     type=Number(1, 86400),
     default=120.0,
     show_default=True,
-    help="seconds, repairs included",
+    help="the longest that one step may take, in seconds, repairs included",
 )
 @click.option(
     "--audit",
@@ -111,6 +136,10 @@ def command(
         return
     if not reading.initial_peers and not reading.lan:
         raise click.UsageError("say through which node to join: --initial-peers, or set SWARM_INITIAL_PEERS")
+    if options["model"] and options["allow_download"]:
+        raise click.UsageError(
+            "--allow-download is for a gateway that follows the swarm, without --model: name all models by --model"
+        )
     with ready_writer(ready_file) as ready:
         with importing("gateway", "gateway"):
             from swarm.gateway.serve import arguments_of, serve_gateway  # noqa: PLC0415 - torch: --help needs none

@@ -83,7 +83,7 @@ def list_keys(*, path: Path) -> None:
 @click.option("--sha256", "first", help="first digits of one key's hash, as `list` shows it; default: all of NAME's")
 @_file_option
 def remove(*, name: str, first: str | None, path: Path) -> None:
-    """Remove the keys of NAME. Requests under way go on."""
+    """Remove the keys of NAME. A running gateway ends their requests within a second."""
     from swarm.gateway import keys as files  # noqa: PLC0415 - as above
 
     entries = dict(files.read(path).root)

@@ -237,7 +237,7 @@ async def _give_back(compute: ComputeThread, every_s: float) -> NoReturn:
     """Give freed memory back to the system, for ever: the allocator keeps what long prompts took."""
     while True:
         await asyncio.sleep(every_s)
-        compute.submit(Probe(return_free_memory), lambda _: None)
+        compute.submit(Probe(return_free_memory, is_chore=True), lambda _: None)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 
 from swarm.blocks import Blocks
 from swarm.errors import RollbackImpossible
-from swarm.model.growing import GrowingLimits, growing
+from swarm.model.growing import GrowingLimits, GrowingSlidingLayer, growing
 
 
 class SpanCache:
@@ -83,7 +83,7 @@ class SpanCache:
             if removed > self.rollback_max and any(_forgets(layer) for layer in self.layers):
                 raise RollbackImpossible(f"cannot roll back {removed} positions, {self.rollback_max} were agreed on")
             if not all(_remembers(layer, removed) for layer in self.layers):
-                raise RollbackImpossible("a window's past is gone after several rollbacks in a row: replay the session")
+                raise RollbackImpossible("a layer's past is gone after several rollbacks in a row: replay the session")
             for layer in self.layers:
                 _remove_last(layer, removed)
             self.inner.seen = n_positions
@@ -215,7 +215,10 @@ def _forgets(layer: object) -> bool:
 
 
 def _remembers(layer: Any, removed: int) -> bool:  # noqa: ANN401 - a cache layer of any family
-    """Whether a layer with a window still has all of it once its last positions are gone."""
+    """Whether a layer still has the past that its next step needs, once its last positions are gone."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        states = [(state, layer.conv_kernel_size[index]) for index, state in layer.conv_states.items()]
+        return all(state is None or state.shape[-1] - removed >= (kernel or 0) for state, kernel in states)
     if not isinstance(layer, DynamicSlidingWindowLayer) or layer.keys is None:
         return True
     return layer.keys.shape[-2] - removed >= min(layer.sliding_window - 1, layer.cumulative_length - removed)
@@ -243,6 +246,8 @@ def _trim(layer: Any, rollback_max: int) -> None:  # noqa: ANN401 - a cache laye
         kept = getattr(layer, "lookback", layer.sliding_window - 1) + rollback_max
         layer.keys = layer.keys[..., -kept:, :]
         layer.values = layer.values[..., -kept:, :]
+        if isinstance(layer, GrowingSlidingLayer):
+            layer.fit()
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for index, state in layer.conv_states.items():
             if state is not None:

@@ -77,6 +77,14 @@ class _Buffer:
         self._memory.narrow(2, start + length, new.shape[-2]).copy_(new)
         return self._memory.narrow(2, start, total)
 
+    def fitted(self, kept: Tensor) -> Tensor:
+        """Return this view of the buffer, in memory of its own where the buffer is much longer."""
+        memory, length = self._memory, kept.shape[-2]
+        if memory is None or memory.shape[-2] <= length + 2 * max(PAGE_TOKENS, length // self._slack_share):
+            return kept
+        self._memory = None
+        return kept.clone()
+
     def _room_for(self, total: int, new: Tensor) -> Tensor:
         """Memory for so many positions and some more."""
         rows, heads, _, size = new.shape
@@ -178,7 +186,15 @@ class GrowingSlidingLayer(DynamicSlidingWindowLayer):
         all_keys, all_values = keys.append(self.keys, key_states), values.append(self.values, value_states)
         kept = all_keys.shape[-2] if self.record_past else self.lookback
         self.keys, self.values = _last(all_keys, kept), _last(all_values, kept)
+        if new > 1:
+            self.fit()
         return _last(all_keys, visible), _last(all_values, visible)
+
+    def fit(self) -> None:
+        """Let a buffer go that a long piece has made, and that is much longer than what is kept of it."""
+        keys, values = self.keys, self.values
+        if keys is not None and values is not None and keys.dim() > 1:
+            self.keys, self.values = self._buffers[0].fitted(keys), self._buffers[1].fitted(values)
 
     @property
     def lookback(self) -> int:

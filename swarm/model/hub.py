@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -131,11 +131,11 @@ class HubSource:
                 raise DownloadFailed(self.repository, f"the hub does not answer: {_reason(error)}") from error
             logger.warning("the hub does not answer; using its last answer about %s", self.repository)
             return listing
-        files = {
-            item.rfilename: HubFile(size_bytes=item.size or 0, sha256=item.lfs.sha256 if item.lfs is not None else None)
-            for item in info.siblings or ()
-        }
-        listing = Listing(commit=info.sha or "main", files=files)
+        try:
+            listing = _listing_of(info)
+        except ValidationError as error:
+            why = f"the hub's answer is malformed: {error.errors()[0]['msg']}"
+            raise DownloadFailed(self.repository, why) from None
         with contextlib.suppress(OSError):  # then a start without the hub is not possible
             known.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(known, listing.model_dump_json())
@@ -197,3 +197,12 @@ def _reason(error: Exception) -> str:
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return f"HTTP status {error.response.status_code}"
     return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def _listing_of(info: ModelInfo) -> Listing:
+    """Return what the hub says of a revision. Raises ValidationError."""
+    files = {
+        item.rfilename: HubFile(size_bytes=item.size or 0, sha256=item.lfs.sha256 if item.lfs is not None else None)
+        for item in info.siblings or ()
+    }
+    return Listing(commit=info.sha or "main", files=files)

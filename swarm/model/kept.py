@@ -140,7 +140,8 @@ def _layouts(name: str, matrix: type[RoundedMatrix], size: tuple[int, int]) -> d
 
 
 def _plain(name: str, tensor: Tensor) -> Piece:
-    return Piece({name: Layout(tensor.dtype, tuple(tensor.shape))}, lambda: (tensor,), tensor.data_ptr() % 64)
+    place = tensor.data_ptr() % 64 if tensor.device.type == "cpu" else 0
+    return Piece({name: Layout(tensor.dtype, tuple(tensor.shape))}, lambda: (tensor,), place)
 
 
 def _rounded(name: str, matrix: RoundedMatrix) -> Piece:

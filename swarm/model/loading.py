@@ -157,7 +157,8 @@ def _load(
 ) -> PreTrainedModel:
     cls = hollow_class(checkpoint.config, blocks)
     names = _Names(checkpoint, blocks)
-    keeping = _Rounded(names, rounding, expected_dtype(checkpoint, dtype))
+    dtype = expected_dtype(checkpoint, dtype)  # as it is announced, before any file is read
+    keeping = _Rounded(names, rounding, dtype)
     # Never in inference_mode, even if the caller is: weights that are inference tensors compute in another order.
     with quiet(), torch.inference_mode(mode=False):
         recalled = {} if rounding is None else rounding.recall(names.stays)
@@ -209,7 +210,7 @@ def read_verified(
         tensors |= {key: Held(tensor) for key, tensor in found.items()}
     try:
         return unpacker.finish(tensors)
-    except MalformedWeights as error:
+    except (MalformedWeights, ArithmeticError, TypeError, LookupError, RuntimeError) as error:
         raise UnsupportedCheckpoint(checkpoint.model, f"it does not load: {error}") from error
 
 

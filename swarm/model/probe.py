@@ -32,9 +32,13 @@ def check_span(span: Span) -> None:
         part = span.part(Blocks(index, index + 1))
         watch = _Watch(block)
         before = _state(block)
-        with torch.inference_mode():
-            alone, leaked = _sessions(part)
-        watch.end()
+        try:
+            with torch.inference_mode():
+                alone, leaked = _sessions(part)
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            raise UnsupportedArchitecture(name, f"block {index} does not run alone: {str(error)[:200]}") from error
+        finally:
+            watch.end()
         if _differs(before, _state(block)):
             raise UnsupportedArchitecture(
                 name, f"block {index} keeps state in itself; sessions would leak into each other"

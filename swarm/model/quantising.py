@@ -67,7 +67,7 @@ def quantisation_for(wanted: str, checkpoint: Checkpoint, device: torch.device) 
         raise BadConfiguration(f"quantize {wanted}", f"{why}: leave it out")
     if wanted == "auto" and (why := _may_be(checkpoint, weights)):
         return Quantisation(None, why)
-    size, times = ("a quarter of bfloat16's memory, and less exact", "six times the speed")
+    size, times = ("a quarter of bfloat16's memory, and less exact", "several times the speed")
     if weights == "int8":
         size, times = ("half of bfloat16's memory, and as exact", "a quicker start")
     slow = "" if device.type != "cpu" or is_installed() else f"; pip install 'swarm-inference[integers]' for {times}"

@@ -85,6 +85,10 @@ def read_tensors(
                     stream.skip(facts.data_offsets[1] - facts.data_offsets[0])
         except MalformedWeights as error:
             malformed = error
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - made of bytes that nothing vouches for yet: the digest speaks first
+            malformed = MalformedWeights(f"its tensors cannot be read: {str(error)[:200] or repr(error)}")
         actual = stream.digest_of_all()
     if actual != expected:
         raise ChecksumMismatch(str(path), expected, actual)

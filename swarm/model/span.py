@@ -22,7 +22,7 @@ from swarm.model.cache import SpanCache, new_cache
 from swarm.model.classes import class_of_model
 from swarm.model.direct import DirectLimits, DirectPath
 from swarm.model.growing import GrowingLimits
-from swarm.model.hollow import Placeholder, decoder_of
+from swarm.model.hollow import Placeholder, decoder_of, text_config
 from swarm.model.integer import bytes_of_integers, integers_of
 from swarm.model.packed import PackedCache, Packing, Segment, configs_of, packed_positions
 from swarm.model.steady import steady_bytes
@@ -47,15 +47,17 @@ class Weights:
     n_bytes: int  # memory that several tensors share counts once
 
     @classmethod
-    def of(cls, model: nn.Module) -> "Weights":
+    def of(cls, model: PreTrainedModel) -> "Weights":
         """Look at a loaded model."""
         tensors = [*model.parameters(), *model.buffers()]
         # Of one-byte floats are only quantised weights, never hidden states.
-        wide = (tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1)
+        wide = [tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.element_size() > 1]
+        asked = getattr(text_config(model.config), "dtype", None)  # a family may keep some in float32 all the same
+        dtype = asked if asked in wide else next(iter(wide), torch.float32)
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         integers = bytes_of_integers(model) + steady_bytes(model)
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-        return cls(next(wide, torch.float32), device, sum(storages.values()) + integers)
+        return cls(dtype, device, sum(storages.values()) + integers)
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ def traits_of(config: PretrainedConfig) -> Traits:
         cache_argument=cache_argument,
         takes_positions="position_ids" in parameters,
         can_roll_back="linear" not in kinds,
-        positions_max=getattr(decoder_config, "max_position_embeddings", None),
+        positions_max=_positions_max(decoder_config),
         has_wide_residual=bool(getattr(decoder_config, "residual_in_fp32", False)),
     )
 
@@ -115,10 +115,28 @@ def _refuse_by_config(config: PretrainedConfig, decoder_config: PretrainedConfig
 
 
 def _refuse_dynamic_scaling(name: str, decoder_config: PretrainedConfig) -> None:
+    if any(scaling.get("rope_type") == "dynamic" for scaling in _scalings(decoder_config)):
+        raise UnsupportedArchitecture(name, "dynamic rotary scaling changes with the longest session so far")
+
+
+def _scalings(decoder_config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the rotary embeddings' parameters: those of all layers, or of each type of layer."""
     rope = getattr(decoder_config, "rope_parameters", None) or {}
-    for scaling in (rope, *rope.values()):
-        if isinstance(scaling, dict) and scaling.get("rope_type") == "dynamic":
-            raise UnsupportedArchitecture(name, "dynamic rotary scaling changes with the longest session so far")
+    return [scaling for scaling in (rope, *rope.values()) if isinstance(scaling, dict)]
+
+
+def _positions_max(decoder_config: PretrainedConfig) -> int | None:
+    """Return the config's limit.
+
+    Beyond the original length, `longrope` takes other factors for all positions of a call. Keys of earlier calls keep
+    theirs, so the outputs would depend on how a prompt is cut.
+    """
+    limits = [getattr(decoder_config, "max_position_embeddings", None)]
+    for scaling in _scalings(decoder_config):
+        if scaling.get("rope_type") == "longrope":
+            original = getattr(decoder_config, "original_max_position_embeddings", None)
+            limits.append(scaling.get("original_max_position_embeddings") or original)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _kinds(decoder_config: PretrainedConfig, decoder: PreTrainedModel) -> tuple[str, ...]:
@@ -150,18 +168,23 @@ class _Marked(torch.Tensor):
 class _Witness(Placeholder):
     """Takes the place of a block while tracing; keeps its arguments and its result."""
 
-    def __init__(self, original: nn.Module, returns: int) -> None:
+    def __init__(self, original: nn.Module, returns: int, *, fills: bool) -> None:
+        """fills: what it returns beside its hidden state are marked tensors, not None."""
         super().__init__(original, returns)
         self.got: Any = None
         self.beside: list[Any] = []
         self.gave: Tensor | None = None
+        self._fills = fills
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:  # noqa: ANN401
         """Return a fresh tensor of the input's shape, so that the next block's input differs from this one's."""
         self.got = hidden_of(args, kwargs)
         self.beside = [*args[1:], *(value for key, value in kwargs.items() if key != "hidden_states")]
         self.gave = torch.empty_like(self.got)
-        return self.wrap(self.gave)
+        wrapped = self.wrap(self.gave)
+        if not self._fills or not isinstance(wrapped, tuple):
+            return wrapped
+        return wrapped[0], *(torch.empty_like(self.got).as_subclass(_Marked) for _ in wrapped[1:])
 
 
 def _trace(model: PreTrainedModel, hidden_size: int, cache_argument: str) -> int:
@@ -179,20 +202,23 @@ def _trace(model: PreTrainedModel, hidden_size: int, cache_argument: str) -> int
         handed_on = all(b.got is not None and b.got is a.gave for a, b in itertools.pairwise(witnesses))
         if handed_on and (failure is None or len(witnesses) > 1):
             _refuse_side_channel(name, witnesses)
+            if returns > 1:
+                filled, _ = _run(model, returns, cache_argument, marked=False, fills=True)
+                _refuse_second_state(name, filled, model.config)
             return returns
     why = f"the result of a block does not reach the next block unchanged ({first_failure})"
     raise UnsupportedArchitecture(name, why)
 
 
 def _run(
-    model: PreTrainedModel, returns: int, cache_argument: str, *, marked: bool
+    model: PreTrainedModel, returns: int, cache_argument: str, *, marked: bool, fills: bool = False
 ) -> tuple[list[_Witness], Exception | None]:
-    """Call the decoder with witnesses in the place of its blocks."""
+    """Call the decoder with witnesses in the place of its blocks. marked: the tokens. fills: as of a witness."""
     layers = blocks_of(model)
     witnesses: list[_Witness] = []
     for index, layer in enumerate(layers):
         assert isinstance(layer, Placeholder)
-        witnesses.append(_Witness(layer.original, returns))
+        witnesses.append(_Witness(layer.original, returns, fills=fills))
         layers[index] = witnesses[-1]
     tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.long, device="meta")
     decoder, _ = decoder_of(model)
@@ -250,6 +276,14 @@ def _refuse_side_channel(name: str, witnesses: Iterable[_Witness]) -> None:
             raise UnsupportedArchitecture(name, f"block {index} needs more of the tokens than its hidden state")
         if "input_ids" in inspect.signature(witness.original.forward).parameters:
             raise UnsupportedArchitecture(name, "its blocks need the token ids")
+
+
+def _refuse_second_state(name: str, witnesses: Iterable[_Witness], config: PretrainedConfig) -> None:
+    """Refuse a family whose blocks hand on more than their hidden state. witnesses: they marked what lies beside it."""
+    if set(getattr(text_config(config), "indexer_types", None) or ()) == {"full"}:
+        return  # each block chooses its own positions, and looks at no other block's
+    if any(isinstance(tensor, _Marked) for witness in witnesses for tensor in _tensors(witness.beside)):
+        raise UnsupportedArchitecture(name, "its blocks hand on more than one hidden state")
 
 
 def _tensors(value: object) -> Iterable[Tensor]:

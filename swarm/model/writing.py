@@ -69,7 +69,7 @@ def write_tensors(file: Writable, metadata: Mapping[str, str], pieces: Sequence[
         tensors = piece.make()
         for tensor, layout in zip(tensors, piece.layouts.values(), strict=True):
             assert layout == (tensor.dtype, tuple(tensor.shape)), f"another tensor than was said: {layout}"
-            numbers: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            numbers: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             put(memoryview(numbers))
     return digest.hexdigest()
 

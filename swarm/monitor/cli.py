@@ -107,6 +107,8 @@ def command(
     """Serve the health page of a swarm: which models it serves, how well, and which blocks need servers."""
     if not reading.initial_peers and not reading.lan:
         raise click.UsageError("say through which node to read: --initial-peers, or set SWARM_INITIAL_PEERS")
+    if audit_evidence is not None and not audits:
+        raise click.UsageError("--audit-evidence keeps what --audit finds: name a model for that")
     with ready_writer(ready_file) as ready:
         with importing("health", "page"):
             from swarm.monitor.serve import HealthArguments, serve_health  # noqa: PLC0415 - libp2p: --help needs none

@@ -81,7 +81,7 @@ async def serve_health(arguments: HealthArguments, ready: Callable[[Ready], None
         monitor = Monitor(
             MonitorOptions(
                 network=reading.network,
-                join_addresses=arguments.join_addresses,
+                join_addresses=arguments.join_addresses or (reading.initial_peers if public else ()),
                 gateways=arguments.gateways,
                 public=public,
                 limits=arguments.limits,

@@ -73,7 +73,7 @@ class ListenerLimits:
     handshakes: HandshakeLimits = field(default_factory=HandshakeLimits)
     accepts_per_s: float = limit(200.0, "connections/s", "taken from the kernel, two for a meeting; others wait there")
     accepts_burst: float = limit(64.0, "connections", "taken at once")
-    backlog: int = limit(128, "connections", "that wait in the kernel: a little more than a second's")
+    backlog: int = limit(128, "connections", "that wait in the kernel: those of more than half a second")
     first_byte_s: float = limit(3.0, "s", "a connection that has said nothing by then is closed")
     no_descriptors_s: float = limit(1.0, "s", "until accepting is tried again where no descriptor was free")
     channels_max: int = limit(4096, "channels", "or half of the process's descriptors; then one ends for a new one")

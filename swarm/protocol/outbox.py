@@ -235,6 +235,11 @@ class Outbox:
         """Have more steps in flight on this route: its hops have told their windows. window: as in `resend`."""
         self._window = window
 
+    def last_of(self, position: int) -> int:
+        """Return the last step that has a position before this one; the last answered one, where none waits."""
+        waiting = (ticket.step for ticket in self._tickets.values() if ticket.message.keep < position)
+        return max(waiting, default=self.last_answered)
+
     def truncate(self, after_step: int) -> None:
         """Drop the steps behind this one: forget those that never left, and the outputs of the others."""
         for ticket in [ticket for ticket in self._tickets.values() if ticket.step > after_step]:

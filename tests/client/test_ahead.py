@@ -397,3 +397,16 @@ def test_threads_that_guess_at_once_do_not_mix(full, spare):
             thread.join()
     assert len(found) == 80
     assert all(got == expected[index] for (index, _), got in found.items())
+
+
+@pytest.mark.parametrize("rollback_max", [1, 8])
+def test_guesses_are_taken_back_beyond_the_callers_rollback(full, spare, rollback_max):
+    """Wrong far behind the first token: more is taken back than the caller means to."""
+    expected = generated(full, **GREEDY)
+    with (
+        spare.client(drafting=knowing(expected[0], 0.9)) as model,
+        model.inference_session(max_length=200, rollback_max=rollback_max),
+        late(model, 0.02),
+    ):
+        assert generated(model, **GREEDY)[0] == expected[0]
+        assert model.last_speculation.wrong > 0

@@ -17,6 +17,7 @@ from swarm.identity import Identity
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.protocol.receipts import Receipt, Statement, Tally
+from tests.support.quantised import write
 from tests.support.swarms import make_checkpoint
 
 SERVER, ATTACKER = Identity(b"s" * 32), Identity(b"x" * 32)
@@ -137,6 +138,23 @@ def test_a_wrong_server_is_shown_and_a_right_one_is_not(checkpoint, wrong, hones
     assert verify(wrong, checkpoint).is_wrong
     finding = verify(honest, checkpoint)
     assert (finding.is_wrong, finding.is_steady) == (False, True)
+
+
+def test_a_server_with_the_checkpoints_own_codes_is_shown_as_well(tmp_path):
+    checkpoint = open_checkpoint(write(tmp_path, "gptq"))
+    span = load_span(checkpoint, BLOCKS, dtype=torch.float32, quantize="own4")
+    outputs = computed(span, inputs_of())
+    assert not verify(evidence_of(checkpoint, inputs_of(), outputs, numeric_class="float32+own4"), checkpoint).is_wrong
+    assert verify(evidence_of(checkpoint, inputs_of(), -outputs, numeric_class="float32+own4"), checkpoint).is_wrong
+
+
+def test_the_settings_model_is_not_the_evidences(tmp_path, wrong):
+    path = tmp_path / "evidence"
+    path.write_bytes(wrong.to_bytes())
+    settings = {"default_map": {"model": "/nonexistent"}, "auto_envvar_prefix": "SWARM"}
+    result = CliRunner().invoke(command, [str(path)], env={"SWARM_MODEL": "/nonexistent"}, **settings)
+    assert result.exit_code == 0, result.output
+    assert "signed by this server" in result.output
 
 
 @pytest.mark.long

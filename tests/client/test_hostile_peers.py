@@ -20,10 +20,11 @@ from swarm.client.session.flight import Flight
 from swarm.client.session.inlet import Inlet
 from swarm.client.session.leg import Leg
 from swarm.client.session.limits import RecoveryLimits
+from swarm.client.session.moving import Mover
 from swarm.client.session.standing import Layout
 from swarm.client.speculation.limits import AheadLimits
 from swarm.client.speculation.pipe import Frame
-from swarm.errors import EdgeDown, HopFailed, Refused, UsageError
+from swarm.errors import EdgeDown, HopFailed, NoRoute, Refused, UsageError
 from swarm.identity import Identity
 from swarm.protocol import messages as wire
 from swarm.protocol.outbox import Ticket
@@ -92,7 +93,7 @@ async def test_whatever_a_flight_meets_every_step_has_an_outcome():
         asyncio.Lock(), travel, nullcontext(), mover, failed=lambda error: ended.append(error) or error, timeout_s=5
     )
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the task's error is nobody's
-    answers = [flight.put(SimpleNamespace(), restart=False) for _ in range(3)]
+    answers = [flight.put(SimpleNamespace(keep=0), restart=False) for _ in range(3)]
     async with asyncio.timeout(5):
         for answer in answers:
             with pytest.raises(RuntimeError, match="unexpected"):
@@ -145,11 +146,14 @@ def test_a_hop_that_answers_nothing_may_have_got_nothing():
 
 def test_a_relayed_step_is_the_clients_own():
     taken, circuit, sent = inlet(relayed=[0])
-    hidden = torch.ones(1, 1, 8)
-    told = wire.Step(**NAMES, step=1, keep=9, want=7, rows=(0, 0), budget_ms=1, hidden=meta_of(hidden))
-    taken.on_message(circuit.layout.legs[0].channel, told, Activations(hidden))
+    hidden, positions = torch.ones(1, 1, 8), torch.tensor([[-1]])
+    beside = {"positions": meta_of(positions), "mask": meta_of(positions.to(torch.uint8))}
+    told = wire.Step(**NAMES, step=1, keep=9, want=7, rows=(0, 0), budget_ms=0, hidden=meta_of(hidden), **beside)
+    given = Activations(hidden, positions, positions.to(torch.uint8))
+    taken.on_message(circuit.layout.legs[0].channel, told.model_copy(update={"skips": True}), given)
     ((message, activations),) = sent
-    assert (message.keep, message.want, message.rows) == (4, 1, None)
+    assert (message.keep, message.want, message.rows, message.budget_ms, message.skips) == (4, 1, None, 1, None)
+    assert (message.positions, message.mask, activations.positions, activations.mask) == (None,) * 4
     assert torch.equal(activations.hidden, hidden)
 
 
@@ -238,3 +242,31 @@ def test_a_draft_calls_no_processors_that_may_have_a_state():
 
     assert _is_stateless(RepetitionPenaltyLogitsProcessor(1.2))
     assert not _is_stateless(Counting(1.2))
+
+
+async def test_a_hop_that_stays_is_not_left_again_and_again():
+    """Each search for another reads the directory."""
+    searches, legs = [], planned(Blocks(0, 6), [server(0, 6)]).hops
+    process = legs[0].process
+    layout = SimpleNamespace(hops=legs)
+    circuit = SimpleNamespace(layout=layout, is_closed=False, is_standing=True, session=SESSION)
+
+    async def replace(leaving, deadline):
+        searches.append(leaving)
+        return False
+
+    mover = Mover(circuit, SimpleNamespace(replace=replace), nullcontext(), asyncio.Lock(), timeout_s=5.0, pause_s=0.5)
+    for _ in range(100):
+        mover.ask(process)
+        await asyncio.sleep(0)
+    assert len(searches) == 1
+    await asyncio.sleep(0.6)
+    mover.ask(process)
+    await asyncio.sleep(0.01)
+    assert len(searches) == 2
+
+
+def test_a_record_does_not_choose_how_activations_travel():
+    wired = server(0, 6, dtype="float32++int8")
+    with pytest.raises(NoRoute):
+        planned(Blocks(0, 6), [wired])

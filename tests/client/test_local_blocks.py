@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client import AutoDistributedModel
-from swarm.errors import BadConfiguration, ChecksumMismatch, NoRoute, PromptTooLong, SessionClosed
+from swarm.errors import BadConfiguration, ChecksumMismatch, NoRoute, PromptTooLong, SessionClosed, UsageError
 from swarm.identity import Identity
 from swarm.model.cache import SpanCache
 from swarm.model.checkpoint import open_checkpoint
@@ -75,6 +75,20 @@ def test_a_conversation_goes_on_after_a_rollback(world):
         expected = full(torch.cat([IDS[:1, :14], IDS[1:2, :5]], dim=1)).logits[:, 14:]
     assert (got - expected).abs().max() < 1e-5
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+def test_a_batch_that_is_refused_changes_no_past_here(world):
+    _, model, full = world
+    cache, more = model.new_cache(), torch.tensor([[9], [9]])
+    with torch.no_grad():
+        model(IDS[:2, :5], past_key_values=cache)
+        cache.batch_repeat_interleave(200)
+        with pytest.raises(UsageError, match="a batch of 400"):
+            model(more.repeat_interleave(200, 0), past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0, 200]))
+        got = model(more, past_key_values=cache).logits
+        expected = full(torch.cat([IDS[:2, :5], more], dim=1)).logits[:, 5:]
+    assert (got - expected).abs().max() < 1e-5
 
 
 def test_ranges_run_here_there_or_across_the_border(world):

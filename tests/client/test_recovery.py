@@ -206,6 +206,15 @@ def test_busy_hop_with_the_past_is_waited_for_and_kept():
     assert busy.done(Wait(1.0, for_room=True)) == replace(busy, busy=None)
 
 
+def test_a_hop_that_is_always_busy_is_replaced_in_the_end():
+    busy = case()
+    for _ in range(LIMITS.busy_max):
+        assert busy.bears_busy(LIMITS)
+        busy = learn(busy, refused("busy"), "b", has_past=True).done(Wait(1.0, for_room=True))
+    assert not busy.bears_busy(LIMITS)
+    assert learn(busy, refused("busy"), "b", has_past=False).without == {"b"}
+
+
 @pytest.mark.parametrize(
     ("fault", "has_past"),
     [
@@ -276,6 +285,12 @@ REFUSALS = {
         MoveAway(frozenset("ab")),
     ),
     "too late, and it is not": (STEP, refused("too_late", None), SOON, MoveAway(frozenset("b"))),
+    "too late, and it is not, says a second hop": (
+        replace(STEP, unable=frozenset("a")),
+        refused("too_late", None),
+        SOON,
+        MoveAway(frozenset("ab")),
+    ),
     "impossible, shortly before the deadline": (STEP, refused("bad_request", None), LATE, MoveAway(frozenset("b"))),
     "too late": (STEP, refused("too_late", None), LATE, Fail),
     "no room": (STEP, refused(), SOON, Wait(LIMITS.room_s, for_room=True)),

@@ -284,6 +284,7 @@ async def test_a_hop_gets_the_newest_record_of_its_own_process():
     router, *_ = router_of(announced(issued=known.issued - 20.0))
     await router.surveys.read()
     assert router.renewed(hop) is hop
-    router, *_ = router_of(restarted, newer, another)
+    moving = announced(issued=known.issued + 80.0, blocks=(2, 4))
+    router, *_ = router_of(restarted, newer, another, moving)
     await router.surveys.read()
     assert router.renewed(hop) == replace(hop, signed=newer)

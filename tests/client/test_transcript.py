@@ -56,3 +56,12 @@ def test_a_session_whose_hops_change_is_known():
     for _ in range(2):
         transcript.stands((hop,))
     assert transcript.has_moved
+
+
+def test_an_output_holds_no_frame_that_others_share():
+    frame = torch.zeros(1, 128, 64)
+    transcript = Transcript()
+    for at, column in enumerate(frame.split(1, 1)):
+        transcript.note(at, gathered=False, tokens=1, output=column)
+    held = sum(each.untyped_storage().nbytes() for each in transcript.outputs.values())
+    assert held == sum(each.nbytes for each in transcript.outputs.values())

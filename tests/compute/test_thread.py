@@ -283,6 +283,19 @@ async def test_a_device_that_computes_nothing_any_more_ends_the_thread(is_broken
     thread.stop()
 
 
+async def test_what_uses_no_device_hides_no_broken_one():
+    """Clean-ups come every 15 s; a broken device fails sessions that are farther apart."""
+    checks: list[bool] = []
+    thread = ComputeThread(asyncio.get_running_loop(), threads=1, check=lambda: checks.append(True))
+    for number in range(2 * SchedulerLimits().failures_max):
+        done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        is_chore = number % 2 > 0
+        thread.submit(Probe((lambda: 7) if is_chore else (lambda: 1 / 0), is_chore=is_chore), done.set_result)
+        await done
+    thread.stop()
+    assert checks
+
+
 async def test_failures_among_successes_try_no_device():
     checks: list[bool] = []
     thread = ComputeThread(asyncio.get_running_loop(), threads=1, check=lambda: checks.append(True))

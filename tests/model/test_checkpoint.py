@@ -29,7 +29,8 @@ from swarm.errors import (
 )
 from swarm.model import manifest
 from swarm.model.checkpoint import open_checkpoint
-from swarm.model.loading import load_ends, load_span
+from swarm.model.loading import expected_dtype, load_ends, load_span
+from swarm.model.reading import MalformedWeights, read_tensors
 from tests.model.rings import Pair, difference, save_family, tokens
 from tests.support.swarms import DEMO_CHECKPOINT
 
@@ -394,3 +395,28 @@ def test_models_load_one_at_a_time(monkeypatch):
     assert most == [1, 1, 1]
     assert PreTrainedModel.tie_weights is ties
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_config_without_a_dtype_is_loaded_as_it_is_announced(llama: Path) -> None:
+    for shard in shards(llama):
+        save_file({name: tensor.bfloat16() for name, tensor in load_file(shard).items()}, shard, {"format": "pt"})
+    config = json.loads((llama / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name, None)
+    (llama / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(llama)
+    assert load_span(checkpoint, Blocks(0, 2)).dtype is expected_dtype(checkpoint) is torch.float32
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("no inputs"), TypeError("len() of a 0-d tensor"), OverflowError()])
+def test_a_damaged_file_is_damaged_whatever_its_tensors_break(llama: Path, error: Exception) -> None:
+    """So it is thrown away, and fetched again."""
+
+    def keep(_: str, __: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    path = shards(llama)[0]
+    with pytest.raises(ChecksumMismatch):
+        read_tensors(path, "0" * 64, lambda _: True, keep)
+    with pytest.raises(MalformedWeights, match="cannot be read"):
+        read_tensors(path, hashlib.sha256(path.read_bytes()).hexdigest(), lambda _: True, keep)

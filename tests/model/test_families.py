@@ -5,15 +5,18 @@ spans, and a changed weight. `make test-long` runs the others.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from swarm.blocks import Blocks
 from swarm.errors import BadBlocks, RollbackImpossible, UnsupportedArchitecture
 from swarm.model.checkpoint import open_checkpoint
-from tests.families import FEW, OFTEN, REFUSED, SPLIT
-from tests.model.rings import CUTS, Pair, Ring, difference, tokens
+from swarm.model.loading import load_span
+from tests.families import BASE, FEW, OFTEN, REFUSED, SPLIT
+from tests.model.rings import CUTS, Pair, Ring, difference, save_model, tokens
 from tests.support.often import rest_is_long
 
 PairOf = Callable[[str], Pair]
@@ -190,3 +193,14 @@ def test_spans_hold_their_blocks_and_the_client_holds_none(pair_of: PairOf, name
 def test_families_that_cannot_be_split_are_refused_by_name(family_dir: Callable[[str], object], name: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=name.split("+", maxsplit=1)[0]):
         open_checkpoint(family_dir(name))
+
+
+def test_a_parameter_that_stays_in_float32_makes_no_span_of_that_dtype(tmp_path: Path) -> None:
+    """flint keeps its attention's sinks so, and they come first."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    config = AutoConfig.for_model("flint", **BASE, **sizes, shared_expert_intermediate_size=32, sliding_window=8)
+    checkpoint = open_checkpoint(save_model(config, tmp_path))
+    span = load_span(checkpoint, Blocks(0, 3), dtype=torch.bfloat16)
+    assert any(parameter.dtype is torch.float32 for parameter in span.model.parameters())
+    assert span.dtype is torch.bfloat16
+    assert str(span.numeric_class) == "bfloat16"

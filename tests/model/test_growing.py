@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from swarm.model.cache import _trim
 from swarm.model.growing import GrowingLayer, GrowingLimits, GrowingSlidingLayer
 
 HEADS, SIZE = 2, 16
@@ -79,3 +80,23 @@ def resident_bytes(storage: torch.UntypedStorage) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mincore(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), held) == 0
     return mmap.PAGESIZE * sum(page & 1 for page in held)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_a_window_lets_the_room_of_a_long_piece_go(records: bool):
+    window, piece = 512, torch.randn(1, HEADS, 1820, SIZE)
+    stock, ours = DynamicSlidingWindowLayer(window), GrowingSlidingLayer(window)
+    ours.record_past = records
+    stock.update(piece, piece)
+    ours.update(piece, piece)
+    if records:
+        _trim(ours, 8)
+    assert ours.keys.untyped_storage().nbytes() <= 1.3 * window * POSITION_BYTES
+    for _ in range(700):
+        new = torch.randn(1, HEADS, 1, SIZE)
+        expected, got = stock.update(new, new), ours.update(new, new)
+        for one, other in zip(expected, got, strict=True):
+            assert torch.equal(one, other)
+        if records:
+            _trim(ours, 8)
+        assert ours.keys.untyped_storage().nbytes() <= 1.6 * window * POSITION_BYTES

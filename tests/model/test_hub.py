@@ -182,3 +182,19 @@ def test_a_server_starts_again_while_the_hub_is_away(
 def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="the hub does not answer"):
         open_checkpoint("org/llama", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
+
+
+def test_a_mirrors_malformed_answer_is_told_as_such(
+    open_from: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = hub_module.HfApi.model_info
+
+    def answer(*arguments: object, **options: object) -> object:
+        info = real(*arguments, **options)
+        for file in info.siblings:
+            file.size = -1
+        return info
+
+    monkeypatch.setattr(hub_module.HfApi, "model_info", answer)
+    with pytest.raises(DownloadFailed, match="the hub's answer is malformed"):
+        open_from()

@@ -18,8 +18,8 @@ from swarm.model.checkpoint import open_checkpoint
 from swarm.model.loading import load_span
 from swarm.model.packed import Segment
 from swarm.model.span import Span
-from tests.families import OFTEN, SPLIT, make
-from tests.model.rings import GROWS, save_model
+from tests.families import OFTEN, SPLIT
+from tests.model.rings import GROWS
 from tests.support.often import rest_is_long
 
 FamilyDir = Callable[[str], Path]
@@ -189,19 +189,11 @@ def test_a_batch_that_breaks_leaves_every_cache_as_it_was(
             assert torch.equal(span.forward(step, cache=cache), span.forward(step, cache=twin))
 
 
-def test_longrope_does_not_run_together_since_its_tables_switch_with_the_longest(tmp_path: Path) -> None:
-    config = make("phi3")
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **factors}
-    config.original_max_position_embeddings = 20
-    config.max_position_embeddings = 80
-    assert not load_span(open_checkpoint(save_model(config, tmp_path)), Blocks(0, 2)).packs
-
-
-def test_a_window_that_was_taken_back_too_often_is_refused_not_computed_wrongly(
-    span_of: Callable[[str], Span],
+@pytest.mark.parametrize("family", ["gpt_oss", "lfm2"])
+def test_a_past_that_was_taken_back_too_often_is_refused_not_computed_wrongly(
+    family: str, span_of: Callable[[str], Span]
 ) -> None:
-    span = span_of("gpt_oss")
+    span = span_of(family)
     cache = span.new_cache(ROLLBACK)
     with torch.inference_mode():
         span.forward(torch.randn(1, 12, 64), cache=cache)

@@ -107,3 +107,38 @@ def test_traits_tell_what_a_client_must_know(name: str) -> None:
     assert found.cache_argument == ("cache_params" if name == "mamba2" else "past_key_values")
     assert found.can_roll_back == ("linear" not in found.kinds)
     assert found.returns == (1 if name.startswith(("falcon", "bloom")) else 0)
+
+
+def test_a_second_state_from_block_to_block_is_found() -> None:
+    """ZAYA's routers add the routing of the block before, and do without it where there is none."""
+    with pytest.raises(UnsupportedArchitecture, match="more than one hidden state"):
+        traits_of(AutoConfig.for_model("zaya", num_hidden_layers=4))
+
+
+@pytest.mark.parametrize(("every", "is_shared"), [(1, False), (2, True)])
+def test_positions_that_blocks_choose_for_later_ones_are_found(every: int, *, is_shared: bool) -> None:
+    config = AutoConfig.for_model("glm_moe_dsa", num_hidden_layers=6, index_topk_freq=every)
+    if is_shared:
+        with pytest.raises(UnsupportedArchitecture, match="more than one hidden state"):
+            traits_of(config)
+    else:
+        assert traits_of(config).returns == 2
+
+
+def test_a_block_that_does_not_run_is_refused_by_its_family(
+    family_dir: FamilyDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object) -> torch.Tensor:
+        raise ValueError("indices of an earlier block are needed")
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(UnsupportedArchitecture, match="does not run alone: indices of an earlier block"):
+        load_span(open_checkpoint(family_dir("llama")), Blocks(0, 2))
+
+
+def test_longrope_ends_where_its_outputs_would_depend_on_how_a_prompt_is_cut() -> None:
+    config = make("phi3")
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **factors}
+    config.original_max_position_embeddings, config.max_position_embeddings = 20, 80
+    assert traits_of(config).positions_max == 20

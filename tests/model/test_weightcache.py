@@ -18,9 +18,11 @@ from swarm.errors import ChecksumMismatch
 from swarm.model import kept, loading, weightcache
 from swarm.model.checkpoint import open_checkpoint
 from swarm.model.eightbits import IntegerMatrix, is_supported
+from swarm.model.kept import _plain
 from swarm.model.loading import load_span
+from swarm.model.reading import read_tensors
 from swarm.model.weightcache import CacheKey, WeightCache, WeightCacheLimits
-from swarm.model.writing import Layout, Piece
+from swarm.model.writing import Layout, Piece, write_tensors
 from tests.support.often import rest_is_long
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="torch has no integer kernels for this processor")
@@ -359,3 +361,26 @@ def test_reading_a_file_keeps_it(family_dir, tmp_path):
         os.utime(path, (0, time.time() - 29 * 86400))
     load(family_dir("llama"), tmp_path)
     assert all(time.time() - path.stat().st_mtime < 1000 for path in files(tmp_path))
+
+
+def test_what_lies_on_a_device_is_written_from_the_hosts_memory(tmp_path):
+    class OnDevice:
+        """A tensor of a GPU: numpy does not read it."""
+
+        device, dtype, shape = torch.device("cuda"), torch.float32, (2, 3)
+
+        def detach(self):
+            return self
+
+        def data_ptr(self):
+            raise AssertionError("an address that says nothing here")
+
+        def cpu(self):
+            return torch.arange(6.0).view(2, 3)
+
+    piece = _plain("weight", OnDevice())
+    path = tmp_path / "file.safetensors"
+    with path.open("wb") as file:
+        digest = write_tensors(file, {}, [piece])
+    (read,) = read_tensors(path, digest, lambda _: True).values()
+    assert torch.equal(read, torch.arange(6.0).view(2, 3))

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs pip install 'swarm-inference[health]'")
 
-from tests.monitor.page_support import Site, assessment, crowd, healthy, one_model, serving
+from swarm.monitor.state import Reading
+from tests.monitor.page_support import NOW, Site, assessment, crowd, healthy, one_model, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`: pip install -e '.[browser]'")
@@ -205,6 +206,38 @@ def test_changes_show_up_without_reloading_and_are_announced(open_page: Open) ->
         assert page.locator(".charts canvas").count() == 4
         site.show(healthy())
         page.wait_for_selector(".lead.healthy", timeout=15000)
+
+
+def test_a_notice_leaves_the_rest_of_the_page_alone(open_page: Open) -> None:
+    """So what a reader types stays, and charts do not go."""
+    with serving(Site(healthy())) as site:
+        page = charted(open_page(site.url))
+        page.wait_for_selector("#live.on")
+        page.fill("#q", "volun")
+        site.show(healthy(reading=Reading(at=NOW, took_s=0.8, error="no node of the swarm answers")))
+        page.wait_for_selector(".banner", timeout=15000)
+        site.show(healthy())
+        page.wait_for_selector(".banner", state="detached", timeout=15000)
+        assert page.input_value("#q") == "volun"
+        assert page.evaluate("document.activeElement.id") == "q"
+        assert page.locator(".charts canvas").count() == 4
+
+
+def test_a_hidden_tab_holds_no_connection(open_page: Open, sites: dict[str, Site]) -> None:
+    """A browser has six for all tabs of one host."""
+    page = open_page(sites["healthy"].url)
+    page.wait_for_selector("#live.on")
+    for _ in range(6):
+        other = page.context.new_page()
+        other.goto(sites["healthy"].url, timeout=10000)
+        other.wait_for_selector("#live.on", timeout=10000)
+        other.evaluate("""() => {
+          Object.defineProperty(document, "hidden", { get: () => true, configurable: true });
+          document.dispatchEvent(new Event("visibilitychange"));
+        }""")
+    last = page.context.new_page()
+    last.goto(sites["healthy"].url, timeout=10000)
+    last.wait_for_selector("#live.on", timeout=10000)
 
 
 def test_a_page_of_an_empty_swarm_shows_its_first_model_with_charts(open_page: Open) -> None:

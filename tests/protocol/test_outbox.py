@@ -112,6 +112,19 @@ def test_wrong_guess_forgets_unsent_steps_and_their_numbers():
     assert sent(outbox) == [3]
 
 
+def test_a_step_with_positions_that_stay_is_no_wrong_guess():
+    """It was put while no route stood, with a right token before its guesses, which a repair has to bring."""
+    outbox, _ = outbox_of(0)
+    frame = Activations(torch.zeros(1, 4, 1))
+    outbox.put(frame, keep=10, rows=None, want=4, budget_ms=1)
+    outbox.put(frame, keep=14, rows=None, want=4, budget_ms=1)
+    outbox.truncate(outbox.last_of(12))
+    assert outbox.put(frame, keep=12, rows=None, want=4, budget_ms=1, skips=True).step == 2
+    assert [(ticket.message.keep, ticket.wanted) for ticket in outbox.due()] == [(10, True), (12, True)]
+    outbox.answered(1, one(0))
+    assert outbox.last_of(12) == 1
+
+
 def test_forgotten_step_that_failed_is_settled_once():
     told: list[Ticket] = []
     outbox, tickets = outbox_of(1, on_settled=told.append)

@@ -152,3 +152,14 @@ def test_auto_counts_blocks_of_the_weights_that_it_chose(monkeypatch):
         open_model(ServeArguments.of(context.params))
     assert sizes["auto"] == sizes["int8"] < 0.5 * sizes["none"]
     assert sizes["int4"] < 0.6 * sizes["int8"]
+
+
+def test_weights_for_a_gpu_have_to_fit_into_the_host_as_well(monkeypatch):
+    room = {"cuda": 5, "cpu": 2}
+    monkeypatch.setattr("swarm.server.loader.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("swarm.server.loader.blocks_that_fit", lambda _, device: room[device.type])
+    context = command.make_context("swarm-serve", [str(DEMO_CHECKPOINT), "--quantize", "none"])
+    assert open_model(ServeArguments.of(context.params)).length == 2
+    room["cpu"] = 0
+    with pytest.raises(BadConfiguration, match="or its host has no room"):
+        open_model(ServeArguments.of(context.params))

@@ -13,9 +13,15 @@ export function begun(partial, model) {
   return Object.assign(message, nothing, { state: "running", model });
 }
 
-/** The body of a request for the next message. goesOn: the last one is the beginning of it. */
+/** The body of a request for the next message. goesOn: the answer that is to go on, with all that was said before it. */
 export function requestOf({ id, model, messages, settings }, goesOn) {
-  const said = messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
+  const said = [];
+  for (const { role, content } of goesOn ? messages.slice(0, messages.indexOf(goesOn) + 1) : messages) {
+    const last = said.at(-1);
+    if (!content) continue; // an answer that ended before its first text
+    if (last?.role === role) last.content += `\n\n${content}`; // templates want the roles in turn
+    else said.push({ role, content });
+  }
   const request = { model, stream: true, stream_options: { include_usage: true }, prompt_cache_key: id };
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) if (settings[name] !== null) request[name] = settings[name];
   if (goesOn) request.continue_final_message = true;

@@ -19,6 +19,7 @@ const WORDS = {
   context_length_exceeded: ["This chat is longer than the model can read.", "Start a new chat, or edit an earlier message to be shorter."],
   model_not_found: ["This gateway does not have the model any more.", "Choose another one below the message."],
   no_route: ["Some blocks of the model have no server now.", "Retry when a server is back, or choose another model."],
+  origin_not_allowed: ["The gateway does not take this page's address.", "Its owner has to allow it: --allow-origin, or the proxy's Host header."],
   timeout: ["The servers took too long.", "Go on or retry: the gateway then chooses a new route."],
   swarm_unreachable: ["The gateway cannot reach the swarm.", "Check the gateway's network, then retry."],
   401: ["The gateway asks for an API key.", "Enter the key that its owner gave you."],
@@ -104,16 +105,23 @@ async function* blocks(body) {
   }
 }
 
+let held = null; // the key, where storage is off
+
 /** The API key, or null. It stays in this tab unless it is to be remembered. */
 export function apiKey() {
   try {
-    return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
+    return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? held;
   } catch {
-    return null; // storage is off
+    return held;
   }
 }
 
 export function keepKey(key, remember) {
-  for (const storage of [sessionStorage, localStorage]) storage.removeItem(KEY);
-  if (key) (remember ? localStorage : sessionStorage).setItem(KEY, key);
+  held = key;
+  try {
+    for (const storage of [sessionStorage, localStorage]) storage.removeItem(KEY);
+    if (key) (remember ? localStorage : sessionStorage).setItem(KEY, key);
+  } catch {
+    // storage is off: until the page is closed, then
+  }
 }

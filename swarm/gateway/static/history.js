@@ -5,6 +5,7 @@ const STORE = "chats";
 
 export class History {
   #database; // null: no storage
+  #tabs = new BroadcastChannel(NAME);
   constructor(database) {
     this.#database = database;
   }
@@ -30,15 +31,25 @@ export class History {
   }
 
   put(chat) {
-    return this.#in("readwrite", (store) => store.put(chat));
+    return this.#change((store) => store.put(chat));
   }
 
   delete(id) {
-    return this.#in("readwrite", (store) => store.delete(id));
+    return this.#change((store) => store.delete(id));
   }
 
   clear() {
-    return this.#in("readwrite", (store) => store.clear());
+    return this.#change((store) => store.clear());
+  }
+
+  /** Call a function whenever another tab has changed something. */
+  onChange(told) {
+    this.#tabs.onmessage = told;
+  }
+
+  async #change(work) {
+    await this.#in("readwrite", work);
+    if (this.lasts) this.#tabs.postMessage(null);
   }
 
   async #in(mode, work) {

@@ -37,6 +37,7 @@ export class Markdown {
   #text = "";
   #settled = 0; // characters of blocks that are over
   #kept = 0; // their elements
+  #over = false;
 
   constructor(root) {
     this.#root = root;
@@ -44,7 +45,20 @@ export class Markdown {
 
   /** Show a text that may have grown. over: it will not grow any more. */
   update(text, over) {
-    if (text === this.#text && !over) return;
+    if (text === this.#text && over === this.#over) return;
+    this.#over = over;
+    try {
+      this.#draw(text, over);
+    } catch {
+      const plain = document.createElement("div"); // of a text that the parser does not bear, such as one nested too deep
+      plain.textContent = text;
+      this.#root.replaceChildren(plain);
+      this.#settled = this.#kept = 0;
+      this.#text = text;
+    }
+  }
+
+  #draw(text, over) {
     if (!text.startsWith(this.#text.slice(0, this.#settled)) || (over && /^ {0,3}\[[^\]]+\]:/m.test(text))) {
       this.#settled = this.#kept = 0; // another text, or a definition at its end that links above it need
     }

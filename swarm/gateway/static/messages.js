@@ -47,6 +47,7 @@ export class UserView {
     form.querySelector("[data-do=cancel]").addEventListener("click", close);
     field.addEventListener("input", () => fit(field));
     field.addEventListener("keydown", (event) => {
+      if (composing(event)) return;
       if (event.key === "Escape") close();
       else if (sends(event)) form.requestSubmit();
       else return;
@@ -180,7 +181,10 @@ export function fit(field) {
   field.style.height = `${field.scrollHeight}px`;
 }
 
+/** Whether a key press belongs to an input method; Safari says so of the last one by its code alone. */
+export const composing = (event) => event.isComposing || event.keyCode === 229;
+
 /** Whether a key press means to send: Enter alone, and not on a phone, whose keyboard has no Shift+Enter. */
 export function sends(event) {
-  return event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches;
+  return event.key === "Enter" && !event.shiftKey && !composing(event) && !matchMedia("(pointer: coarse)").matches;
 }

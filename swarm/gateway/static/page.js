@@ -1,9 +1,9 @@
 /* The chat page: the chat that is shown, the answers under way, keys and buttons. */
 
 import { begun, Clock, newId, requestOf, SETTINGS } from "./answers.js";
-import { answer, keepKey, models } from "./client.js";
+import { answer, apiKey, keepKey, models } from "./client.js";
 import { History, remembered } from "./history.js";
-import { AnswerView, clone, fit, plural, sends, shortModel, UserView } from "./messages.js";
+import { AnswerView, clone, composing, fit, plural, sends, shortModel, UserView } from "./messages.js";
 import { drawSettings, takeSetting } from "./sampling.js";
 import { $, chosen, confirmed, copy, drawTheme, hide, nextTheme, place, say, tell } from "./surface.js";
 
@@ -51,7 +51,8 @@ function add(message) {
 
 /** Forget the messages from one on. */
 function cut(message) {
-  for (const gone of chat.messages.splice(chat.messages.indexOf(message))) {
+  const at = chat.messages.indexOf(message);
+  for (const gone of at < 0 ? [] : chat.messages.splice(at)) {
     views.get(gone)?.element.remove();
     views.delete(gone);
   }
@@ -70,6 +71,7 @@ function drawChat() {
 }
 
 function drawHistory() {
+  if ($("history").querySelector("input")) return; // a name is being written
   $("history").replaceChildren(
     ...chats.map((each) => {
       const item = clone("t-chat");
@@ -100,15 +102,19 @@ function rename(each, item) {
   const field = document.createElement("input");
   field.value = each.title;
   field.setAttribute("aria-label", "Name of the chat");
+  let over = false;
   const done = (keep) => {
-    if (!field.isConnected) return;
-    if (keep && field.value.trim()) each.title = field.value.trim();
-    save(each);
+    if (over) return;
+    over = true;
+    const named = chats.find(({ id }) => id === each.id); // another tab may have changed it meanwhile
+    if (named && keep && field.value.trim()) named.title = field.value.trim();
+    field.remove();
+    if (named) save(named);
     drawChat();
   };
   field.addEventListener("blur", () => done(true));
   field.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" && event.key !== "Escape") return;
+    if (composing(event) || (event.key !== "Enter" && event.key !== "Escape")) return;
     event.preventDefault();
     event.stopPropagation();
     done(event.key === "Enter");
@@ -144,6 +150,20 @@ async function save(each) {
   }
 }
 
+/** Take what another tab has changed. Answers under way here, and a message that is being edited, stay as they are. */
+async function takeOthers() {
+  const known = new Set(chats.map(({ id }) => id));
+  const saved = await history.all();
+  const editing = $("log").querySelector(".edit") && chat;
+  const kept = chats.filter((each) => running.has(each.id) || each === editing);
+  const ids = new Set(kept.map(({ id }) => id));
+  chats = [...kept, ...saved.filter(({ id }) => !ids.has(id))].sort((a, b) => b.at - a.at);
+  const now = chats.find(({ id }) => id === chat.id);
+  if (now && now !== chat) show(now);
+  else if (!now && known.has(chat.id)) show(newChat());
+  else drawHistory();
+}
+
 function open() {
   const found = chats.find((each) => `#${each.id}` === location.hash);
   if (found && found !== chat) show(found);
@@ -152,11 +172,12 @@ function open() {
 
 // --- asking -------------------------------------------------------------------------------------------------------
 
+/** Say something in the chat that is shown. Returns whether it could be said. */
 function send(text) {
-  if (running.has(chat.id)) return;
+  if (running.has(chat.id)) return false;
   if (!chat.model) {
-    tell("There is no model to ask: the gateway has told none.", "Look again", look);
-    return;
+    look(); // its notice says why there is none
+    return false;
   }
   if (!chats.includes(chat)) {
     chats.unshift(chat);
@@ -165,6 +186,7 @@ function send(text) {
   chat.title ||= text.split("\n")[0].slice(0, TITLE_MAX);
   add({ id: newId(), role: "user", content: text });
   ask();
+  return true;
 }
 
 /** Answer the last message, or go on with the answer that it is. */
@@ -226,7 +248,12 @@ function fail(message, error) {
   if (error.status === 404) look();
 }
 
-function again(message) {
+async function again(message) {
+  const its = chat;
+  const later = its.messages.length - 1 - its.messages.indexOf(message);
+  if (!its.messages.includes(message)) return; // of a chat that is not shown any more
+  if (later && !(await confirmed(`Delete the ${later === 1 ? "message" : plural(later, "message")} after this answer?`))) return;
+  if (chat !== its || busy()) return;
   cut(message);
   ask();
 }
@@ -236,7 +263,8 @@ function again(message) {
 async function look() {
   try {
     catalogue = await models();
-    tell("");
+    if (catalogue.length) tell("");
+    else tell("There is no model to ask: the gateway has told none.", "Look again", look);
   } catch (error) {
     if (error.status === 401) tell("The gateway asks for an API key.", "Enter the key", async () => (await askKey()) && look());
     else tell(`${error.message} ${error.advice ?? ""}`, "Look again", look);
@@ -281,6 +309,7 @@ function chooseModel(id) {
 
 async function askKey() {
   const field = $("key-value");
+  $("key").querySelector("[data-do=forget]").hidden = !apiKey();
   if (!(await chosen($("key")))) return false;
   keepKey(field.value.trim(), $("key-remember").checked);
   field.value = "";
@@ -332,7 +361,7 @@ function onMessage(event) {
 }
 
 function onKey(event) {
-  if (event.isComposing || document.querySelector("dialog[open]")) return;
+  if (composing(event) || document.querySelector("dialog[open]")) return;
   const typing = event.target.closest?.("input, textarea");
   if (event.key === "Escape" && busy() && !document.querySelector(":popover-open")) running.get(chat.id).abort();
   else if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) $("prompt").focus();
@@ -347,10 +376,9 @@ function onKey(event) {
 function submit(event) {
   event?.preventDefault();
   const text = $("prompt").value.trim();
-  if (!text || busy()) return;
+  if (!text || !send(text)) return;
   $("prompt").value = "";
   fit($("prompt"));
-  send(text);
 }
 
 function fresh() {
@@ -381,8 +409,13 @@ $("settings").addEventListener("reset", (event) => {
 $("key").querySelector("[data-do=cancel]").addEventListener("click", () => $("key").close("no"));
 $("change-key").addEventListener("click", () => {
   hide("sampling");
-  keepKey(null, false);
   askKey();
+});
+$("key").querySelector("[data-do=forget]").addEventListener("click", () => {
+  keepKey(null, false);
+  $("key").close("no");
+  drawSettings(chat.settings);
+  look();
 });
 $("model-list").addEventListener("change", (event) => chooseModel(event.target.value));
 $("models").addEventListener("beforetoggle", () => place($("models"), $("model")));
@@ -394,6 +427,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 });
 document.addEventListener("keydown", onKey);
 addEventListener("hashchange", open);
+history.onChange(takeOthers);
 addEventListener("pagehide", () => running.has(chat.id) && save(chat));
 document.addEventListener("visibilitychange", () => document.hidden || look());
 setInterval(() => document.hidden || look(), MODELS_EVERY_MS);

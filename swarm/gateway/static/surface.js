@@ -36,14 +36,14 @@ export function confirmed(question) {
 }
 
 export async function copy(button, text, source) {
-  let done = "Copied";
   try {
     await navigator.clipboard.writeText(text);
   } catch {
     getSelection().selectAllChildren(source); // not a secure context: the reader's own keys copy it
-    done = "Selected: press your keys to copy";
+    tell("The text is selected: press your keys to copy it.");
+    return;
   }
-  say(done);
+  say("Copied");
   const use = button.querySelector("use");
   use.setAttribute("href", "#i-done");
   setTimeout(() => use.setAttribute("href", "#i-copy"), 1500);

@@ -74,22 +74,26 @@
     watchCharts(source);
   }
 
+  let events = null; // none while the tab is hidden: a browser has few connections for all tabs together
+
   function listen() {
-    const events = new EventSource(document.body.dataset.events);
+    if (document.hidden || events !== null) return;
+    const source = (events = new EventSource(document.body.dataset.events));
     const tell = (on, text) => {
       live.hidden = false;
       live.className = on ? "on" : "off";
       live.textContent = text;
     };
-    events.addEventListener("open", () => tell(true, "live"));
-    events.addEventListener("error", () => {
+    source.addEventListener("open", () => tell(true, "live"));
+    source.addEventListener("error", () => {
       tell(false, "reconnecting");
-      if (events.readyState !== EventSource.CLOSED) return; // the browser tries again
+      if (source.readyState !== EventSource.CLOSED || source !== events) return; // the browser tries again
+      events = null;
       setTimeout(listen, REFUSED_MS * (1 + Math.random())); // too many listeners: look now and then
       wanted = -1;
       refreshSoon();
     });
-    events.addEventListener("state", (event) => {
+    source.addEventListener("state", (event) => {
       tell(true, "live");
       wanted = JSON.parse(event.data).revision;
       refreshSoon();
@@ -213,7 +217,7 @@
     resized.observe(box);
     const another = source !== undefined && source !== box.dataset.history; // "/" may show another model by now
     if (another) box.dataset.history = source;
-    if (another || performance.now() - drawnAt > HISTORY_MIN_MS) drawHistory();
+    if (another || !box.querySelector("canvas") || performance.now() - drawnAt > HISTORY_MIN_MS) drawHistory();
   }
 
   // ----------------------------------------------------------------------------------------------------------------
@@ -228,5 +232,11 @@
   watchCharts();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   listen();
-  document.addEventListener("visibilitychange", refreshSoon);
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      events?.close();
+      events = null;
+    } else listen();
+    refreshSoon();
+  });
 })();

@@ -314,7 +314,7 @@ async def _until_it_listens(process: asyncio.subprocess.Process, config: P2PConf
     for sign in ("address already in use", "cannot assign requested address", "permission denied"):
         if sign in text and "listen" in text and config.listen is not None:
             raise AddressInUse(f"{config.listen[0]}:{config.listen[1]}", sign)
-    raise P2PFailed(f"p2pd did not start: {text[-300:] or 'no output'}")
+    raise P2PFailed(f"p2pd did not start: {text[-300:] or 'no output'}; clients can go without it: --directory light")
 
 
 async def _attach(folder: Path, timeout_s: float) -> P2P:
