@@ -129,8 +129,9 @@ def ends_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def expected_dtype(checkpoint: Checkpoint, dtype: Dtype = "auto") -> torch.dtype:
     """Return the dtype in which a span will compute: the one that is asked for, or the one that the config declares."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    named = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)  # torch has no "auto"
+    if isinstance(named, torch.dtype):
+        return named
     declared = getattr(checkpoint.config, "dtype", None) or getattr(text_config(checkpoint.config), "dtype", None)
     return declared if isinstance(declared, torch.dtype) else torch.float32
 
