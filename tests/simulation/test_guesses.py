@@ -91,10 +91,10 @@ def test_a_session_with_steps_always_in_flight_leaves_a_hop_that_leaves() -> Non
 
 
 def steps_in_flight_are_forgotten_though_they_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget_guesses(self: Steps) -> None:
+    def forget_guesses(self: Steps, keep: int) -> None:
         for ticket in self._outbox._tickets.values():
             ticket.has_left = False
-        self._outbox.truncate(self._outbox.last_answered)
+        self._outbox.truncate(self._outbox.last_of(keep))
         self._journal.truncate(self._outbox.last_put)
 
     monkeypatch.setattr(Steps, "forget_guesses", forget_guesses)
@@ -129,7 +129,7 @@ def the_step_that_takes_guesses_back_counts_as_one_of_them(monkeypatch: pytest.M
     def send(self: Flight, step: Any) -> None:
         step.ticket = self._travel.steps.put(step.chunk, step.deadline, skips=step.restart)
         if step.restart:
-            self._travel.steps.forget_guesses()
+            self._travel.steps.forget_guesses(step.chunk.keep)
 
     monkeypatch.setattr(Flight, "_send", send)
 
