@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -268,9 +268,12 @@ class Tree:
         return self._sum("VmHWM")
 
     def _sum(self, field: str) -> float:
-        paths = (Path(f"/proc/{pid}/status") for pid in self._pids)
-        found = (re.search(rf"{field}:\s+(\d+) kB", path.read_text()) for path in paths)
-        return sum(int(match[1]) for match in found if match) / 1024
+        total = 0
+        for pid in self._pids:
+            with suppress(FileNotFoundError, ProcessLookupError):  # a child that has ended holds nothing
+                if match := re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
+                    total += int(match[1])
+        return total / 1024
 
 
 def announced_free(client: Bench) -> int:

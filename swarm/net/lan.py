@@ -50,7 +50,7 @@ class LanLimits:
     settle_s: float = limit(0.3, "s", "after a peer was found, others are waited for so long")
     client_s: float = limit(2.0, "s", "a client without initial peers that has found none by then fails")
     meet_s: float = limit(2.0, "s", "a node goes on by then, even if no peer that it found answers")
-    server_s: float = limit(1.0, "s", "a server without initial peers that has found none by then is the first")
+    server_s: float = limit(2.0, "s", "a server without initial peers that has found none by then is the first")
     again_s: float = limit(60.0, "s", "a node that stays asks anew so often: two networks may have become one")
     poll_s: float = limit(5.0, "s", "between two looks at this host's networks; they may change")
 

@@ -281,8 +281,11 @@ async def _process(config: P2PConfig, folder: Path) -> AsyncIterator[tuple[async
             await process.wait()
         finally:
             _signal(process, signal.SIGKILL)  # if cancelled while waiting: nothing may stay behind
-            reader.cancel()
-            await asyncio.wait({reader})
+            try:
+                await asyncio.wait({reader}, timeout=config.limits.stop_timeout_s)  # the pipe's end closes it
+            finally:
+                reader.cancel()
+                await asyncio.wait({reader})
 
 
 def _signal(process: asyncio.subprocess.Process, number: int) -> None:
