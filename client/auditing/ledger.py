@@ -29,7 +29,7 @@ class Audits:
     """The audits of one client so far. wrong: peer ids of servers whose outputs were wrong, in the order of finding.
 
     agreed: of sessions whose servers others agree with. disputed: some server was wrong. unaudited: no other server
-    could be asked, or the session did not suit, because its hops had changed, say.
+    could be asked, or the session did not suit, because it was too long, say.
     """
 
     agreed: int = 0

@@ -95,7 +95,7 @@ class Patrol:
         except SwarmError as error:
             return Findings(drawn.announcement.peer_id, why=str(error))
         if case is None:
-            return Findings(drawn.announcement.peer_id, why="hops changed within the session")
+            return Findings(drawn.announcement.peer_id, why="hops changed before they answered")
         false = self._signed_falsely(case)
         verdict = await auditor.audit(case)
         if not (verdict.accuses or verdict.cleared):
@@ -115,7 +115,7 @@ class Patrol:
         return peers_of(found)
 
     async def _case(self, auditor: Auditor, member: Member, drawn: SignedAnnouncement) -> Case | None:
-        """Have a session through a server. None where other hops took part, too. Raises SwarmError."""
+        """Have a session through a server. None where it told no outputs. Raises SwarmError."""
         prompt, steps = (self._draws.randint(*between) for between in (self._limits.prompt, self._limits.steps))
         target, blocks = Hop(drawn, drawn.announcement.span), Blocks(0, self._wanted.n_blocks)
         plan = SessionPlan(
@@ -135,11 +135,17 @@ class Patrol:
         try:
             await _converse(session, hidden, first)
             answers = await session.inlet.receipts(self._limits.audits.collect.receipt_s)
-            testimony = session.testimony()
+        except SwarmError:  # who breaks a session off is audited for what was told until then
+            if session.testimony() is None:
+                raise
+            answers = ()
         finally:
             await session.close()
+        testimony = session.testimony()
         if testimony is None:
             return None
+        if testimony.has_moved or not answers:
+            return Case(testimony, blocks, plan, first=target.process)
         statements = statements_of(testimony.route, answers, session.id, plan.root)
         doubts = in_doubt(testimony.route, statements, testimony, plan.coding)
         return Case(testimony, blocks, plan, first=target.process, doubts=tuple(doubts))

@@ -62,7 +62,7 @@ class Session:
         self.error: SwarmError | None = None  # a step has failed, or the session was closed: it takes no further step
         self._lock = asyncio.Lock()  # one step, or one move, at a time
         self._circuit = Circuit(session_id, shared)
-        transcript = Transcript(shared.limits.transcript) if plan.audited else None
+        transcript = Transcript(shared.limits.transcript, plan.expansion) if plan.audited else None
         steps = Steps(self._circuit, shared.limits, shared.others, plan.coding, transcript)
         restorer = Restorer(self._circuit, shared, finder, plan, steps)
         self._travel = Travel(self._circuit, shared, steps, restorer)
@@ -178,12 +178,9 @@ class Session:
         return self._flight.put(chunk, restart=restart)
 
     def testimony(self) -> Testimony | None:
-        """Return the hops' answers until now, for an audit. None where none were kept, or hops have changed."""
-        transcript = self._travel.steps.transcript
-        if transcript is None or transcript.has_moved or not transcript.outputs:
-            return None
-        past = tuple(self._travel.steps.past)
-        return Testimony(past, dict(transcript.outputs), transcript.route, self._plan.expansion)
+        """Return the answers of the session's first hops until now, for an audit. None where none were kept."""
+        steps = self._travel.steps
+        return None if steps.transcript is None else steps.transcript.testimony(steps.past)
 
     def expel(self, process: str) -> None:
         """Have a process compute no more of the session, and no hop keep what followed from its outputs."""

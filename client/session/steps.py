@@ -133,7 +133,7 @@ class Steps:
         if standing is not None:
             self.window = standing.window
             if self.transcript is not None:
-                self.transcript.stands(standing.layout.hops)
+                self.transcript.stands(standing.layout.hops, self.past)
             ahead, self._ahead = self._ahead, 0
             epoch = standing.layout.epoch
             if ahead == epoch:

@@ -1,7 +1,7 @@
 """A session's answers, kept for an audit: its last outputs, and the hops that computed them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,56 +17,20 @@ class TranscriptLimits:
     output_bytes: int = limit(4 << 20, "bytes", "of outputs; those of the first positions are forgotten first")
 
 
-class Transcript:
-    """The outputs of one session as it is now. What is rolled back is forgotten."""
-
-    def __init__(self, limits: TranscriptLimits = TranscriptLimits()) -> None:
-        self.route: tuple[Hop, ...] = ()
-        self.has_moved = False  # other hops took part, too: an audit could not tell which of all were wrong
-        self._limits = limits
-        self._outputs: dict[int, Tensor] = {}  # by position, in order: [rows, hidden_size]
-        self._n_bytes = 0
-
-    @property
-    def outputs(self) -> Mapping[int, Tensor]:
-        """The outputs by their positions, in order, each [rows, hidden_size]."""
-        return self._outputs
-
-    def stands(self, hops: tuple[Hop, ...]) -> None:
-        """Note the hops that compute from now on."""
-        self.has_moved = self.has_moved or (bool(self.route) and _places(self.route) != _places(hops))
-        self.route = hops
-
-    def note(self, keep: int, *, gathered: bool, tokens: int, output: Tensor | None) -> None:
-        """Note the answer to a step, in order. keep: positions that stayed before it. tokens: that it added.
-
-        output: of the last positions, [rows, wanted, hidden_size]. gathered: rows have changed places, so that earlier
-        outputs are of no use.
-        """
-        for position in [at for at in self._outputs if gathered or at >= keep]:
-            self._n_bytes -= self._outputs.pop(position).nbytes
-        wanted = 0 if output is None else output.shape[1]
-        for index in range(wanted):
-            assert output is not None
-            told = output[:, index].clone()  # not the frame that it came in, which others' outputs share
-            self._outputs[keep + tokens - wanted + index] = told
-            self._n_bytes += told.nbytes
-        while self._n_bytes > self._limits.output_bytes:
-            self._n_bytes -= self._outputs.pop(next(iter(self._outputs))).nbytes
-
-
 @dataclass(frozen=True, slots=True)
 class Testimony:
     """The answers of a session's hops, and the positions that they were given.
 
     past: all positions, in order, as the client's journal has them; expansion makes activations of it, if it keeps
-    token ids. outputs: as in `Transcript`. route: the hops, which were the same all the time.
+    token ids. outputs: as in `Transcript`. route: the hops, which were the same until then. has_moved: others took over
+    after that, for whose outputs nobody could tell which of all these hops were wrong.
     """
 
     past: tuple[Past, ...]
     outputs: Mapping[int, Tensor]
     route: tuple[Hop, ...]
     expansion: Expansion | None = None
+    has_moved: bool = False
 
     @property
     def rows(self) -> int:
@@ -77,6 +41,55 @@ class Testimony:
     def length(self) -> int:
         """Positions of the session."""
         return self.past[-1].stop
+
+
+class Transcript:
+    """The outputs of one session, as long as the same hops compute it. What is rolled back is forgotten.
+
+    When others take over, those of the first hops stay as they are then, and nothing is added: a server that leaves a
+    session does not leave its audit.
+    """
+
+    def __init__(self, limits: TranscriptLimits = TranscriptLimits(), expansion: Expansion | None = None) -> None:
+        """expansion: makes activations of the session's past, if that keeps token ids."""
+        self._limits, self._expansion = limits, expansion
+        self._route: tuple[Hop, ...] = ()
+        self._has_moved = False  # other hops took over
+        self._first: Testimony | None = None  # of those before them, if these told anything
+        self._outputs: dict[int, Tensor] = {}  # by position, in order: [rows, hidden_size]
+        self._n_bytes = 0
+
+    def testimony(self, past: Sequence[Past]) -> Testimony | None:
+        """Return what an audit takes; None where nothing was told. past: of all that was answered until now."""
+        if self._has_moved or not self._outputs:
+            return self._first
+        return Testimony(tuple(past), dict(self._outputs), self._route, self._expansion)
+
+    def stands(self, hops: tuple[Hop, ...], past: Sequence[Past]) -> None:
+        """Note the hops that compute from now on. past: of all that was answered before."""
+        if not self._has_moved and past and _places(self._route) != _places(hops):
+            first, self._has_moved = self.testimony(past), bool(self._route)
+            self._first = first and replace(first, has_moved=True)
+        self._route = hops
+
+    def note(self, keep: int, *, gathered: bool, tokens: int, output: Tensor | None) -> None:
+        """Note the answer to a step, in order. keep: positions that stayed before it. tokens: that it added.
+
+        output: of the last positions, [rows, wanted, hidden_size]. gathered: rows have changed places, so that earlier
+        outputs are of no use.
+        """
+        if self._has_moved:
+            return
+        for position in [at for at in self._outputs if gathered or at >= keep]:
+            self._n_bytes -= self._outputs.pop(position).nbytes
+        wanted = 0 if output is None else output.shape[1]
+        for index in range(wanted):
+            assert output is not None
+            told = output[:, index].clone()  # not the frame that it came in, which others' outputs share
+            self._outputs[keep + tokens - wanted + index] = told
+            self._n_bytes += told.nbytes
+        while self._n_bytes > self._limits.output_bytes:
+            self._n_bytes -= self._outputs.pop(next(iter(self._outputs))).nbytes
 
 
 def _places(hops: tuple[Hop, ...]) -> list[tuple[str, object]]:

@@ -96,6 +96,20 @@ def test_server_that_leaves_a_block_out_is_found_and_left(checkpoint, full):
         assert liar not in route_of(swarm, model)
 
 
+def test_a_wrong_server_that_leaves_its_sessions_is_found(checkpoint):
+    with inprocess(checkpoint, *SPANS) as swarm, audited(swarm) as model:
+        liar = swarm.serve("0:6", lie=leaves_a_block_out)
+        swarm.serve("0:3")
+        swarm.serve("3:6")
+
+        def leave():
+            swarm.loop.start(liar.handler.registry.drain(20.0))
+
+        generate(model, After(4, leave))
+        assert liar not in route_of(swarm, model)
+        assert (model.audits.disputed, model.audits.wrong) == (1, (liar.me.identity.peer_id,))
+
+
 def test_an_audit_that_runs_out_of_replays_convicts_nobody_and_its_servers_are_avoided(checkpoint):
     with inprocess(checkpoint) as swarm, audited(swarm, replace(ALL, replays_max=1)) as model:
         liar = swarm.serve("0:6", lie=leaves_a_block_out)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -30,7 +31,7 @@ SHORT = PatrolLimits(prompt=(8, 16), steps=(4, 8))
 class Auditing:
     """Audits the servers of a swarm, each time as a new client."""
 
-    def __init__(self, swarm: InProcessSwarm, seed: int = 0) -> None:
+    def __init__(self, swarm: InProcessSwarm, limits: PatrolLimits = SHORT, seed: int = 0) -> None:
         self.evidence: list[Evidence] = []
         checkpoint, draws = swarm.checkpoint, Random(seed)
         ends = TokenEnds(load_ends(checkpoint, dtype=swarm.dtype), checkpoint.traits)
@@ -41,7 +42,7 @@ class Auditing:
         def text(positions: int) -> torch.Tensor:
             return ends.embed(torch.tensor([passages.ids(positions)]), 0)
 
-        self.patrol = Patrol(wanted, text, SHORT, draws, self.evidence.append)
+        self.patrol = Patrol(wanted, text, limits, draws, self.evidence.append)
 
     def audit(self, answering: Collection[str] | None = None, left_out: Collection[str] = ()) -> Findings:
         servers = [peer_of(server) for server in self.swarm.servers]
@@ -83,6 +84,30 @@ def test_a_server_that_leaves_a_block_out_is_found_and_no_other(checkpoint):
         assert evidence.receipt.statement.peer_id == liar
         finding = verify(Evidence.read(evidence.to_bytes()), swarm.checkpoint)
         assert finding.is_wrong
+
+
+@pytest.mark.long
+def test_a_wrong_server_that_breaks_its_sessions_off_is_found(checkpoint):
+    def lie(span: Any) -> None:
+        leaves_a_block_out(span)
+        steps = 0
+
+        def hook(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
+            nonlocal steps
+            steps += output.shape[1] == 1
+            if output.shape[1] == 1 and steps > 2:
+                raise RuntimeError("breaks off")
+            return output
+
+        next(module for name, module in span.model.named_modules() if name.endswith("mlp")).register_forward_hook(hook)
+
+    with inprocess(checkpoint, "0:6", "0:6") as swarm:
+        liar, auditing = peer_of(swarm.serve("0:6", lie=lie)), Auditing(swarm, replace(SHORT, step_s=1.0))
+        for _ in range(12):
+            findings = auditing.audit()
+            if findings.drawn == liar:
+                break
+        assert (findings.wrong, findings.why) == ({liar}, "")
 
 
 @pytest.mark.parametrize("lie", ["inputs", "outputs"])

@@ -2,9 +2,11 @@
 
 import torch
 
+from swarm.activations import Activations
 from swarm.blocks import Blocks
 from swarm.client.planning.route import Hop
 from swarm.client.session.transcript import Transcript, TranscriptLimits
+from swarm.protocol.journal import Past
 from tests.client.test_route import server
 
 
@@ -13,7 +15,8 @@ def output(*values):
 
 
 def told(transcript):
-    return {at: tensor.item() for at, tensor in transcript.outputs.items()}
+    found = transcript if not isinstance(transcript, Transcript) else transcript.testimony(past(1))
+    return {at: tensor.item() for at, tensor in found.outputs.items()}
 
 
 def test_the_wanted_positions_are_the_last_ones_of_a_step():
@@ -47,15 +50,41 @@ def test_the_first_positions_are_forgotten_first():
     assert told(transcript) == {3: 3.0, 4: 4.0}
 
 
-def test_a_session_whose_hops_change_is_known():
+def past(length):
+    return (Past(0, Activations(torch.zeros(1, length, 2))),)
+
+
+def test_hops_that_are_replaced_are_audited_for_what_they_told_until_then():
     transcript, hop = Transcript(), Hop(server(0, 4), Blocks(0, 4))
-    transcript.stands((hop,))
-    transcript.stands((Hop(hop.signed, hop.blocks, 7.0),))
-    assert not transcript.has_moved
-    transcript.stands((Hop(server(0, 4), Blocks(0, 4)),))
-    for _ in range(2):
-        transcript.stands((hop,))
-    assert transcript.has_moved
+    transcript.stands((hop,), ())
+    transcript.note(0, gathered=False, tokens=2, output=output(0, 1))
+    transcript.stands((Hop(hop.signed, hop.blocks, 7.0),), past(2))
+    transcript.note(2, gathered=False, tokens=1, output=output(2))
+    assert not transcript.testimony(past(3)).has_moved
+    for other in (Hop(server(0, 4), Blocks(0, 4)), hop):
+        transcript.stands((other,), past(3))
+        transcript.note(1, gathered=False, tokens=1, output=output(9))
+    found = transcript.testimony(past(9))
+    assert [each.process for each in found.route] == [hop.process]
+    assert (found.has_moved, found.length, told(found)) == (True, 3, {0: 0.0, 1: 1.0, 2: 2.0})
+
+
+def test_hops_that_take_over_are_not_audited_for_what_others_computed():
+    transcript = Transcript()
+    transcript.stands((Hop(server(0, 4), Blocks(0, 4)),), ())
+    transcript.note(0, gathered=False, tokens=2, output=None)
+    transcript.stands((Hop(server(0, 4), Blocks(0, 4)),), past(2))
+    transcript.note(2, gathered=False, tokens=1, output=output(2))
+    assert transcript.testimony(past(3)) is None
+
+
+def test_hops_that_begin_anew_are_audited():
+    transcript, hop = Transcript(), Hop(server(0, 4), Blocks(0, 4))
+    for each in (Hop(server(0, 4), Blocks(0, 4)), hop):
+        transcript.stands((each,), ())
+    transcript.note(0, gathered=False, tokens=1, output=output(2))
+    found = transcript.testimony(past(1))
+    assert (found.route, found.has_moved) == ((hop,), False)
 
 
 def test_an_output_holds_no_frame_that_others_share():
@@ -63,5 +92,5 @@ def test_an_output_holds_no_frame_that_others_share():
     transcript = Transcript()
     for at, column in enumerate(frame.split(1, 1)):
         transcript.note(at, gathered=False, tokens=1, output=column)
-    held = sum(each.untyped_storage().nbytes() for each in transcript.outputs.values())
-    assert held == sum(each.nbytes for each in transcript.outputs.values())
+    held = sum(each.untyped_storage().nbytes() for each in transcript.testimony(past(1)).outputs.values())
+    assert held == sum(each.nbytes for each in transcript.testimony(past(1)).outputs.values())
