@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 from swarm.client.session.avoidance import Avoidance
 from swarm.client.session.leg import Leg, LegState
@@ -45,6 +46,10 @@ class Rebuilding:
     lacking: frozenset[int]
     due: int
     sender: PastSender | None
+
+    def hops_from(self, index: int) -> int:
+        """Return how many legs in a row, from this one on, get it."""
+        return next(n for n in count() if index + n not in self.lacking)
 
 
 class Circuit:

@@ -10,6 +10,7 @@ from swarm.client.session.leg import Reply
 from swarm.client.session.limits import RecoveryLimits
 from swarm.client.session.steps import Steps
 from swarm.client.session.verdicts import (
+    DuePiece,
     Ended,
     Fact,
     LetGo,
@@ -20,6 +21,7 @@ from swarm.client.session.verdicts import (
     judge,
     wrong_coding,
     wrong_output,
+    wrong_piece,
     wrong_relay,
 )
 from swarm.errors import EdgeDown, HopFailed, Refused
@@ -127,19 +129,22 @@ class Inlet:
 
     def _relay(self, index: int, message: wire.Step | wire.Rebuild, activations: Activations | None) -> None:
         """Pass on activations that a hop cannot send to the next one itself."""
-        legs, ticket = self._circuit.layout.legs, None
+        target, ticket = self._circuit.layout.legs[index + 1], None
         if isinstance(message, wire.Step):
             ticket = self._steps.in_flight(message.step)
             if ticket is None:
                 return  # it was answered
-        elif not self._is_due(index + 1):
-            return
-        if wrong := wrong_coding(message.hidden, self._steps.coding) or wrong_relay(activations, ticket):
+            wrong = wrong_relay(activations, ticket)
+        else:
+            due = self._due(index + 1)
+            if due is None:
+                return
+            wrong = wrong_piece(message, activations, due)
+        if wrong := wrong_coding(message.hidden, self._steps.coding) or wrong:
             self._report_wrong(index, wrong, skipped=activations is None)
             return
         if isinstance(message, wire.Step) and ticket is not None:
             message, activations = _handed_on(message, activations, ticket)
-        target = legs[index + 1]
         try:
             if isinstance(message, wire.Rebuild):
                 target.past.add(message)
@@ -150,10 +155,12 @@ class Inlet:
         except HopFailed as failed:
             self._circuit.report(failed)
 
-    def _is_due(self, index: int) -> bool:
-        """Whether a hop waits for a piece of the past."""
-        rebuilding = self._circuit.rebuilding
-        return rebuilding is not None and index in rebuilding.lacking and not self._circuit.layout.legs[index].is_whole
+    def _due(self, index: int) -> DuePiece | None:
+        """Return the piece of the past that a hop waits for; None if it waits for none."""
+        rebuilding, leg = self._circuit.rebuilding, self._circuit.layout.legs[index]
+        if rebuilding is None or index not in rebuilding.lacking or leg.is_whole:
+            return None
+        return DuePiece(leg.past.stop, rebuilding.due, rebuilding.hops_from(index), *self._steps.form)
 
     def _report_wrong(self, index: int, wrong: str, *, skipped: bool) -> None:
         """A hop has sent wrong activations. skipped: none; so it may be that the hop before has sent it none."""

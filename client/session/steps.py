@@ -43,6 +43,7 @@ class Steps:
         self.transcript = transcript
         self.window = 1  # steps that may be in flight, on the route that stood last
         self.skipped = False  # the last answered step was skipped: some hops have its positions, and others do not
+        self.form = (1, 0)  # rows and hidden size of the last step; before the first one, as `begin` has it
         self.held = 0  # positions of the prompt that all hops had when the session was opened
         self._circuit = circuit
         self._outbox = Outbox(circuit.session, self._on_settled, limits.outbox, coding)
@@ -83,6 +84,8 @@ class Steps:
         ticket = self._outbox.put(
             chunk.activations, keep=chunk.keep, rows=chunk.rows, want=chunk.want, budget_ms=budget_ms, skips=skips
         )
+        rows, _, width = chunk.activations.hidden.shape
+        self.form = (rows, width)
         self._journal.add(Entry(ticket.message.step, chunk.rows, Past(chunk.keep, chunk.kept)))
         self._send_due()
         return ticket

@@ -78,6 +78,20 @@ class RefuseStep:
     error: Refused
 
 
+@dataclass(frozen=True, slots=True)
+class DuePiece:
+    """The piece of the past that is due to be relayed. start: of total positions, at most. hops: that lack them.
+
+    width: the hidden size; 0 before a session's first step.
+    """
+
+    start: int
+    total: int
+    hops: int
+    rows: int
+    width: int
+
+
 Fact: TypeAlias = wire.Failed | wire.Refused | Ended
 Verdict: TypeAlias = Fault | LetGo | RefuseReplies | RefuseStep
 
@@ -151,17 +165,30 @@ def wrong_output(ticket: Ticket, activations: Activations | None, hidden: Tensor
     return None
 
 
-def wrong_relay(activations: Activations | None, ticket: Ticket | None) -> str | None:
-    """Return the fault of activations that a hop hands to the client to relay; None if they are sound.
+def wrong_relay(activations: Activations | None, ticket: Ticket) -> str | None:
+    """Return the fault of a step that a hop hands to the client to relay; None if it is sound.
 
-    activations: None for a step that it has skipped. ticket: of the step; None for a piece of the past.
+    activations: None for a step that it has skipped. ticket: of the step.
     """
     if activations is None:
-        is_right = ticket is not None and not ticket.wanted
-        return None if is_right else "it has skipped a step that nothing takes back"
-    hidden = activations.hidden
-    due = None if ticket is None else tuple(ticket.activations.hidden.shape)
-    is_formed = hidden.dim() == 3 and is_sound(activations) and due in {None, tuple(hidden.shape)}
+        return None if not ticket.wanted else "it has skipped a step that nothing takes back"
+    return _wrong_form(activations, tuple(ticket.activations.hidden.shape))
+
+
+def wrong_piece(piece: wire.Rebuild, activations: Activations | None, due: DuePiece) -> str | None:
+    """Return the fault of a piece of the past that a hop hands to the client to relay; None if it is sound."""
+    if activations is None or activations.hidden.dim() != 3:
+        return _wrong_form(activations, ())
+    tokens = activations.tokens
+    stop = piece.start + tokens
+    if piece.start > due.start or stop > due.total or piece.total != due.total or piece.hops != due.hops:
+        told = f"{piece.start} to {stop} of {piece.total}, for {piece.hops} hops"
+        return f"it has sent positions {told}, where {due.start} of {due.total} are due for {due.hops}"
+    return _wrong_form(activations, (due.rows, tokens, due.width or activations.hidden.shape[2]))
+
+
+def _wrong_form(activations: Activations | None, due: tuple[int, ...]) -> str | None:
+    is_formed = activations is not None and tuple(activations.hidden.shape) == due and is_sound(activations)
     return None if is_formed else "its activations are of the wrong shape or type, infinite or no numbers"
 
 

@@ -56,6 +56,7 @@ class ReplayWindow:
 
     def __init__(self, limits: ReplayLimits | None = None) -> None:
         self.n_bytes = 0  # on their way
+        self.stop = 0  # where the last piece stops
         self._n_bytes_max = 1  # before the first confirmation: one piece, however large
         self._pieces: deque[tuple[int, int]] = deque()  # where each stops, and its bytes
         self._limits = limits or ReplayLimits()
@@ -70,7 +71,8 @@ class ReplayWindow:
 
     def add(self, piece: Rebuild) -> None:
         """Count a piece that is sent, or passed on."""
-        self._pieces.append((_stop(piece), piece.hidden.n_bytes))
+        self.stop = _stop(piece)
+        self._pieces.append((self.stop, piece.hidden.n_bytes))
         self.n_bytes += piece.hidden.n_bytes
 
     def confirmed(self, stop: int) -> int | None:

@@ -1,6 +1,6 @@
 """The table of verdicts: a row for each rule. No clock, no network; the loop is there for replies that are awaited."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from swarm.blocks import Blocks
 from swarm.client.session.leg import Leg
 from swarm.client.session.standing import Layout
 from swarm.client.session.verdicts import (
+    DuePiece,
     Ended,
     LetGo,
     RefuseReplies,
@@ -19,6 +20,7 @@ from swarm.client.session.verdicts import (
     judge,
     wrong_coding,
     wrong_output,
+    wrong_piece,
     wrong_relay,
 )
 from swarm.errors import EdgeDown, HopFailed, Refused
@@ -252,22 +254,44 @@ def test_each_output_has_its_verdict(name):
 
 RELAYS = {
     "a step": (answer(1, 5, 4), put(), True),
-    "a piece of a past": (answer(2, 9, 4), None, True),
     "a skipped step that was taken back": (None, taken_back(), True),
     "a skipped step that was not": (None, put(), False),
-    "a past without activations": (None, None, False),
     "a step of another shape": (answer(1, 4, 4), put(), False),
-    "a past of no rows and columns": (answer(9, 4), None, False),
     "a step without numbers": (answer(1, 5, 4, fill=float("nan")), put(), False),
-    "a past without numbers": (answer(2, 9, 4, fill=float("inf")), None, False),
-    "a past of integers": (answer(2, 9, 4, dtype=torch.int32, fill=1), None, False),
 }
 
 
 @pytest.mark.parametrize("name", RELAYS)
-def test_each_relayed_message_has_its_verdict(name):
+def test_each_relayed_step_has_its_verdict(name):
     activations, ticket, is_sent = RELAYS[name]
     assert (wrong_relay(activations, ticket) is None) == is_sent
+
+
+PIECES = {
+    "the next one": (answer(2, 9, 4), {}, True),
+    "one that came before": (answer(2, 9, 4), {"start": 3}, True),
+    "the last one": (answer(2, 1, 4), {"start": 13}, True),
+    "one behind the next": (answer(2, 9, 4), {"start": 6}, False),
+    "one that goes on behind the end": (answer(2, 10, 4), {}, False),
+    "of a longer past": (answer(2, 9, 4), {"total": 15}, False),
+    "for more hops": (answer(2, 9, 4), {"hops": 3}, False),
+    "of other rows": (answer(3, 9, 4), {}, False),
+    "of another width": (answer(2, 9, 5), {}, False),
+    "of no rows and columns": (answer(9, 4), {}, False),
+    "without activations": (None, {}, False),
+    "without numbers": (answer(2, 9, 4, fill=float("inf")), {}, False),
+    "of integers": (answer(2, 9, 4, dtype=torch.int32, fill=1), {}, False),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_each_relayed_piece_of_a_past_has_its_verdict(name):
+    activations, differs, is_sent = PIECES[name]
+    start, due = 5, DuePiece(start=13 if name == "the last one" else 5, total=14, hops=2, rows=2, width=4)
+    told = {"start": start, "total": 14, "hops": 2, "hidden": meta_of(answer(2, 9, 4).hidden), **differs}
+    piece = wire.Rebuild(session=SESSION, epoch=1, **told)
+    assert (wrong_piece(piece, activations, due) is None) == is_sent
+    assert (wrong_piece(piece, activations, replace(due, width=0)) is None) == (is_sent or name == "of another width")
 
 
 @pytest.mark.parametrize(
