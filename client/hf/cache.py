@@ -31,6 +31,7 @@ class RemoteCache(Cache):
         self._session: AheadSession | None = None
         self._rows: list[int] | None = None
         self._n_rows = 0
+        self._padding: Tensor | None = None  # bool [rows, positions] of the past; None: there is none
 
     @property
     def length(self) -> int:
@@ -56,9 +57,12 @@ class RemoteCache(Cache):
         ids: Tensor | None = None,
         drafting: Drafting | None = None,
         processors: LogitsProcessorList | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Run new positions through the blocks. Shapes as in `Session.step`, the rest as in `AheadSession.step`.
 
+        mask: [rows, positions] of all positions, 0 for padding, as the model's caller gave it, or only of new ones.
+        Raises UsageError where it shows or hides others of the past than when these came: servers keep what came first.
         An interrupt such as Ctrl-C ends the session, because the state of the blocks is not known then.
         """
         if self._session is None:
@@ -72,6 +76,9 @@ class RemoteCache(Cache):
         if length and batch != held:
             raise UsageError(f"this conversation has {held} rows, and the input has {batch}")
         rows = self._rows if length else None
+        padding = None if self._padding is None else self._padding[self._rows_now, :length]
+        if mask is not None and mask.shape[1] == length + activations.tokens:
+            _check_past((mask[:, :length] == 0).expand(batch, length), padding)
         try:
             output = self._session.step(
                 activations,
@@ -85,6 +92,7 @@ class RemoteCache(Cache):
             self._rows = None
             self._n_rows, tokens, _ = activations.hidden.shape
             self._layer.length += tokens
+            self._padding = _longer(padding, activations, length)
         except SwarmError:
             raise  # it has ended by itself, or nothing has changed
         except BaseException:
@@ -169,6 +177,28 @@ class RemoteCache(Cache):
         before = self._rows_now
         after = [before[row] for row in rows]
         self._rows = None if after == list(range(self._n_rows)) else after
+
+
+def _check_past(hidden: Tensor, padding: Tensor | None) -> None:
+    """Raise UsageError where a mask hides others of the past than are padding. Both: bool [rows, positions]."""
+    if not (bool(hidden.any()) if padding is None else not torch.equal(hidden, padding.to(hidden.device))):
+        return
+    raise UsageError(
+        "attention_mask hides other tokens of the past than it did when they came, and servers keep what came first: "
+        "pass the mask as it was then, with columns for the new tokens behind it, or begin anew (model.new_cache())"
+    )
+
+
+def _longer(padding: Tensor | None, new: Activations, length: int) -> Tensor | None:
+    """Return the padding of a past of so many positions and of new ones behind it."""
+    if padding is None and new.mask is None:
+        return None
+    rows, tokens, _ = new.hidden.shape
+    past = torch.zeros(rows, length, dtype=torch.bool) if padding is None else padding
+    added = (
+        torch.zeros(rows, tokens, dtype=torch.bool) if new.mask is None else (new.mask.cpu() == 0).expand(rows, tokens)
+    )
+    return torch.cat([past, added], dim=1)
 
 
 class _RemoteLayer(CacheLayerMixin):

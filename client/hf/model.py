@@ -323,7 +323,12 @@ class DistributedModel(HeadedModel):
         if call.cache is not None:
             processors = getattr(self._calls, "processors", None)
             output = call.cache.step(
-                activations, want=want, ids=call.ids, drafting=self._calls_drafting, processors=processors
+                activations,
+                want=want,
+                ids=call.ids,
+                drafting=self._calls_drafting,
+                processors=processors,
+                mask=call.mask,
             )
         else:
             if call.mask is None and call.positions is not None and bool((call.positions.diff() != 1).any()):

@@ -52,6 +52,25 @@ def test_padded_prefill_in_chunks_continues_token_by_token(swarm, full):
         assert torch.equal(model.generate(IDS, **arguments), full.generate(IDS, **arguments))
 
 
+@pytest.mark.parametrize("hidden", [0, 5], ids=["all shown", "some hidden"])
+def test_a_mask_that_hides_others_of_the_past_is_refused_and_nothing_is_lost(model, full, hidden):
+    tail, n = IDS[:, :2], IDS.shape[1]
+    mask = torch.ones(2, n + 2, dtype=torch.int64)
+    mask[0, :hidden] = 0
+    other = mask.clone()
+    other[0, 3 : hidden + 4] = 0
+    with torch.no_grad():
+        past = model(IDS, attention_mask=mask[:, :n]).past_key_values
+        for wrong in (other, 1 - mask):
+            with pytest.raises(UsageError, match="attention_mask hides other tokens"):
+                model(tail, attention_mask=wrong, past_key_values=past)
+        past.crop(-3)
+        past.reorder_cache(torch.tensor([1, 0]))
+        mine = model(tail, attention_mask=mask[[1, 0], : n - 1], past_key_values=past).logits
+        same = full(IDS[[1, 0], : n - 3], attention_mask=mask[[1, 0], : n - 3]).past_key_values
+        assert same_logits(mine, full(tail, attention_mask=mask[[1, 0], : n - 1], past_key_values=same).logits)
+
+
 def test_every_lease_is_back_after_a_generation(swarm, model):
     model.generate(IDS, max_new_tokens=4, pad_token_id=0)
     eventually(lambda: leases(swarm) == [(0, 0)] * 3)
