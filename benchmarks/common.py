@@ -147,12 +147,6 @@ def cpu_ms(pids: Sequence[int]) -> list[float]:
     ]
 
 
-def own_bytes(pid: int | None = None) -> int:
-    """Return the memory of this process, or another, that no file backs. Linux. StopIteration: it is ending."""
-    lines = Path(f"/proc/{pid or os.getpid()}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is text, the others are numbers."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]

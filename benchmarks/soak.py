@@ -43,7 +43,7 @@ import httpx
 import numpy
 import psutil
 import torch
-from common import SEED, own_bytes, table, write_json
+from common import SEED, table, write_json
 from transformers import AutoModelForCausalLM
 
 from swarm.client import AutoDistributedModel
@@ -69,10 +69,7 @@ PEER = re.compile(r"12D3KooW\w+")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a process has. generations: of the whole swarm until then. own: bytes of memory that no file backs.
-
-    Processes start as forks, to be quick. What they inherit counts from the start: each inherited page that a reference
-    count touches becomes the process's own later, which would look like growth.
+    """What a process has. generations: of the whole swarm until then. own: bytes of memory that no other shares.
 
     pool: of a server, the tokens that sessions hold, and those that are lent to beginnings of prompts.
     """
@@ -292,10 +289,11 @@ class Soak:
             pool = None if port is None else pool_of(httpx.get(f"http://127.0.0.1:{port}/metrics").text)
             with suppress(psutil.NoSuchProcess):
                 for each in (process, *process.children(recursive=True)):
-                    with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, StopIteration):
+                    with suppress(psutil.NoSuchProcess):
                         known = name if each is process else f"{name}: {each.name()} {each.pid}"
+                        own = each.memory_full_info().uss
                         mine = pool if each is process else None
-                        samples[known].append(Sample(self.generations, own_bytes(each.pid), each.num_fds(), mine))
+                        samples[known].append(Sample(self.generations, own, each.num_fds(), mine))
 
     async def _come_and_go(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         """Ask again and again: short and long prompts, some answers cut off at a random moment."""

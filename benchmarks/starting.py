@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import torch
-from common import SEED, Samples, own_bytes, table, write_json
+from common import SEED, Samples, table, write_json
 from load import save_checkpoint
 
 from swarm.blocks import Blocks
@@ -113,6 +113,12 @@ def start(folder: str, kind: str, cache: str) -> dict[str, float]:
     watcher.join()
     peak = max(highest, own_bytes()) - before
     return {"s": took, "wrote": wrote, "peak": float(peak), "weights": float(span.weight_bytes)}
+
+
+def own_bytes() -> int:
+    """Return this process's own memory: resident pages that are no file's. Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 if __name__ == "__main__":
