@@ -321,15 +321,8 @@ class DistributedModel(HeadedModel):
         want = tokens if call.want_all else min(call.want, tokens)
         output: Tensor
         if call.cache is not None:
-            processors = getattr(self._calls, "processors", None)
-            output = call.cache.step(
-                activations,
-                want=want,
-                ids=call.ids,
-                drafting=self._calls_drafting,
-                processors=processors,
-                mask=call.mask,
-            )
+            guessing = {"drafting": self._calls_drafting, "processors": getattr(self._calls, "processors", None)}
+            output = call.cache.step(activations, want=want, ids=call.ids, mask=call.mask, **guessing)
         else:
             if call.mask is None and call.positions is not None and bool((call.positions.diff() != 1).any()):
                 raise UsageError("sequences that lie behind each other in a row are not kept apart: pass them as rows")

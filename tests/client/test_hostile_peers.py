@@ -126,7 +126,7 @@ def inlet(relayed=(), lacking=None):
     hidden = torch.zeros(1, 1, 8)
     message = wire.Step(**NAMES, step=1, keep=4, want=1, budget_ms=1, hidden=meta_of(hidden))
     ticket = Ticket(message, Activations(hidden))
-    steps = SimpleNamespace(in_flight=lambda _: ticket, awaited=lambda _: ticket, coding=None)
+    steps = SimpleNamespace(in_flight=lambda _: ticket, awaited=lambda _: ticket, coding=None, form=(1, 8))
     return Inlet(circuit, steps, lambda _: None, lambda: 0.0, RecoveryLimits()), circuit, sent
 
 
