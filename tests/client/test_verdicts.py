@@ -271,7 +271,7 @@ PIECES = {
     "the next one": (answer(2, 9, 4), {}, True),
     "one that came before": (answer(2, 9, 4), {"start": 3}, True),
     "the last one": (answer(2, 1, 4), {"start": 13}, True),
-    "one behind the next": (answer(2, 9, 4), {"start": 6}, False),
+    "one behind the next": (answer(2, 8, 4), {"start": 6}, False),
     "one that goes on behind the end": (answer(2, 10, 4), {}, False),
     "of a longer past": (answer(2, 9, 4), {"total": 15}, False),
     "for more hops": (answer(2, 9, 4), {"hops": 3}, False),
