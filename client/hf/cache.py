@@ -92,7 +92,8 @@ class RemoteCache(Cache):
             self._rows = None
             self._n_rows, tokens, _ = activations.hidden.shape
             self._layer.length += tokens
-            self._padding = _longer(padding, activations, length)
+            if padding is not None or activations.mask is not None:
+                self._padding = _longer(padding, activations, length)
         except SwarmError:
             raise  # it has ended by itself, or nothing has changed
         except BaseException:
@@ -189,10 +190,8 @@ def _check_past(hidden: Tensor, padding: Tensor | None) -> None:
     )
 
 
-def _longer(padding: Tensor | None, new: Activations, length: int) -> Tensor | None:
+def _longer(padding: Tensor | None, new: Activations, length: int) -> Tensor:
     """Return the padding of a past of so many positions and of new ones behind it."""
-    if padding is None and new.mask is None:
-        return None
     rows, tokens, _ = new.hidden.shape
     past = torch.zeros(rows, length, dtype=torch.bool) if padding is None else padding
     added = (
