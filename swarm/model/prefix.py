@@ -16,9 +16,26 @@ from swarm.model.span import Span
 
 @dataclass(frozen=True, slots=True)
 class PastBlock:
-    """Keys and values [1, heads, positions, size] of each layer of a span, which nothing changes any more."""
+    """Keys and values of some positions of each layer of a span, which nothing changes any more.
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    They lie one behind the other in one tensor: thousands of small ones that come and go leave a heap full of holes.
+    shapes: [1, heads, positions, size] of each layer's keys and of its values.
+    """
+
+    data: Tensor
+    shapes: tuple[tuple[torch.Size, torch.Size], ...]
+
+    @property
+    def positions(self) -> int:
+        """How many it has."""
+        return self.shapes[0][0][-2]
+
+    @property
+    def layers(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Each layer's keys and values, as views."""
+        sizes = [shape.numel() for pair in self.shapes for shape in pair]
+        parts = iter(self.data.split(sizes))
+        return tuple((next(parts).view(keys), next(parts).view(values)) for keys, values in self.shapes)
 
 
 @dataclass(slots=True)
@@ -32,8 +49,8 @@ class Cutting:
     blocks: tuple[PastBlock, ...] = ()
 
     def cut(self, cache: SpanCache) -> None:
-        """Copy the blocks out of a cache of one row; none where a layer does not keep every position."""
-        if all(_is_plain(layer, cache.length) for layer in cache.layers):
+        """Copy the blocks out of a cache of one row; none where layers do not keep every position alike."""
+        if all(_is_plain(layer, cache.length) for layer in cache.layers) and len(_kinds(cache)) == 1:
             self.blocks = tuple(_copied(cache, start, stop) for start, stop in self.bounds)
 
 
@@ -52,15 +69,23 @@ def refill(cache: SpanCache, blocks: Sequence[PastBlock]) -> None:
     for layer, pairs in zip(cache.layers, each_layer, strict=True):
         keys, values = (torch.cat([pair[side] for pair in pairs], dim=-2) for side in (0, 1))
         layer.update(keys, values)
-    cache.advance(sum(block.layers[0][0].shape[-2] for block in blocks))
+    cache.advance(sum(block.positions for block in blocks))
 
 
 def _is_plain(layer: object, length: int) -> bool:
     return type(layer) is GrowingLayer and layer.keys is not None and layer.keys.shape[-2] == length
 
 
+def _kinds(cache: SpanCache) -> set[tuple[torch.dtype, torch.device]]:
+    return {(side.dtype, side.device) for layer in cache.layers for side in (layer.keys, layer.values)}
+
+
 def _copied(cache: SpanCache, start: int, stop: int) -> PastBlock:
-    whole = [(layer.keys, layer.values) for layer in cache.layers]
-    return PastBlock(
-        tuple((keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in whole)
-    )
+    cut = [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in cache.layers]
+    shapes = tuple((keys.shape, values.shape) for keys, values in cut)
+    data = cut[0][0].new_empty(sum(keys.numel() + values.numel() for keys, values in cut))
+    block = PastBlock(data, shapes)
+    for into, pair in zip(block.layers, cut, strict=True):
+        for side in (0, 1):
+            into[side].copy_(pair[side])
+    return block
