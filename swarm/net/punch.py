@@ -111,17 +111,25 @@ async def punch(
     except (TimeoutError, OSError):
         pass
     finally:
-        await _end(tasks, found)
-        door.close()
+        ending = loop.create_task(_end(tasks, door, found))
+        try:
+            await asyncio.shield(ending)  # a caller that gives up now leaves it to itself
+        except asyncio.CancelledError:
+            if found is not None:
+                found.close()
+            raise
     return found
 
 
-async def _end(tasks: "set[asyncio.Task[socket.socket | None]]", kept: socket.socket | None) -> None:
+async def _end(
+    tasks: "set[asyncio.Task[socket.socket | None]]", door: socket.socket, kept: socket.socket | None
+) -> None:
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, socket.socket) and result is not kept:
             result.close()
+    door.close()
 
 
 async def _come_in(door: socket.socket, host: str) -> socket.socket | None:

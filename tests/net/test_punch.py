@@ -1,7 +1,10 @@
 """Hole punching on loopback, where no router is in the way: who meets, and who is never dialled."""
 
 import asyncio
+import gc
 import socket
+import warnings
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import pytest
@@ -59,6 +62,32 @@ async def test_a_late_one_comes_in():
         assert None not in (late, first)
         late.close()
         first.close()
+
+
+async def test_who_gives_up_at_any_moment_leaves_no_socket_open(monkeypatch):
+    async def found(*_):
+        return socket.socket()
+
+    monkeypatch.setattr("swarm.net.punch._go_out", found)
+    async with ends(1) as (one,):
+        moments = Counter()
+        with warnings.catch_warnings(record=True) as left:
+            warnings.simplefilter("always", ResourceWarning)
+            for turns in range(12):
+                punching = asyncio.create_task(punch(one, Tcp("127.0.0.9", 4000), None, False, PATIENT))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                punching.cancel()
+                (sock,) = await asyncio.gather(punching, return_exceptions=True)
+                moments[type(sock)] += 1
+                if isinstance(sock, socket.socket):
+                    sock.close()
+                del sock, punching
+                await asyncio.sleep(0.01)
+                gc.collect()
+        assert not [str(each.message) for each in left]
+        assert moments[asyncio.CancelledError] > 3
+        assert moments[socket.socket] > 1
 
 
 async def test_patience_ends():
