@@ -20,6 +20,7 @@ class CallLimits:
     """Bounds of the calls between two nodes. All nodes share them: a caller keeps to the bounds of the other side."""
 
     bucket_size: int = limit(20, "nodes", "of one bucket of the routing table; a newcomer waits for a gap")
+    waiting_max: int = limit(5, "nodes", "wait for a gap in one bucket; the one that came first is forgotten")
     replicas: int = limit(5, "nodes", "keep each record, at least")
     timeout_s: float = limit(3.0, "s", "a peer that does not answer a call by then is forgotten")
     find_timeout_s: float = limit(1.5, "s", "the same in a search: about five round trips to an unconnected peer")

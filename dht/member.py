@@ -15,7 +15,7 @@ from swarm.dht.arrival import Arrival, Greeting
 from swarm.dht.fetch import Reading
 from swarm.dht.format import CALLS
 from swarm.dht.keepers import Keepers
-from swarm.dht.protocol import SwarmProtocol, nodes_of
+from swarm.dht.protocol import SwarmProtocol
 from swarm.dht.records import check_clock, key_id
 from swarm.dht.sampling import Sample
 from swarm.dht.search import Result, Searcher
@@ -37,6 +37,8 @@ class MemberLimits:
     join_timeout_s: float = limit(13.0, "s", "with p2pd's start, an unreachable swarm is reported within 15 s")
     populate_timeout_s: float = limit(3.0, "s", "learning the neighbours while joining ends then")
     maintain_s: float = limit(15.0, "s", "neighbours are looked at, and lost initial peers called, this often")
+    asked_max: int = limit(64, "nodes", "that may be gone are asked in each round")
+    asked_at_once: int = limit(16, "nodes", "the same, at one time: most places for calls stay free")
     search_keys_max: int = limit(16, "keys", "in one search; more are looked up one search after the other")
     places_at_first: int = limit(3, "places", "random ones at which a new node measures the distance of others")
     places_later: int = limit(1, "places", "the same, in every later round")
@@ -75,8 +77,8 @@ class Member:
         return (self.initial_peers + self.met)[: self.limits.initial_peers_max]
 
     def known(self) -> list[bytes]:
-        """Return the nodes of the routing table."""
-        return nodes_of(self.protocol)
+        """Return the nodes of the routing table that have answered; where none has, all."""
+        return [peer.to_bytes() for peer in self.protocol.routing_table.answering()]
 
     async def close(self) -> None:
         """End the calls that are still under way."""
@@ -241,9 +243,8 @@ class Member:
                 await self.put(again)
         while True:
             await asyncio.sleep(self.limits.maintain_s)
-            while self.protocol.unanswered:
-                await self.protocol.ping(self.protocol.unanswered.popleft())
             try:
+                await self._ask_doubtful()
                 if not self.known():
                     await self.join(must=False)
                 else:
@@ -251,6 +252,16 @@ class Member:
                     await self.learn(self.limits.places_later)
             except SwarmError as error:
                 _log.warning("cannot rejoin the swarm", why=str(error))
+
+    async def _ask_doubtful(self) -> None:
+        """Ask nodes that may be gone: whoever is silent is forgotten."""
+        turns = asyncio.Semaphore(self.limits.asked_at_once)
+
+        async def ask(peer: PeerID) -> None:
+            async with turns:
+                await self.protocol.ping(peer)
+
+        await asyncio.gather(*map(ask, self.protocol.routing_table.doubtful(self.limits.asked_max)))
 
     async def _rejoin(self) -> bool:
         """Call the initial peers that are no neighbours: one that was away would else know no node for good.

@@ -212,7 +212,7 @@ class SwarmNode:
         """Return the peer ids of the DHT nodes that this one knows, in random order."""
         if self.member is None:
             return ()
-        peers = [str(peer.to_base58()) for peer in self.member.protocol.routing_table.uid_to_peer_id.values()]
+        peers = [str(peer.to_base58()) for peer in self.member.protocol.routing_table.peers()]
         self._random.shuffle(peers)
         return tuple(peers)
 

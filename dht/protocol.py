@@ -12,7 +12,6 @@ they trust all that arrives: see validator.py and storage.py. Also:
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from swarm.dht import messages
 from swarm.dht.asking import found_in, looks_of, request_of
 from swarm.dht.format import CALLS, CallLimits, pack_dictionary
 from swarm.dht.messages import FindRequest, FindResponse
+from swarm.dht.neighbours import Neighbours
 from swarm.dht.rates import RateLimit
 from swarm.dht.records import packed_text
 from swarm.dht.sampling import Ask, Found, Look, chosen, news, price
@@ -66,9 +66,10 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     ) -> "SwarmProtocol":
         """Make the protocol of one node; unless it is a client, it answers calls when this returns."""
         node_id = node_id_of(p2p.peer_id)
-        sizes = limits.bucket_size, 5, limits.replicas  # 5: depth modulo, as Kademlia's paper has it
+        sizes = limits.bucket_size, 5, limits.replicas  # 5: depth modulo, of a table that is replaced below
         calls = limits.timeout_s, limits.calls_max, 1  # 1: the size of hivemind's own cache, which nothing uses
         self = cast(SwarmProtocol, await cls.create(p2p, node_id, *sizes, *calls, True, DenyAll(), None))
+        self.routing_table = Neighbours(node_id, limits.bucket_size, limits.waiting_max)
         self.equip(gate, storage, clock, limits)
         if not client:
             await self.promote()
@@ -90,7 +91,6 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
     def equip(self, gate: RecordGate, storage: RecordStorage, clock: Clock, limits: CallLimits = CALLS) -> None:
         """Give it the parts that hivemind's own `create` does not know."""
         self.gate, self.records, self.clock, self.limits = gate, storage, clock, limits
-        self.unanswered: deque[PeerID] = deque(maxlen=64)  # routing-table entries to be pinged when there is time
         self.whereabouts: Whereabouts | None = None  # None: the network finds peers by itself
         self._handling = 0
         self._has_handlers: bool = False
@@ -193,7 +193,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
             result.nearest_peer_ids.append(peer.to_bytes())
         return result
 
-    def _meet(self, node_id: bytes, peer: PeerID) -> None:
+    def _meet(self, node_id: bytes, peer: PeerID, *, answered: bool = False) -> None:
         """Learn of a node that called us or answered; a client sends no id and is not learnt."""
         if not node_id or peer == self.p2p.peer_id:
             return
@@ -201,9 +201,8 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         if bytes(node_id) == known.to_bytes():
             if self.whereabouts is not None and self.routing_table.get(peer_id=peer) is None:
                 self.whereabouts.met()
-            stale = self.routing_table.add_or_update_node(known, peer)
-            if stale is not None:
-                self.unanswered.append(stale[1])
+            add = self.routing_table.add_answering if answered else self.routing_table.add_or_update_node
+            add(known, peer)
 
     def _forget(self, peer: PeerID) -> None:
         node_id = self.routing_table.get(peer_id=peer)
@@ -282,7 +281,7 @@ class SwarmProtocol(DHTProtocol):  # type: ignore[misc]
         except Exception:  # noqa: BLE001 - the peer or p2pd failed
             self._forget(peer)
             return None
-        self._meet(response.peer.node_id, peer)
+        self._meet(response.peer.node_id, peer, answered=True)
         return response
 
 
@@ -302,7 +301,7 @@ class DenyAll(RecordValidatorBase):  # type: ignore[misc]
 
 def nodes_of(protocol: SwarmProtocol) -> list[bytes]:
     """Return the peer ids of a node's routing table."""
-    return [peer.to_bytes() for peer in protocol.routing_table.uid_to_peer_id.values()]
+    return [peer.to_bytes() for peer in protocol.routing_table.peers()]
 
 
 def node_id_of(peer: PeerID) -> DHTID:

@@ -18,7 +18,7 @@ async def answering(node: SwarmNode) -> tuple[str, ...]:
         connected = await member.daemon.peers()
     except Unreachable:
         return ()
-    known = {str(peer.to_base58()) for peer in member.protocol.routing_table.uid_to_peer_id.values()}
+    known = {str(peer.to_base58()) for peer in member.protocol.routing_table.answering()}
     return tuple(f"{address}/p2p/{peer}" for peer, address in connected.items() if peer in known)
 
 

@@ -65,7 +65,9 @@ class SamplingLimits:
     large_s: float = limit(3600.0, "s", "a reader remembers so long that a model is large, and spares its first key")
     sharpness: float = limit(8.0, "power", "of the claimed time by which records are weighed")
     hop_ms: float = limit(4.0, "ms", "added to a span's claimed time before that: long spans make short routes")
-    parts_max: int = limit(256, "slices", "of a key's records; a node is paid for what it sends, not for what it sorts")
+    parts_max: int = limit(256, "slices", "of a key's records")
+    drawn_bytes: int = limit(16, "bytes", "that an answer is charged for each record under its key: all are drawn for")
+    sorted_bytes: int = limit(48, "bytes", "the same for each record of the slice, which is put in order")
     unpacked_max: int = limit(4 << 20, "bytes", "of records in one answer; a longer one is rejected")
 
 
@@ -161,13 +163,14 @@ def chosen(entries: Sequence[Entry], look: Look) -> bytes:
 
 
 def price(entries: Sequence[Entry], look: Look | None) -> int:
-    """Return the bytes that an answer is charged with: those of its records, before they are packed."""
-    n_bytes = sum(len(entry.data) for entry in entries)
+    """Return the bytes that an answer is charged with: its records, before they are packed, or what choosing costs."""
+    n_bytes, n = sum(len(entry.data) for entry in entries), len(entries)
     if look is None:
         return n_bytes
-    if look.whole:
+    if look.whole or not look.size:
         return n_bytes if n_bytes <= look.size else 0
-    return min(look.size, n_bytes // max(1, look.parts))
+    parts, limits = max(1, look.parts), SAMPLING
+    return max(min(look.size, n_bytes // parts), limits.drawn_bytes * n + limits.sorted_bytes * n // parts)
 
 
 def having(entries: Sequence[Entry], blocks: bytes) -> Sequence[Entry]:

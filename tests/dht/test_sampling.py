@@ -140,7 +140,9 @@ def test_reader_pays_for_the_records_that_it_gets() -> None:
     assert price(held, None) == price(held, Look(SALT, size=1 << 20, whole=True)) == n_bytes
     assert price(held, Look(SALT, size=1000, whole=True)) == 0
     assert price(held, Look(SALT, parts=5, size=1 << 20)) == n_bytes // 5
-    assert price(held, Look(SALT, parts=5, size=100)) == 100
+    assert price(held, Look(SALT, parts=5, size=100)) == 16 * len(held) + 48 * len(held) // 5, "all are looked at"
+    assert price(held, Look(SALT, size=1, below=True)) == 64 * len(held)
+    assert price(held, Look(SALT, size=0)) == price([], Look(SALT, size=1)) == 0
 
 
 def test_fast_servers_come_first_and_claims_do_not_fill_a_sample() -> None:

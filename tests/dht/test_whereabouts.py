@@ -357,6 +357,14 @@ async def test_names_that_no_resolver_takes_are_left_out() -> None:
     assert fake.dialled == [FAR]
 
 
+async def test_an_address_that_can_be_read_and_not_written_hides_no_other() -> None:
+    odd = bytes.fromhex("0408080808bd03022f78")  # of onion3, and too short for one
+    fake = Fake(liar=(THERE, [odd]), both=(THERE, [odd, _packed(NEAR), _packed(FAR)]))
+    assert not await found(fake, b"liar")
+    assert await found(fake, b"liar", b"both")
+    assert fake.dialled == [FAR]
+
+
 async def test_a_peer_that_is_connected_is_not_looked_for() -> None:
     fake = Fake(b"y")
     assert await found(fake, b"namer")

@@ -4,6 +4,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -79,9 +80,9 @@ async def literal_addresses(
             except (OSError, UnicodeError):
                 continue
         for literal in filter(makes_sense, hosts):
-            usable.append(
-                Multiaddr("/".join(["", f"ip{ipaddress.ip_address(literal).version}", literal, *rest])).to_bytes()
-            )
+            with suppress(Exception):  # some that are read cannot be written; the parser raises whatever it likes
+                text = "/".join(["", f"ip{ipaddress.ip_address(literal).version}", literal, *rest])
+                usable.append(Multiaddr(text).to_bytes())
     return usable
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import DecodeError
-from hivemind.dht.routing import RoutingTable
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
@@ -19,6 +18,7 @@ from swarm.dht.asking import request_of
 from swarm.dht.format import CALLS
 from swarm.dht.helper import Helper
 from swarm.dht.light.store import LightStore
+from swarm.dht.neighbours import Neighbours
 from swarm.dht.sampling import Found, Look, packed
 from swarm.dht.search import SearchLimits
 from swarm.dht.storage import RecordStorage
@@ -56,7 +56,7 @@ def _protocol(answering: _Answering | None = None) -> Any:
     node = object.__new__(protocol.SwarmProtocol)
     node.p2p, node.node_id, node.wait_timeout = SimpleNamespace(peer_id=US), protocol.node_id_of(US), 1.0
     node.rpc_semaphore = asyncio.Semaphore()
-    node.routing_table = RoutingTable(node.node_id, CALLS.bucket_size, 5)
+    node.routing_table = Neighbours(node.node_id, CALLS.bucket_size, CALLS.waiting_max)
     node.node_info = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes())
     node.get_stub = lambda peer: answering
     gate = gate_of()
