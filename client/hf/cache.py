@@ -32,6 +32,8 @@ class RemoteCache(Cache):
         self._rows: list[int] | None = None
         self._n_rows = 0
         self._padding: Tensor | None = None  # bool [rows, positions] of the past; None: there is none
+        self.remembers = False  # its tokens, for `take_back_to`; to be set before the first step
+        self._told: _Told | None = None  # None also where rows were gathered, or something else than tokens came
 
     @property
     def length(self) -> int:
@@ -76,7 +78,7 @@ class RemoteCache(Cache):
         if length and batch != held:
             raise UsageError(f"this conversation has {held} rows, and the input has {batch}")
         rows = self._rows if length else None
-        padding = None if self._padding is None else self._padding[self._rows_now, :length]
+        padding = self._padding[self._rows_now, :length] if length and self._padding is not None else None
         if mask is not None and mask.shape[1] == length + activations.tokens:
             _check_past((mask[:, :length] == 0).expand(batch, length), padding)
         try:
@@ -92,8 +94,12 @@ class RemoteCache(Cache):
             self._rows = None
             self._n_rows, tokens, _ = activations.hidden.shape
             self._layer.length += tokens
-            if padding is not None or activations.mask is not None:
-                self._padding = _longer(padding, activations, length)
+            empty = padding is None and activations.mask is None
+            self._padding = None if empty else _longer(padding, activations, length)
+            if not length:
+                self._told = _Told() if self.remembers else None
+            if self._told is not None:
+                self._told = self._told.with_part(length, ids) if rows is None else None
         except SwarmError:
             raise  # it has ended by itself, or nothing has changed
         except BaseException:
@@ -106,6 +112,27 @@ class RemoteCache(Cache):
         """Free the leases on the servers."""
         if self._session is not None:
             self._session.close()
+
+    def take_back_to(self, ids: Tensor) -> None:
+        """Take back what the past has beyond the beginning that it shares with a prompt [rows, tokens].
+
+        The prompt's last token is always computed anew. Raises UsageError where so much cannot be taken back.
+        """
+        length = self._layer.length
+        past = self._told.tensor(length) if self._told is not None and self._rows is None else None
+        if not length or past is None or past.shape[0] != ids.shape[0]:
+            return
+        both = min(length, ids.shape[1] - 1)
+        differs = (past[:, :both] != ids[:, :both].to(past.device)).any(0).nonzero()
+        keep = int(differs[0]) if len(differs) else max(both, 0)
+        forgets = any(kind in {"sliding", "conv"} for kind in self._traits.kinds)
+        if keep < length and (not self.is_croppable or (forgets and length - keep > self._rollback_max)):
+            raise UsageError(
+                f"the conversation has {length} positions, and the prompt goes on behind {keep} of them: this "
+                f"{self._traits.model_type} model's past cannot be taken back so far; pass the conversation as it was, "
+                "or begin anew (model.inference_session(rollback_max=...) for models with windows)"
+            )
+        self.crop(keep - length)
 
     # Called by `generate()`
 
@@ -198,6 +225,27 @@ def _longer(padding: Tensor | None, new: Activations, length: int) -> Tensor:
         torch.zeros(rows, tokens, dtype=torch.bool) if new.mask is None else (new.mask.cpu() == 0).expand(rows, tokens)
     )
     return torch.cat([past, added], dim=1)
+
+
+class _Told(list[tuple[int, Tensor]]):
+    """The tokens of a past, in parts [rows, tokens], each with its first position; later ones overwrite others."""
+
+    def with_part(self, start: int, ids: Tensor | None) -> "_Told | None":
+        """Add a part; None where there is none."""
+        if ids is None:
+            return None
+        self.append((start, ids.clone()))  # a view would keep the whole text that it is of
+        return self
+
+    def tensor(self, length: int) -> Tensor | None:
+        """Return the first `length` tokens of each row; None where they are not all there."""
+        whole: Tensor | None = None
+        for start, ids in self:
+            if start > (0 if whole is None else whole.shape[1]):
+                return None
+            whole = ids if whole is None else torch.cat([whole[:, :start], ids.to(whole.device)], dim=1)
+        self[:] = [] if whole is None else [(0, whole)]
+        return whole[:, :length] if whole is not None and whole.shape[1] >= length else None
 
 
 class _RemoteLayer(CacheLayerMixin):

@@ -127,13 +127,15 @@ class DistributedModel(HeadedModel):
         """Keep the state on the servers between calls, for a chat.
 
         Within the block, every `generate()` and forward of this thread without a cache of its own continues this one:
-        pass the whole conversation, only its new positions are computed. Other threads' calls have nothing to do with
-        it, and each may have a session of its own. max_length: positions that the conversation may reach.
-        rollback_max: positions that may be taken back at a time, where the model has sliding windows; 4096 at most.
+        pass the whole conversation, only its new positions are computed; what `generate()` gets no more is taken back.
+        Other threads' calls have nothing to do with it, and each may have a session of its own. max_length: positions
+        that the conversation may reach. rollback_max: positions that may be taken back at a time, where the model has
+        sliding windows; 4096 at most.
         """
         if self._chat is not None:
             raise UsageError("there is an inference_session already; end it first")
         chat = self._calls.chat = self.new_cache(max_length, rollback_max)
+        chat.remembers = True
         try:
             yield InferenceSession(chat)
         finally:
@@ -185,10 +187,12 @@ class DistributedModel(HeadedModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the family's class has it
         """As in `transformers`. It frees the leases of caches that it made and does not return."""
         name = self.backend.traits.cache_argument
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if self._chat is not None and kwargs.get(name) is None:
             _check_uses_cache(self.generation_config, kwargs)
+            if isinstance(ids, Tensor):
+                self._chat.take_back_to(ids)
             kwargs[name] = self._chat
-        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         drafting = self._drafts.of_call(kwargs, ids.shape[0] if isinstance(ids, Tensor) else None)
         before = getattr(self._calls, "made", None), self._calls_drafting
         made: list[RemoteCache] = []
@@ -278,7 +282,8 @@ class DistributedModel(HeadedModel):
         if use_cache is None:
             use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)
         if cache is None and use_cache:
-            cache = kwargs[name] = self._chat if self._chat is not None else self.new_cache()
+            generates = getattr(self._calls, "made", None) is not None  # a forward beside: guidance, a criterion
+            cache = kwargs[name] = self._chat if self._chat is not None and not generates else self.new_cache()
         if cache is not None and not isinstance(cache, RemoteCache):
             raise UsageError(f"{name} must come from this model (new_cache or an earlier output)")
         call.cache = cache

@@ -143,6 +143,56 @@ def test_an_interrupted_conversation_takes_no_steps_until_reset(world, monkeypat
     assert (got - expected).abs().max() < 1e-5
 
 
+def test_a_conversation_goes_on_behind_what_a_prompt_shares_with_it(world):
+    _, model, full = world
+    edited = torch.cat([IDS[:1], IDS[1:2]], dim=1)
+    edited[0, 3] = 119 - edited[0, 3]
+    with torch.no_grad(), model.inference_session(rollback_max=128) as chat:
+        for prompt in (IDS[:1], IDS[:1], edited, edited[:, :30], edited[:, :9], edited):
+            got = model.generate(prompt, **SAME)
+            assert torch.equal(got, full.generate(prompt, **SAME))
+            assert chat.length == got.shape[1] - 1
+        model(IDS[2:3, :4])
+        longer = torch.cat([got[:, :-1], IDS[2:3, :4], IDS[:1, :2]], dim=1)
+        assert torch.equal(model.generate(longer, **SAME), full.generate(longer, **SAME))
+
+
+def test_forwards_beside_a_generation_are_no_part_of_the_conversation(world):
+    _, model, full = world
+    with torch.no_grad(), model.inference_session(rollback_max=128) as chat:
+        guided = {"guidance_scale": 1.5, **SAME}
+        got = model.generate(IDS[:1], **guided)
+        assert torch.equal(got, full.generate(IDS[:1], **guided))
+        assert chat.length == got.shape[1] - 1
+
+
+def test_a_past_that_cannot_be_taken_back_is_not_gone_on_with(world):
+    _, model, full = world
+    other = IDS[:1].clone()
+    other[0, 3] = 119 - other[0, 3]
+    with torch.no_grad(), model.inference_session() as chat:
+        got = model.generate(IDS[:1], **SAME)
+        if "sliding" in chat.cache._traits.kinds:
+            with pytest.raises(UsageError, match="goes on behind 3 of them.*rollback_max"):
+                model.generate(other, **SAME)
+            longer = torch.cat([got, IDS[1:2]], dim=1)
+            assert torch.equal(model.generate(longer, **SAME), full.generate(longer, **SAME))
+        else:
+            assert torch.equal(model.generate(other, **SAME), full.generate(other, **SAME))
+
+
+def test_an_emptied_cache_takes_other_rows_than_it_had(world):
+    _, model, full = world
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        cache = model.new_cache(rollback_max=128)
+        model(IDS, attention_mask=mask, past_key_values=cache)
+        cache.reset()
+        got = model(IDS[:2], attention_mask=torch.ones(2, 20, dtype=torch.long), past_key_values=cache).logits
+        assert (got - full(IDS[:2]).logits).abs().max() < 1e-5
+
+
 def test_threads_that_generate_at_once_do_not_mix(world, monkeypatch):
     _, model, full = world
     forward, inside, most = SpanPast.forward, [], []
