@@ -34,17 +34,10 @@ from swarm.gateway.output import Output
 from swarm.gateway.parsing import parser_for
 from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
 from swarm.gateway.text import TokenTexts
-from swarm.limits import limit
+from swarm.gateway.tokenizing import Tokenizing
 
 # no names of a request's template variables: these would change the rendering, or replace the template
 RENDERING = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerLimits:
-    """Bounds of the work that is done in the loop."""
-
-    inline_characters: int = limit(4096, "characters", "a longer prompt is tokenized in a thread, not among streams")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +50,19 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: frozenset[int]
     texts: TokenTexts
-    limits: AnswerLimits = field(default_factory=AnswerLimits, kw_only=True)
     grammars: Grammars = field(init=False)
+    tokenizing: Tokenizing = field(init=False)
 
     def __post_init__(self) -> None:
         grammars = Grammars(self.tokenizer, self.backend.vocabulary, self.stop_ids)
         object.__setattr__(self, "grammars", grammars)
+        object.__setattr__(self, "tokenizing", Tokenizing(self.tokenizer))
 
     def served_by(self, backend: Backend) -> "Model":
         """Return this model with another backend. It has the same grammars, whose tables take a while to make."""
         other = replace(self, backend=backend)
         object.__setattr__(other, "grammars", self.grammars)
+        object.__setattr__(other, "tokenizing", self.tokenizing)
         return other
 
     async def chat(self, chat: Chat) -> AsyncGenerator[Event, None]:
@@ -149,10 +144,7 @@ class Model:
             raise BadRequest("messages", f"the model's template refuses them: {str(error)[:200]}") from None
 
     async def _tokenized(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        tokenize = partial(self.tokenizer.encode, text, add_special_tokens=special)
-        is_short = len(text) < self.limits.inline_characters
-        ids: Sequence[int] = tokenize() if is_short else await asyncio.to_thread(tokenize)
-        return tuple(ids)
+        return await self.tokenizing.ids(text, self.backend.positions_max, special=special)
 
     def _room(self, asked: int | None, prompt: int) -> int:
         """Return how many tokens the output may have. Raises PromptTooLong."""
