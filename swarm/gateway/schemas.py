@@ -20,9 +20,27 @@ def closed(schema: Mapping[str, Any], limits: SchemaLimits | None = None) -> dic
     """Return a schema whose objects have no other properties than it names, where it does not say that they may.
 
     Small models would go on with properties of their own until the length ends them. Formats that are not enforced are
-    left out. Raises ValueError for a schema beyond the limits.
+    left out. Where several parts of a schema speak of one object, none of its objects is closed: it would be without
+    the others' properties. Raises ValueError for a schema beyond the limits.
     """
-    return _closed(schema, limits or SchemaLimits(), 0, may_close="allOf" not in json.dumps(schema))
+    return _closed(schema, limits or SchemaLimits(), 0, may_close=not _has_parts(schema))
+
+
+def _has_parts(schema: Mapping[str, Any]) -> bool:
+    """Return whether several parts of a schema name properties of one object, or may."""
+    left: list[Any] = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        if not isinstance(value, Mapping):
+            continue
+        left += value.values()
+        own, refers = "properties" in value, isinstance(value.get("$ref"), str)
+        branches = json.dumps([value.get("anyOf"), value.get("oneOf")]) if own or refers else ""
+        if "allOf" in value or (own and refers) or '"properties"' in branches or '"$ref"' in branches:
+            return True
+    return False
 
 
 def _closed(schema: Mapping[str, Any], limits: SchemaLimits, depth: int, *, may_close: bool) -> dict[str, Any]:

@@ -153,6 +153,33 @@ def test_objects_are_closed_where_that_leaves_them_possible():
         assert "additionalProperties" not in json.dumps({**closed(kept), "additionalProperties": None})[:-30]
 
 
+ONE_OF_TWO = [
+    {"properties": {"x": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["x"]},
+    {"properties": {"y": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["y"]},
+]
+SPOKEN_OF_TWICE = {
+    "branches": {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"], "anyOf": ONE_OF_TWO},
+    "one branch": {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"], "oneOf": ONE_OF_TWO},
+    "a reference": {
+        "$defs": {"base": {"type": "object", **ONE_OF_TWO[0]}}, "$ref": "#/$defs/base", **ONE_OF_TWO[1],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOKEN_OF_TWICE)
+def test_objects_of_which_several_parts_speak_are_possible(name):
+    schema = SPOKEN_OF_TWICE[name]
+    assert "additionalProperties" not in json.dumps(closed(schema))
+    make, whole = made(chat_of(schema)), 0
+    for seed in range(40):
+        constraint = make()
+        text = said(constraint, seed=seed)
+        if constraint.is_complete:
+            whole += 1
+            jsonschema.validate(json.loads(text), schema)
+    assert whole
+
+
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
