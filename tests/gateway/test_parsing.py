@@ -131,6 +131,29 @@ def test_reasoning_that_the_template_began_is_reasoning(opened):
     assert read("<think>", "yes", prompt=opened + "\n</think>\n\n") == ("", "yes", [])
 
 
+QUOTED = [
+    ("<think>ok</think>\n\nPut `<think>` first, `</think>` last.", "ok", "Put `<think>` first, `</think>` last."),
+    ('{"tag": "<think>", "n": 1}', "", '{"tag": "<think>", "n": 1}'),
+    ("\n <think>ok</think>yes", "ok", "yes"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, WHOLE])
+@pytest.mark.parametrize("template", ["<think>", "<think><tool_call>", "<arg_key>", "[TOOL_CALLS]"])
+def test_mark_that_an_answer_quotes_is_text(template, size):
+    for text, thought, said in QUOTED:
+        assert read(template, text, size=size) == (thought, said, [])
+        assert read(template, text, size=size, tools=None) == (thought, said, [])
+
+
+@pytest.mark.parametrize("size", [1, 3, WHOLE])
+def test_reasoning_begins_behind_a_call_and_behind_reasoning(size):
+    call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    text = f"<think>a</think>\n<think>b</think>ok\n{call}\n\n<think>c</think>\n{call}<think>d</think>`<think>`"
+    assert read("<think><tool_call>", text, size=size) == ("abcd", "ok`<think>`", [("g", {})] * 2)
+    assert read("[TOOL_CALLS]", "ok [THINK]hm[/THINK] yes", size=size) == ("hm", "ok yes", [])
+
+
 def test_ids_are_those_of_the_family_or_random():
     kimi = parts_of(FamilyParser(family_of("<|tool_call_begin|>"), "", TOOLS), CASES["kimi"][1])
     assert [part.id for part in kimi if isinstance(part, Called)] == ["functions.f:0"]
