@@ -12,7 +12,7 @@ import structlog
 from transformers import PreTrainedTokenizerBase
 
 from swarm.gateway.chat import Tool
-from swarm.gateway.parts import Called, Parsed, Thought, new_id
+from swarm.gateway.parts import Called, Parsed, Thought, called, new_id
 
 _log = structlog.get_logger("swarm.gateway")
 
@@ -70,5 +70,6 @@ class ShippedParser:
 def _called(value: Mapping[str, Any]) -> Called:
     function = value["function"]
     arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return Called(str(value.get("id") or new_id()), str(function["name"]), text)
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments, strict=False)
+    return called(str(value.get("id") or new_id()), str(function["name"]), arguments)

@@ -1,4 +1,4 @@
-"""Values of parameters that models write as plain text, without the quotation marks of JSON."""
+"""Values that models write: parameters as plain text, without the quotation marks of JSON, and text beyond UTF-8."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -63,3 +63,8 @@ def _is(value: Any, kind: str) -> bool:  # noqa: ANN401 - JSON
         "array": list,
     }
     return isinstance(value, classes.get(kind, ()))
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can have: U+FFFD replaces each lone surrogate, which escapes of JSON can write."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -146,6 +146,18 @@ def test_an_answer_ends_behind_the_only_call(parallel, count):
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_of_a_character_in_a_call_costs_that_character_alone(stream):
+    model = scripted_model(lambda _: '<tool_call>{"name": "f", "arguments": {"a": "x \\ud83d y"}}</tool_call>')
+    with running(Gateway(ScriptedModels(model))) as url:
+        body = {"model": NAME, "messages": [USER], "tools": [TOOL], "stream": stream}
+        answer = httpx.post(url + CHAT, json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert "x \ufffd y" in answer.text
+    assert '"tool_calls"' in answer.text
+    assert not stream or answer.text.endswith("data: [DONE]\n\n")
+
+
 # Accounts
 
 

@@ -166,6 +166,22 @@ def test_ids_are_those_of_the_family_or_random():
     assert len(hermes[-1].id) == 29
 
 
+def test_texts_of_calls_are_those_that_utf8_can_have():
+    half, whole = r"\ud83d", r"\ud83d\ude00"
+    (call,) = parts_of(
+        FamilyParser(family_of("<tool_call>"), "", TOOLS),
+        f'<tool_call>{{"name": "f{half}", "id": "{half}", "arguments": {{"{half}": "{half}x{whole}"}}}}</tool_call>',
+    )
+    assert (call.id, call.name, json.loads(call.arguments)) == ("\ufffd", "f\ufffd", {"\ufffd": "\ufffdx\U0001f600"})
+    assert read("<|header_start|>", f"[f(s='{half}{whole}')]") == ("", "", [("f", {"s": "\ufffd\U0001f600"})])
+    tokenizer = tokenizer_of("no marks")
+    tokenizer.response_template = SHIPPED
+    chat = Chat(model="m", messages=[], tools=(Tool("f", "", TOOLS["f"]),))
+    for arguments in (f'{{"s": "{half}"}}', f'"{{\\"s\\": \\"\\{half}\\"}}"'):
+        (call,) = parts_of(parser_for(tokenizer, chat, ""), f'<c>{{"name": "f", "arguments": {arguments}}}</c>')
+        assert call.arguments == '{"s": "\ufffd"}'
+
+
 BROKEN = {
     "<tool_call>": [
         "<tool_call>not JSON</tool_call> and more",
