@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from swarm.gateway.calls import Nested, Reader, Schemas, reader_of
 from swarm.gateway.chat import Chat
 from swarm.gateway.families import FAMILIES, Family, family_of, template_of
-from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
+from swarm.gateway.parts import Called, Mark, OutputParser, Parsed, Thought
 from swarm.gateway.shipped import ShippedParser
 
 
@@ -66,7 +66,7 @@ class FamilyParser:
         cut = self._family.cut
         if self._reader is None and cut is not None and self._takes_calls and cut.fullmatch(self._text):
             self._text = ""
-            parts = list(self._before_mark(belongs=self._family.trims))
+            parts = [*self._before_mark(belongs=self._family.trims), Mark()]
         else:
             parts = list(self._parts(ended=True))
         blanks, self._blanks = self._blanks, ""
@@ -130,6 +130,7 @@ class FamilyParser:
                 return
         closes = groups.get("closes") is not None
         yield from self._before_mark(belongs=closes or self._family.trims)
+        yield Mark()
         if groups.get("drops") is None:
             self._thinks, self._strips = not closes, True
             self._may_be_bare = self._takes_calls

@@ -1,4 +1,4 @@
-"""The parts that a parser takes out of an output: text, reasoning, and calls of tools."""
+"""The parts that a parser takes out of an output: text, reasoning, calls of tools, and marks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,12 @@ class Called:
     arguments: str
 
 
-Parsed = str | Thought | Called
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The end of a mark outside of calls: nothing before it becomes text any more."""
+
+
+Parsed = str | Thought | Called | Mark
 
 
 def new_id() -> str:

@@ -14,7 +14,7 @@ from swarm.gateway.app import GatewayLimits
 from swarm.gateway.chat import Finished, Reasoning, Text
 from swarm.gateway.generation import Rerouted
 from tests.gateway.replying import replying
-from tests.gateway.scripted import NAME, scripted
+from tests.gateway.scripted import CHATML, NAME, scripted
 from tests.support.swarms import eventually
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -77,6 +77,44 @@ def test_logprobs_have_bytes_and_the_likeliest(says_ok):
     content = body["choices"][0]["logprobs"]["content"]
     assert b"".join(bytes(token["bytes"]) for token in content) == b"All is well."
     assert {len(token["top_logprobs"]) for token in content} == {2}
+
+
+THOUGHT_AND_CALL = {  # what a template shows, an output, and its content
+    "hermes": (
+        "<tool_call><think>",
+        '<think>\nHm.\n</think>\n\nSo it is:\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n',
+        "So it is:",
+    ),
+    "kimi-k2": (
+        "<|tool_call_begin|>",
+        "<think>Hm.</think>So it is:\n<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "So it is:\n",
+    ),
+    "a quoted mark": ("<tool_call><think>", "<think>Hm.</think>\n\nPut <think> <tool_call> here", None),
+    "a mark that is cut": ("<tool_call><think>", "<think>Hm.</think>So it is:\n<tool_call>", "So it is:"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("family", THOUGHT_AND_CALL)
+def test_logprobs_are_those_of_the_content(family, stream):
+    shown, output, content = THOUGHT_AND_CALL[family]
+    content = content or output.partition("\n\n")[2]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    asked = {"messages": HELLO, "logprobs": True, "tools": tools, "stream": stream}
+    with scripted(lambda _: output, template=CHATML + shown) as (url, _):
+        response = post(url, "/v1/chat/completions", asked)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
+        texts = [choice["delta"]["content"] for choice in choices[1:] if "content" in choice["delta"]]
+        assert all(texts)
+        tokens = [token for choice in choices for token in (choice["logprobs"] or {"content": []})["content"]]
+    else:
+        (choice,) = response.json()["choices"]
+        texts, tokens = [choice["message"]["content"]], choice["logprobs"]["content"]
+    assert "".join(texts) == content
+    assert "".join(token["token"] for token in tokens) == content
 
 
 def test_n_choices_come_with_a_seed_each(says_ok):

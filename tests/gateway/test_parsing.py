@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarm.gateway.chat import Chat, Tool, ToolChoice
 from swarm.gateway.families import FAMILIES, family_of
 from swarm.gateway.parsing import FamilyParser, parser_for
-from swarm.gateway.parts import Called, Thought
+from swarm.gateway.parts import Called, Mark, Thought
 from tests.gateway.random_model import tokenizer_of
 
 TOOLS = {"f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}, "g": {}}
@@ -286,6 +286,8 @@ def test_unknown_family_is_read_by_the_template_that_it_ships(size, capfd):
     chat = Chat(model="m", messages=[], tools=(Tool("f", "", TOOLS["f"]),))
     text = '<r>hm</r>a<c>{"name": "f", "arguments": {"a": 1}}</c>'
     assert merged(parts_of(parser_for(tokenizer, chat, ""), text, size)) == ("hm", "a", [("f", {"a": 1})])
+    kinds = [type(part) for part in parts_of(parser_for(tokenizer, chat, ""), text)]
+    assert kinds == [Thought, Mark, str, Called]
     thought, said, calls = merged(parts_of(parser_for(tokenizer, chat, ""), "a<c>{broken}</c> b", size))
     assert (thought, calls) == ("", [])
     assert "{broken}" in said
