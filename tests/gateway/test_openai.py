@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from swarm.errors import HopFailed, NoRoute, StepTimeout
+from swarm.gateway.api.completions import logprobs_body
 from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.app import GatewayLimits
-from swarm.gateway.chat import Finished, Reasoning, Text
+from swarm.gateway.chat import Finished, Reasoning, Text, TokenText
 from swarm.gateway.generation import Rerouted
 from tests.gateway.replying import replying
 from tests.gateway.scripted import CHATML, NAME, scripted
@@ -141,6 +142,13 @@ def test_echo_with_logprobs_and_no_tokens_scores_the_prompt(says_ok):
     assert all(isinstance(each, float) for each in logprobs["token_logprobs"][1:])
     assert "".join(logprobs["tokens"]) == "<|bos|>Say this"
     assert len(logprobs["text_offset"]) == len(logprobs["tokens"])
+
+
+@pytest.mark.parametrize("top", [(), (("b", b"b", -0.5),), (("b", b"b", -0.5), ("a", b"a", -2.0))])
+def test_top_logprobs_of_completions_have_the_sampled_token(top):
+    body = logprobs_body([TokenText("a", b"a", -2.0, top)])
+    assert body["top_logprobs"] == [{**{text: logprob for text, _, logprob in top}, "a": -2.0}]
+    assert logprobs_body([TokenText("a", b"a", float("nan"))])["top_logprobs"] == [None]
 
 
 def test_models_are_listed_and_found(says_ok):
