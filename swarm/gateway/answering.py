@@ -10,6 +10,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ from swarm.gateway.grammar import Constraint, Grammars
 from swarm.gateway.output import Output
 from swarm.gateway.parsing import parser_for
 from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
-from swarm.gateway.text import TokenTexts
+from swarm.gateway.text import HeldTokens, TokenTexts
 from swarm.gateway.tokenizing import Tokenizing
 
 # no names of a request's template variables: these would change the rendering, or replace the template
@@ -212,7 +213,7 @@ class _Choice:
         self._reasoning = 0  # of them, tokens that the model only thinks
         self._thinks = False  # whether the last event was reasoning
         self._ended = False  # by a token that ends answers
-        self._pending: list[TokenText] = []  # tokens whose text is held back
+        self._held = HeldTokens()
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Generate, and turn tokens into events."""
@@ -258,33 +259,35 @@ class _Choice:
 
     def _of_token(self, token: Token) -> list[Event]:
         if token.logprob is not None:
-            self._pending.append(self._model.texts.report(token))
+            self._held.add(self._model.texts.report(token))
         return self._events(self._output.feed(token.id))
 
     def _rest(self) -> list[Event]:
         """Return the events that are held back, at the end."""
         events = self._events(self._output.close())
-        if self._pending:
-            events.append(self._text(""))
+        if tokens := self._held.rest():
+            events.append(Text(self._index, "", tokens))
         return events
 
     def _events(self, parts: Sequence[Parsed]) -> list[Event]:
         """Return the events of parts of the output, up to the only call."""
-        return [self._event(part) for part in parts if not (self._calls_one and self._calls)]
-
-    def _event(self, part: Parsed) -> Event:
-        match part:
-            case str():
-                return self._text(part)
-            case Thought(text):
-                return Reasoning(self._index, text)
-            case Called(call_id, name, arguments):
-                self._calls += 1
-                return ToolCall(self._index, self._calls - 1, call_id, name, arguments)
-
-    def _text(self, text: str) -> Text:
-        tokens, self._pending = tuple(self._pending), []
-        return Text(self._index, text, tokens)
+        events: list[Event] = []
+        for at, part in enumerate(parts, 1):
+            if self._calls_one and self._calls:
+                break
+            behind = list(takewhile(lambda each: isinstance(each, str), parts[at:]))
+            if isinstance(part, str):
+                is_last = at + len(behind) == len(parts)
+                events.append(Text(self._index, part, self._held.said(part, is_last=is_last)))
+                continue
+            self._held.drop("".join(str(each) for each in behind))
+            match part:
+                case Thought(text):
+                    events.append(Reasoning(self._index, text))
+                case Called(call_id, name, arguments):
+                    events.append(ToolCall(self._index, self._calls, call_id, name, arguments))
+                    self._calls += 1
+        return events
 
     def _echoed(self, echo: Sequence[Token]) -> tuple[TokenText, ...]:
         texts = self._model.texts

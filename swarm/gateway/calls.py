@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import regex
 from regex import Pattern
 
-from swarm.gateway.parts import Called, new_id
+from swarm.gateway.parts import Called, called, new_id
 from swarm.gateway.values import typed
 from swarm.limits import limit
 
@@ -196,7 +196,7 @@ def _called(name: Any, arguments: Any, call_id: Any) -> Called:  # noqa: ANN401 
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
     own = call_id if isinstance(call_id, str) and call_id else new_id()
-    return Called(own, name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return called(own, name, arguments)
 
 
 def _read(body: str, dialect: str) -> Any:  # noqa: ANN401 - JSON

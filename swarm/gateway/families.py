@@ -19,10 +19,15 @@ _re = regex.compile
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Marks around reasoning. opened: a prompt that ends so has begun it."""
+    """Marks around reasoning.
 
-    opens: Pattern[str]
+    opens: special tokens, which text never contains. begins: the mark is plain text, which an answer may quote, so it
+    opens reasoning only where nothing has been said. opened: a prompt that ends so has begun it.
+    """
+
     closes: Pattern[str]
+    opens: Pattern[str] | None = None
+    begins: Pattern[str] | None = None
     opened: tuple[str, ...] = ()
 
 
@@ -49,7 +54,7 @@ class Family:
 
 def _think() -> Thought:
     """Return the marks around reasoning that most families have."""
-    return Thought(_re("<think>"), _re("</think>"), ("<think>",))
+    return Thought(closes=_re("</think>"), begins=_re("<think>"), opened=("<think>",))
 
 
 def _hermes() -> Nested:
@@ -63,7 +68,9 @@ def _harmony() -> Family:
     return Family(
         name="harmony",
         shows=(("<|channel|>", "<|message|>"),),
-        thought=Thought(_re(r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>"), _re(r"<\|end\|>")),
+        thought=Thought(
+            closes=_re(r"<\|end\|>"), opens=_re(r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>")
+        ),
         calls=(
             Nested(
                 _re(
@@ -92,9 +99,9 @@ FAMILIES = (
         name="kimi-k3",
         shows=(("<|open|>", "<|sep|>"),),
         thought=Thought(
-            _re(r"<\|open\|>think<\|sep\|>"),
-            _re(r"<\|close\|>think<\|sep\|>|(?=<\|open\|>response<\|sep\|>)"),
-            ("<|open|>think<|sep|>",),
+            closes=_re(r"<\|close\|>think<\|sep\|>|(?=<\|open\|>response<\|sep\|>)"),
+            opens=_re(r"<\|open\|>think<\|sep\|>"),
+            opened=("<|open|>think<|sep|>",),
         ),
         calls=(
             Tagged(
@@ -164,7 +171,7 @@ FAMILIES = (
     Family(
         name="gemma4",
         shows=(("<|tool_call>",),),
-        thought=Thought(_re(r"<\|channel>thought\n"), _re(r"<channel\|>"), ("<|channel>thought",)),
+        thought=Thought(closes=_re(r"<channel\|>"), opens=_re(r"<\|channel>thought\n"), opened=("<|channel>thought",)),
         calls=(
             Nested(
                 _re(r"<\|tool_call>\s*call:(?P<name>[^{<\s]{1,256})\s*(?=\{)"),
@@ -178,7 +185,12 @@ FAMILIES = (
     Family(
         name="mistral",
         shows=(("[TOOL_CALLS]",), ("[THINK]",)),
-        thought=Thought(_re(r"\[THINK\]|<think>"), _re(r"\[/THINK\]|</think>"), ("[THINK]", "<think>")),
+        thought=Thought(
+            closes=_re(r"\[/THINK\]|</think>"),
+            opens=_re(r"\[THINK\]"),
+            begins=_re("<think>"),
+            opened=("[THINK]", "<think>"),
+        ),
         calls=(
             Nested(
                 _re(

@@ -45,7 +45,7 @@ class Grammar(Protocol):
     """A constraint on the output, with a state of its own: one for each generation."""
 
     def mask(self) -> Tensor | None:
-        """Return which tokens may come next, bool [vocabulary]; None for all."""
+        """Return which tokens may come next, bool [vocabulary]; None for all. Raises BadRequest if it has failed."""
         ...
 
     def take(self, token: int) -> None:
@@ -58,7 +58,7 @@ class Grammar(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether no token can follow: the output is whole, or the grammar has failed."""
+        """Whether the output is whole and no token can follow. A failed grammar is not over: its next mask raises."""
         ...
 
     @property

@@ -71,32 +71,37 @@ class Constraint:
     def mask(self) -> Tensor | None:
         """Return which tokens may come next, bool [vocabulary]; None where it is over.
 
-        Raises BadRequest where that cannot be told within the limits: no token is sampled as if it were free.
+        Raises BadRequest where it has failed, now or before: no token is sampled as if it were free.
         """
         if self.is_over:
             return None
-        # numpy, because torch would wake its threads for 128k bytes, and wait for them on a busy machine
-        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8, self._vocabulary) != 0
-        if self._failed() or not allowed.any():
+        if not self._has_failed:
+            # numpy, because torch would wake its threads for 128k bytes, and wait for them on a busy machine
+            allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8, self._vocabulary) != 0
+            if not self._failed() and allowed.any():
+                return torch.from_numpy(allowed)
             self._fail("no token can follow")
-            raise BadRequest(self._field, "its schema takes too long to follow, or leads nowhere; make it simpler")
-        return torch.from_numpy(allowed)
+        raise BadRequest(self._field, "its schema takes too long to follow, or leads nowhere; make it simpler")
 
     def take(self, token: int) -> None:
-        """Go on by a token. A token that cannot come ends the grammar."""
-        if not self.is_over and not self._matcher.consume_token(token):
+        """Go on by a token. A token that cannot come fails the grammar."""
+        if not self._is_stopped and not self._matcher.consume_token(token):
             self._fail("a token does not fit")
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, in the tokenizer's own spelling. They are not taken."""
-        if self.is_over:
+        if self._is_stopped:
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
         return [] if self._failed() else tokens
 
     @property
     def is_over(self) -> bool:
-        """Whether no token can follow."""
+        """Whether the output is whole and no token can follow."""
+        return not self._has_failed and self._matcher.is_stopped()
+
+    @property
+    def _is_stopped(self) -> bool:
         return self._has_failed or self._matcher.is_stopped()
 
     @property

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from swarm.gateway.calls import Nested, Reader, Schemas, reader_of
 from swarm.gateway.chat import Chat
 from swarm.gateway.families import FAMILIES, Family, family_of, template_of
-from swarm.gateway.parts import Called, OutputParser, Parsed, Thought
+from swarm.gateway.parts import Called, Mark, OutputParser, Parsed, Thought
 from swarm.gateway.shipped import ShippedParser
 
 
@@ -66,7 +66,7 @@ class FamilyParser:
         cut = self._family.cut
         if self._reader is None and cut is not None and self._takes_calls and cut.fullmatch(self._text):
             self._text = ""
-            parts = list(self._before_mark(belongs=self._family.trims))
+            parts = [*self._before_mark(belongs=self._family.trims), Mark()]
         else:
             parts = list(self._parts(ended=True))
         blanks, self._blanks = self._blanks, ""
@@ -104,6 +104,8 @@ class FamilyParser:
         found = None
         if self._may_be_bare and not self._thinks:
             found = _marks(self._family, "bare").match(self._text, partial=not ended)
+        if found is None and self._is_fresh and not self._thinks:
+            found = _begins(self._family).match(self._text, partial=not ended)
         if found is None:
             kind = "text" if self._takes_calls else "answer"
             pattern = _marks(self._family, "thought" if self._thinks else kind)
@@ -128,6 +130,7 @@ class FamilyParser:
                 return
         closes = groups.get("closes") is not None
         yield from self._before_mark(belongs=closes or self._family.trims)
+        yield Mark()
         if groups.get("drops") is None:
             self._thinks, self._strips = not closes, True
             self._may_be_bare = self._takes_calls
@@ -158,6 +161,13 @@ class FamilyParser:
         return Thought(text) if self._thinks else text
 
 
+@lru_cache(maxsize=len(FAMILIES))
+def _begins(family: Family) -> Pattern[str]:
+    """Return the pattern of the mark that opens reasoning only where nothing has been said."""
+    begins = None if family.thought is None else family.thought.begins
+    return regex.compile("(?!)" if begins is None else rf"\s*(?P<begins>{begins.pattern})")
+
+
 @lru_cache(maxsize=4 * len(FAMILIES))
 def _marks(family: Family, state: Literal["text", "answer", "thought", "bare"]) -> Pattern[str]:
     """Return a parser's patterns: in text, in an answer without calls, in a thought, and where text begins.
@@ -169,7 +179,7 @@ def _marks(family: Family, state: Literal["text", "answer", "thought", "bare"]) 
         if family.thought is not None:
             wanted["closes"] = family.thought.closes
     elif state != "bare":
-        if family.thought is not None:
+        if family.thought is not None and family.thought.opens is not None:
             wanted["opens"] = family.thought.opens
         if family.drops is not None:
             wanted["drops"] = family.drops

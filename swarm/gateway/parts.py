@@ -1,9 +1,12 @@
-"""The parts that a parser takes out of an output: text, reasoning, and calls of tools."""
+"""The parts that a parser takes out of an output: text, reasoning, calls of tools, and marks."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Protocol
+from typing import Any, Protocol
+
+from swarm.gateway.values import encodable
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,23 @@ class Called:
     arguments: str
 
 
-Parsed = str | Thought | Called
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The end of a mark outside of calls: nothing before it becomes text any more."""
+
+
+Parsed = str | Thought | Called | Mark
 
 
 def new_id() -> str:
     """Return an id for a call whose family writes none."""
     return "call_" + token_hex(12)
+
+
+def called(call_id: str, name: str, arguments: Mapping[str, Any]) -> Called:
+    """Return a call whose texts UTF-8 can have. Raises ValueError for arguments that are no JSON, such as NaN."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return Called(encodable(call_id), encodable(name), encodable(text))
 
 
 class OutputParser(Protocol):

@@ -12,7 +12,7 @@ import structlog
 from transformers import PreTrainedTokenizerBase
 
 from swarm.gateway.chat import Tool
-from swarm.gateway.parts import Called, Parsed, Thought, new_id
+from swarm.gateway.parts import Called, Mark, Parsed, Thought, called, new_id
 
 _log = structlog.get_logger("swarm.gateway")
 
@@ -21,6 +21,7 @@ class ShippedParser:
     """Reads one output of a model whose tokenizer has a `response_template`."""
 
     reads_special = True
+    _reasoning = frozenset({"reasoning_content", "thinking"})  # names of fields
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, tools: Sequence[Tool]) -> None:
         """prompt: the rendered conversation. A broken template raises an error of `transformers`."""
@@ -58,17 +59,18 @@ class ShippedParser:
                 self._at = end
                 return []
             self._raw, self._at = self._raw[end:], 0
-            return [Thought(event["text"]) if field in {"reasoning_content", "thinking"} else event["text"]]
+            return [Thought(event["text"]) if field in self._reasoning else event["text"]]
         if kind == "region_close" and is_call:
             value = event["value"]
             calls = [_called(each) for each in (value if isinstance(value, list) else [value])]
             self._raw, self._at = self._raw[self._at :], 0
             return list(calls)
-        return []
+        return [Mark()] if kind == "region_close" and field in self._reasoning else []
 
 
 def _called(value: Mapping[str, Any]) -> Called:
     function = value["function"]
     arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return Called(str(value.get("id") or new_id()), str(function["name"]), text)
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments, strict=False)
+    return called(str(value.get("id") or new_id()), str(function["name"]), arguments)

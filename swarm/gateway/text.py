@@ -92,6 +92,47 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+class HeldTokens:
+    """Holds an output's tokens, with their probabilities, until a parser knows whether they are text."""
+
+    def __init__(self) -> None:
+        self._tokens: list[TokenText] = []
+        self._is_behind_mark = False  # and nothing has been said since
+
+    def add(self, token: TokenText) -> None:
+        """Hold one more."""
+        self._tokens.append(token)
+
+    def said(self, text: str, *, is_last: bool) -> tuple[TokenText, ...]:
+        """Return the tokens of a text. is_last: no mark or call is known behind it, so all tokens are its own."""
+        if self._is_behind_mark and not text[:1].isspace():
+            while self._tokens and self._tokens[0].text.isspace():  # they belong to the mark
+                self._tokens.pop(0)
+        self._is_behind_mark = False
+        count = len(self._tokens) if is_last else _covering(self._tokens, text)
+        taken, self._tokens = self._tokens[:count], self._tokens[count:]
+        return tuple(taken)
+
+    def drop(self, text: str) -> None:
+        """Leave out the tokens of reasoning, a mark or a call. text: is known behind it, and keeps its own tokens."""
+        count = _covering(self._tokens[::-1], text)
+        self._tokens = self._tokens[len(self._tokens) - count :]
+        self._is_behind_mark = True
+
+    def rest(self) -> tuple[TokenText, ...]:
+        """Return the tokens behind the last text, at the end of the output."""
+        return () if self._is_behind_mark else tuple(self._tokens)
+
+
+def _covering(tokens: Sequence[TokenText], text: str) -> int:
+    """Return how many of the first tokens have as many bytes as a text."""
+    count, missing = 0, len(text.encode())
+    while count < len(tokens) and missing > 0:
+        missing -= len(tokens[count].raw)
+        count += 1
+    return count
+
+
 class TokenTexts:
     """Writes tokens of one vocabulary as dialects report them."""
 

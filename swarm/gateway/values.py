@@ -1,4 +1,4 @@
-"""Values of parameters that models write as plain text, without the quotation marks of JSON."""
+"""Values that models write: parameters as plain text, without the quotation marks of JSON, and text beyond UTF-8."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,8 @@ def types_of(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else {each for each in named or () if isinstance(each, str)}
+    words = [named] if isinstance(named, str) else named if isinstance(named, Sequence) else ()
+    types = {each for each in words if isinstance(each, str)}
     for word in ("anyOf", "oneOf"):
         parts = schema.get(word)
         for part in parts if isinstance(parts, Sequence) else ():
@@ -63,3 +64,17 @@ def _is(value: Any, kind: str) -> bool:  # noqa: ANN401 - JSON
         "array": list,
     }
     return isinstance(value, classes.get(kind, ()))
+
+
+def read(text: str) -> Any:  # noqa: ANN401 - JSON
+    """Return the value of JSON, with texts that UTF-8 can have. Raises ValueError, also where it nests too deep."""
+    try:
+        value = json.loads(text)
+        return json.loads(encodable(json.dumps(value, ensure_ascii=False))) if "\\u" in text else value
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
+def encodable(text: str) -> str:
+    """Return a text that UTF-8 can have: U+FFFD replaces each lone surrogate, which escapes of JSON can write."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -108,10 +108,10 @@ class _Body:
         return len(part)
 
     def check(self) -> None:
-        """Raise Rejected where it is no JSON, or nested too deep: then no parser behind this one sees it."""
+        """Raise Rejected where it is no JSON, has NaN in it, or nests too deep: no parser behind sees it then."""
         if not self.n_bytes:
             return
         try:
-            pydantic_core.from_json(self.data, cache_strings="none")
+            pydantic_core.from_json(self.data, allow_inf_nan=False, cache_strings="none")
         except ValueError as error:
             raise Rejected(Problem(400, "invalid_request", f"the body is no JSON: {error}")) from None

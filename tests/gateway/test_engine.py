@@ -8,13 +8,15 @@ import torch
 
 from swarm.compute.scheduler import Part
 from swarm.compute.thread import run as run_batch
-from swarm.errors import NoRoute, PromptTooLong
+from swarm.errors import BadRequest, NoRoute, PromptTooLong
 from swarm.gateway.conversations import ConversationLimits
 from swarm.gateway.engine import EngineLimits
 from swarm.gateway.generation import Generation, Rerouted, Sampling, Started, Token
+from swarm.gateway.grammar import GrammarLimits
 from swarm.gateway.head import Head
 from swarm.gateway.sampler import Sampler, choose
 from tests.gateway.conftest import engine_of
+from tests.gateway.random_model import chat_of, made
 from tests.support.inprocess import inprocess
 from tests.support.swarms import prompt
 
@@ -232,6 +234,15 @@ async def test_forced_tokens_travel_in_one_step(engine, full):
     answer, others = await run(engine, Generation(prompt=longer, tokens_max=4, sampling=GREEDY))
     assert answer == local(full, longer, 4)
     assert others[0].cached >= len(ids) + 4
+
+
+async def test_grammar_that_fails_among_forced_tokens_is_no_clean_end(engine):
+    limits = GrammarLimits(step_fuel=1, step_items=1)
+    make = await asyncio.to_thread(made, chat_of({"type": "object", "additionalProperties": False}), limits=limits)
+    asked = Generation(prompt=ids_of(5, seed=2), tokens_max=9, sampling=GREEDY, grammar=make())
+    with pytest.raises(BadRequest):
+        await run(engine, asked)
+    assert not engine.swarm.sessions.open_sessions
 
 
 async def test_forced_tokens_count_towards_the_limit(engine):

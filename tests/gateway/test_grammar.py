@@ -11,9 +11,14 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from swarm.compute.scheduler import Part
+from swarm.compute.thread import run
 from swarm.errors import BadRequest
 from swarm.gateway.chat import Tool, ToolChoice
+from swarm.gateway.generation import Sampling
 from swarm.gateway.grammar import GrammarLimits, Grammars
+from swarm.gateway.head import Head
+from swarm.gateway.sampler import Sampler
 from swarm.gateway.schemas import SchemaLimits, closed
 from tests.gateway.random_model import EOS, LEANING, PADDING, PLAIN, chat_of, made, said, tokenizer_of, walk
 
@@ -180,6 +185,15 @@ def test_objects_of_which_several_parts_speak_are_possible(name):
     assert whole
 
 
+def assert_has_failed(constraint):
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="too long to follow"):
+            constraint.mask()
+    assert constraint.forced() == []
+    assert not constraint.is_over
+    assert not constraint.is_complete
+
+
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
@@ -212,13 +226,10 @@ def test_forced_tokens_are_those_that_must_come():
     assert not constraint.is_over
 
 
-def test_token_that_does_not_fit_ends_the_grammar(capfd):
+def test_token_that_does_not_fit_fails_the_grammar(capfd):
     constraint = made(chat_of({"type": "integer"}))()
     constraint.take(PLAIN.encode("x", add_special_tokens=False)[0])
-    assert constraint.is_over
-    assert not constraint.is_complete
-    assert constraint.mask() is None
-    assert constraint.forced() == []
+    assert_has_failed(constraint)
     constraint.take(0)
     assert "a grammar failed" in "".join(capfd.readouterr())
 
@@ -228,8 +239,14 @@ def test_no_token_is_free_where_a_mask_is_beyond_its_limit():
     constraint = made(chat_of({"type": "string", "pattern": "^(a|b)*c(a|b){9}$"}), limits=limits)()
     with pytest.raises(BadRequest, match="too long to follow"):
         list(walk(constraint, LEANING, 0, 30))
-    assert constraint.is_over
-    assert not constraint.is_complete
+    assert_has_failed(constraint)
+
+
+def test_failure_among_forced_tokens_is_no_end():
+    constraint = made(chat_of(TREE), limits=GrammarLimits(step_fuel=1, step_items=1))()
+    constraint.take(PLAIN.encode("{", add_special_tokens=False)[0])
+    assert constraint.forced() == []
+    assert_has_failed(constraint)
 
 
 def test_words_that_explain_do_not_count():
@@ -319,8 +336,30 @@ def test_schema_without_any_output_is_refused_at_once_or_in_its_call():
     constraint = made(chat_of(tools=(Tool("f", "", ENDLESS),), choice=ToolChoice("required")))()
     with pytest.raises(BadRequest):
         said(constraint)
-    assert constraint.is_over
-    assert not constraint.is_complete
+    assert_has_failed(constraint)
+
+
+class FlatEnds:
+    """Ends of a model whose logits are all the same."""
+
+    def logits(self, hidden):
+        return torch.zeros(len(hidden), len(LEANING))
+
+    def embed(self, ids, start):
+        return torch.zeros(*ids.shape, 4)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_batch_leaves_no_token_of_a_failed_grammar_free(batch):
+    constraint, ends = made(chat_of(tools=(Tool("f", "", ENDLESS),), choice=ToolChoice("required")))(), FlatEnds()
+    while tokens := constraint.forced():
+        for token in tokens:
+            constraint.take(token)
+    samplers = [Sampler(Sampling(), [0], grammar) for grammar in (constraint, None)]
+    heads = [Head(ends, sampler, torch.zeros(1, 1, 4), 5, "ada") for sampler in samplers[:batch]]
+    failed = run([Part(head, 1, None, False) for head in heads])
+    assert [type(error) for error in failed.values()] == [BadRequest]
+    assert [head.result() is None for head in heads] == [True, False][:batch]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from swarm.gateway.app import Gateway
 from swarm.gateway.generation import Generation
 from swarm.gateway.recorder import Recorder
 from swarm.web import Http
-from tests.gateway.scripted import NAME, ScriptedModels, running, scripted_model
+from tests.gateway.scripted import CHATML, NAME, ScriptedModels, running, scripted, scripted_model
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
 USER = {"role": "user", "content": "Hello"}
@@ -56,6 +56,8 @@ def url():
         (RESPONSES, {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": ["x"]}]}),
         (RESPONSES, {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": 5}]}),
         (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools", "tools": ["x"]}}),
+        (RESPONSES, {"input": "x", "tool_choice": {"type": []}}),
+        (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools", "tools": [{"type": {}}]}}),
         ("/v1/completions", {"prompt": ["x"] * 100, "n": 8}),
     ],
     ids=str,
@@ -64,6 +66,56 @@ def test_a_broken_request_is_told_so(url, path, body):
     answer = httpx.post(url + path, json={"model": NAME, **body}, timeout=30)
     assert answer.status_code == 400, answer.text
     assert len(answer.text) < 500
+
+
+def told(path, arguments):
+    """The conversation of a request in which the model has called a tool with these arguments."""
+    if path == RESPONSES:
+        return {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}]}
+    called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [called]}]}
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_arguments_that_nest_too_deep_are_refused(url, path):
+    answer = httpx.post(url + path, json={"model": NAME, **told(path, "[" * 3000)}, timeout=30)
+    assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_half_of_a_character_in_arguments_is_replaced(path):
+    with scripted(lambda _: "All is well.") as (url, backend):
+        body = {"model": NAME, **told(path, '{"a": "x\\ud83d y\\ud83d\\ude00"}')}
+        assert httpx.post(url + path, json=body, timeout=30).status_code == 200
+        prompt = backend.tokenizer.decode(backend.asked[0].prompt)
+    assert "x\ufffd y\U0001f600" in prompt
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"tools": [{"type": "custom", "name": "g", "format": {"x": NUMBER}}]',
+        '"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "h", "x": NUMBER}]}]',
+        '"tool_choice": {"type": "allowed_tools", "x": NUMBER}',
+        '"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object", "default": NUMBER}}}',
+    ],
+)
+def test_numbers_that_json_has_not_are_refused(url, field, number):
+    body = f'{{"model": "{NAME}", "input": "x", {field.replace("NUMBER", number)}}}'
+    answer = httpx.post(url + RESPONSES, content=body, headers={"Content-Type": "application/json"}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_type_that_is_none_is_ignored_where_values_are_read():
+    model = scripted_model(
+        lambda _: "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", template=CHATML + "<arg_key>"
+    )
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": 5}}}}
+    with running(Gateway(ScriptedModels(model))) as url:
+        body = {"model": NAME, "messages": [USER], "tools": [{"type": "function", "function": function}]}
+        (choice,) = httpx.post(url + CHAT, json=body, timeout=30).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
 
 @pytest.mark.parametrize(
@@ -144,6 +196,18 @@ def test_an_answer_ends_behind_the_only_call(parallel, count):
         (choice,) = httpx.post(url + CHAT, json=body, timeout=30).json()["choices"]
     assert len(choice["message"]["tool_calls"]) == count
     assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_of_a_character_in_a_call_costs_that_character_alone(stream):
+    model = scripted_model(lambda _: '<tool_call>{"name": "f", "arguments": {"a": "x \\ud83d y"}}</tool_call>')
+    with running(Gateway(ScriptedModels(model))) as url:
+        body = {"model": NAME, "messages": [USER], "tools": [TOOL], "stream": stream}
+        answer = httpx.post(url + CHAT, json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert "x \ufffd y" in answer.text
+    assert '"tool_calls"' in answer.text
+    assert not stream or answer.text.endswith("data: [DONE]\n\n")
 
 
 # Accounts

@@ -9,12 +9,13 @@ import httpx
 import pytest
 
 from swarm.errors import HopFailed, NoRoute, StepTimeout
+from swarm.gateway.api.completions import logprobs_body
 from swarm.gateway.api.sse import StreamLimits
 from swarm.gateway.app import GatewayLimits
-from swarm.gateway.chat import Finished, Reasoning, Text
+from swarm.gateway.chat import Finished, Reasoning, Text, TokenText
 from swarm.gateway.generation import Rerouted
 from tests.gateway.replying import replying
-from tests.gateway.scripted import NAME, scripted
+from tests.gateway.scripted import CHATML, NAME, scripted
 from tests.support.swarms import eventually
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -79,6 +80,44 @@ def test_logprobs_have_bytes_and_the_likeliest(says_ok):
     assert {len(token["top_logprobs"]) for token in content} == {2}
 
 
+THOUGHT_AND_CALL = {  # what a template shows, an output, and its content
+    "hermes": (
+        "<tool_call><think>",
+        '<think>\nHm.\n</think>\n\nSo it is:\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n',
+        "So it is:",
+    ),
+    "kimi-k2": (
+        "<|tool_call_begin|>",
+        "<think>Hm.</think>So it is:\n<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "So it is:\n",
+    ),
+    "a quoted mark": ("<tool_call><think>", "<think>Hm.</think>\n\nPut <think> <tool_call> here", None),
+    "a mark that is cut": ("<tool_call><think>", "<think>Hm.</think>So it is:\n<tool_call>", "So it is:"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("family", THOUGHT_AND_CALL)
+def test_logprobs_are_those_of_the_content(family, stream):
+    shown, output, content = THOUGHT_AND_CALL[family]
+    content = content or output.partition("\n\n")[2]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    asked = {"messages": HELLO, "logprobs": True, "tools": tools, "stream": stream}
+    with scripted(lambda _: output, template=CHATML + shown) as (url, _):
+        response = post(url, "/v1/chat/completions", asked)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(response)[:-1]]
+        texts = [choice["delta"]["content"] for choice in choices[1:] if "content" in choice["delta"]]
+        assert all(texts)
+        tokens = [token for choice in choices for token in (choice["logprobs"] or {"content": []})["content"]]
+    else:
+        (choice,) = response.json()["choices"]
+        texts, tokens = [choice["message"]["content"]], choice["logprobs"]["content"]
+    assert "".join(texts) == content
+    assert "".join(token["token"] for token in tokens) == content
+
+
 def test_n_choices_come_with_a_seed_each(says_ok):
     url, backend = says_ok
     body = post(url, "/v1/chat/completions", {"messages": HELLO, "n": 3, "seed": 7}).json()
@@ -103,6 +142,13 @@ def test_echo_with_logprobs_and_no_tokens_scores_the_prompt(says_ok):
     assert all(isinstance(each, float) for each in logprobs["token_logprobs"][1:])
     assert "".join(logprobs["tokens"]) == "<|bos|>Say this"
     assert len(logprobs["text_offset"]) == len(logprobs["tokens"])
+
+
+@pytest.mark.parametrize("top", [(), (("b", b"b", -0.5),), (("b", b"b", -0.5), ("a", b"a", -2.0))])
+def test_top_logprobs_of_completions_have_the_sampled_token(top):
+    body = logprobs_body([TokenText("a", b"a", -2.0, top)])
+    assert body["top_logprobs"] == [{**{text: logprob for text, _, logprob in top}, "a": -2.0}]
+    assert logprobs_body([TokenText("a", b"a", float("nan"))])["top_logprobs"] == [None]
 
 
 def test_models_are_listed_and_found(says_ok):

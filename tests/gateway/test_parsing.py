@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarm.gateway.chat import Chat, Tool, ToolChoice
 from swarm.gateway.families import FAMILIES, family_of
 from swarm.gateway.parsing import FamilyParser, parser_for
-from swarm.gateway.parts import Called, Thought
+from swarm.gateway.parts import Called, Mark, Thought
 from tests.gateway.random_model import tokenizer_of
 
 TOOLS = {"f": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}, "g": {}}
@@ -131,6 +131,29 @@ def test_reasoning_that_the_template_began_is_reasoning(opened):
     assert read("<think>", "yes", prompt=opened + "\n</think>\n\n") == ("", "yes", [])
 
 
+QUOTED = [
+    ("<think>ok</think>\n\nPut `<think>` first, `</think>` last.", "ok", "Put `<think>` first, `</think>` last."),
+    ('{"tag": "<think>", "n": 1}', "", '{"tag": "<think>", "n": 1}'),
+    ("\n <think>ok</think>yes", "ok", "yes"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, WHOLE])
+@pytest.mark.parametrize("template", ["<think>", "<think><tool_call>", "<arg_key>", "[TOOL_CALLS]"])
+def test_mark_that_an_answer_quotes_is_text(template, size):
+    for text, thought, said in QUOTED:
+        assert read(template, text, size=size) == (thought, said, [])
+        assert read(template, text, size=size, tools=None) == (thought, said, [])
+
+
+@pytest.mark.parametrize("size", [1, 3, WHOLE])
+def test_reasoning_begins_behind_a_call_and_behind_reasoning(size):
+    call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    text = f"<think>a</think>\n<think>b</think>ok\n{call}\n\n<think>c</think>\n{call}<think>d</think>`<think>`"
+    assert read("<think><tool_call>", text, size=size) == ("abcd", "ok`<think>`", [("g", {})] * 2)
+    assert read("[TOOL_CALLS]", "ok [THINK]hm[/THINK] yes", size=size) == ("hm", "ok yes", [])
+
+
 def test_ids_are_those_of_the_family_or_random():
     kimi = parts_of(FamilyParser(family_of("<|tool_call_begin|>"), "", TOOLS), CASES["kimi"][1])
     assert [part.id for part in kimi if isinstance(part, Called)] == ["functions.f:0"]
@@ -141,6 +164,22 @@ def test_ids_are_those_of_the_family_or_random():
     hermes = parts_of(FamilyParser(family_of("<tool_call>"), "", TOOLS), CASES["hermes"][1].partition("</think>")[2])
     assert hermes[-1].id.startswith("call_")
     assert len(hermes[-1].id) == 29
+
+
+def test_texts_of_calls_are_those_that_utf8_can_have():
+    half, whole = r"\ud83d", r"\ud83d\ude00"
+    (call,) = parts_of(
+        FamilyParser(family_of("<tool_call>"), "", TOOLS),
+        f'<tool_call>{{"name": "f{half}", "id": "{half}", "arguments": {{"{half}": "{half}x{whole}"}}}}</tool_call>',
+    )
+    assert (call.id, call.name, json.loads(call.arguments)) == ("\ufffd", "f\ufffd", {"\ufffd": "\ufffdx\U0001f600"})
+    assert read("<|header_start|>", f"[f(s='{half}{whole}')]") == ("", "", [("f", {"s": "\ufffd\U0001f600"})])
+    tokenizer = tokenizer_of("no marks")
+    tokenizer.response_template = SHIPPED
+    chat = Chat(model="m", messages=[], tools=(Tool("f", "", TOOLS["f"]),))
+    for arguments in (f'{{"s": "{half}"}}', f'"{{\\"s\\": \\"\\{half}\\"}}"'):
+        (call,) = parts_of(parser_for(tokenizer, chat, ""), f'<c>{{"name": "f", "arguments": {arguments}}}</c>')
+        assert call.arguments == '{"s": "\ufffd"}'
 
 
 BROKEN = {
@@ -247,6 +286,8 @@ def test_unknown_family_is_read_by_the_template_that_it_ships(size, capfd):
     chat = Chat(model="m", messages=[], tools=(Tool("f", "", TOOLS["f"]),))
     text = '<r>hm</r>a<c>{"name": "f", "arguments": {"a": 1}}</c>'
     assert merged(parts_of(parser_for(tokenizer, chat, ""), text, size)) == ("hm", "a", [("f", {"a": 1})])
+    kinds = [type(part) for part in parts_of(parser_for(tokenizer, chat, ""), text)]
+    assert kinds == [Thought, Mark, str, Called]
     thought, said, calls = merged(parts_of(parser_for(tokenizer, chat, ""), "a<c>{broken}</c> b", size))
     assert (thought, calls) == ("", [])
     assert "{broken}" in said

@@ -1,6 +1,5 @@
 """OpenAI's chat completions: `POST /v1/chat/completions`."""
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -9,6 +8,7 @@ from pydantic import Field
 from swarm.errors import BadRequest
 from swarm.gateway.api.requests import REQUEST, Given, Items, SampledRequest, Words
 from swarm.gateway.chat import Chat, Message, Tool, ToolChoice
+from swarm.gateway.values import read
 
 
 class Function(Given):
@@ -176,11 +176,11 @@ def _call(call: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
     try:
         function = call["function"]
         arguments = function.get("arguments") or "{}"
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        given = read(arguments) if isinstance(arguments, str) else arguments
         return {
             "id": str(call.get("id") or ""),
             "type": "function",
-            "function": {"name": str(function["name"]), "arguments": read},
+            "function": {"name": str(function["name"]), "arguments": given},
         }
     except (KeyError, TypeError, AttributeError, ValueError):
         raise BadRequest("messages", "a tool call has an id, a function's name and JSON arguments") from None

@@ -125,7 +125,10 @@ def logprobs_body(tokens: Sequence[TokenText], offset: int = 0) -> dict[str, Any
 
 
 def _top(token: TokenText) -> dict[str, float] | None:
-    return None if math.isnan(token.logprob) else {text: logprob for text, _, logprob in token.top}
+    """Return the likeliest tokens, and always the sampled one: OpenAI returns up to one more than were asked for."""
+    if math.isnan(token.logprob):
+        return None
+    return {**{text: logprob for text, _, logprob in token.top}, token.text: token.logprob}
 
 
 def _choice_body(index: int, text: str, logprobs: Mapping[str, Any] | None, reason: str | None) -> dict[str, Any]:

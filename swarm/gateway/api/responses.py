@@ -15,6 +15,7 @@ from swarm.gateway.api.requests import REQUEST, AnswerRequest, Given, Items, Wor
 from swarm.gateway.api.responses_tools import INPUT, Tools, choice_of, spaced, tools_of
 from swarm.gateway.api.turns import Turns
 from swarm.gateway.chat import Chat, Message, ToolChoice
+from swarm.gateway.values import read
 
 SEALED = "swarm:"  # begins a thought that a client keeps for us; it is text, because nothing in it is a secret
 
@@ -89,6 +90,7 @@ class ResponseRequest(AnswerRequest):
     def chat(self, owner: str, conversation: str | None) -> Chat:
         """Return the request in the words of all dialects. Raises BadRequest."""
         self._check_memory()
+        self._check_repeated()
         tools, choice = self.offered
         return Chat(
             model=self.model,
@@ -112,6 +114,14 @@ class ResponseRequest(AnswerRequest):
                 raise BadRequest(name, "this gateway keeps none: send the text as input")
         if self.background:
             raise BadRequest("background", "this gateway keeps no responses: use stream")
+
+    def _check_repeated(self) -> None:
+        """Raise BadRequest for infinite numbers, such as 1e999, in fields that the answer repeats."""
+        form = self.text.format if self.text else None
+        try:
+            json.dumps([self.tools, self.tool_choice, form and form.schema_], allow_nan=False)
+        except ValueError:
+            raise BadRequest("tools", "a number in tools, tool_choice or text.format is infinite") from None
 
     def _template(self) -> dict[str, Any]:
         effort = self.reasoning.effort if self.reasoning else None
@@ -150,7 +160,7 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
                 _add_message(turns, item)
             case "function_call":
                 space, name = item.get("namespace"), str(item["name"])
-                arguments = json.loads(item.get("arguments") or "{}")
+                arguments = read(item.get("arguments") or "{}")
                 turns.call(str(item["call_id"]), spaced(str(space), name) if space else name, dict(arguments))
             case "custom_tool_call":
                 turns.call(str(item["call_id"]), str(item["name"]), {INPUT: str(item["input"])})

@@ -105,7 +105,7 @@ def _listed(given: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
 
 def _named(given: Mapping[str, Any], tools: Tools) -> str:
     kind, name = given.get("type"), str(given.get("name"))
-    if kind not in {"function", "custom"}:
+    if kind not in ("function", "custom"):  # it may be a list or an object, which no set takes
         raise BadRequest("tool_choice", f"tools of the type {str(kind)[:40]!r} are not supported, only functions")
     if given.get("namespace"):
         name = spaced(str(given["namespace"]), name)
