@@ -39,7 +39,7 @@ from swarm.net.channel import ignore
 from swarm.net.dialer import Dial
 from swarm.net.endpoint import Endpoint, Remote
 from swarm.net.p2p import host_of
-from swarm.net.reach import literals
+from swarm.net.reach import literals, makes_sense
 
 _log = structlog.get_logger("swarm.dialback")
 
@@ -219,5 +219,5 @@ async def resolved(address: str) -> str | None:
 
 
 def is_global(literal: str) -> bool:
-    """Whether "1.2.3.4:port" is an address of the internet."""
-    return ipaddress.ip_address(literal.rpartition(":")[0].strip("[]")).is_global
+    """Whether "1.2.3.4:port" is an address of the internet that leads to no private one."""
+    return makes_sense(literal.rpartition(":")[0], public=True)

@@ -8,7 +8,7 @@ Two first nodes that start at the same moment hear each other, and one swarm com
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from ipaddress import IPv4Interface, ip_address
 
 import structlog
@@ -32,16 +32,25 @@ class Nearby:
 
     async def run(self) -> None:
         """Tell and listen until cancelled, on the networks that this host has at the time."""
+        has_warned = False
         while True:
-            where = self._networks()
+            where, again_s = self._networks(), None
             try:
                 if where:
                     await self._on(where)
             except OSError as error:
-                _log.warning("others on this network cannot find this node by themselves", why=str(error))
+                if not has_warned:
+                    _log.warning("others on this network cannot find this node by themselves yet", why=str(error))
+                has_warned, again_s = True, self._limits.again_s
             self.looked.set()
-            while self._networks() == where:  # noqa: ASYNC110 - nothing wakes it
-                await asyncio.sleep(self._limits.poll_s)
+            await self._stay(where, again_s)
+
+    async def _stay(self, where: Sequence[IPv4Interface], at_most_s: float | None) -> None:
+        """Wait while this host has these networks."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                while self._networks() == where:  # noqa: ASYNC110 - nothing wakes it
+                    await asyncio.sleep(self._limits.poll_s)
 
     async def _on(self, where: Sequence[IPv4Interface]) -> None:
         """Tell and listen on these networks, as long as this host has them. Raises OSError."""

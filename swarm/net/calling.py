@@ -21,6 +21,7 @@ from swarm.net.halves import TOKEN_BYTES, Half, Halves, open_half
 from swarm.net.limits import DialerLimits
 from swarm.net.lines import Lines
 from swarm.net.punch import Failures, Here, PunchLimits, punch
+from swarm.net.race import end
 from swarm.protocol.meeting import Call, Calling, Meet
 
 Result = TypeVar("Result")
@@ -80,8 +81,8 @@ class Caller:
         with _Back(self._halves) as back:
             call = Call(call=secrets.token_hex(16), callee=remote.peer, port=self.port, back=back.token.hex())
             self._anchor.summon(self._me.identity.peer_id, call, self.host)
-            half = await _within(back.half, self._limits.reverse_s, remote.peer, "it does not come")
-        return await self._become(half.sock, "reverse", remote, on_message)
+            sock = await back.come(self._limits.reverse_s, remote.peer, "it does not come")
+        return await self._become(sock, "reverse", remote, on_message)
 
     async def _through(
         self, line: Channel, anchor: ViaAnchor, remote: Remote, on_message: OnMessage, join: _Join
@@ -91,8 +92,8 @@ class Caller:
             calling = await self._ask_again(line, remote.peer, back.token.hex())
             if self.port:
                 try:
-                    half = await _within(back.half, limits.reverse_s, remote.peer, "it does not dial back")
-                    return await self._become(half.sock, "reverse", remote, on_message)
+                    sock = await back.come(limits.reverse_s, remote.peer, "it does not dial back")
+                    return await self._become(sock, "reverse", remote, on_message)
                 except NetworkError as error:
                     _log.debug("not dialled back", peer=remote.peer, why=str(error))
         return await self._meet(line, anchor, calling, remote, on_message, join)
@@ -146,6 +147,11 @@ class Caller:
         punching = asyncio.create_task(self._punch(here, meet))
         chosen: Channel | None = None
         sock: socket.socket | None = None
+
+        def drop(late: Channel | socket.socket | None) -> None:
+            if late is not None and late not in (chosen, sock):
+                late.close()
+
         try:
             await self._wait_for(punching, relayed, meet.rtt_ms, hopeless=hopeless)
             if punching.done() and (sock := punching.result()) is not None:
@@ -161,11 +167,12 @@ class Caller:
                 self._failures.add(remote.peer, asyncio.get_running_loop().time())
             return chosen
         finally:
-            for task in (relayed, punching):
-                task.cancel()
-            for late in await asyncio.gather(relayed, punching, return_exceptions=True):
-                if late not in (chosen, sock) and isinstance(late, Channel | socket.socket):
-                    late.close()
+            try:
+                await end((relayed, punching), drop)
+            except asyncio.CancelledError:
+                if chosen is not None:
+                    chosen.close()
+                raise
 
     async def _straight(
         self, half: socket.socket, here: Here, meet: Meet, remote: Remote, on_message: OnMessage
@@ -217,7 +224,8 @@ class _Back:
 
     def __init__(self, halves: Halves | None) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.half: asyncio.Future[Half] = asyncio.get_running_loop().create_future()
+        self._half: asyncio.Future[Half] = asyncio.get_running_loop().create_future()
+        self._is_taken = False
         self._halves = halves
 
     def __enter__(self) -> "_Back":
@@ -228,13 +236,20 @@ class _Back:
     def __exit__(self, *_: object) -> None:
         if self._halves is not None:
             self._halves.forget(self.token)
-        self.half.cancel()
+        if not self._half.cancel() and not self._is_taken:
+            self._half.result().sock.close()
+
+    async def come(self, timeout_s: float, peer: str, why: str) -> socket.socket:
+        """Return the connection that the peer brings, which is the caller's to close. Raises Unreachable."""
+        half = await _within(self._half, timeout_s, peer, why)
+        self._is_taken = True
+        return half.sock
 
     def _take(self, half: Half) -> None:
-        if self.half.done():
+        if self._half.done():
             half.sock.close()
         else:
-            self.half.set_result(half)
+            self._half.set_result(half)
 
 
 async def _within(future: "asyncio.Future[Result]", timeout_s: float, peer: str, why: str) -> Result:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from swarm.errors import NetworkError
 
@@ -18,7 +18,7 @@ async def race(
     discard: takes the result of one that was a moment too late.
     """
     running: list[asyncio.Task[Result]] = []  # in the order in which they began
-    waiting = list(ways)
+    waiting, won = list(ways), list[Result]()
     try:
         while True:
             if waiting:
@@ -31,17 +31,36 @@ async def race(
             for result in works[1:]:
                 discard(result)
             if works:
+                won.append(works[0])
                 return works[0]
             for task in done:
                 error = task.exception()
                 if not isinstance(error, NetworkError) or not (running or waiting):
                     raise error  # type: ignore[misc]
     finally:
-        for task in running:
-            task.cancel()
-        for late in await asyncio.gather(*running, return_exceptions=True):
-            if not isinstance(late, BaseException):
-                discard(late)
+        try:
+            await end(running, discard)
+        except asyncio.CancelledError:
+            for result in won:
+                discard(result)
+            raise
+
+
+async def end(tasks: Sequence[asyncio.Task[Any]], discard: Callable[[Any], None]) -> None:
+    """Cancel tasks and wait for their end, which goes on where the caller is cancelled meanwhile.
+
+    discard: takes the result of one that was a moment too late.
+    """
+    if tasks:
+        await asyncio.shield(asyncio.create_task(_end(tasks, discard)))
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]], discard: Callable[[Any], None]) -> None:
+    for task in tasks:
+        task.cancel()
+    for late in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(late, BaseException):
+            discard(late)
 
 
 async def _run(way: Callable[[], Awaitable[Result]]) -> Result:

@@ -29,30 +29,34 @@ class Splice:
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._watch: asyncio.TimerHandle | None = None
-        self._over = False
+        self.over = False
 
     async def join(self, first: socket.socket, second: socket.socket) -> None:
-        """Begin. Raises OSError where a connection has gone already; both are closed then."""
+        """Begin, unless the pair ends meanwhile. Raises OSError where a connection has gone; both are closed then."""
         one, other = self._sides
         one.other, other.other = other, one
         left = [first, second]
         try:
             for side in self._sides:  # each reads only once the other can write
-                await self._loop.connect_accepted_socket(partial(_same, side), left.pop(0))
+                if not self.over:
+                    await self._loop.connect_accepted_socket(partial(_same, side), left.pop(0))
         except BaseException:
-            for sock in left:
-                sock.close()
             self.end()
             raise
+        finally:
+            for sock in left:
+                sock.close()
+        if self.over:
+            return
         for side in self._sides:
             side.begin()
         self._look()
 
     def end(self) -> None:
         """Close both connections."""
-        if self._over:
+        if self.over:
             return
-        self._over = True
+        self.over = True
         if self._watch is not None:
             self._watch.cancel()
         for side in self._sides:
@@ -93,7 +97,11 @@ class _Side(asyncio.Protocol):
         self._early = b""  # uvloop begins to read after `connection_made`, even if that has paused it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = connected = cast(asyncio.Transport, transport)
+        connected = cast(asyncio.Transport, transport)
+        if self._splice.over:
+            connected.abort()
+            return
+        self._transport = connected
         connected.set_write_buffer_limits(high=128 * 1024)
         connected.pause_reading()
 

@@ -112,6 +112,22 @@ async def test_a_helper_tries_ports_only_where_the_asker_comes_from(tmp_path: Pa
         listener.close()
 
 
+@pytest.mark.parametrize(
+    "host", ["[fec0::1]", "[64:ff9b::a00:1]", "[64:ff9b:1::1]", "[2002:a00:1::1]", "[::a00:1]", "10.0.0.1"]
+)
+async def test_a_helper_dials_no_private_host_for_a_far_asker(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    async def peer_at(address: Address) -> str:
+        tried.append(str(address))
+        return ALICE.peer_id
+
+    monkeypatch.setattr("swarm.dht.helper.peer_at", peer_at)
+    helper = Helper(SimpleNamespace(), ME, Dialler())  # type: ignore[arg-type]
+    found = [await helper._has_p2p_port(ALICE.peer_id, at, 4000, near=False) for at in (host, "8.8.8.8")]
+    assert (found, tried) == ([False, True], ["8.8.8.8:4000"])
+
+
 async def test_a_node_without_a_record_has_its_libp2p_port_tried(tmp_path: Path) -> None:
     async with node(tmp_path, "boot") as boot, node(tmp_path, "alice", boot.addresses, identity=ALICE) as other:
         await serve_dial_back(boot, ME, Dialler())

@@ -3,17 +3,21 @@
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from ipaddress import IPv4Interface
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from swarm.dht import nearby as module
 from swarm.dht.directory import Directory
-from swarm.dht.nearby import nearby
+from swarm.dht.nearby import Nearby, nearby
 from swarm.dht.node import NodeConfig, SwarmNode
 from swarm.errors import BadConfiguration
 from swarm.identity import Identity
+from swarm.net.lan import LanLimits
 from swarm.net.p2p import P2PConfig
 from tests.dht.support import LOOPBACK, NETWORK, ROOT, announcement, node, soon
 
@@ -80,3 +84,29 @@ async def test_node_serves_where_multicast_fails(tmp_path: Path, monkeypatch: py
     config = NodeConfig(NETWORK, P2PConfig(tmp_path / "alice", LOOPBACK))
     async with node(tmp_path, "alice") as alice, nearby(alice, config, lan=True) as here:
         assert here.looked.is_set()
+
+
+async def test_node_tries_again_where_multicast_failed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tries, told = 0, asyncio.Event()
+
+    @asynccontextmanager
+    async def failing(*_: object) -> AsyncIterator[None]:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise OSError("port 5353 is taken")
+        told.set()
+        await asyncio.get_running_loop().create_future()
+        yield
+
+    monkeypatch.setattr(module, "announced", failing)
+    monkeypatch.setattr(module.Nearby, "_networks", lambda _: ("a network",))
+    config = NodeConfig(NETWORK, P2PConfig(Path("unused"), LOOPBACK))
+    here = Nearby(SimpleNamespace(peer_id=ALICE.peer_id, port=1), config, LanLimits(again_s=0.01))  # type: ignore[arg-type]
+    running = asyncio.create_task(here.run())
+    async with asyncio.timeout(5):
+        await told.wait()
+    running.cancel()
+    assert capsys.readouterr().out.count("port 5353 is taken") == 1

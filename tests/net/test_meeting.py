@@ -13,7 +13,7 @@ from swarm.errors import ChannelClosed, NetworkError, Unreachable
 from swarm.identity import Identity
 from swarm.net.address import Tcp, ViaAnchor
 from swarm.net.anchor import _Meeting
-from swarm.net.calling import CallLimits
+from swarm.net.calling import Caller, CallLimits
 from swarm.net.channel import ignore
 from swarm.net.dialer import Dialer
 from swarm.net.halves import PREFACE_BYTES, WORD, Half, HalfLimits
@@ -297,6 +297,50 @@ async def test_no_punch_is_waited_for_after_one_that_failed():
             assert channel.carrier.way == "relayed"
             channel.close()
         assert took_s[1] < 2.0 <= took_s[0]
+
+
+async def test_a_caller_that_leaves_while_its_punch_ends_leaves_no_channel(monkeypatch):
+    ending, gate = asyncio.Event(), asyncio.Event()
+
+    async def lingering(*_):
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ending.set()
+            await gate.wait()
+
+    monkeypatch.setattr("swarm.net.calling.punch", lingering)
+    async with places() as made:
+        anchor = await made.place()
+        hidden, caller = await made.hidden(anchor), made.caller()
+        calling = asyncio.create_task(caller.ways.caller.call(anchor.via, remote(hidden.me), ignore))
+        await ending.wait()
+        admission = hidden.ways.listener.admission
+        await until(lambda: caller.me.identity.peer_id in admission.proven)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        await until(lambda: caller.me.identity.peer_id not in admission.proven)
+        gate.set()
+
+
+async def test_a_half_that_comes_as_its_time_ends_is_closed():
+    me, loop, (ours, theirs) = endpoint(), asyncio.get_running_loop(), socket.socketpair()
+
+    class Waiting:
+        def expect(self, token, take):
+            loop.call_soon(take, Half(ours, Tcp("127.0.0.1", 1), Tcp("127.0.0.1", 1)))
+
+        def forget(self, token):
+            pass
+
+    anchor = SimpleNamespace(summon=lambda *_: None)
+    caller = Caller(me, None, Waiting(), anchor, limits=CallLimits(reverse_s=0.0))
+    caller.port = 5000
+    via = ViaAnchor(me.identity.peer_id, me.key.public, Tcp("127.0.0.1", 5000))
+    with theirs, pytest.raises(Unreachable, match="does not come"):
+        await caller.call(via, remote(endpoint()), ignore)
+    assert ours.fileno() == -1
 
 
 async def test_waiting_meetings_are_bounded_and_end():

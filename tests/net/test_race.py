@@ -88,3 +88,28 @@ async def test_a_caller_that_leaves_takes_all_ways_along(ways):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert sorted(ways.cancelled) == ["a", "b"]
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_a_caller_that_leaves_while_the_losers_end_discards_all_results(ways, late):
+    ending, gate = asyncio.Event(), asyncio.Event()
+
+    async def lingering():
+        try:
+            await asyncio.sleep(NEVER)
+        except asyncio.CancelledError:
+            ending.set()
+            await gate.wait()
+            if not late:
+                raise
+        return "late"
+
+    won = partial(ways.way, "won", 0.05)
+    task = asyncio.create_task(race([(NEVER, lingering), (0.0, won)], ways.discarded.append))
+    await ending.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.set()
+    await asyncio.sleep(0.05)
+    assert ways.discarded == ["won", "late"][: 1 + late]

@@ -137,3 +137,50 @@ async def test_a_half_whose_peer_has_gone_ends_the_other():
     assert await asyncio.get_running_loop().sock_recv(left, 1) == b""
     assert pair.ended == [True]
     left.close()
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("loop_factory", [new_event_loop, asyncio.SelectorEventLoop])
+def test_a_pair_that_ends_while_it_joins_closes_both_sides(loop_factory, turns):
+    async def ended_early():
+        pair, loop = Pair(), asyncio.get_running_loop()
+        (left, first), (second, right) = socket.socketpair(), socket.socketpair()
+        for sock in (left, first, second, right):
+            sock.setblocking(False)
+        joining = asyncio.create_task(pair.splice.join(first, second))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        pair.splice.end()
+        async with asyncio.timeout(5):
+            await joining
+            assert [await loop.sock_recv(sock, 1) for sock in (left, right)] == [b"", b""]
+        assert pair.ended == [True]
+        for sock in (left, right):
+            sock.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(ended_early())
+
+
+@pytest.mark.parametrize("turns", range(1, 4))
+@pytest.mark.parametrize("loop_factory", [new_event_loop, asyncio.SelectorEventLoop])
+def test_a_pair_that_ended_and_is_cancelled_closes_both_sides(loop_factory, turns):
+    async def cancelled():
+        pair, loop = Pair(), asyncio.get_running_loop()
+        (left, first), (second, right) = socket.socketpair(), socket.socketpair()
+        for sock in (left, first, second, right):
+            sock.setblocking(False)
+        joining = asyncio.create_task(pair.splice.join(first, second))
+        await asyncio.sleep(0)
+        pair.splice.end()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        joining.cancel()
+        await asyncio.wait((joining,))
+        async with asyncio.timeout(5):
+            assert [await loop.sock_recv(sock, 1) for sock in (left, right)] == [b"", b""]
+        for sock in (left, right):
+            sock.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(cancelled())

@@ -236,6 +236,26 @@ async def test_the_channel_stays_where_the_new_connection_dies_first():
         assert pair.ways == ("relayed", "relayed")
 
 
+async def test_the_channel_moves_after_a_move_that_was_given_up():
+    async with relayed() as pair:
+        claimed = asyncio.Event()
+        given_up = await pair.fresh(on_message=lambda *_: claimed.set() or PROGRESS)
+        given_up.send(pair.claim(given_up))
+        await claimed.wait()
+        assert await pair.works()  # bytes come by the old connection meanwhile
+        given_up.close()
+        await until(lambda: pair.taken.carrier.can_move)
+
+        def move(fresh, *_):
+            pair.channel.carrier.move(fresh.carrier, pair.secrets(fresh), first=True)
+            return PROGRESS
+
+        fresh = await pair.fresh(on_message=move)
+        fresh.send(pair.claim(fresh))
+        await until(lambda: pair.ways == ("direct", "direct") or pair.channel.closed)
+        assert await pair.works()
+
+
 async def test_the_channel_stays_where_garbage_comes_by_the_new_connection():
     async with relayed() as pair:
         claimed = asyncio.Event()

@@ -39,14 +39,14 @@ class MovableCarrier(TcpCarrier):
 
         super().__init__(make, way)
         self._limits = limits
-        self._sent = self._received = 0  # bytes by the old connection
+        self._sent = self._received = 0  # bytes by the old connection, also of a move that is given up
         self._move: _Move | None = None  # while there are two connections
         self._is_paused = False
 
     def data_received(self, data: bytes) -> None:
         """Hand bytes to the channel: those of the old connection, or, after the move, of the new one."""
+        self._received += len(data)
         if self._move is None:
-            self._received += len(data)
             super().data_received(data)
         else:
             self._take(self._move, data, old=True)
