@@ -44,8 +44,11 @@ def pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
 
 
-def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Reserve memory that takes none until it is written to, not even as one huge page that a system may prefer."""
+def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Reserve pages of a computer's own memory, which go back at once when the tensor is freed. Raises OSError.
+
+    They take no memory until they are written to, not even as one huge page that a system may prefer.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     space = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=flags)
     space.madvise(mmap.MADV_NOHUGEPAGE)
@@ -91,7 +94,7 @@ class _Buffer:
         if self._reserves and new.device.type == "cpu" and sys.platform == "linux":
             tokens = max(self._limits.reserved_tokens_min, pages(self._limits.reserved_times * total))
             with suppress(OSError):  # no more mappings, or a system that promises no more than it has
-                return _reserve((rows, heads, tokens, size), new.dtype)
+                return reserve((rows, heads, tokens, size), new.dtype)
         return new.new_empty(rows, heads, pages(total) + total // self._slack_share // PAGE_TOKENS * PAGE_TOKENS, size)
 
     def _start_of(self, past: Tensor, new: Tensor) -> int:

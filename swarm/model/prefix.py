@@ -3,14 +3,16 @@
 Only layers that keep every position can be cut: windows and recurrent states know the end of a past alone.
 """
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from swarm.model.cache import SpanCache
-from swarm.model.growing import GrowingLayer
+from swarm.model.growing import GrowingLayer, reserve
 from swarm.model.span import Span
 
 
@@ -18,7 +20,7 @@ from swarm.model.span import Span
 class PastBlock:
     """Keys and values of some positions of each layer of a span, which nothing changes any more.
 
-    They lie one behind the other in one tensor: thousands of small ones that come and go leave a heap full of holes.
+    They lie one behind the other in one tensor with pages of its own: thousands that come and go leave a heap no holes.
     shapes: [1, heads, positions, size] of each layer's keys and of its values.
     """
 
@@ -83,9 +85,16 @@ def _kinds(cache: SpanCache) -> set[tuple[torch.dtype, torch.device]]:
 def _copied(cache: SpanCache, start: int, stop: int) -> PastBlock:
     cut = [(layer.keys[:, :, start:stop], layer.values[:, :, start:stop]) for layer in cache.layers]
     shapes = tuple((keys.shape, values.shape) for keys, values in cut)
-    data = cut[0][0].new_empty(sum(keys.numel() + values.numel() for keys, values in cut))
+    data = _empty(cut[0][0], sum(keys.numel() + values.numel() for keys, values in cut))
     block = PastBlock(data, shapes)
     for into, pair in zip(block.layers, cut, strict=True):
         for side in (0, 1):
             into[side].copy_(pair[side])
     return block
+
+
+def _empty(like: Tensor, numbers: int) -> Tensor:
+    if like.device.type == "cpu" and sys.platform == "linux":
+        with suppress(OSError):  # no more mappings
+            return reserve((numbers,), like.dtype)
+    return like.new_empty(numbers)
