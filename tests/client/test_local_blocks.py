@@ -173,7 +173,7 @@ def test_a_past_that_cannot_be_taken_back_is_not_gone_on_with(world):
     with torch.no_grad(), model.inference_session() as chat:
         got = model.generate(IDS[:1], **SAME)
         if "sliding" in chat.cache._traits.kinds:
-            with pytest.raises(UsageError, match="goes on behind 3 of them.*rollback_max"):
+            with pytest.raises(UsageError, match=r"goes on behind 3 of them.*rollback_max"):
                 model.generate(other, **SAME)
             longer = torch.cat([got, IDS[1:2]], dim=1)
             assert torch.equal(model.generate(longer, **SAME), full.generate(longer, **SAME))

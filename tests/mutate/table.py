@@ -528,11 +528,34 @@ def _by_guarantee() -> dict[str, list[tuple[str, str, str, str, str]]]:
                 "test_a_peer_that_asks_for_full_keys_again_and_again_is_refused",
             ),
             (
+                "choosing among records costs nothing",
+                "dht/sampling.py",
+                "limits.drawn_bytes * n + limits.sorted_bytes * n // parts)",
+                "0)",
+                "test_reader_pays_for_the_records_that_it_gets",
+            ),
+            (
                 "a caller is called back on demand",
                 "dht/protocol.py",
                 "            return dht_pb2.PingResponse(",
                 "            await self.ping(context.remote_id)\n            return dht_pb2.PingResponse(",
                 "test_callers_that_ask_to_be_called_back_hold_no_places",
+            ),
+        ],
+        "Nodes that call once and go hide no node that answers": [
+            (
+                "all wait for a place",
+                "dht/neighbours.py",
+                "while len(waiting) > self._waiting_max:",
+                "while False:",
+                "test_strangers_that_call_once_take_bounded_room_and_hide_nobody",
+            ),
+            (
+                "a caller counts as one that answers",
+                "dht/neighbours.py",
+                "if node in self._answered] or self.peers()",
+                "if True] or self.peers()",
+                "test_strangers_that_call_once_take_bounded_room_and_hide_nobody",
             ),
         ],
         "Only a p2pd that hivemind published is started": [
