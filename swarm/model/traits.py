@@ -50,7 +50,7 @@ class Traits:
     kinds: tuple[str, ...]  # per block, its memory: "full", "sliding", "conv", "linear" or "none"
     returns: int  # 0: blocks return a tensor; n: a tuple of n that it leads
     idle: tuple[str, ...]  # the decoder's own modules, such as its final norm, whose weights a span does not need
-    cache_argument: str  # the decoder's keyword for the cache: "past_key_values" or "cache_params"
+    cache_argument: str  # the decoder's keyword for the cache, such as "past_key_values"
     takes_positions: bool  # whether the decoder has position_ids
     can_roll_back: bool  # whether positions can be taken back, given that the session was opened with a rollback
     positions_max: int | None  # the config's declared limit, if any
@@ -75,7 +75,8 @@ def traits_of(config: PretrainedConfig) -> Traits:
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, Tensor)
     kinds = _kinds(decoder_config, decoder)
-    cache_argument = "cache_params" if "cache_params" in parameters else "past_key_values"
+    names = ("cache", "cache_params", "past_key_values")  # the newest first: a family may still take an older one
+    cache_argument = next((name for name in names if name in parameters), "past_key_values")
     returns = _trace(model, int(decoder_config.hidden_size), cache_argument)
     return Traits(
         model_type=str(config.model_type),
